@@ -43,10 +43,10 @@ from torch import Tensor, nn
 
 import wingbeat
 from wingbeat import strategies
+from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
-from wingbeat.wires import Sketch, TopK
 from wingbeat_lab.bench import contenders, digits, estimate, machine
 from wingbeat_lab.bench.attach import attached
 from wingbeat_lab.bench.attached import Attached

@@ -33,8 +33,8 @@ from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
-from wingbeat.transport.services.launch import InProcess
-from wingbeat.transport.services.process import main as serve
+from wingbeat.transport.services import ProcessService
+from wingbeat.transport.services import run_service as serve
 from wingbeat.transport.store import Store
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
@@ -49,7 +49,7 @@ class Echo:
 
     module: ClassVar[str] = "generator_service"
     me: ClassVar[str] = "echo"
-    asks_later: ClassVar[bool] = False
+    uses_store_later: ClassVar[bool] = False
     timeout: ClassVar[float] = 60.0
 
     workers: int
@@ -58,7 +58,7 @@ class Echo:
     def to_json(self) -> str:
         return json.dumps([self.workers, self.encrypted])
 
-    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+    def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         box = opened(store, self.workers, range(self.workers), "echo/", self.encrypted)
 
         def run(parent: Callable[[], bool]) -> None:
@@ -73,12 +73,12 @@ class Echo:
 
 def opened(store: Store, number: int, peers: Any, room: str, encrypted: bool) -> Mailbox:
     return open_mailbox(
-        store, number, peers, room=room, interfaces=["lo"], classes=1, encrypted=encrypted,
+        store, number, peers, namespace=room, interfaces=["lo"], classes=1, encrypted=encrypted,
         limits=Limits(silence=SECONDS), seconds=SECONDS,
     )  # fmt: skip
 
 
-def main() -> int:
+def run_service() -> int:
     args = arguments()
     refuse_unwritable(args.json)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
@@ -164,7 +164,7 @@ def measured(
 ) -> float:  # fmt: skip
     """Return the answers a second to workers that ask again at once."""
     store = Switchboard()
-    process = InProcess(config, store)
+    process = ProcessService(config, store)
     try:
         with ThreadPoolExecutor(workers) as threads:
             boxes = list(
@@ -194,4 +194,4 @@ if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1].startswith("["):
         serve(Echo(*json.loads(sys.argv[1])))
     else:
-        sys.exit(main())
+        sys.exit(run_service())

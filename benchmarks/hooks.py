@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from common import show, write
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
 from wingbeat_lab import lab, paced
@@ -282,7 +282,7 @@ def known(row: str) -> str:
         if kind == "topk":
             right = 0.0 < float(value) <= 1.0
         else:
-            right = isinstance(wires.of(row), wires.Sketch | wires.LowRank)
+            right = isinstance(compression.parse(row), compression.Sketch | compression.LowRank)
     except UsageError as err:
         raise argparse.ArgumentTypeError(str(err)) from None
     except ValueError:

@@ -37,7 +37,7 @@ def attack(args: argparse.Namespace) -> None:
     """Send the hostile messages at an even rate; paths of the targets come in a file."""
     import zmq
 
-    from wingbeat.transport.messages.header import Header, Type
+    from wingbeat.transport.messages.frames import Header, Type
 
     target = json.loads(Path(args.target).read_text())
     chance = random.Random(args.seed)
@@ -122,7 +122,7 @@ class Training:
                 world.store,
                 world.rank,
                 [0, 1],
-                room=name,
+                namespace=name,
                 interfaces=["lo"],
                 encrypted=name == "encrypted",
                 classes=1,
@@ -193,7 +193,7 @@ def worker(args: argparse.Namespace) -> None:
             "sent": sent,
             "refused": clear.refused,
             "refused_encrypted": encrypted.refused,
-            "turned_away": encrypted.turned_away,
+            "turned_away": encrypted.refused_connections,
         }
         Path(args.json).write_text(json.dumps(found))
     world.exchange("done", 0)
@@ -206,9 +206,9 @@ def worker(args: argparse.Namespace) -> None:
 def _start_attack(args: argparse.Namespace, boxes: Any, round_: int) -> subprocess.Popen[str]:
     clear, encrypted = boxes["clear"], boxes["encrypted"]
     target = {
-        "clear": clear._carrier.reach.endpoints[0][0],
-        "encrypted": encrypted._carrier.reach.endpoints[0][0],
-        "key": encrypted._carrier.reach.public.decode(),
+        "clear": clear._carrier.address.endpoints[0][0],
+        "encrypted": encrypted._carrier.address.endpoints[0][0],
+        "key": encrypted._carrier.address.public.decode(),
         "session": clear._endpoint.membership.sessions[1],
     }
     path = Path(args.json).with_suffix(f".target{round_}")

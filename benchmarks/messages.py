@@ -123,7 +123,7 @@ class Mail:
             world.store,
             world.rank,
             range(world.size),
-            room=room,
+            namespace=room,
             encrypted=encrypted,
             classes=classes,
         )

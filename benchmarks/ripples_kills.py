@@ -41,13 +41,13 @@ from killing import (
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.group_all_reduce import GRACE_S
 from wingbeat.methods.model_averaging.service import FACTOR, MIN_TIMEOUT_S
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
 
 LOOKS_S = 1.0
 """In which the generator looks who is late, and tells the others, who look too."""
-FALLING_S = UNCONNECTED_S + LOOKS_S + GRACE_S
+FALLING_S = RECONNECT_S + LOOKS_S + GRACE_S
 """Until workers know that the generator is dead, and those in a group that others do not come."""
 RECENT = 20
 """Steps whose mean loss a worker tells."""

@@ -35,7 +35,7 @@ from common import refuse_unwritable, show, write
 
 from wingbeat.methods.parameter_server.protocol import Kind, pack_route
 from wingbeat.methods.parameter_server.server import ServerConfig, limits_of
-from wingbeat.transport.services.pipes import PipeStore, answer
+from wingbeat.transport.services import PipeStore, answer_request
 from wingbeat.types import Serving
 from wingbeat_lab.bench.printed import Printed
 
@@ -112,7 +112,7 @@ def sender(rank: int, workers: int, mib: int) -> None:
     for way in WAYS:
         config = config_of(way, workers, mib)
         boxes[way] = open_mailbox(
-            store, rank, [workers], room=config.room, interfaces=["lo"], classes=CLASSES,
+            store, rank, [workers], namespace=config.room, interfaces=["lo"], classes=CLASSES,
             encrypted=config.encrypted, limits=limits, seconds=PATIENCE,
         )  # fmt: skip
     store.ready()
@@ -162,7 +162,7 @@ class Child:
             line = self.process.stdout.readline()  # type: ignore[union-attr]
             if not line:
                 return
-            text, last = answer(line, store)
+            text, last = answer_request(line, store)
             self.tell(text)
 
     def tell(self, text: str) -> None:

@@ -40,7 +40,7 @@ from common import end_as_by_ctrl_c, refuse_unwritable, show, write
 from sketch_stack import coded
 
 import wingbeat
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.errors import UsageError
 from wingbeat_lab import lab, paced
 from wingbeat_lab.bench import estimate, machine, models
@@ -70,7 +70,7 @@ def row_of(share: float, iterations: int, wire: str) -> str:
     if not share:
         return "allreduce"
     asked = replace(coded(wire), share=share, total=iterations, auto_disable=False)
-    return f"allreduce:compression={wires.spelled(asked)}"
+    return f"allreduce:compression={compression.to_text(asked)}"
 
 
 def worker(options: argparse.Namespace) -> None:

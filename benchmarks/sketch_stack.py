@@ -10,23 +10,26 @@ from typing import Any
 
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.coding import regions
+from wingbeat.compression import LowRank, Sketch
 from wingbeat.errors import UsageError
 from wingbeat.types import Span
-from wingbeat.wires import LowRank, Sketch
 from wingbeat_lab import paced
 
 
-def coded(text: str) -> wires.Sketch | wires.LowRank:
+def coded(text: str) -> compression.Sketch | compression.LowRank:
     """The settings that are meant.
 
     Raises:
         UsageError: they are none of a sketch, or have a share already.
     """
-    wire = wires.of(text)
-    if not isinstance(wire, wires.Sketch | wires.LowRank) or wire.ends_after is not None:
+    wire = compression.parse(text)
+    if (
+        not isinstance(wire, compression.Sketch | compression.LowRank)
+        or wire.ends_after is not None
+    ):
         raise UsageError(
             f"--wire {text}: allowed are sketch and lowrank, with any options but a share"
         )

@@ -26,7 +26,7 @@ def test_a_group_does_not_change() -> None:
     ("ranks", "epoch", "words"),
     [
         ([], 0, "ranks is empty"),
-        ([0, 2, 2, 1], 0, "rank 2 stands twice"),
+        ([0, 2, 2, 1], 0, "rank 2 occurs twice"),
         ([0, -1], 0, "ranks has -1: allowed are whole numbers from 0 on"),
         ([0, True], 0, "ranks has True"),
         (["0"], 0, "ranks has '0'"),

@@ -16,6 +16,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wingbeat.compression import LowRank as LowRank
+    from wingbeat.compression import Sketch as Sketch
+    from wingbeat.compression import TopK as TopK
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
     from wingbeat.strategies import OMGS as OMGS
@@ -36,9 +39,6 @@ if TYPE_CHECKING:
     from wingbeat.transport import init as init
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.types import Group as Group
-    from wingbeat.wires import LowRank as LowRank
-    from wingbeat.wires import Sketch as Sketch
-    from wingbeat.wires import TopK as TopK
 
 _HOME = {
     "ADPSGD": "wingbeat.strategies",
@@ -53,17 +53,17 @@ _HOME = {
     "init": "wingbeat.transport",
     "join": "wingbeat.sync",
     "LocalSGD": "wingbeat.strategies",
-    "LowRank": "wingbeat.wires",
+    "LowRank": "wingbeat.compression",
     "no_sync": "wingbeat.sync",
     "OMGS": "wingbeat.strategies",
     "ParameterServer": "wingbeat.strategies",
     "release": "wingbeat.sync",
     "Ripples": "wingbeat.strategies",
     "shutdown": "wingbeat.transport",
-    "Sketch": "wingbeat.wires",
+    "Sketch": "wingbeat.compression",
     "Strategy": "wingbeat.strategies",
     "synchronize": "wingbeat.sync",
-    "TopK": "wingbeat.wires",
+    "TopK": "wingbeat.compression",
 }
 
 

@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 
-from wingbeat.transport.messages.carrier import Place
+from wingbeat.transport.messages.carrier import ConnectionId
 
 def sketch_encode(
     x: int,
@@ -165,8 +165,8 @@ class Flow:
     def resume(self, now: float, /) -> None: ...
     def flush(
         self,
-        send: Callable[[Place, list[bytes | memoryview]], bool],
-        place: Place,
+        send: Callable[[ConnectionId, list[bytes | memoryview]], bool],
+        place: ConnectionId,
         now: float,
         /,
     ) -> None: ...

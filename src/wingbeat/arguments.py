@@ -1,4 +1,4 @@
-"""Checks of what users give to functions: refused in one line, before anything is sent."""
+"""Checks of function arguments: refused in one line, before anything is sent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wingbeat.errors import UsageError
 
 
 def number(name: str, value: Any) -> int:
-    """Return a whole number of any type, such as NumPy's.
+    """Return an integer of any type, such as NumPy's.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not an integer.
     """
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
@@ -24,10 +24,10 @@ def number(name: str, value: Any) -> int:
 
 
 def numbers(name: str, values: Any) -> tuple[int, ...]:
-    """Return whole numbers.
+    """Return a tuple of integers.
 
     Raises:
-        UsageError: they are none.
+        UsageError: a value is not an integer.
     """
     try:
         return tuple(number(name, value) for value in values)
@@ -38,10 +38,10 @@ def numbers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def pair(name: str, values: Any) -> tuple[int, int]:
-    """Return two whole numbers.
+    """Return two integers.
 
     Raises:
-        UsageError: they are none.
+        UsageError: they are not two integers.
     """
     found = numbers(name, values)
     if len(found) != 2:
@@ -50,20 +50,20 @@ def pair(name: str, values: Any) -> tuple[int, int]:
 
 
 def check_count(name: str, count: int, most: int) -> None:
-    """Refuse what is no whole number from 1 to ``most``.
+    """Check for an integer from 1 to ``most``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is something else.
     """
     if type(count) is not int or not 1 <= count <= most:
         raise UsageError(f"{name}={count!r}: allowed are whole numbers, 1 to {most}")
 
 
 def check_tensor(tensor: Any, *, written: bool = False) -> None:
-    """Refuse here what would fail amid a collective, and end it on all.
+    """Check a tensor before a collective, which would otherwise fail on all workers.
 
     Args:
-        tensor: what a user gave.
+        tensor: the argument.
         written: whether the collective writes to it.
 
     Raises:

@@ -28,7 +28,7 @@ class WingbeatError(Exception):
 
 
 class UsageError(WingbeatError, ValueError):
-    """A value given by the user cannot work; the message names it and what is allowed."""
+    """A value given by the user is invalid; the message names it and what is allowed."""
 
 
 class MismatchError(UsageError):
@@ -36,19 +36,19 @@ class MismatchError(UsageError):
 
 
 class MissingAttributeError(UsageError, AttributeError):
-    """A model has no such attribute, which a DistributedDataParallel has; says what to use.
+    """A model lacks an attribute of DistributedDataParallel; the message says what to use.
 
-    ``hasattr`` finds that it is not there, so that ``model.module if hasattr(model, "module") else
+    ``hasattr`` returns False for it, so that ``model.module if hasattr(model, "module") else
     model`` is the model.
     """
 
 
 class RendezvousError(WingbeatError, ConnectionError):
-    """The workers did not find each other; names rank, address, interface and the wait."""
+    """The workers did not find each other; names rank, address, interface and duration."""
 
 
 class PeerError(WingbeatError, ConnectionError):
-    """A peer died or fell silent during a collective; names its rank and the collective."""
+    """A peer failed or was silent during a collective; names its rank and the collective."""
 
 
 class UnevenBatchesError(WingbeatError, RuntimeError):
@@ -60,7 +60,7 @@ class LabError(WingbeatError, RuntimeError):
 
 
 def unknown(kind: str, value: str, allowed: Iterable[str], *, where: str = "") -> UsageError:
-    """Build the error for a name that does not exist: the value, the nearest match, the list.
+    """Return the error for an unknown name: the value, the nearest match, and the allowed names.
 
     >>> str(unknown("strategy", "deer", ["ddp", "dear"]))
     "unknown strategy 'deer' (did you mean 'dear'?); allowed: ddp, dear"
@@ -75,7 +75,7 @@ def unknown(kind: str, value: str, allowed: Iterable[str], *, where: str = "") -
 
 
 def _nearest(value: str, names: list[str]) -> str:
-    """Return the name that was probably meant, empty if none is near.
+    """Return the most similar name, or an empty text.
 
     >>> _nearest("bucket_cap_mb", ["edge_mb", "max_mb", "mb"])
     'mb'
@@ -83,7 +83,7 @@ def _nearest(value: str, names: list[str]) -> str:
     typed = difflib.get_close_matches(value, names, n=1, cutoff=0.75)
     if typed:
         return typed[0]
-    # By letters alone "bucket_mb" is nearer to "edge_mb" than to "mb"; by words it is the other.
+    # By characters "bucket_mb" is closer to "edge_mb" than to "mb"; by words it is not.
     words = set(_WORDS.split(value))
     within = [name for name in names if words.issuperset(_WORDS.split(name))]
     if within:

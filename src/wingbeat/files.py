@@ -1,4 +1,4 @@
-"""Files replaced as a whole: after a crash or on a full disk the former content is still there."""
+"""Atomic replacement of files: after a crash or on a full disk the former content is intact."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import BinaryIO
 from wingbeat.errors import UsageError
 
 _NO_FOLDER_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
-"""Not every file system can sync a folder, and a folder need not be readable."""
+"""Not every file system can sync a folder, and a folder may be unreadable."""
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], name: str = "") -> Iterator[BinaryIO]:
-    """Open a file for writing; it takes the place of ``path`` once all of it is on the disk.
+    """Open a file for writing that replaces ``path`` once all of it is on the disk.
 
-    A symbolic link stays, and what it points to is replaced. A pipe or a device is written to.
+    A symbolic link is kept, and its target is replaced. A pipe or a device is written to directly.
 
     Args:
-        path: the file; its folder is made if it is not there.
-        name: what messages call it; its path if empty.
+        path: the file; missing folders are created.
+        name: its name in messages; empty: the path.
 
     Raises:
-        UsageError: the file cannot be written, or what happens inside raises `OSError`; ``path``
-            is as it was before.
+        UsageError: the file cannot be written, or an `OSError` is raised inside; ``path`` is
+            unchanged.
     """
     target = Path(os.path.realpath(path))
-    # A name that nobody can guess, and a file that was not there before: in a folder that
-    # others may write to, a link laid in the way must not lead to another file.
+    # An unpredictable name, created exclusively: in a shared folder a link placed by another user
+    # must not redirect the write.
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         if target.exists() and not target.is_file():
@@ -48,7 +48,7 @@ def replacing(path: str | os.PathLike[str], name: str = "") -> Iterator[BinaryIO
                 os.fsync(file.fileno())
             draft.replace(target)
         except BaseException:
-            with contextlib.suppress(OSError):  # what hinders writing may hinder this too
+            with contextlib.suppress(OSError):  # the cause may prevent this too
                 draft.unlink()
             raise
         _sync(target.parent)
@@ -58,7 +58,7 @@ def replacing(path: str | os.PathLike[str], name: str = "") -> Iterator[BinaryIO
 
 
 def _sync(folder: Path) -> None:
-    """Put the folder's entries on the disk, without which a power cut may undo a renaming."""
+    """Sync the folder's entries; otherwise a power failure may undo the renaming."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,4 +1,4 @@
-"""What strategies, their parts and wires share: a short repr, checks, and names with a value."""
+"""Options of strategies, their parts and compressions: repr, checks, and their textual form."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 READ = "read"
-"""Metadata of an option: what makes its value from text, where its default's type does not."""
+"""Metadata key of an option: its parser, if its default's type cannot parse it."""
 
 MAX_MB = 4096
-"""The largest size of a bucket."""
+"""The largest bucket size."""
 
 SIZE = {"size": True}
-"""Metadata of an option that says how much of a model something holds: both scale together."""
+"""Metadata of an option that is a size: it scales with the model."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -33,15 +33,14 @@ class Settings:
     """A frozen dataclass of options, all given by name.
 
     Raises:
-        UsageError: an option that does not exist, or one without its name.
+        UsageError: an unknown option, or one without its name.
     """
 
     def __new__(cls, *unnamed: Any, **options: Any) -> Self:
-        """Refuse what the dataclass would refuse with a bare TypeError that names no option.
+        """Refuse what the dataclass would refuse with a TypeError that names no option.
 
-        A `UsageError` and nothing else: a wrong option is a value that cannot work, like any
-        other, and who catches those (the command line does) is to catch this one as well. To
-        catch a wrong call as a TypeError is of no use: nothing but the call itself can be mended.
+        It raises a `UsageError` only, like any other invalid value, so that callers that catch
+        those, such as the command line, catch this one as well.
         """
         known = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
         if unnamed:
@@ -62,7 +61,7 @@ class Settings:
         return f"{type(self).__name__}({', '.join(given)})"
 
     def scaled(self, factor: float) -> Self:
-        """Return the same for a model of ``factor`` times the size: what has `SIZE` follows it."""
+        """Return the options for a model of ``factor`` times the size."""
         sizes = [f for f in fields(self) if f.metadata.get("size")]  # type: ignore[arg-type]
         scaled = {f.name: _scaled(getattr(self, f.name), factor, f.default) for f in sizes}
         return replace(self, **scaled)  # type: ignore[type-var]
@@ -73,19 +72,19 @@ class Settings:
         )
 
     def check_name(self, key: str, allowed: tuple[str, ...]) -> None:
-        """Raise a `UsageError` unless the option is one of the names ``allowed``."""
+        """Raise a `UsageError` unless the option is one of ``allowed``."""
         value = getattr(self, key)
         if value not in allowed:
             raise unknown(f"{type(self).__name__} {key}", str(value), allowed)
 
     def check_count(self, key: str, low: int, high: int) -> None:
-        """Raise a `UsageError` unless the option is a whole number from ``low`` to ``high``."""
+        """Raise a `UsageError` unless the option is an integer from ``low`` to ``high``."""
         value = getattr(self, key)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._refuse(key, f"whole numbers, {low} to {high}")
 
     def check_count_if_any(self, key: str, low: int, high: int) -> None:
-        """Raise a `UsageError` unless the option is None, or a whole number in this range."""
+        """Raise a `UsageError` unless the option is None or an integer in this range."""
         if getattr(self, key) is None:
             return
         try:
@@ -114,7 +113,7 @@ class Settings:
         )
 
     def check_file(self, key: str) -> None:
-        """Raise a `UsageError` unless the option is the name of a file, or empty for none."""
+        """Raise a `UsageError` unless the option is a file name, or empty for none."""
         value = getattr(self, key)
         if not isinstance(value, str) or "\0" in value:
             raise self._refuse(key, "names of files")
@@ -122,12 +121,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Named(Generic[T_co]):
-    """What a name stands for, and the option that ``name@value`` sets.
+    """An entry of a table of names, and the option that ``name@value`` sets.
 
     Attributes:
-        make: makes it, from options.
-        option: the one that matters most; empty where there is none.
-        convert: makes that option's value from text.
+        make: makes the value from options.
+        option: the main option; empty: none.
+        convert: parses that option.
     """
 
     make: Callable[..., T_co]
@@ -136,16 +135,16 @@ class Named(Generic[T_co]):
 
 
 def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterable[str] = ()) -> T:
-    """Return what ``name`` or ``name@value`` stands for.
+    """Return the value of ``name`` or ``name@value``.
 
     Args:
-        kind: what it is, for an error.
-        text: as the user wrote it.
-        by_name: all there are.
-        also: names that are allowed too, and mean something else.
+        kind: what it is, for error messages.
+        text: the user's text.
+        by_name: all entries.
+        also: further names that are allowed and mean something else.
 
     Raises:
-        UsageError: no such name, a value where there is no option, or one that cannot work.
+        UsageError: an unknown name, a value without an option, or an invalid value.
     """
     name, at, value = text.partition("@")
     if name not in by_name:
@@ -169,7 +168,7 @@ def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterab
 
 
 def kinds_of(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Return what makes each option's value from text."""
+    """Return the parser of each option."""
     return {f.name: f.metadata.get(READ, type(f.default)) for f in fields(cls)}
 
 
@@ -224,7 +223,7 @@ def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:
 
 
 def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:
-    """Build the error for a value without its name; the example is an option of that kind."""
+    """Return the error for a value without its name; the example is an option of the same type."""
     if not known:
         return UsageError(f"{name}({_short(value)}): there are no options; write {name}()")
     kinds = {int, float} if is_number(value) else {type(value)}
@@ -238,12 +237,12 @@ def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:
 
 
 def _short(value: Any) -> str:
-    """Return the value in a few words on one line: it may be a model."""
+    """Return the value's repr on one short line: it may be a model."""
     return " ".join(_SHORT.repr(value).split())
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether ``value`` is a finite number, and no bool."""
+    """Whether ``value`` is a finite number and not a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:
@@ -253,9 +252,9 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def _scaled(size: float, factor: float, default: Any) -> float:
-    """Return a size in MB, or, where its default is an int, a number of elements: 1 at least.
+    """Return a size in MB, or, if its default is an int, a number of elements: at least 1.
 
-    0 says that there is no such size, whatever the model's.
+    0 means no such size, for any model.
     """
     if size and isinstance(default, int):
         return max(1, round(factor * size))

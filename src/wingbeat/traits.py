@@ -1,6 +1,6 @@
-"""What may be relied on: each part of a strategy declares it, and who measures or tests reads it.
+"""Traits: what each part of a strategy guarantees and requires. Benches and tests read them.
 
-No names of strategies are compared: a bench asks for `Traits.bound`, a test for `Traits.exact`.
+Names of strategies are never compared: a bench reads `Traits.bound`, a test reads `Traits.exact`.
 """
 
 from __future__ import annotations
@@ -12,38 +12,39 @@ WHOLE = "whole all-reduces"
 """Under backward, so that gradients are whole on every worker when it returns."""
 
 ONCE = "sums in one operation"
-"""Each bucket's sum is made and spread by one operation, which any exchange has."""
+"""Each bucket's sum is computed and distributed by one operation, which every exchange has."""
 
 LATE = "sums that come after backward"
-"""A bucket's sum may still be on its way when the next forward begins."""
+"""A bucket's sum may still be in progress when the next forward begins."""
 
 KEPT = "sums that are kept until they are pulled"
-"""Somebody else than the workers has them."""
+"""Sums are kept by a server until workers pull them."""
 
 HALVES = "all-reduces in two halves"
-"""Reduce-scatter and all-gather are apart, and between them each worker owns blocks of the sum."""
+"""Reduce-scatter and all-gather are separate, and between them each worker owns blocks of the sum.
+"""
 
 ROUNDS = "sums in rounds"
-"""Which come when they come, and are applied in the same order by every worker."""
+"""Sums arrive at any time and are applied in the same order by every worker."""
 
 OWN = "steps without a wait for all"
-"""Each worker makes iterations of its own, and no part of any is a collective of all."""
+"""Each worker runs iterations of its own, without collectives of all workers."""
 
 MEANS = "means of models"
 """Parameters are averaged, with all workers or with some."""
 
 LOCAL = "steps on a worker's own gradients"
-"""No gradient travels; models part, and are averaged now and then."""
+"""No gradient travels; models diverge and are averaged periodically."""
 
 
 class Part:
-    """One of a strategy's answers to the design's questions: a frozen value.
+    """A part of a strategy: a frozen value.
 
     Attributes:
-        exact: whether weights stay DDP's, up to the rounding of sums.
-        synchronous: whether an update has all workers' gradients of its own iteration, and no
+        exact: whether weights equal DDP's, up to the rounding of sums.
+        synchronous: whether an update uses all workers' gradients of its own iteration, and no
             others.
-        has: what the part offers to the others; a schedule, how it exchanges.
+        has: what the part provides to other parts; for a schedule, how it exchanges.
     """
 
     __slots__ = ()
@@ -54,23 +55,23 @@ class Part:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What one of the other parts must have."""
+        """What another part must provide."""
         return frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What follows from all parts of a strategy together.
+    """Properties of a strategy as a whole.
 
     Attributes:
-        exact: whether weights stay DDP's, up to the rounding of sums.
-        synchronous: whether an update has all workers' gradients of its own iteration, and no
+        exact: whether weights equal DDP's, up to the rounding of sums.
+        synchronous: whether an update uses all workers' gradients of its own iteration, and no
             others.
-        bound: which of `wingbeat_lab.bench.bound.BOUNDS` says how short an iteration can be.
+        bound: which of `wingbeat_lab.bench.bound.BOUNDS` is the lower bound of an iteration.
         halves: whether each bucket travels in a reduce-scatter and an all-gather.
-        in_parts: whether the optimizer is run on some parameters at a time, and not in one call.
-        gathered: whether each worker's payload goes to all the others, so that bytes grow with
-            the workers.
+        in_parts: whether the optimizer runs on some parameters at a time.
+        gathered: whether each worker's payload goes to all others, so that bytes grow with the
+            workers.
     """
 
     exact: bool
@@ -81,7 +82,7 @@ class Traits:
     gathered: bool
 
     def words(self) -> str:
-        """Say what decides whether one may use it.
+        """Return a summary for users.
 
         >>> from wingbeat import DeAR
         >>> DeAR().traits.words()

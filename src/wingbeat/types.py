@@ -1,4 +1,4 @@
-"""The words every other module speaks. No torch here, so that plans can be tested alone."""
+"""Types that all modules share. No torch, so that plans can be tested alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
-from wingbeat.wires import Coded
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Span:
 
 
 def split(span: Span, weights: Sequence[float]) -> list[Span]:
-    """Split ``span`` into consecutive spans whose lengths follow ``weights``.
+    """Split ``span`` into consecutive spans with lengths in proportion to ``weights``.
 
     Every element belongs to exactly one piece; a piece may be empty.
 
@@ -50,7 +50,7 @@ def split(span: Span, weights: Sequence[float]) -> list[Span]:
 
 
 def blocks_of(length: int, size: int) -> list[Span]:
-    """One block per rank of a buffer of ``length`` elements: lengths differ by at most one."""
+    """Return a block per rank of a buffer of ``length`` elements; lengths differ by at most one."""
     return [Span(length * i // size, length * (i + 1) // size) for i in range(size)]
 
 
@@ -65,7 +65,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive ``span`` from ``peer``; add it to what is there (``reduce``) or overwrite."""
+    """Receive ``span`` from ``peer``; add it to the buffer (``reduce``) or overwrite."""
 
     peer: int
     span: Span
@@ -74,29 +74,28 @@ class Recv:
 
 
 _SHOWN_RANKS = 9
-"""Of a longer list messages show the first ranks and the last one."""
+"""Messages show the first ranks of a longer list and the last one."""
 
 Hop = Send | Recv
-"""One worker's part in the passage of one span between two workers."""
+"""One worker's part of the transfer of one span between two workers."""
 
 Round = tuple[Hop, ...]
-"""Hops that may run at once; a Send depends on every earlier round's Recv of its elements."""
+"""Hops that may run concurrently; a Send depends on earlier rounds' Recv of its elements."""
 
 
 SERIES = 1 << 40
-"""Epochs in a series: whoever opens groups by rules of its own begins at a multiple of it."""
+"""Epochs in a series: each user of groups with rules of its own begins at a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Group:
-    """Some of the workers, and which of their meetings this is.
+    """Some of the workers, and an epoch.
 
     A value: two groups of the same ranks and epoch are equal. The order of ``ranks`` does not
-    matter. ``epoch`` tells apart groups of the same ranks that come after one another; it grows,
-    within a series.
+    matter. ``epoch`` distinguishes successive groups of the same ranks; it grows within a series.
 
     Raises:
-        UsageError: there is no rank, a rank twice, or something that is no number from 0 on.
+        UsageError: no rank, a rank twice, or a rank that is not an integer from 0 on.
 
     >>> Group([2, 0], epoch=7)
     Group(ranks=(0, 2), epoch=7)
@@ -114,7 +113,7 @@ class Group:
             raise UsageError("Group: ranks is empty: a group has at least one member")
         twice = sorted({rank for rank in listed if listed.count(rank) > 1})
         if twice:
-            raise UsageError(f"Group: rank {twice[0]} stands twice in ranks: list each once")
+            raise UsageError(f"Group: rank {twice[0]} occurs twice in ranks: list each rank once")
         if type(epoch) is not int or epoch < 0:
             raise UsageError(f"Group: epoch={epoch!r}: allowed are whole numbers from 0 on")
         object.__setattr__(self, "ranks", tuple(sorted(listed)))
@@ -122,7 +121,7 @@ class Group:
 
     @property
     def series(self) -> int:
-        """Which epochs come before and after this one: those from a multiple of `SERIES` on."""
+        """The series of the epoch: epochs from one multiple of `SERIES` to the next."""
         return self.epoch // SERIES
 
     def __str__(self) -> str:
@@ -137,8 +136,8 @@ class TensorSpec:
     """What a plan needs to know of one parameter.
 
     ``name`` as in ``named_parameters()``; ``dtype`` as torch prints it, without ``torch.``;
-    ``itemsize`` in bytes; ``device`` as ``str(tensor.device)``; ``layer`` what the layer computes
-    that has it: ``"fc"``, ``"conv"``, or empty for others.
+    ``itemsize`` in bytes; ``device`` as ``str(tensor.device)``; ``layer`` the kind of its layer:
+    ``"fc"``, ``"conv"``, or empty for others.
     """
 
     name: str
@@ -163,7 +162,7 @@ class TensorSpec:
 
     @property
     def kind(self) -> str:
-        """Dtype and device: what all tensors of a bucket have in common."""
+        """Dtype and device, which all tensors of a bucket share."""
         return f"{self.dtype} on {self.device}"
 
 

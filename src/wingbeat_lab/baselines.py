@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from wingbeat import parts, strategies
+from wingbeat.compression import Compression
 from wingbeat.strategies import OMGS, ParameterServer, Preset, Strategy
-from wingbeat.wires import Wire
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -24,7 +24,7 @@ class PSGD(OMGS):
     """
 
     merge: str = "none"
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -101,7 +101,7 @@ class Ako(Preset):
     partitions: int = 0
     mb: float = 25.0
     first_mb: float = 1.0
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     topology: str = "mesh"
 
     def __post_init__(self) -> None:

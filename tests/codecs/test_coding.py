@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.make import make
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, make
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.types import Span
 
 
 def test_the_largest_region_says_what_an_element_takes() -> None:
-    sketch = make(wires.of("sketch"))
+    sketch = make(compression.parse("sketch"))
     small, large = Region(Span(0, 10), Dense()), Region(Span(10, 1000), sketch)
     assert sketch.bytes_per_element != Dense().bytes_per_element
     assert Coding([small, large]).bytes_per_element == sketch.bytes_per_element
@@ -25,7 +24,7 @@ def test_the_largest_region_says_what_an_element_takes() -> None:
 
 def test_one_matrix_among_the_regions_keeps_chunks_as_large_as_they_can_be() -> None:
     """Elements that take nothing on the wire: the engine cuts by bytes, and so not at all."""
-    matrix = Region(Span(0, 640), make(wires.of("lowrank@2")), cols=64)
+    matrix = Region(Span(0, 640), make(compression.parse("lowrank@2")), cols=64)
     flags = Region(Span(640, 5000), Dense())
     assert Coding([matrix, flags]).bytes_per_element == 0.0
     assert Coding([flags]).bytes_per_element > 0.0
@@ -33,7 +32,7 @@ def test_one_matrix_among_the_regions_keeps_chunks_as_large_as_they_can_be() -> 
 
 def test_a_span_is_cut_where_whole_rows_begin_and_end() -> None:
     """Each piece has a table of its own, so there are no more than it takes."""
-    codec, row = make(wires.of("lowrank@2:bits=8")), 4096
+    codec, row = make(compression.parse("lowrank@2:bits=8")), 4096
     coding = Coding([Region(Span(row, 65 * row), codec, cols=row)])
     assert codec.nbytes(row) < 2 * codec.nbytes(row // 2)
 
@@ -52,7 +51,7 @@ def test_a_span_is_cut_where_whole_rows_begin_and_end() -> None:
 
 
 def test_a_part_that_is_cut_out_makes_the_same_payload() -> None:
-    codec = make(wires.of("lowrank@2"))
+    codec = make(compression.parse("lowrank@2"))
     coding = Coding([Region(Span(3, 643), codec, cols=64), Region(Span(643, 700), Dense())])
     x = torch.randn(700, generator=torch.Generator().manual_seed(0))
     for span in (Span(3, 700), Span(0, 643), Span(70, 650), Span(100, 110), Span(650, 660)):

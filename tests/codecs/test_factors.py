@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wingbeat.codecs.factors import Factors, Matrix, Round, check_starts, fresh, restart
+from wingbeat.codecs.lowrank import Factors, Matrix, Round, check_starts, fresh, restart
 from wingbeat.errors import UsageError
 
 WORKERS, ROWS, COLS, RANK = 3, 40, 60, 2

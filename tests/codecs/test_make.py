@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from wingbeat.codecs import Coding, make
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import TRIED, Region, all_of
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.make import TRIED, all_of
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import warmed_up
+from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.planning.trials import (
     COMPRESSION_BLOCKS,
     COMPRESSION_FIRST_WARMUP,
@@ -20,7 +20,6 @@ from wingbeat.planning.trials import (
     COMPRESSION_WARMUP,
 )
 from wingbeat.types import Span
-from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 
 @pytest.mark.parametrize("wire", [Sketch(bits=5), TopK(), LowRank(), Half()], ids=repr)

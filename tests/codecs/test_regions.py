@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import LARGE, Region, regions
 from wingbeat.codecs.half import HalfCodec
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.regions import LARGE, regions
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec
+from wingbeat.compression import LowRank, Sketch, TopK
 from wingbeat.types import Span
-from wingbeat.wires import LowRank, Sketch, TopK
 
 SIDE = 256
 assert SIDE * SIDE == LARGE

@@ -43,9 +43,9 @@ class Rank:
 
     def go(self) -> bool:
         """Do one command if that is possible; whether it was."""
-        if isinstance(self._next, machine.Rest) and not self.machine.waiting:
+        if isinstance(self._next, machine.Idle) and not self.machine.waiting:
             return False
-        if isinstance(self._next, machine.Take) and not self._mail[self._key(self._next)]:
+        if isinstance(self._next, machine.AwaitChunk) and not self._mail[self._key(self._next)]:
             return False
         self._do(self._next)
         self.log.append(self._next)
@@ -53,15 +53,15 @@ class Rank:
         return True
 
     def _key(self, command: Any) -> Any:
-        t, inward = command.transfer, isinstance(command, machine.Take)
+        t, inward = command.transfer, isinstance(command, machine.AwaitChunk)
         ends = (t.peer, self.rank) if inward else (self.rank, t.peer)
         return command.task.number, *ends, t.link, t.tag
 
     def _do(self, command: machine.Command[Sum]) -> None:
-        if isinstance(command, machine.Hand):
+        if isinstance(command, machine.SendChunk):
             span = command.transfer.span
             self._mail[self._key(command)].append(command.task.buffer[span.start : span.stop])
-        if isinstance(command, machine.Take):
+        if isinstance(command, machine.AwaitChunk):
             span, buffer = command.transfer.span, command.task.buffer
             came = self._mail[self._key(command)].popleft()
             part = slice(span.start, span.stop)
@@ -130,7 +130,7 @@ def test_however_ranks_interleave_everyone_gets_every_sum(
         wanted = [each * (job + 2) + size * i for i in range(length)]
         assert [mine[job] for mine in buffers] == [wanted] * size
     for rank in ranks:
-        ended = [c.task.number for c in rank.log if isinstance(c, machine.Drain)]
+        ended = [c.task.number for c in rank.log if isinstance(c, machine.AwaitSends)]
         assert sorted(ended) == list(range(2 * jobs)), "somebody waits for ever"
         assert rank.machine.begun() == []
 
@@ -148,10 +148,10 @@ def test_limits_hold_and_every_chunk_that_is_taken_was_announced(
                 case machine.Begin(task):
                     active.add(task)
                     assert len(active) <= depth
-                case machine.Announce(task, transfer):
+                case machine.PostReceive(task, transfer):
                     announced[task].append(transfer)
                     assert len(announced[task]) <= ahead
-                case machine.Take(task, transfer):
+                case machine.AwaitChunk(task, transfer):
                     assert announced[task].popleft() is transfer
                 case machine.Complete(task):
                     active.remove(task)
@@ -172,7 +172,7 @@ def test_a_collective_begins_when_the_one_before_has_handed_over_all(
                 before = command.task
                 program = before.program
                 left[before] = len(program.first) + sum(map(len, program.unlocks))
-            if isinstance(command, machine.Hand):
+            if isinstance(command, machine.SendChunk):
                 left[command.task] -= 1
 
 
@@ -208,11 +208,13 @@ def test_an_all_gather_passes_on_what_its_reduce_scatter_has_finished() -> None:
     rank.machine.submit(gather)
     while rank.go():
         pass
-    assert not any(isinstance(c, machine.Hand) and c.task is gather for c in rank.log)
+    assert not any(isinstance(c, machine.SendChunk) and c.task is gather for c in rank.log)
     mail[0, 1, 0, 0, 0].append([10])
     while rank.go():
         pass
-    sent = [c.transfer.span for c in rank.log if isinstance(c, machine.Hand) and c.task is gather]
+    sent = [
+        c.transfer.span for c in rank.log if isinstance(c, machine.SendChunk) and c.task is gather
+    ]
     assert [(s.start, s.stop) for s in sent] == [(0, 1)]
     assert mail[1, 0, 1, 0, 0].pop() == [11]
 
@@ -234,14 +236,14 @@ def test_waiting_tasks_are_dropped_and_those_begun_are_named() -> None:
 def test_it_rests_until_something_is_submitted() -> None:
     made: Machine[Task] = Machine()
     commands = made.commands()
-    assert isinstance(next(commands), machine.Rest)
-    assert isinstance(next(commands), machine.Rest)
+    assert isinstance(next(commands), machine.Idle)
+    assert isinstance(next(commands), machine.Idle)
     made.submit(Task(compile_rounds((), 1)))
     assert [type(next(commands)) for _ in range(4)] == [
         machine.Begin,
         machine.Complete,
-        machine.Drain,
-        machine.Rest,
+        machine.AwaitSends,
+        machine.Idle,
     ]
 
 

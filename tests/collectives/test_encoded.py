@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import late
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
+from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
@@ -60,7 +60,7 @@ WIRES = ["sketch", "sketch@3", "topk@0.02", "lowrank@2", "fp16"]
 
 def coding(wire: str, numel: int, cols: int = 0) -> Coding:
     """A buffer with a matrix, if there are ``cols``, and three flags at its end."""
-    settings_ = wires.of(wire)
+    settings_ = compression.parse(wire)
     assert not isinstance(settings_, str)
     codec = make(settings_)
     body = numel - FLAGS

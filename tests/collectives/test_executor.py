@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
-from wingbeat.transport.blame import Blame
+from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
@@ -62,7 +62,7 @@ def test_abandoned_collective_with_a_half_arrived_transfer_close_does_not_wait()
     world.close()
     assert time.monotonic() - begin < world.timeout / 2
     link.ended.set()
-    with pytest.raises(PeerError, match="rank 0: the world was given up here"):
+    with pytest.raises(PeerError, match="rank 0: the world was abandoned by this rank"):
         handle.wait()
     members[1].close()
 
@@ -90,7 +90,7 @@ def test_who_has_lost_a_peer_breaks_its_connections() -> None:
 def test_the_first_to_fail_is_blamed_and_who_noticed_it_is_named() -> None:
     board = loopback.Switchboard()
     first, *_ = loopback.worlds_on(board, 3, timeout=5.0)
-    Blame(board, 1, 3, 5.0).publish(2)
+    FailureAttribution(board, 1, 3, 5.0).publish_wait(2)
     board.fail(1)
     with pytest.raises(PeerError) as caught:
         Collectives(first).all_reduce(torch.ones(9), bucket=4).wait()
@@ -119,7 +119,7 @@ def test_a_failure_whose_cause_cannot_be_found_out_is_told_all_the_same(
     def fails(*_: object) -> None:
         raise OverflowError("nothing known")
 
-    monkeypatch.setattr("wingbeat.collectives.executor.explain", fails)
+    monkeypatch.setattr("wingbeat.collectives.executor.explain_loss", fails)
     board = loopback.Switchboard()
     world, other = loopback.worlds_on(board, 2, interfaces=2, timeout=5.0)
     board.fail(other.rank)
@@ -175,7 +175,7 @@ def test_a_malformed_chunk_names_who_sent_it(nonsense: int) -> None:
             return super().send(torch.full_like(tensor, 255), peer, tag)
 
     numel, other = 5003, 1 - nonsense
-    codec = make(wires.TopK(density=0.02))
+    codec = make(compression.TopK(density=0.02))
     encoded = Encoded(Coding([Region(Span(0, numel), codec)]))
 
     def body(world: World) -> str:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat.codecs.factors import Factors, Matrix
+from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Handle
-from wingbeat.collectives.factored import FactoredSum
+from wingbeat.collectives.encoded import FactoredSum
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World

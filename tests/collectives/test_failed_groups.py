@@ -10,10 +10,11 @@ import weakref
 import pytest
 import torch
 
-from wingbeat.collectives import Collectives, lanes
+from wingbeat.collectives import Collectives, executor
 from wingbeat.collectives.handle import wait_for_all
 from wingbeat.errors import PeerError
-from wingbeat.transport import loopback, register
+from wingbeat.transport import loopback
+from wingbeat.transport import world as world_module
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
@@ -40,17 +41,17 @@ def fail(world: World, epoch: int, close: bool) -> tuple[str, weakref.ref[torch.
 
 @pytest.mark.parametrize("close", [True, False])
 def test_a_failed_group_is_let_go(close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(register, "MAX_OPEN", 3)
+    monkeypatch.setattr(world_module, "MAX_OPEN_GROUPS", 3)
     world, other = loopback.worlds(2, timeout=0.02)
     gc.collect()
-    before = len(lanes._executors)
+    before = len(executor._executors)
     buffers = []
     for epoch in range(6):
         said, buffer = fail(world, epoch, close)
         assert "rank 1" in said
         buffers.append(buffer)
         gc.collect()  # those who catch an error hold it in a circle
-    assert len(lanes._executors) <= before
+    assert len(executor._executors) <= before
     assert not any(buffer() is not None for buffer in buffers)
     world.close()
     other.close()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.collectives import Collectives, Encoded, lanes
+from wingbeat.collectives import Collectives, Encoded, executor
 from wingbeat.collectives.encoded import Gathered, GatheredSum, GroupRows
 from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.handle import Handle
@@ -71,7 +71,7 @@ def test_a_malformed_row_is_named_by_its_rank_among_all(monkeypatch: pytest.Monk
             gathered.rows[1].fill_(255)
 
     monkeypatch.setattr(GatheredSum, "encode", spoiled)
-    wire = Encoded(Coding([Region(Span(0, numel), make(wires.TopK(density=0.01)))]))
+    wire = Encoded(Coding([Region(Span(0, numel), make(compression.TopK(density=0.01)))]))
 
     def body(world: World) -> str:
         if world.rank == 1:
@@ -128,7 +128,7 @@ def test_two_threads_that_begin_at_once_share_the_lanes(monkeypatch: pytest.Monk
             never.wait(0.1)
             super().__init__(*args)
 
-    monkeypatch.setattr(lanes, "Executor", Slow)
+    monkeypatch.setattr(executor, "Executor", Slow)
     with loopback.worlds(2)[0] as world:
         threads = [threading.Thread(target=Collectives, args=(world,)) for _ in range(2)]
         for thread in threads:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.collectives.encoded import Gathered
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.in_turn import InTurn
-from wingbeat.collectives.threads import Threads
+from wingbeat.collectives.threads import SerialQueue, ThreadPool
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -27,7 +26,7 @@ PATIENCE = 20.0
 
 
 def test_one_after_the_other_in_order() -> None:
-    beside, done, over = InTurn(Threads("test-turn")), [], threading.Event()
+    beside, done, over = SerialQueue(ThreadPool("test-turn")), [], threading.Event()
     at_once = threading.Semaphore(1)
 
     def work(number: int) -> None:
@@ -44,7 +43,7 @@ def test_one_after_the_other_in_order() -> None:
 
 
 def test_what_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    beside, over = InTurn(Threads("test-fails")), threading.Event()
+    beside, over = SerialQueue(ThreadPool("test-fails")), threading.Event()
 
     def fails() -> None:
         raise ArithmeticError("no such thing")
@@ -73,7 +72,7 @@ class Rows:
 
 def test_rows_are_added_beside_before_anybody_waits() -> None:
     rows = Rows()
-    handle = Gathered(Handle([]), rows, InTurn(Threads("test-beside")))
+    handle = Gathered(Handle([]), rows, SerialQueue(ThreadPool("test-beside")))
     assert rows.added.wait(PATIENCE)
     handle.wait()
     assert len(rows.threads) == 1
@@ -83,7 +82,7 @@ def test_rows_are_added_beside_before_anybody_waits() -> None:
 @pytest.mark.parametrize("error", [PeerError("rank 1 sent nonsense"), MemoryError("no room")])
 def test_whoever_waits_is_told_what_failed_beside(error: Exception) -> None:
     rows = Rows(error, error, error)
-    handle = Gathered(Handle([]), rows, InTurn(Threads("test-told")))
+    handle = Gathered(Handle([]), rows, SerialQueue(ThreadPool("test-told")))
     assert rows.added.wait(PATIENCE)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error)):
@@ -94,7 +93,9 @@ def test_whoever_waits_is_told_what_failed_beside(error: Exception) -> None:
 def test_the_sum_is_the_same_beside(momentum: float) -> None:
     """Many at once, each with its own buffer, waited for in another order than they were begun."""
     numel, count = 5000, 12
-    coding = Coding([Region(Span(0, numel), make(wires.TopK(density=0.02, momentum=momentum)))])
+    coding = Coding(
+        [Region(Span(0, numel), make(compression.TopK(density=0.02, momentum=momentum)))]
+    )
 
     def body(world: World, beside: bool) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(world.rank)
@@ -120,7 +121,7 @@ def test_the_sum_is_the_same_beside(momentum: float) -> None:
 
 def test_a_peer_that_fails_is_named_though_rows_are_added_beside() -> None:
     first, _ = loopback.worlds(2, timeout=0.1)
-    coding = Coding([Region(Span(0, 50), make(wires.Half()))])
+    coding = Coding([Region(Span(0, 50), make(compression.Half()))])
     handle = Collectives(first).all_gather_sum(torch.ones(50), wire=Encoded(coding), beside=True)
     for _ in range(2):
         with pytest.raises(PeerError, match="rank 1 failed during all-gather"):
@@ -128,7 +129,7 @@ def test_a_peer_that_fails_is_named_though_rows_are_added_beside() -> None:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    beside, over = InTurn(Threads("test-fork")), threading.Event()
+    beside, over = SerialQueue(ThreadPool("test-fork")), threading.Event()
     hold = threading.Event()
     beside.start(lambda: (hold.wait(PATIENCE), None)[1])
     child = os.fork()

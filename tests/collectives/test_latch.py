@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from wingbeat.collectives.latch import Latch
+from wingbeat.collectives.handle import OneShotEvent
 
 PATIENCE = 20.0
 
 
 def test_all_who_wait_go_on_when_it_opens() -> None:
-    latch, passed = Latch(), []
+    latch, passed = OneShotEvent(), []
     threads = [
         threading.Thread(target=lambda n=n: (latch.wait(), passed.append(n)), daemon=True)
         for n in range(5)
@@ -28,7 +28,7 @@ def test_all_who_wait_go_on_when_it_opens() -> None:
 
 
 def test_who_comes_later_does_not_wait() -> None:
-    latch = Latch()
+    latch = OneShotEvent()
     latch.open()
     latch.wait()
     latch.wait()
@@ -36,7 +36,7 @@ def test_who_comes_later_does_not_wait() -> None:
 
 
 def test_a_wait_ends_after_its_seconds_and_says_whether_it_is_open() -> None:
-    latch = Latch()
+    latch = OneShotEvent()
     assert not latch.wait(0.01)
     latch.open()
     assert latch.wait(0.01)

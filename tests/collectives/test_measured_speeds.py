@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
@@ -31,7 +31,7 @@ def summed(speed: float, wire: str = "") -> tuple[torch.Tensor, int]:
         buffer = torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank))
         encoded = None
         if wire:
-            coding = Coding([Region(Span(0, NUMEL), make(wires.of(wire)))])
+            coding = Coding([Region(Span(0, NUMEL), make(compression.parse(wire)))])
             encoded = Encoded(coding, torch.zeros(NUMEL))
         Collectives(world).all_reduce(buffer, wire=encoded).wait()
         return buffer

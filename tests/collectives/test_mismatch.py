@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.collectives.calls import Calls
+from wingbeat.collectives.waits import CallTable
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -138,12 +138,12 @@ def test_ranks_that_make_the_same_calls_may_wait_for_long() -> None:
 
     asked = threading.Semaphore(0)
     members = loopback.worlds(2, timeout=50)
-    compare = Calls.compare
-    Calls.compare = lambda *args: (compare(*args), asked.release())[0]  # type: ignore[method-assign]
+    compare = CallTable.compare
+    CallTable.compare = lambda *args: (compare(*args), asked.release())[0]  # type: ignore[method-assign]
     try:
         assert loopback.run(members, body) == [[16.0, 6.0, 16.0, 6.0]] * 2
     finally:
-        Calls.compare = compare  # type: ignore[method-assign]
+        CallTable.compare = compare  # type: ignore[method-assign]
     for world in members:
         world.close()
 

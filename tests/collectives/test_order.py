@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
@@ -87,7 +87,7 @@ def test_a_collective_begins_when_the_one_before_has_handed_over_its_last_chunk(
 def test_small_payloads_are_gathered_by_doubling_and_large_ones_around_the_ring(
     numel: int, peers: set[int]
 ) -> None:
-    settings = wires.of("fp16")
+    settings = compression.parse("fp16")
     assert not isinstance(settings, str)
 
     def body(world: World) -> None:

@@ -122,7 +122,7 @@ def test_what_is_received_over_several_links_is_announced_at_once(place, megabyt
         "all_reduce", topologies.get(name), 1, size, numel, 4, (1.0,) * links
     )
     assert not any(other.receives or other.first for other in others)
-    assert len(whole.receives) <= 1.5 * SPANNING_CHUNKS <= 1.5 * machine.AHEAD
+    assert len(whole.receives) <= 1.5 * SPANNING_CHUNKS <= 1.5 * machine.RECEIVES_AHEAD
     assert all(4 * len(t.span) <= MAX_SPANNING_BYTES for t in whole.receives)
 
 

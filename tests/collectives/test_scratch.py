@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import torch
 
-from wingbeat.collectives import scratch
-from wingbeat.collectives.scratch import Scratch
+from wingbeat.collectives import packing
+from wingbeat.collectives.packing import ScratchPool
 
 
 def test_what_is_given_back_is_taken_again() -> None:
-    pool = Scratch()
+    pool = ScratchPool()
     first = pool.take(1000, torch.bfloat16)
     assert (first.shape, first.dtype, first.is_contiguous()) == ((1000,), torch.bfloat16, True)
     where = first.data_ptr()
@@ -18,7 +18,7 @@ def test_what_is_given_back_is_taken_again() -> None:
 
 
 def test_dtypes_and_sizes_far_apart_do_not_mix() -> None:
-    pool = Scratch()
+    pool = ScratchPool()
     small = pool.take(10, torch.float32)
     where = small.data_ptr()
     pool.give(small)
@@ -29,8 +29,8 @@ def test_dtypes_and_sizes_far_apart_do_not_mix() -> None:
 
 
 def test_no_more_is_kept_than_the_limit(monkeypatch) -> None:
-    monkeypatch.setattr(scratch, "MAX_FREE_BYTES", 3 * 4096)
-    pool = Scratch()
+    monkeypatch.setattr(packing, "MAX_POOL_BYTES", 3 * 4096)
+    pool = ScratchPool()
     taken = [pool.take(1024, torch.float32) for _ in range(5)]
     kept = {tensor.data_ptr() for tensor in taken[:3]}
     for _ in range(2):

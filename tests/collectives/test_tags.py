@@ -11,9 +11,9 @@ import torch
 from helpers import late
 from wingbeat.collectives import Collectives, tags
 from wingbeat.collectives.machine import DEPTH
-from wingbeat.collectives.tags import CHUNKS, LABELS, TURNS, group_tag
+from wingbeat.collectives.tags import CHUNKS_PER_TAG, LABELS, TAG_PERIOD, group_tag
 from wingbeat.transport import loopback
-from wingbeat.transport.channel import BITS_BELOW, TAG_BITS
+from wingbeat.transport.link import BITS_BELOW, TAG_BITS
 from wingbeat.transport.world import World
 
 base_tag = functools.partial(tags.base_tag, dtype=torch.float32)
@@ -27,21 +27,21 @@ def _tags(turn: int) -> list[int]:
 
 
 def test_neither_operations_nor_buckets_nor_turns_share_a_tag() -> None:
-    found = [tag for turn in range(TURNS) for tag in _tags(turn)]
+    found = [tag for turn in range(TAG_PERIOD) for tag in _tags(turn)]
     assert len(set(found)) == len(found)
     # Nor do their chunks, which count on from there.
-    assert all(tag % CHUNKS == 0 for tag in found)
+    assert all(tag % CHUNKS_PER_TAG == 0 for tag in found)
 
 
 def test_tags_come_again_and_never_leave_their_channel() -> None:
-    assert _tags(TURNS + 3) == _tags(3)
-    highest = max(tag for turn in range(2 * TURNS) for tag in _tags(turn)) + CHUNKS - 1
+    assert _tags(TAG_PERIOD + 3) == _tags(3)
+    highest = max(tag for turn in range(2 * TAG_PERIOD) for tag in _tags(turn)) + CHUNKS_PER_TAG - 1
     assert highest < 1 << BITS_BELOW
 
 
 def test_tags_of_all_that_may_be_under_way_differ() -> None:
     """Begun here and begun at a peer that is as far ahead as it can be."""
-    assert TURNS > 2 * (DEPTH + 2)
+    assert TAG_PERIOD > 2 * (DEPTH + 2)
 
 
 @pytest.mark.parametrize("what", ["broadcast:0", "all_gather", "all_reduce"])
@@ -67,9 +67,12 @@ def test_size_and_dtype_of_buckets_count() -> None:
 def test_no_message_has_the_tag_that_is_never_sent() -> None:
     labels = [*LABELS, "anything else"]
     found = {
-        base_tag("all_gather", -1, n, label, TURNS - 1) for n in range(400) for label in labels
+        base_tag("all_gather", -1, n, label, TAG_PERIOD - 1) for n in range(400) for label in labels
     }
-    assert max(found | {base_tag("all_reduce", 127, 8, "", TURNS - 1)}) + CHUNKS <= tags.NEVER_SENT
+    assert (
+        max(found | {base_tag("all_reduce", 127, 8, "", TAG_PERIOD - 1)}) + CHUNKS_PER_TAG
+        <= tags.UNUSED_TAG
+    )
 
 
 def test_what_small_exchanges_are_for_tells_them_apart_whatever_their_size() -> None:
@@ -82,17 +85,19 @@ def test_what_small_exchanges_are_for_tells_them_apart_whatever_their_size() -> 
 
 def test_tags_of_groups_differ_by_call_and_turn_and_leave_out_those_of_meetings() -> None:
     calls = [f"all_reduce {n}" for n in range(300)]
-    found = {group_tag(call, turn) for call in calls for turn in range(TURNS)}
-    assert len(found) >= 299 * TURNS
-    assert all(tag >= 0 and tag + CHUNKS - 1 < (1 << TAG_BITS) - CHUNKS for tag in found)
-    assert {group_tag(call, TURNS) for call in calls} < found
-    highest = max(group_tag(str(n), TURNS - 1) for n in range(1_000_000))
-    assert highest + CHUNKS - 1 < (1 << TAG_BITS) - CHUNKS
+    found = {group_tag(call, turn) for call in calls for turn in range(TAG_PERIOD)}
+    assert len(found) >= 299 * TAG_PERIOD
+    assert all(
+        tag >= 0 and tag + CHUNKS_PER_TAG - 1 < (1 << TAG_BITS) - CHUNKS_PER_TAG for tag in found
+    )
+    assert {group_tag(call, TAG_PERIOD) for call in calls} < found
+    highest = max(group_tag(str(n), TAG_PERIOD - 1) for n in range(1_000_000))
+    assert highest + CHUNKS_PER_TAG - 1 < (1 << TAG_BITS) - CHUNKS_PER_TAG
 
 
 def test_more_collectives_than_there_are_turns() -> None:
     """Results stay right while tags come again, with many collectives under way at once."""
-    count = 3 * TURNS + 1
+    count = 3 * TAG_PERIOD + 1
 
     def body(world: World) -> list[torch.Tensor]:
         collectives = Collectives(world)

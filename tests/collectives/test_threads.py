@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from helpers.waiting import PATIENCE, until
-from wingbeat.collectives import Collectives, lanes
-from wingbeat.collectives.threads import Threads
+from wingbeat.collectives import Collectives, executor
+from wingbeat.collectives.threads import ThreadPool
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
 
 def test_a_thread_is_used_again() -> None:
-    threads, seen = Threads("test-again", kept_s=PATIENCE), set()
+    threads, seen = ThreadPool("test-again", kept_s=PATIENCE), set()
     for _ in range(50):
         done = threading.Event()
 
@@ -35,7 +35,7 @@ def test_a_thread_is_used_again() -> None:
 
 
 def test_work_never_waits_for_other_work() -> None:
-    threads, together = Threads("test-together", kept_s=0.1), threading.Barrier(9)
+    threads, together = ThreadPool("test-together", kept_s=0.1), threading.Barrier(9)
     for _ in range(2):
         for _ in range(8):
             threads.start(lambda: (together.wait(PATIENCE), None)[1])
@@ -43,7 +43,7 @@ def test_work_never_waits_for_other_work() -> None:
 
 
 def test_a_thread_without_work_ends() -> None:
-    threads, done = Threads("test-ends", kept_s=0.01), threading.Event()
+    threads, done = ThreadPool("test-ends", kept_s=0.01), threading.Event()
     threads.start(done.set)
     assert done.wait(PATIENCE)
     until(lambda: not any(t.name.startswith("test-ends") for t in threading.enumerate()))
@@ -54,7 +54,7 @@ def test_a_waiting_thread_keeps_no_work_alive() -> None:
         def __call__(self) -> None:
             pass
 
-    threads, work = Threads("test-alive", kept_s=PATIENCE), Work()
+    threads, work = ThreadPool("test-alive", kept_s=PATIENCE), Work()
     threads.start(work)
     kept = weakref.ref(work)
     del work
@@ -70,7 +70,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
         return buffer.tolist()
 
     assert loopback.run(loopback.worlds(2, timeout=PATIENCE), body) == [[2.0] * 2] * 2
-    until(lambda: lanes._threads._free > 0)
+    until(lambda: executor._threads._free > 0)
     child = os.fork()
     if child == 0:
         right = False

@@ -8,10 +8,9 @@ import pytest
 
 from helpers.mail import Clock
 from wingbeat.collectives import waits
-from wingbeat.collectives.waits import Waiting, Watch
-from wingbeat.transport import chain
-from wingbeat.transport.chain import awaited, say_waiting
-from wingbeat.transport.liveness import LONGEST, Wait
+from wingbeat.collectives.waits import CurrentWait, WaitMonitor
+from wingbeat.transport import failures
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, last_awaited, publish_wait
 from wingbeat.transport.loopback import Switchboard
 
 TIMEOUT = 40.0
@@ -23,22 +22,24 @@ class Rig:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock, self.store = Clock(), Switchboard()
         self.alive = {1, 2}
-        self.aborted: list[Waiting] = []
+        self.aborted: list[CurrentWait] = []
         monkeypatch.setattr("wingbeat.collectives.waits.time.monotonic", self.clock)
-        monkeypatch.setattr(waits, "Wait", lambda me, what: Wait(me, what, self.clock))
-        monkeypatch.setattr(chain, "lives", lambda store, rank: rank in self.alive)
-        monkeypatch.setattr(waits, "abort", lambda link, end: self.aborted.append(self.waiting))
+        monkeypatch.setattr(waits, "WaitLog", lambda me, what: WaitLog(me, what, self.clock))
+        monkeypatch.setattr(failures, "is_alive", lambda store, rank: rank in self.alive)
+        monkeypatch.setattr(
+            waits, "abort_waits", lambda link, end: self.aborted.append(self.waiting)
+        )
         self.waiting: Any = None
-        self.watch = Watch(self.store, 0, TIMEOUT, self)
+        self.watch = WaitMonitor(self.store, 0, TIMEOUT, self)
 
     def wait(self) -> None:
-        self.waiting = Waiting(1, "all-reduce of bucket 3", None, 1)  # type: ignore[arg-type]
-        self.watch.look()
+        self.waiting = CurrentWait(1, "all-reduce of bucket 3", None, 1)  # type: ignore[arg-type]
+        self.watch.check()
 
     def pass_(self, seconds: float) -> None:
         for _ in range(round(seconds)):
             self.clock.now += 1.0
-            self.watch.look()
+            self.watch.check()
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_peer_that_lives_is_waited_for_and_logged_from_30_s_on(
     assert lines[0].startswith("rank 0: has waited for all-reduce of bucket 3 of rank 1 for 3")
     assert 3 <= len(lines) <= 6
     rig.waiting = None
-    rig.watch.look()
+    rig.watch.check()
     assert rig.store.get("waiting/0", 0.0) == "", "it waits no more"
 
 
@@ -86,25 +87,25 @@ def test_wait_ends_a_timeout_after_the_last_sign(rig: Rig) -> None:
 
 def test_peer_that_lives_and_never_comes_ends_the_wait_after_ten_timeouts(rig: Rig) -> None:
     rig.wait()
-    rig.pass_(LONGEST * TIMEOUT)
+    rig.pass_(MAX_WAIT_FACTOR * TIMEOUT)
     assert not rig.aborted
     rig.pass_(1)
     assert rig.aborted
-    assert rig.watch.why.startswith("Timed out: it lives, and stands elsewhere for 10 times")
+    assert rig.watch.why.startswith("Timed out: it is alive, but blocked elsewhere for 10 times")
 
 
 def test_peers_that_wait_for_each_other_end_after_the_timeout(rig: Rig) -> None:
     """As after calls that differ between ranks: both live."""
     rig.wait()
-    say_waiting(rig.store, 1, 2)
-    say_waiting(rig.store, 2, 0)
+    publish_wait(rig.store, 1, 2)
+    publish_wait(rig.store, 2, 0)
     rig.pass_(TIMEOUT + 1)
     assert rig.aborted
 
 
 def test_peer_that_waits_for_one_that_evaluates_is_waited_for(rig: Rig) -> None:
     rig.wait()
-    say_waiting(rig.store, 1, 2)
+    publish_wait(rig.store, 1, 2)
     rig.pass_(3 * TIMEOUT)
     assert not rig.aborted
 
@@ -126,11 +127,11 @@ def test_wait_is_published_after_a_while_and_the_next_one_is_another(rig: Rig) -
 def test_what_no_rank_has_published_is_no_wait(said: str) -> None:
     store = Switchboard()
     store.set("waiting/1", said)
-    assert awaited(store, 0, 1) == 1
+    assert last_awaited(store, 0, 1) == 1
 
 
 def test_ring_without_this_rank_is_no_end() -> None:
     store = Switchboard()
-    say_waiting(store, 1, 2)
-    say_waiting(store, 2, 1)
-    assert awaited(store, 0, 1) is None
+    publish_wait(store, 1, 2)
+    publish_wait(store, 2, 1)
+    assert last_awaited(store, 0, 1) is None

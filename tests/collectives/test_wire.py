@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import late
-from wingbeat.collectives import Collectives, scratch, wire_dtype
+from wingbeat.collectives import Collectives, packing, wire_dtype
 from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -275,7 +275,7 @@ def test_chunks_use_the_same_memory_again(monkeypatch) -> None:
         made.append(args)
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(scratch.torch, "empty", counted)
+    monkeypatch.setattr(packing.torch, "empty", counted)
 
     def iterations(world: World, count: int) -> None:
         collectives = Collectives(world)

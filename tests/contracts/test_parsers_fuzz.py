@@ -27,6 +27,8 @@ from helpers import mutants
 from helpers.reports import job, report
 from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
+from wingbeat import compression
+from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import residuals
@@ -65,13 +67,11 @@ from wingbeat.planning.search_space import Sample
 from wingbeat.planning.thresholds import ThresholdResult
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
-from wingbeat.transport import launchers
+from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
-from wingbeat.transport.messages import header
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.services import pipes
+from wingbeat.transport.messages import frames
+from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat.updates.json_values import decode, encode
-from wingbeat.wires import Half, LowRank, Sketch, codecs
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
@@ -181,7 +181,7 @@ LIKE = json.dumps(
      "forward_share": 0.3}
 )  # fmt: skip
 HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
-CARD = Card(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
+CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
 VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
 VIEW = View((0, 1, 2))
 FRAMES = tuple(
@@ -351,9 +351,9 @@ TARGETS = [
     Target(
         "headers",
         RAW,
-        header.unpack,
-        (bytes(header.Header(header.Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
-        (header.Malformed,),
+        frames.unpack,
+        (bytes(frames.Header(frames.Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
+        (frames.Malformed,),
     ),
     Target(
         "groups",
@@ -482,11 +482,17 @@ TARGETS = [
     Target(
         "wires",
         TEXTS,
-        codecs.of,
+        compression.of,
         ("fp16", "sketch@4:groups=a.*@fp32+b@8", "lowrank@2:bits=8:split=count", "topk@0.01"),
         Usage,
     ),
-    Target("wires as JSON", VALUES_, codecs.from_json, tuple(map(codecs.to_json, CODECS)), Usage),
+    Target(
+        "wires as JSON",
+        VALUES_,
+        compression.from_json,
+        tuple(map(compression.to_json, CODECS)),
+        Usage,
+    ),
     Target("cube sizes", TEXTS, parse_size, ("3x2",), Usage),
     Target("launchers", ENV, launchers.from_environment, (SPACE, MPI, TORCHRUN), Usage),
     Target("first node", TEXTS, launchers.first_node, ("gpu[07-09,12],login1", "a,b")),
@@ -494,7 +500,7 @@ TARGETS = [
     Target(
         "requests of services",
         TEXTS,
-        lambda t: pipes.answer(t, Texts("x")),
+        lambda t: services.answer_request(t, Texts("x")),
         ('{"set": "a", "value": "b"}', '{"read": "a"}', '{"ready": true}'),
         (ValueError,),
     ),
@@ -515,7 +521,7 @@ TARGETS = [
         )
         for wire in CODECS
     ),
-    Target("cards", TEXTS, Card.from_json, (CARD.to_json(),), (ValueError,)),
+    Target("cards", TEXTS, PeerInfo.from_json, (CARD.to_json(),), (ValueError,)),
 ]
 
 NAMES = [target.name for target in TARGETS]

@@ -9,7 +9,7 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges import departures as module
 from wingbeat.exchanges.departures import Departures, departures_of
 from wingbeat.transport import loopback
-from wingbeat.transport.blame import say_failed, say_left
+from wingbeat.transport.failures import publish_exit, publish_failure
 from wingbeat.transport.loopback import Switchboard
 
 
@@ -28,7 +28,7 @@ class Record(Departures):
 
 def test_a_worker_that_an_exception_ended_is_named_with_it_at_once_and_at_the_end() -> None:
     store = Switchboard()
-    say_failed(store, 1, ValueError("boom\nsecond line"))
+    publish_failure(store, 1, ValueError("boom\nsecond line"))
     record = Record(store)
     record.lost(1, "has left")
     record.lost(1, "has left")  # another model of the same job
@@ -58,7 +58,7 @@ def test_a_worker_of_which_nothing_was_seen_is_given_time_to_say_how_it_ended(
     store, waiting = Switchboard(), threading.Event()
 
     def sleep(_: float) -> None:
-        say_left(store, 1, finished=True)
+        publish_exit(store, 1, finished=True)
         waiting.set()
 
     monkeypatch.setattr(module.time, "sleep", sleep)
@@ -75,7 +75,7 @@ def test_a_worker_of_which_nothing_was_seen_is_given_time_to_say_how_it_ended(
 def test_a_worker_that_never_says_how_it_ended_is_called_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.0)
     record = Record(Switchboard())
     record.lost(2)
     assert record.settled() == [
@@ -125,9 +125,9 @@ def test_blame_names_who_failed_by_itself_and_not_who_waited_for_it() -> None:
     store = Switchboard()
     record = Record(store)
     assert record.blame() is None
-    say_failed(store, 0, PeerError("rank 0: rank 2 is gone"))
+    publish_failure(store, 0, PeerError("rank 0: rank 2 is gone"))
     assert record.blame() is None
-    say_failed(store, 2, OSError("disk"))
+    publish_failure(store, 2, OSError("disk"))
     assert record.blame() == "rank 2 failed with OSError: disk"
     assert record.how(2) == "failed with OSError: disk"
     assert Record(None).blame() is None

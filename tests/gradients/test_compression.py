@@ -13,8 +13,8 @@ from torch import nn
 import wingbeat
 from helpers.training import assert_same, engine, net, on, sgd, train, weights
 from wingbeat import sync
+from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.errors import MismatchError, UsageError
-from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 ALWAYS = [
     Sketch(auto_disable=False),

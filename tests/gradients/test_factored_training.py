@@ -13,10 +13,10 @@ import wingbeat
 from helpers import late
 from helpers.training import assert_same, engine, on, state_of, weights
 from wingbeat import sync
-from wingbeat.codecs.factors import Factors
+from wingbeat.codecs.lowrank import Factors
+from wingbeat.compression import LowRank
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport import loopback
-from wingbeat.wires import LowRank
 
 SIZE, STEPS = 3, 4
 LOW = LowRank(rank=2, auto_disable=False)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.collectives import Encoded
+from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.compression import Compression
 from wingbeat.types import Span
-from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 NAMES = ("conv.weight", "conv.bias", "fc.weight")
 SHAPES = ((30, 4), (7,), (20, 10))

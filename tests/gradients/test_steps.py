@@ -14,10 +14,10 @@ import wingbeat
 import wingbeat_lab
 from helpers.training import TINY_MB, backward, engine, net, on, sgd, train
 from wingbeat import sync
+from wingbeat.compression import Half, Sketch, TopK
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import COUNTED, Bucket, Slot
 from wingbeat.gradients.steps import Steps
-from wingbeat.wires import Half, Sketch, TopK
 
 
 def _said(rank: int, count: int, counts: Sequence[float]) -> str:

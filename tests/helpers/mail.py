@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import Type
+from wingbeat.transport.messages.frames import Posted, Type
 from wingbeat.transport.messages.loopback import Faults, LoopbackCarrier, Network
 
 
@@ -46,7 +45,7 @@ class Play:
             for peer in range(size):
                 for urgency in range(classes):
                     if peer != n:
-                        place = self.carriers[n].place(peer, 0, urgency, theirs=0)
+                        place = self.carriers[n].connect(peer, 0, urgency, theirs=0)
                         end.add(Route(peer, 0, urgency), place, 0.0)
 
     def post(self, source: int, target: int, posted: Posted, urgency: int = 0) -> Posted:

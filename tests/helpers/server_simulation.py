@@ -17,9 +17,9 @@ from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.slicing import Slice, partition_buckets
-from wingbeat.transport.messages import header
-from wingbeat.transport.messages.compose import compose
+from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.endpoint import Route
+from wingbeat.transport.messages.frames import compose
 
 Activity = Generator[Callable[[], bool], None, None]
 """What a worker does: it says after each thing when it can go on."""
@@ -27,13 +27,13 @@ Activity = Generator[Callable[[], bool], None, None]
 LARGEST = 600
 """Bytes of the largest payload."""
 
-MIN_WINDOW = header.LARGEST + LARGEST
+MIN_WINDOW = frames.MAX_HEADER_BYTES + LARGEST
 """Bytes of the smallest window."""
 
 SLICE = 4 * 30
 """Bytes of the largest slice that `Job.drawn` makes."""
 
-ONE_SLICE_WINDOW = header.LARGEST + SLICE
+ONE_SLICE_WINDOW = frames.MAX_HEADER_BYTES + SLICE
 """Bytes of a window that holds one of them."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wingbeat import parts, schedules, topologies, wires
+from wingbeat import compression, parts, schedules, topologies
 from wingbeat.errors import UsageError
 from wingbeat.parts import plan, schedule, update
 from wingbeat.settings import Settings, named
@@ -163,7 +163,7 @@ def test_codecs_and_parts_are_not_exact_and_everything_else_is() -> None:
     codecs = {parts.Sketch, parts.TopK, parts.LowRank, parts.Half}
     inexact = {parts.Partial, parts.Bounded, parts.Groups, parts.Pairs}
     assert {cls for cls in CONCRETE if not cls().exact} == {*codecs, *inexact}
-    assert all(issubclass(cls, wires.CodecPart) for cls in codecs)
+    assert all(issubclass(cls, compression.CodecOptions) for cls in codecs)
     assert {cls for cls in CONCRETE if not cls().synchronous} == inexact
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.collectives import Collectives, Handle
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.planning.measure import (
@@ -215,11 +215,11 @@ def test_geometric_amounts_grow_and_end_with_last(first) -> None:
         ("", "all-reduce", 4),
         ("bfloat16", "all-reduce", 2),
         ("", "reduce-scatter", 4),
-        (wires.TopK(density=0.01), "reduce-scatter", None),
-        (wires.TopK(density=0.01), "payload all-gather", None),
-        (wires.TopK(density=0.01, momentum=0.9, warmup=100), "payload all-gather", None),
-        (wires.Sketch(bits=8), "all-reduce", None),
-        (wires.Half(), "payload all-gather", None),
+        (compression.TopK(density=0.01), "reduce-scatter", None),
+        (compression.TopK(density=0.01), "payload all-gather", None),
+        (compression.TopK(density=0.01, momentum=0.9, warmup=100), "payload all-gather", None),
+        (compression.Sketch(bits=8), "all-reduce", None),
+        (compression.Half(), "payload all-gather", None),
     ],
     ids=str,
 )
@@ -241,7 +241,7 @@ def test_measure_wire_measures_exchange_of_training(wire, collective, bytes_each
     sizes = [nbytes for nbytes, _ in found[0].exchange]
     if bytes_each is not None:
         assert sizes == [bytes_each * n for n in numels]
-    if isinstance(wire, wires.TopK):
+    if isinstance(wire, compression.TopK):
         # After the warm-up: one in a hundred, 6 bytes each, 4 for the one block of 65,536; aligned.
         assert sizes == [-(-(6 * round(n / 100) + 4) // 4) * 4 for n in numels]
 
@@ -250,8 +250,8 @@ def test_measure_wire_measures_exchange_of_training(wire, collective, bytes_each
     ("wire", "collective"),
     [
         ("", "all-reduce"),
-        (wires.Sketch(bits=8), "all-reduce"),
-        (wires.TopK(density=0.01), "payload all-gather"),
+        (compression.Sketch(bits=8), "all-reduce"),
+        (compression.TopK(density=0.01), "payload all-gather"),
     ],
     ids=str,
 )
@@ -290,7 +290,11 @@ def test_measure_wire_payload_all_gather_encodes_in_call(monkeypatch) -> None:
         found = loopback.run(
             members,
             lambda world: measure_wire(
-                Collectives(world), wires.TopK(density=0.01), "payload all-gather", 500, repeats=3
+                Collectives(world),
+                compression.TopK(density=0.01),
+                "payload all-gather",
+                500,
+                repeats=3,
             ),
         )
     [(_, encode_s)], [(_, exchange_s)] = found[0].encode, found[0].exchange

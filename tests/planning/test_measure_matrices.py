@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from probe_made import SPECS, probe
 
 from wingbeat.collectives import Collectives
+from wingbeat.compression import LowRank, Sketch
 from wingbeat.planning import measure as measuring
 from wingbeat.planning.costs import Linear, PiecewiseLinear
 from wingbeat.planning.files import from_json, to_json
@@ -18,7 +19,6 @@ from wingbeat.planning.measure import matrix_region, measure_matrices, payload_b
 from wingbeat.planning.probe import MatrixCost, Probe, equivalent_bytes
 from wingbeat.transport import loopback
 from wingbeat.types import TensorSpec
-from wingbeat.wires import LowRank, Sketch
 
 WIRE = LowRank(rank=2, bits=8, auto_disable=False)
 LARGE, LARGER = (300, 260), (512, 300)

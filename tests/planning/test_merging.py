@@ -17,6 +17,7 @@ import wingbeat_lab
 from helpers.merges import work
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat import sync
+from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.planning import control, drift, measure, merging
 from wingbeat.planning.backward import BackwardProfiler
@@ -26,7 +27,6 @@ from wingbeat.planning.merging import LayerMerging
 from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
-from wingbeat.wires import Sketch, TopK
 
 STEPS = 2
 FIRST = drift.WARMUP + STEPS + 1

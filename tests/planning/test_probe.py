@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from probe_made import SPECS, WIRE, probe, samples
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.errors import UsageError
 from wingbeat.planning import merge
 from wingbeat.planning.measure import fit_samples, key_of, payload_bytes, wire_text
@@ -47,9 +47,9 @@ def test_probe_other_model_is_refused(specs) -> None:
 def test_payload_bytes_include_flags() -> None:
     assert payload_bytes(SPECS, "") == [37632 + 4, 256 + 4, 256_000 + 4, 2000 + 2]
     assert payload_bytes(SPECS, "bfloat16") == [18816 + 2, 128 + 2, 128_000 + 2, 2000 + 2]
-    topk = payload_bytes(SPECS, wires.TopK(density=0.01))
+    topk = payload_bytes(SPECS, compression.TopK(density=0.01))
     assert topk == [int(0.06 * n) + 4 for n in (9408, 64, 64_000, 1000)]
-    sketch = payload_bytes(SPECS, wires.Sketch(bits=4))
+    sketch = payload_bytes(SPECS, compression.Sketch(bits=4))
     assert sketch == [n / 2 + 4 for n in (9408, 64, 64_000, 1000)]
 
 
@@ -86,9 +86,11 @@ def test_fit_samples_recovers_coefficients() -> None:
 
 def test_key_differs_for_model_cluster_and_wire() -> None:
     key = key_of(SPECS, 4, ["eth0"], WIRE, "payload all-gather")
-    assert key == key_of(list(SPECS), 4, ("eth0",), wires.of("topk@0.001"), "payload all-gather")
     assert key == key_of(
-        SPECS, 4, ["eth0"], wires.TopK(density=0.001, warmup=7), "payload all-gather"
+        list(SPECS), 4, ("eth0",), compression.parse("topk@0.001"), "payload all-gather"
+    )
+    assert key == key_of(
+        SPECS, 4, ["eth0"], compression.TopK(density=0.001, warmup=7), "payload all-gather"
     )
     assert key["workers"] == 4
     on_gpu = [dataclasses.replace(spec, device="cuda:1") for spec in SPECS]
@@ -101,7 +103,7 @@ def test_key_differs_for_model_cluster_and_wire() -> None:
         key_of(SPECS, 5, ["eth0"], WIRE, "payload all-gather"),
         key_of(SPECS, 4, ["eth1"], WIRE, "payload all-gather"),
         key_of(SPECS, 4, ["eth0", "eth1"], WIRE, "payload all-gather"),
-        key_of(SPECS, 4, ["eth0"], wires.TopK(density=0.01), "payload all-gather"),
+        key_of(SPECS, 4, ["eth0"], compression.TopK(density=0.01), "payload all-gather"),
         key_of(SPECS, 4, ["eth0"], WIRE, "reduce-scatter"),
     ]
     assert all(other != key for other in others)
@@ -112,4 +114,4 @@ def test_key_differs_for_model_cluster_and_wire() -> None:
 
 def test_wire_text_is_what_users_write() -> None:
     assert [wire_text(w) for w in ("", "bfloat16")] == ["fp32", "bf16"]
-    assert wire_text(wires.Sketch(bits=4)) == "Sketch(bits=4)"
+    assert wire_text(compression.Sketch(bits=4)) == "Sketch(bits=4)"

@@ -14,7 +14,7 @@ from wingbeat.methods.bounded_staleness.view import initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator.colayers import Bundled, Coding, Letters
 from wingbeat.simulator.mailbox import LIMITS
-from wingbeat.transport.messages.header import FIXED
+from wingbeat.transport.messages.frames import HEADER_BYTES
 
 WORKERS = 5
 MODEL = Bundled(0.0, (0.0, 0.0), 0.0, (12_345_678, 1001), (4, 2))
@@ -31,7 +31,7 @@ def real(message: Message, nbytes: int) -> tuple[int, int]:
     machine.outbox.clear()
     machine.outbox.append(Envelope((1,), dataclasses.replace(message, **payload)))  # type: ignore
     FrameSender(machine, lane).send_pending()
-    return sum(len(part) + FIXED for _, part in lane.parts), len(lane.parts)
+    return sum(len(part) + HEADER_BYTES for _, part in lane.parts), len(lane.parts)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.25])

@@ -18,7 +18,7 @@ from wingbeat.schedules.events import (
 )
 from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
-from wingbeat.transport.messages.header import FIXED
+from wingbeat.transport.messages.frames import HEADER_BYTES
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines, paced
 
@@ -51,7 +51,7 @@ def run(strategy: str, model: Model, workers: int, links: Links, **options: obje
 
 NUMEL, RATE, LATENCY = 4096, 1e6, 0.5e-3
 SLICE = 4 * NUMEL
-TRIP = LATENCY + (SLICE + FIXED) / RATE
+TRIP = LATENCY + (SLICE + HEADER_BYTES) / RATE
 """Of a slice and what stands before it, from one host to another."""
 
 
@@ -106,7 +106,7 @@ def test_a_bucket_is_there_when_its_last_slice_is() -> None:
     links = Links(bytes_per_s=RATE, latency_s=LATENCY)
     strategy = f"geryon:classes=1,encrypted=false,servers=1,slice={NUMEL}"
     made = run(strategy, model_of([(1.0, 2.0, 2 * NUMEL)]), 2, links, work=FREE, iterations=2)
-    assert made.iterations_s[1] == pytest.approx(3.0 + TRIP + (SLICE + FIXED) / RATE)
+    assert made.iterations_s[1] == pytest.approx(3.0 + TRIP + (SLICE + HEADER_BYTES) / RATE)
 
 
 class Stored:

@@ -9,10 +9,10 @@ import pytest
 import wingbeat
 import wingbeat_lab
 from wingbeat import Strategy, parts
+from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.strategies import MGWFBP
 from wingbeat.types import Choices, Fusion, Merging, Staleness, Tuning
-from wingbeat.wires import Sketch, TopK
 
 MB = 1 << 20
 TUNED = Tuning(search="grid", low_bytes=2 * MB, high_bytes=9 * MB, trials=4, steps=3, file="f")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wingbeat import parts, wires
+from wingbeat import compression, parts
 from wingbeat.parts import exchange, partners, plan, schedule, update
 from wingbeat.strategies import strategy
 from wingbeat.traits import Part
@@ -37,7 +37,13 @@ def run(example: str) -> None:
 
 def named() -> dict[str, type]:
     """Every name of the code, and what it makes; the names of dtypes make nothing."""
-    tables = (plan.BY_NAME, wires.BY_NAME, strategy._EXCHANGES, schedule.BY_NAME, update.BY_NAME)
+    tables = (
+        plan.BY_NAME,
+        compression.BY_NAME,
+        strategy._EXCHANGES,
+        schedule.BY_NAME,
+        update.BY_NAME,
+    )
     return {name: type(entry.make()) for table in tables for name, entry in table.items()}
 
 
@@ -69,13 +75,13 @@ def test_every_part_stands_there_by_its_name() -> None:
             shown[name] = part.strip("`")
     assert shown == {
         **{name: cls.__name__ for name, cls in named().items()},
-        **dict.fromkeys(wires.DTYPES, ""),
+        **dict.fromkeys(compression.DTYPES, ""),
     }
 
 
 def test_values_shown_with_names_are_the_defaults() -> None:
     for name, value in re.findall(r"`(\w+)@([\w.]+)` \|", TEXT):
-        tables = (plan.BY_NAME, wires.BY_NAME, schedule.BY_NAME, exchange.BY_NAME)
+        tables = (plan.BY_NAME, compression.BY_NAME, schedule.BY_NAME, exchange.BY_NAME)
         tables = (*tables, partners.BY_NAME, update.BY_NAME)
         entry = next(table[name] for table in tables if name in table)
         assert getattr(entry.make(), entry.option) == entry.convert(value)

@@ -14,7 +14,7 @@ import torch
 
 import wingbeat
 import wingbeat_lab
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.errors import UsageError
 from wingbeat.strategies import MGWFBP
 from wingbeat.types import Staleness
@@ -158,7 +158,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(options: dict[str, Any], w
 EVERY_KIND = [
     *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat_lab.PSGD, MGWFBP),
     *(wingbeat_lab.TopKSGD, wingbeat_lab.LAGS, wingbeat_lab.MGS),
-    *(wires.Sketch, wires.TopK, wires.LowRank, wires.Half),
+    *(compression.Sketch, compression.TopK, compression.LowRank, compression.Half),
 ]
 
 
@@ -187,7 +187,7 @@ def test_an_option_that_does_not_exist_is_refused_by_name(cls: Any) -> None:
         (lambda: wingbeat.DeAR(25), "DeAR(25): options are given by name, such as DeAR(mb=25);"),
         (lambda: wingbeat.TopK(0.01), "such as TopK(density=0.01);"),
         (lambda: wingbeat.DeAR(True), "such as DeAR(tune_topology=True);"),
-        (lambda: wires.Half(3), "such as Half(auto_disable=False);"),
+        (lambda: compression.Half(3), "such as Half(auto_disable=False);"),
     ],
 )
 def test_the_option_that_was_meant_is_named(wrong: Callable[[], Any], meant: str) -> None:
@@ -197,7 +197,7 @@ def test_the_option_that_was_meant_is_named(wrong: Callable[[], Any], meant: str
 
 
 def test_options_are_still_copied_pickled_and_listed() -> None:
-    made = wingbeat.DeAR(mb=3, compression=wires.TopK(density=0.1, groups={"fc.*": 0.5}))
+    made = wingbeat.DeAR(mb=3, compression=compression.TopK(density=0.1, groups={"fc.*": 0.5}))
     assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made)
     assert next(iter(inspect.signature(wingbeat.AllReduce.__init__).parameters)) == "self"
     assert "mb" in inspect.signature(wingbeat.AllReduce).parameters
@@ -216,8 +216,12 @@ def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
     assert {name for name, row in rows.items() if row.merging} == {"mgwfbp"}
     for name in ("topksgd", "lags", "mgs", "omgs"):
         first_try, papers = parse(name), parse(f"{name}:density=0.001,warmup=0")
-        assert first_try.choices().wire == wires.TopK(density=0.01, warmup=400, auto_disable=False)
-        assert papers.choices().wire == wires.TopK(density=0.001, warmup=0, auto_disable=False)
+        assert first_try.choices().wire == compression.TopK(
+            density=0.01, warmup=400, auto_disable=False
+        )
+        assert papers.choices().wire == compression.TopK(
+            density=0.001, warmup=0, auto_disable=False
+        )
     assert parse("mgs").choices().fusion.elements == 8192
     assert parse("lags:density=0.01") == wingbeat_lab.LAGS(density=0.01)
     assert wingbeat_lab.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")

@@ -12,10 +12,10 @@ import pytest
 
 import wingbeat
 import wingbeat_lab
-from wingbeat import Strategy, parts, wires
+from wingbeat import Strategy, compression, parts
+from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.types import Choices, Fusion, Merging
-from wingbeat.wires import Half, LowRank, Sketch, TopK
 from wingbeat_lab import baselines
 from wingbeat_lab.baselines import parse
 
@@ -296,7 +296,7 @@ def test_servers_take_these_wires(wire: str, back: str) -> None:
     assert made.traits.synchronous
     assert not made.traits.gathered
     choices = made.choices()
-    assert choices.wire == wires.of(wire)
+    assert choices.wire == compression.parse(wire)
     assert choices.servers is not None
     assert choices.servers.dense == (back == "dense")
 

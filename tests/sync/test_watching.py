@@ -26,7 +26,7 @@ from wingbeat.monitor.snapshot import Job
 from wingbeat.observe.meter import Meter
 from wingbeat.sync import watching
 from wingbeat.sync.upgrade import engine_of
-from wingbeat.transport.torch_store import TorchStore, keeps_everything
+from wingbeat.transport.torch_store import TorchStore, is_append_only
 from wingbeat.transport.world import World
 
 SLEEP_S = 0.03
@@ -274,8 +274,8 @@ def test_where_no_thread_can_be_started_training_goes_on(
 def test_a_store_in_a_file_is_not_filled_with_reports(tmp_path: Path) -> None:
     dist = torch.distributed
     file = dist.FileStore(str(tmp_path / "store"), 1)
-    assert keeps_everything(TorchStore(dist.PrefixStore("a", dist.PrefixStore("b", file))))
-    assert not keeps_everything(TorchStore(dist.PrefixStore("a", dist.HashStore())))
+    assert is_append_only(TorchStore(dist.PrefixStore("a", dist.PrefixStore("b", file))))
+    assert not is_append_only(TorchStore(dist.PrefixStore("a", dist.HashStore())))
 
 
 SCRIPT = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wingbeat.errors import UsageError
-from wingbeat.transport.channel import (
+from wingbeat.transport.link import (
     BITS_BELOW,
     MAX_CHANNELS,
     TAG_BITS,

@@ -17,11 +17,11 @@ import zmq
 from helpers.ports import free_port
 from wingbeat.errors import UsageError
 from wingbeat.transport import descriptors
-from wingbeat.transport.listener import open_device
+from wingbeat.transport.gloo import open_device
 from wingbeat.transport.messages import zeromq
-from wingbeat.transport.messages.meeting import open_mailbox
-from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier, opens
-from wingbeat.transport.services.launch import InProcess
+from wingbeat.transport.messages.connect import open_mailbox
+from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier, descriptors_needed
+from wingbeat.transport.services import ProcessService
 from wingbeat.transport.torch_store import TorchStore
 
 
@@ -34,7 +34,7 @@ def limit() -> Iterator[None]:
 
 
 def count() -> int:
-    return len(os.listdir(descriptors.DIRECTORY)) - 1
+    return len(os.listdir(descriptors.FD_DIRECTORY)) - 1
 
 
 def allow(more: int) -> int:
@@ -54,7 +54,7 @@ def test_raise_limit_lifts_soft_to_hard(limit: None) -> None:
 
 
 def test_require_accepts_what_fits_and_names_limit_and_need_otherwise(limit: None) -> None:
-    fits = allow(10 + descriptors._SPARE)
+    fits = allow(10 + descriptors._RESERVED)
     descriptors.require(10, "opening ten")
     with pytest.raises(UsageError) as caught:
         descriptors.require(11, "opening eleven")
@@ -73,7 +73,7 @@ def test_require_refuses_where_none_is_left_to_count_with(limit: None) -> None:
 def test_gloo_device_opens_as_many_as_is_said() -> None:
     before = count()
     device = open_device("127.0.0.1")
-    assert count() - before == descriptors.GLOO_DEVICE
+    assert count() - before == descriptors.GLOO_DEVICE_DESCRIPTORS
     del device
 
 
@@ -85,7 +85,7 @@ def test_carrier_opens_as_many_as_is_said(encrypted: bool, interfaces: int, clas
     keys = Keys.make() if encrypted else None
     carrier = ZeroMQCarrier(0, ["127.0.0.1"] * interfaces, classes, message=1000, keys=keys)
     carrier.interrupter()
-    said = opens(interfaces * classes, 0, encrypted=encrypted) - zeromq._FREES
+    said = descriptors_needed(interfaces * classes, 0, encrypted=encrypted) - zeromq._FREE_PIPE
     assert count() - before == said
     carrier.close()
 
@@ -94,7 +94,7 @@ def test_mailbox_without_descriptors_is_refused(limit: None) -> None:
     store = TorchStore(dist.HashStore())
     allow(25)
     with pytest.raises(UsageError, match="rank 0: opening a mailbox in room 'few': too few file"):
-        open_mailbox(store, 0, [1], room="few", seconds=1.0)
+        open_mailbox(store, 0, [1], namespace="few", seconds=1.0)
 
 
 def test_mailbox_that_finds_no_descriptor_after_the_check_is_refused(
@@ -103,9 +103,9 @@ def test_mailbox_that_finds_no_descriptor_after_the_check_is_refused(
     def none_left(*_: object, **__: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
-    monkeypatch.setattr("wingbeat.transport.messages.meeting.ZeroMQCarrier", none_left)
+    monkeypatch.setattr("wingbeat.transport.messages.connect.ZeroMQCarrier", none_left)
     with pytest.raises(UsageError, match=r"too few file descriptors: the limit is \d+ and more"):
-        open_mailbox(TorchStore(dist.HashStore()), 0, [1], room="few", seconds=1.0)
+        open_mailbox(TorchStore(dist.HashStore()), 0, [1], namespace="few", seconds=1.0)
 
 
 def test_service_without_descriptors_is_not_started(limit: None) -> None:
@@ -114,7 +114,7 @@ def test_service_without_descriptors_is_not_started(limit: None) -> None:
 
     allow(6)
     with pytest.raises(UsageError, match="starting the service: too few file descriptors"):
-        InProcess(Config(), TorchStore(dist.HashStore()))  # type: ignore[arg-type]
+        ProcessService(Config(), TorchStore(dist.HashStore()))  # type: ignore[arg-type]
 
 
 TRAIN = """

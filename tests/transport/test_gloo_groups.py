@@ -18,11 +18,11 @@ import torch.distributed as dist
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
 from wingbeat.transport import gloo_groups
-from wingbeat.transport.blame import Blame, say_left
-from wingbeat.transport.gloo_groups import GlooGroups, _Board
+from wingbeat.transport.failures import FailureAttribution, publish_exit
+from wingbeat.transport.gloo_groups import GlooGroups, _GroupStore
+from wingbeat.transport.group_links import GroupSetupError, group_prefix
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import NotMet, room_of
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 from wingbeat.types import Group
@@ -87,9 +87,9 @@ def test_who_has_given_a_meeting_up_listens_no_more(
     first = Group((0, 1), 0)
     links = together(first, lambda rank: ranks[rank].meet(first))
     before, kept = listening(), []  # the errors are kept, with what they hold
-    given_up, get, late_ones = threading.Event(), _Board.get, set[int]()
+    given_up, get, late_ones = threading.Event(), _GroupStore.get, set[int]()
 
-    def late(board: _Board, key: str) -> bytes:
+    def late(board: _GroupStore, key: str) -> bytes:
         """Rank 1 has rank 0's address in hand when rank 0 gives up."""
         address = get(board, key)
         if key.endswith("/0") and threading.get_ident() in late_ones:
@@ -99,12 +99,12 @@ def test_who_has_given_a_meeting_up_listens_no_more(
     def act(rank: int, group: Group) -> None:
         if rank == 1:
             late_ones.add(threading.get_ident())
-        with pytest.raises(NotMet) as caught:
+        with pytest.raises(GroupSetupError) as caught:
             ranks[rank].meet(group, 0.2 if rank == 0 else 2.0)
         kept.append(caught.value)
         given_up.set()
 
-    monkeypatch.setattr(_Board, "get", late)
+    monkeypatch.setattr(_GroupStore, "get", late)
     for epoch in range(1, 5):  # who listens and who connects is chance
         late_ones.clear()
         given_up.clear()
@@ -128,10 +128,13 @@ def listening() -> int:
     return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
 
 
-def test_a_meeting_is_called_off_when_its_link_is_closed(ranks: list[Rank]) -> None:
+def test_a_meeting_is_called_off_when_its_link_is_signed(ranks: list[Rank]) -> None:
     """Who fails must not wait for a member that waits for it elsewhere."""
     group, begin = Group((0, 1), 1), time.monotonic()
-    store, here = TorchStore(ranks[0].groups._start()), f"{room_of(Group((0, 1), 1))}link0/here/0"
+    store, here = (
+        TorchStore(ranks[0].groups._start()),
+        f"{group_prefix(Group((0, 1), 1))}link0/here/0",
+    )
     world = World(0, SIZE, (), (1.0,), PATIENT, store, make_links=ranks[0].groups.links)
     handles = []
 
@@ -145,7 +148,7 @@ def test_a_meeting_is_called_off_when_its_link_is_closed(ranks: list[Rank]) -> N
     with pytest.raises(ZeroDivisionError):
         fail()
     assert time.monotonic() - begin < PATIENT / 2
-    with pytest.raises(PeerError, match="was closed here before all had come"):
+    with pytest.raises(PeerError, match="was closed before all members had joined"):
         handles[0].wait()
 
 
@@ -175,7 +178,7 @@ def test_what_is_deleted_after_a_look_is_not_waited_for_in_the_store(ranks: list
         assert done()
 
     begin = time.monotonic()
-    board = _Board(store, "room/", 0, (0, 1), wait_until)
+    board = _GroupStore(store, "room/", 0, (0, 1), wait_until)
     assert board.get("0/1") == b"address"
     assert time.monotonic() - begin < 2
 
@@ -195,7 +198,7 @@ def test_groups_answer_while_others_wait_in_the_worlds_store(ranks: list[Rank]) 
     waiting.wait(PATIENT)
     begin = time.monotonic()
     for _ in range(100):
-        Blame(groups_store, 0, SIZE, 1.0, "room/").publish(1, "all-reduce")
+        FailureAttribution(groups_store, 0, SIZE, 1.0, "room/").publish_wait(1, "all-reduce")
         with pytest.raises(TimeoutError):
             groups_store.get("nothing", 0.001)
     assert time.monotonic() - begin < 3
@@ -208,10 +211,10 @@ def test_a_store_that_is_gone_is_named_and_no_member() -> None:
     rank, group = Rank(server.port, 0), Group((0, 1, 2), 1)
     store: Any = Behind(rank.groups._start(), gone_after(0.2))
     rank.groups._store = store
-    with pytest.raises(NotMet) as caught:
+    with pytest.raises(GroupSetupError) as caught:
         rank.meet(group)
     assert caught.value.peer == 0
-    assert "the store where the workers meet does not answer: Broken pipe" in str(caught.value)
+    assert "the rendezvous store does not answer: Broken pipe" in str(caught.value)
 
 
 def gone_after(seconds: float) -> Callable[[str], None]:
@@ -247,7 +250,7 @@ def test_meetings_in_crossing_orders_do_not_wait_for_each_other(ranks: list[Rank
         first, second = order[rank]
         thread = threading.Thread(target=ranks[rank].meet, args=(first, 5.0), daemon=True)
         thread.start()
-        here = f"{room_of(first)}link0/here/{first.ranks.index(rank)}"
+        here = f"{group_prefix(first)}link0/here/{first.ranks.index(rank)}"
         while not ranks[rank].store.check([here]):
             time.sleep(0.001)
         waiting.wait(PATIENT)
@@ -264,19 +267,19 @@ def test_who_does_not_come_is_named_in_time(ranks: list[Rank]) -> None:
     def act(rank: int) -> str:
         if rank == 1:
             return ""
-        with pytest.raises(NotMet) as caught:
+        with pytest.raises(GroupSetupError) as caught:
             ranks[rank].meet(group, 0.3)
         assert caught.value.peer == 1
         return str(caught.value)
 
     for text in (text for text in together(group, act) if text):
-        assert str(text).startswith("rank 1 did not come to group (0, 1, 2) of epoch 1 within 0.3")
+        assert str(text).startswith("rank 1 did not join group (0, 1, 2) of epoch 1 within 0.3")
 
 
 def test_a_connection_that_stays_silent_is_given_up_long_before_the_timeout(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, over, usual = Group((0, 1), 1), threading.Event(), gloo_groups._greet
+    group, over, usual = Group((0, 1), 1), threading.Event(), gloo_groups._barrier
 
     def greet(link: Any, mine: int, *rest: Any) -> None:
         if mine == 1:
@@ -285,13 +288,15 @@ def test_a_connection_that_stays_silent_is_given_up_long_before_the_timeout(
 
     def act(rank: int) -> None:
         begin = time.monotonic()
-        with pytest.raises(NotMet, match=f"rank {1 - rank} was lost while the members of group"):
+        with pytest.raises(
+            GroupSetupError, match=f"rank {1 - rank} was lost during the connection setup of group"
+        ):
             ranks[rank].meet(group)
         over.set()
         assert time.monotonic() - begin < PATIENT / 2
 
-    monkeypatch.setattr(gloo_groups, "_CONNECTING_S", 0.5)
-    monkeypatch.setattr(gloo_groups, "_greet", greet)
+    monkeypatch.setattr(gloo_groups, "_CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(gloo_groups, "_barrier", greet)
     together(group, act)
 
 
@@ -301,22 +306,26 @@ def test_who_will_not_come_is_not_waited_for(way: str, ranks: list[Rank]) -> Non
     timer = threading.Timer(
         0.2,
         lambda: (
-            say_left(store, 2, finished=True)
+            publish_exit(store, 2, finished=True)
             if way == "left"
-            else Blame(store, 2, SIZE, 1.0, room_of(group)).publish(0, "broadcast")
+            else FailureAttribution(store, 2, SIZE, 1.0, group_prefix(group)).publish_wait(
+                0, "broadcast"
+            )
         ),
     )
     timer.start()
     begin = time.monotonic()
-    with pytest.raises(NotMet) as caught:
+    with pytest.raises(GroupSetupError) as caught:
         ranks[0].meet(group)
     assert time.monotonic() - begin < PATIENT / 2
-    words = {"left": "has left before it came to group", "given up": "has given up group"}
+    words = {"left": "left before it joined group", "given up": "has aborted group"}
     assert f"rank 2 {words[way]} (0, 2) of epoch 1" in str(caught.value)
     assert caught.value.peer == 2
 
 
 def test_nobody_is_met_after_the_end(ranks: list[Rank]) -> None:
     ranks[0].groups.close()
-    with pytest.raises(NotMet, match=r"this rank is not connected: wingbeat\.shutdown\(\) was"):
+    with pytest.raises(
+        GroupSetupError, match=r"this rank is not connected: wingbeat\.shutdown\(\) was"
+    ):
         ranks[0].meet(Group((0, 1)))

@@ -18,28 +18,28 @@ import torch.distributed as dist
 from wingbeat.errors import RendezvousError
 from wingbeat.transport import incarnation
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.incarnation import Incarnation, Place, register, runs
+from wingbeat.transport.incarnation import LivenessListener, ProcessAddress, claim_rank, is_running
 from wingbeat.transport.torch_store import TorchStore
 
 TOKEN = "0" * 32
 PROCESS = """
 import sys
-from wingbeat.transport.incarnation import Incarnation
-one = Incarnation("127.0.0.1")
-print(one.place.to_text(), flush=True)
+from wingbeat.transport.incarnation import LivenessListener
+one = LivenessListener("127.0.0.1")
+print(one.address.to_text(), flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def process() -> Iterator[tuple[subprocess.Popen[str], Place]]:
+def process() -> Iterator[tuple[subprocess.Popen[str], ProcessAddress]]:
     """Another process that has a place."""
     started = subprocess.Popen(
         [sys.executable, "-c", PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert started.stdout is not None
-        yield started, Place.from_text(started.stdout.readline())
+        yield started, ProcessAddress.from_text(started.stdout.readline())
     finally:
         started.kill()
         started.communicate()
@@ -48,25 +48,25 @@ def process() -> Iterator[tuple[subprocess.Popen[str], Place]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for what does not come."""
-    monkeypatch.setattr(incarnation, "_ANSWER_S", 0.3)
-    monkeypatch.setattr(incarnation, "_LOOK_S", 0.01)
+    monkeypatch.setattr(incarnation, "_PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(incarnation, "_RETRY_S", 0.01)
 
 
-def take(store: TorchStore, one: Incarnation, seconds: float = 0.2) -> bool:
-    return register(store, 1, one.place, seconds, "node1:29500")
+def take(store: TorchStore, one: LivenessListener, seconds: float = 0.2) -> bool:
+    return claim_rank(store, 1, one.address, seconds, "node1:29500")
 
 
 def test_the_first_process_of_a_rank_comes_in_nobodys_place() -> None:
-    store, one = TorchStore(dist.HashStore()), Incarnation("127.0.0.1")
+    store, one = TorchStore(dist.HashStore()), LivenessListener("127.0.0.1")
     assert not take(store, one)
-    assert runs(one.place)
+    assert is_running(one.address)
     one.close()
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_rank_whose_process_runs_is_refused_with_its_address() -> None:
     store = TorchStore(dist.HashStore())
-    first, second = Incarnation("127.0.0.1"), Incarnation("127.0.0.1")
+    first, second = LivenessListener("127.0.0.1"), LivenessListener("127.0.0.1")
     take(store, first)
     for _ in range(150):  # more often than connections wait in the kernel
         with pytest.raises(RendezvousError, match=r"rank 1 is taken: .*127\.0\.0\.1 \(port "):
@@ -79,11 +79,11 @@ def test_a_rank_whose_process_runs_is_refused_with_its_address() -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_process_that_is_killed_frees_its_rank_at_once_and_one_that_is_stopped_does_not() -> None:
     store = TorchStore(dist.HashStore())
-    own = Incarnation("127.0.0.1")
+    own = LivenessListener("127.0.0.1")
     with process() as (other, place):
-        register(store, 1, place, 1.0, "")
+        claim_rank(store, 1, place, 1.0, "")
         other.send_signal(signal.SIGSTOP)
-        assert runs(place)
+        assert is_running(place)
         with pytest.raises(RendezvousError, match="rank 1 is taken"):
             take(store, own)
         other.kill()
@@ -95,7 +95,7 @@ def test_a_process_that_is_killed_frees_its_rank_at_once_and_one_that_is_stopped
 @pytest.mark.usefixtures("quick")
 def test_a_process_that_is_ending_is_waited_for() -> None:
     store = TorchStore(dist.HashStore())
-    first, second = Incarnation("127.0.0.1"), Incarnation("127.0.0.1")
+    first, second = LivenessListener("127.0.0.1"), LivenessListener("127.0.0.1")
     take(store, first)
     ending = threading.Timer(0.3, first.close)
     ending.start()
@@ -116,16 +116,16 @@ def test_a_connection_that_fails_once_does_not_show_that_a_process_has_ended(
             raise error
         return real(address, seconds)
 
-    one = Incarnation("127.0.0.1")
+    one = LivenessListener("127.0.0.1")
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert runs(one.place)
+    assert is_running(one.address)
     one.close()
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_port_that_closes_once_without_a_word_is_asked_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = Place("127.0.0.1", server.getsockname()[1], TOKEN)
+        place = ProcessAddress("127.0.0.1", server.getsockname()[1], TOKEN)
 
         def serve() -> None:
             for answer in (b"", TOKEN.encode()):
@@ -134,7 +134,7 @@ def test_a_port_that_closes_once_without_a_word_is_asked_again() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        assert runs(place)
+        assert is_running(place)
         thread.join()
 
 
@@ -142,28 +142,28 @@ def test_a_port_that_closes_once_without_a_word_is_asked_again() -> None:
 def test_a_port_that_another_program_has_since_is_no_process_of_the_job() -> None:
     for answer in (b"", b"220 mail", b"x" * 32, b"x" * 100):
         with socket.create_server(("127.0.0.1", 0)) as server:
-            place = Place("127.0.0.1", server.getsockname()[1], TOKEN)
+            place = ProcessAddress("127.0.0.1", server.getsockname()[1], TOKEN)
 
             def serve(server: socket.socket = server, answer: bytes = answer) -> None:
-                for _ in range(incarnation._ASKS if len(answer) < len(TOKEN) else 1):
+                for _ in range(incarnation._PROBES if len(answer) < len(TOKEN) else 1):
                     with server.accept()[0] as caller:
                         caller.sendall(answer)
 
             thread = threading.Thread(target=serve)
             thread.start()
-            assert not runs(place)
+            assert not is_running(place)
             thread.join()
 
 
 @pytest.mark.usefixtures("quick")
 def test_of_two_that_come_back_at_once_one_has_the_rank() -> None:
     store = TorchStore(dist.HashStore())
-    before, first, second = (Incarnation("127.0.0.1") for _ in range(3))
+    before, first, second = (LivenessListener("127.0.0.1") for _ in range(3))
     take(store, before)
     before.close()
     results: list[bool | str] = []
 
-    def come(one: Incarnation) -> None:
+    def come(one: LivenessListener) -> None:
         try:
             results.append(take(store, one))
         except RendezvousError as error:
@@ -189,9 +189,9 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_rank() -> Non
     ) as started:
         try:
             assert started.stdout is not None
-            place = Place.from_text(started.stdout.readline())
+            place = ProcessAddress.from_text(started.stdout.readline())
             started.wait(20)
-            assert not runs(place)
+            assert not is_running(place)
         finally:
             os.killpg(started.pid, signal.SIGKILL)
 
@@ -210,7 +210,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_keep_the_rank() -> Non
     ],
 )
 def test_a_malformed_address_is_refused(text: str) -> None:
-    store, one = TorchStore(dist.HashStore()), Incarnation("127.0.0.1")
+    store, one = TorchStore(dist.HashStore()), LivenessListener("127.0.0.1")
     store.set("here/1", text)
     with pytest.raises(RendezvousError, match="rank 1: the store at node1:29500 has a malformed"):
         take(store, one)
@@ -226,15 +226,15 @@ def test_a_hosts_own_name_that_means_loopback_is_not_published(
     found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     for towards, address in (("node1", "127.0.0.9"), ("127.0.1.1", "127.0.0.1")):
-        one = Incarnation(towards)
-        assert one.place.host == address
+        one = LivenessListener(towards)
+        assert one.address.host == address
         one.close()
 
 
 def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(incarnation, "_LOOK_S", 0.01)
+    monkeypatch.setattr(incarnation, "_RETRY_S", 0.01)
     failures = iter([OSError(24, "Too many open files")])
     real = socket.socket.accept
 
@@ -244,13 +244,13 @@ def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
         return real(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    one = Incarnation("127.0.0.1")
-    assert runs(one.place)
+    one = LivenessListener("127.0.0.1")
+    assert is_running(one.address)
     one.close()
 
 
 def test_closing_ends_its_thread() -> None:
-    one = Incarnation("127.0.0.1")
+    one = LivenessListener("127.0.0.1")
     one.close()
     one.close()
     deadline = time.monotonic() + 10

@@ -165,7 +165,7 @@ def test_several_workers_of_a_bcubes_host_share_its_interfaces() -> None:
 def test_a_bcube_in_another_order_is_not_taken_for_one() -> None:
     hosts = bcube(2, 2)
     hosts[0], hosts[1], hosts[2], hosts[3] = hosts[0], hosts[3], hosts[1], hosts[2]
-    with pytest.raises(UsageError, match="in the order of their ranks the hosts make no BCube"):
+    with pytest.raises(UsageError, match="in the order of their ranks the hosts form no BCube"):
         choose(hosts, 0, None)
 
 
@@ -174,7 +174,7 @@ def test_an_interface_is_of_one_level() -> None:
     pairs = [host(str(n), eth(n // 2, n)) for n in range(4)]
     fours = [host(str(n), eth(n // 4, n), eth(10 + n % 4, n)) for n in range(8)]
     for hosts in (pairs, fours):
-        with pytest.raises(UsageError, match="make no BCube"):
+        with pytest.raises(UsageError, match="form no BCube"):
             choose(hosts, 0, None)
 
 

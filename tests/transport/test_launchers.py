@@ -10,7 +10,7 @@ import pytest
 
 from helpers.ports import free_port
 from wingbeat.errors import UsageError
-from wingbeat.transport.launchers import first_node, from_environment, job_name, started_by
+from wingbeat.transport.launchers import first_node, from_environment, job_name, launcher_process
 
 SRUN = {
     "SLURM_PROCID": "3",
@@ -140,7 +140,7 @@ def test_a_port_that_nothing_names_is_not_guessed() -> None:
 
 def test_ranks_behind_shells_find_the_process_that_started_them() -> None:
     """The nearest ancestor without a rank: here this test, and not each rank's own shell."""
-    script = "from wingbeat.transport.launchers import started_by; print(started_by('RANK_HERE'))"
+    script = "from wingbeat.transport import launchers as l; print(l.launcher_process('RANK_HERE'))"
     # The shell stays, as it has something to do afterwards.
     shell = ["sh", "-c", '"$0" -c "$1"; exit 0', sys.executable, script]
     names = [
@@ -149,7 +149,7 @@ def test_ranks_behind_shells_find_the_process_that_started_them() -> None:
     ]
     assert f"-{os.getpid()}-" in names[0]
     assert names[0] == names[1]
-    assert started_by("RANK_HERE") != names[0], "those that this process's parent started"
+    assert launcher_process("RANK_HERE") != names[0], "those that this process's parent started"
 
 
 def test_intel_mpi_and_mpich_name_it_otherwise() -> None:

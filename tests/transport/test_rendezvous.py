@@ -24,11 +24,11 @@ from helpers.pool import Pool
 from helpers.ports import free_port
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport import launchers, loopback, rendezvous, speed
+from wingbeat.transport import launchers, loopback, rendezvous
 from wingbeat.transport import world as world_module
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
-from wingbeat.transport.speed import measure_speeds
+from wingbeat.transport.rendezvous import measure_speeds
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
@@ -109,10 +109,10 @@ def test_processes_of_other_jobs_are_refused_each_with_its_reason() -> None:
         assert {kind for kind, _, _ in said} == {"RendezvousError"}
         port_in_use, taken, other_job, other_size = (message for _, _, message in said)
         assert "rank 0 cannot serve the store at 127.0.0.1:" in port_in_use
-        assert "another job, or program, has the port" in port_in_use
+        assert "another job or program uses the port" in port_in_use
         assert "rank 1 is taken: a process of the job whose store is at 127.0.0.1:" in taken
-        assert "rank 1 belongs to job 'another', and the store at 127.0.0.1:" in other_job
-        assert "rank 2 is one of 3 workers (WORLD_SIZE), and the store at" in other_size
+        assert "rank 1 belongs to job 'another', but the store at 127.0.0.1:" in other_job
+        assert "rank 2 is one of 3 workers (WORLD_SIZE), but the store at" in other_size
         for worker in job:
             worker.communicate("")
         assert [worker.returncode for worker in job] == [0, 0]
@@ -148,7 +148,7 @@ def test_init_while_a_spawned_process_imports_the_main_script_is_refused(
     """It would find its parent's rank in the environment, and take its place."""
     process = multiprocessing.current_process()
     monkeypatch.setattr(process, "_inheriting", True, raising=False)
-    with pytest.raises(UsageError, match="put what trains under if __name__ == '__main__':"):
+    with pytest.raises(UsageError, match="put the training code under if __name__ == '__main__':"):
         wingbeat.init()
 
 
@@ -166,13 +166,15 @@ def test_a_spawned_process_of_a_script_without_a_guard_says_so(tmp_path: Path) -
     ended = subprocess.run(
         [sys.executable, str(path)], capture_output=True, text=True, timeout=100, check=False
     )
-    assert "UsageError: wingbeat.init() was called while a process that" in ended.stderr
+    assert "UsageError: wingbeat.init() was called while a process spawned" in ended.stderr
     assert "ran" not in ended.stdout
 
 
 def test_a_rank_that_publishes_nothing_is_named() -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
-    with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent no answer for 'model' within"):
+    with pytest.raises(
+        RendezvousError, match=r"rank 0: rank 1 published nothing for 'model' within"
+    ):
         world.exchange("model", {})
 
 
@@ -180,7 +182,7 @@ def test_a_rank_that_publishes_nothing_is_named() -> None:
 def test_what_is_not_json_is_refused(text: str) -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
     world.store.set("1/model/1", text)
-    with pytest.raises(RendezvousError, match="rank 1 sent no valid JSON"):
+    with pytest.raises(RendezvousError, match="rank 1 published invalid JSON"):
         world.exchange("model", {})
 
 
@@ -219,7 +221,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch, size: int, seconds: Seconds) -> list
     def exchange_seconds(world: World, link: Link, nbytes: int) -> float:
         return seconds(world.rank, link.name, nbytes)
 
-    monkeypatch.setattr(speed, "_exchange_seconds", exchange_seconds)
+    monkeypatch.setattr(rendezvous, "_exchange_seconds", exchange_seconds)
     found = loopback.run(loopback.worlds(size, interfaces=2), measure_speeds)
     assert all(each == found[0] for each in found)
     return list(found[0])
@@ -316,7 +318,7 @@ def test_a_variable_is_set_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_process_keeps_its_store_and_each_init_sets_its_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_met", {})
+    monkeypatch.setattr(rendezvous, "_stores", {})
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, str(value))
@@ -361,7 +363,7 @@ def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.Monke
             assert world.interfaces
             assert world.speeds == tuple(json.loads(good))
             assert world.make_links is not None
-            with pytest.raises(UsageError, match="rank 1 was started again while the others go on"):
+            with pytest.raises(UsageError, match="rank 1 was restarted while the others continue"):
                 world.exchange("layers", 1)
     assert met == [1, 1]
 
@@ -374,13 +376,13 @@ def test_speeds_that_nobody_has_measured_are_refused(speeds: object) -> None:
     store.set("said/speeds/0", json.dumps(speeds))
     world = World(1, 3, (), (), 5.0, store)
     with pytest.raises(RendezvousError, match="rank 1: rank 0 sent malformed speeds"):
-        rendezvous._speeds(world, 1)
+        rendezvous._read_speeds(world, 1)
 
 
 def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that shared a store would read each other's answers."""
-    monkeypatch.setattr(rendezvous, "_met", {})
-    monkeypatch.setattr(rendezvous, "_meet", lambda timeout: (0, 1, dist.HashStore()))
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    monkeypatch.setattr(rendezvous, "_open_store", lambda timeout: (0, 1, dist.HashStore()))
     for name in launchers.VARIABLES:
         monkeypatch.setenv(name, "1")
     store = rendezvous._rendezvous(7.0)[2]
@@ -421,7 +423,7 @@ def networks(*subnets: list[str]) -> list[tuple[tuple[str, ...], ...] | str]:
     def body(world: World) -> tuple[tuple[str, ...], ...] | str:
         chosen = [Interface(f"eth{i}", "10.0.0.1", s) for i, s in enumerate(subnets[world.rank])]
         try:
-            return rendezvous._networks(world, chosen)
+            return rendezvous._exchange_networks(world, chosen)
         except UsageError as err:
             return str(err)
 
@@ -445,7 +447,7 @@ def test_malformed_networks_are_refused(answer: str) -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
     world.store.set("1/networks/1", answer)
     with pytest.raises(RendezvousError, match="rank 0: rank 1 sent a malformed list of networks"):
-        rendezvous._networks(world, [])
+        rendezvous._exchange_networks(world, [])
 
 
 def ends_at_once_but_rank_0_connects_slowly() -> None:

@@ -6,15 +6,15 @@ import torch.distributed as dist
 
 from helpers.ports import free_port
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.torch_store import TorchStore
 
 
 def test_the_first_claim_counts() -> None:
     tcp = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
-    stores: list[Ledger] = [TorchStore(dist.PrefixStore("a", tcp)), Switchboard()]
+    stores: list[AtomicStore] = [TorchStore(dist.PrefixStore("a", tcp)), Switchboard()]
     for store in (*stores, TorchStore(dist.HashStore())):
-        assert isinstance(store, Ledger)
+        assert isinstance(store, AtomicStore)
         assert store.claim("key", "first") == "first"
         assert store.claim("key", "second") == "first"
         assert store.has("key")

@@ -84,9 +84,9 @@ def test_a_channel_does_not_read_what_one_of_its_number_was_told() -> None:
     assert loopback.run(members, before) == [1, 1]
     first, _ = loopback.run(members, lambda world: world.open_channel())
     assert first.channel == 1
-    with pytest.raises(RendezvousError, match="rank 1 sent no answer for 'plan'"):
+    with pytest.raises(RendezvousError, match="rank 1 published nothing for 'plan'"):
         first.exchange("plan", "new")
-    with pytest.raises(RendezvousError, match="rank 1 sent no answer for 'order'"):
+    with pytest.raises(RendezvousError, match="rank 1 published nothing for 'order'"):
         first.read("order", 1)
 
 
@@ -121,10 +121,10 @@ def test_answer_of_a_rank_that_lives_is_waited_for_longer_than_the_timeout(
             other.publish("plan", 7)
         return True
 
-    monkeypatch.setattr("wingbeat.transport.world.is_worth_waiting", lives)
+    monkeypatch.setattr("wingbeat.transport.world.is_progressing", lives)
     assert one.read("plan", 1) == 7
     assert asked == [1, 1, 1]
     assert one.store.get("waiting/0", 0.0) == "", "it waits no more"
-    with pytest.raises(RendezvousError, match="rank 0: rank 1 sent no answer for 'nothing'"):
+    with pytest.raises(RendezvousError, match="rank 0: rank 1 published nothing for 'nothing'"):
         one.read("nothing", 1)
     assert 8 <= len(asked) - 3 <= 11, "ten timeouts"

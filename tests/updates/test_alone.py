@@ -9,7 +9,7 @@ import torch
 import wingbeat
 from helpers.training import assert_same, batch, net, on, weights
 from wingbeat import sync
-from wingbeat.wires import TopK
+from wingbeat.compression import TopK
 
 
 def test_a_closures_gradients_get_their_momentum() -> None:

@@ -12,7 +12,7 @@ import wingbeat
 from helpers.pool import Pool
 from helpers.training import assert_same, distributed, engine, state_of, train, weights
 from wingbeat.errors import UsageError
-from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Fusion
 
 
@@ -26,8 +26,8 @@ def pool() -> Iterator[Pool]:
 def _trained(native: bool, **options: Any) -> Any:
     world = wingbeat.init(timeout=20)
     if native:
-        world.make_native = lambda _: NativeGroup(None, world.rank, world.size)
-        world.native_on = frozenset({"cpu"})
+        world.make_nccl_group = lambda _: NcclGroup(None, world.rank, world.size)
+        world.nccl_devices = frozenset({"cpu"})
     model, optimizer = distributed(world, **options)
     train(model, optimizer, range(3))
     engine(model).bucketing.use(Fusion(kind="layers", layers=3))

@@ -1,5 +1,5 @@
-"""How gradients are written on the wire: dense, cast, sketched, the largest only, low rank."""
+"""Codecs: how gradients are encoded on the links: dense, cast, sketched, top-k, low rank."""
 
 from wingbeat.codecs.codec import Codec as Codec
 from wingbeat.codecs.coding import Coding as Coding
-from wingbeat.codecs.make import make as make
+from wingbeat.codecs.coding import make as make

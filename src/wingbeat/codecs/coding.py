@@ -1,25 +1,82 @@
-"""How one flat buffer travels: each region of it by a codec of its own."""
+"""How a flat buffer travels: the codec of each region, and the payload of any span."""
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from wingbeat.codecs.codec import Codec
-from wingbeat.codecs.topk import TopKCodec
+from wingbeat import compression
+from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense
+from wingbeat.codecs.half import HalfCodec
+from wingbeat.codecs.lowrank import LowRankCodec
+from wingbeat.codecs.sketch import SketchCodec
+from wingbeat.codecs.topk import TopKCodec, warmed_up
+from wingbeat.compression import (
+    WHOLE_BITS,
+    Coded,
+    Half,
+    LowRank,
+    Sketch,
+    TopK,
+    for_parameter,
+    kinds,
+    matrix_of,
+)
 from wingbeat.observe import meter
 from wingbeat.types import Span
 
-ALIGNMENT = 4
-"""Bytes. Each region's payload begins at a multiple, so that it can be read as float32."""
+TRIED = 40
+"""Steps at the beginning in which a codec may be on trial: the longest duration of a trial."""
+
+
+def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
+    """Return the codec of ``wire`` in step ``step``, counted from 0; equal options, equal codec.
+
+    Only a warm-up makes it depend on the step, and only groups on the parameter's ``name``. If the
+    codec is on trial first, the warm-up begins after the trial: a trial has to measure what travels
+    later, and half of its steps are exact anyway.
+    """
+    mine = for_parameter(wire, name)
+    if isinstance(mine, TopK):
+        density = mine.density
+        if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
+            density = warmed_up(density, mine.warmup, step)
+        return _topk(density, mine.momentum, mine.bits)
+    return _constant(mine)
+
+
+def all_of(wire: Coded) -> tuple[Codec, ...]:
+    """Return every codec that gradients may use, in the order of `wingbeat.compression.kinds`."""
+    return tuple(map(_constant, kinds(wire)))
+
+
+@functools.lru_cache(maxsize=64)
+def _topk(density: float, momentum: float, bits: int) -> Codec:
+    return TopKCodec(density, momentum, bits=bits)
+
+
+@functools.cache
+def _constant(wire: str | Coded) -> Codec:
+    if isinstance(wire, str):
+        assert not wire, f"{wire} is no codec"
+        return Dense()
+    if isinstance(wire, Half):
+        return HalfCodec()
+    assert isinstance(wire, Sketch | LowRank)
+    if isinstance(wire, LowRank) and wire.bits == WHOLE_BITS:
+        return LowRankCodec(wire.rank)
+    sketch = SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
+    return LowRankCodec(wire.rank, sketch) if isinstance(wire, LowRank) else sketch
 
 
 @dataclass(frozen=True)
 class Region:
-    """Elements that travel by one codec; with ``cols``, rows of a matrix of that many columns."""
+    """Elements that use one codec; with ``cols``, rows of a matrix with that many columns."""
 
     span: Span
     codec: Codec
@@ -28,7 +85,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a span and a region have in common, or the whole rows of that."""
+    """The intersection of a span and a region, or the whole rows in it."""
 
     span: Span
     codec: Codec
@@ -37,9 +94,9 @@ class _Part:
 
 
 class Coding:
-    """Encodes and decodes any span of a flat buffer, float of any width.
+    """Encodes and decodes any span of a flat float buffer.
 
-    Both ends know the regions, so a payload's size and meaning follow from its span alone.
+    Both ends know the regions, so the size and meaning of a payload follow from its span.
     """
 
     def __init__(self, regions: Sequence[Region]) -> None:
@@ -48,10 +105,10 @@ class Coding:
 
     @property
     def bytes_per_element(self) -> float:
-        """About how many bytes an element of the largest region takes on the wire."""
+        """Approximate bytes per element of the largest region; 0 if blocks are best left whole."""
         largest = max(self.regions, key=lambda region: len(region.span))
         if any(region.cols for region in self.regions):
-            return 0.0  # matrices are worth more the fewer pieces they are in
+            return 0.0  # factors pay off most for whole matrices
         return largest.codec.bytes_per_element
 
     def room(self, span: Span) -> int:
@@ -59,7 +116,7 @@ class Coding:
         return sum(_aligned(part.nbytes) for part in self._parts_of(span))
 
     def cut(self, span: Span) -> Coding:
-        """Return the coding of ``buffer[span]`` by itself; it makes the same payload of it."""
+        """Return the coding of ``buffer[span]`` alone, which produces the same payload."""
         start = span.start
         return Coding(
             [
@@ -78,8 +135,8 @@ class Coding:
     ) -> None:
         """Write ``buffer[span]`` into ``payload``.
 
-        ``residual`` is as long as the buffer, and so is the ``velocity`` of momentum correction.
-        Where a codec keeps none, what another has left there goes along, once.
+        ``residual`` is as long as the buffer, and so is ``velocity``, for momentum correction. A
+        region whose codec keeps no residual sends what another codec left there, once.
         """
         begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
@@ -99,10 +156,10 @@ class Coding:
     def decode(
         self, payload: torch.Tensor, buffer: torch.Tensor, span: Span, *, add: bool = False
     ) -> None:
-        """Write what ``payload`` stands for into ``buffer[span]``, or add it.
+        """Decode ``payload`` into ``buffer[span]``, or add it.
 
         Raises:
-            ValueError: no encoder can have written this.
+            ValueError: the payload is malformed.
         """
         begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
@@ -135,7 +192,7 @@ class Coding:
 
 
 def _by_rows(region: Region, span: Span) -> Iterator[_Part]:
-    """Yield the span in up to three parts: the end of a row, whole rows, the begin of a row."""
+    """Yield the span in up to three parts: the end of a row, whole rows, the beginning of a row."""
     first, last = span.start, span.stop
     if region.cols:
         origin = region.span.start
@@ -156,3 +213,42 @@ def _by_rows(region: Region, span: Span) -> Iterator[_Part]:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+LARGE = 1 << 16
+"""Elements from which a gradient is a region of its own: worth a table of its own levels, or
+factors if it is a matrix (Canary, section 4.3.1, case 1).
+"""
+
+
+def regions(
+    wire: Coded, parameters: Sequence[tuple[str, Sequence[int]]], step: int = 0
+) -> Iterator[Region]:
+    """Yield large gradients as regions of their own if their codec benefits, and the rest in runs.
+
+    A run has one codec: that of its parameters' group.
+
+    Args:
+        wire: options of the codec.
+        parameters: name and shape of each, in the order of their gradients.
+        step: counted from 0.
+    """
+    start = end = 0
+    codec: Codec | None = None
+    for name, shape in parameters:
+        stop = end + math.prod(shape)
+        own = make(wire, step, name)
+        large = stop - end >= LARGE
+        cols = matrix_of(compression.for_parameter(wire, name), shape)[1] if large else 0
+        if isinstance(own, LowRankCodec) and isinstance(own.inner, Dense) and not cols:
+            own = own.inner
+        alone = isinstance(own, LowRankCodec | SketchCodec) and large
+        if codec is not None and end > start and (alone or own != codec):
+            yield Region(Span(start, end), codec)
+            start = end
+        if alone:
+            yield Region(Span(end, stop), own, cols)
+            start = stop
+        codec, end = own, stop
+    if codec is not None and end > start:
+        yield Region(Span(start, end), codec)

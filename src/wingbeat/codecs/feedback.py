@@ -1,12 +1,12 @@
-"""The residuals of lossy codecs, by parameter name: what was not sent of a worker's gradients.
+"""Error feedback: the residuals of lossy codecs, by parameter name.
 
-A lossy codec sends less than it is given, and the rest is added to the next gradient (error
-feedback; Canary, section 4.3; Deep Gradient Compression, section 3). That memory belongs to
-parameters: whoever owns a block, and in whatever bucket a parameter travels, it stays with the
-name, so buckets may be made again and runs may go on with another number of workers.
+A lossy codec sends less than it is given; the rest is added to the next gradient (Canary, section
+4.3; Deep Gradient Compression, section 3). Residuals belong to parameters: whoever owns a block,
+and in whichever bucket a parameter travels, they stay with the name. So buckets may be rebuilt, and
+runs may resume with another number of workers.
 
-The residuals are counted in the unit of what is encoded. Where that is the gradient divided by the
-number of workers, the sum over all workers is what the average still lacks.
+Residuals have the unit of the encoded values. If those are gradients divided by the number of
+workers, the sum over all workers is what the average still lacks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from wingbeat.errors import UsageError
 FORMAT = "wingbeat residuals, version 1"
 
 Part = dict[str, Any]
-"""One worker's state dict."""
+"""The state dict of one worker."""
 
 
 class _Memory:
-    """One float32 value for each element of each parameter, as views of flat buffers."""
+    """One float32 value per element of each parameter, as views of flat buffers."""
 
     def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
         self._shapes = shapes
@@ -55,7 +55,7 @@ class _Memory:
     def _flat_of(
         self, names: Sequence[str], ends: list[int], length: int, device: torch.device
     ) -> Tensor | None:
-        """The buffer that has exactly these parameters in this order, if there is one."""
+        """Return the buffer that holds exactly these parameters in this order, if there is one."""
         first = self._values.get(names[0]) if names else None
         flat = None if first is None else first._base
         if names and self._together.get(names[0]) != tuple(names):
@@ -80,7 +80,7 @@ class _Memory:
         }
 
     def take(self, name: str) -> Tensor | None:
-        """Return one parameter's values, flat, and forget them; None where there are none."""
+        """Remove and return one parameter's values, flat; None if there are none."""
         self._together.pop(name, None)
         return self._values.pop(name, None)
 
@@ -90,7 +90,7 @@ class _Memory:
         return not self._values
 
     def put(self, name: str, value: Tensor | None) -> None:
-        """Overwrite one parameter's values in their place; None means zeros."""
+        """Overwrite one parameter's values in place; None means zeros."""
         held = self._values.get(name)
         if held is not None:
             held.zero_() if value is None else held.copy_(value)
@@ -99,14 +99,13 @@ class _Memory:
 
 
 class Residuals:
-    """One float32 residual for each trained parameter of this worker, and a velocity if wanted.
+    """One float32 residual for each trained parameter of this worker, and optionally a velocity.
 
-    Pure bookkeeping: no communication, no threads. Memory for a parameter is made when it is
-    first asked for.
+    No communication and no threads. Memory for a parameter is allocated on first use.
 
     Args:
-        shapes: the shape of each trained parameter, by its name.
-        rank: this worker's number, 0 to ``world_size - 1``.
+        shapes: shape of each trained parameter, by name.
+        rank: this worker's rank.
         world_size: number of workers.
         velocity: keep a second value for momentum correction (Deep Gradient Compression,
             section 3.2).
@@ -133,14 +132,14 @@ class Residuals:
     ) -> Tensor:
         """Return a bucket's residual: those of ``names`` end to end, then zeros.
 
-        What the parameters have is moved into the buffer; buffers that they were in before are no
-        longer theirs. Asked again for the same arrangement, it returns the same buffer.
+        The parameters' values move into the buffer and no longer belong to former buffers. Called
+        again for the same arrangement, it returns the same buffer.
 
         Args:
             names: the bucket's parameters, in their order in the buffer.
             numels: elements of each, as a check.
             length: elements of the buffer, padding included.
-            device: where the buffer is to be.
+            device: device of the buffer.
 
         Returns:
             float32, ``(length,)``.
@@ -161,7 +160,7 @@ class Residuals:
         return self._kinds[kind].arrange(names, length, torch.device(device))
 
     def take(self, name: str) -> Tensor | None:
-        """Return one parameter's residual, flat, and forget it; None where it has none."""
+        """Remove and return one parameter's residual, flat; None if it has none."""
         return self._kinds["residuals"].take(name)
 
     @property
@@ -170,7 +169,7 @@ class Residuals:
         return self._kinds["residuals"].empty
 
     def clear(self) -> None:
-        """Set all residuals to zero; buffers keep their places and hold zeros."""
+        """Set all residuals to zero, in place."""
         self._take([])
 
     # -- state --------------------------------------------------------------------------------
@@ -185,10 +184,10 @@ class Residuals:
         return {"format": FORMAT, "rank": self.rank, "world_size": self.world_size, **values}
 
     def load_state_dict(self, state: Part) -> None:
-        """Take over one worker's part of a run with the same number of workers.
+        """Load one worker's part of a run with the same number of workers.
 
-        Given another rank's part, as when all workers load rank 0's checkpoint, this worker
-        starts at zero: the others' residuals are not in it.
+        Given another rank's part, as when all workers load rank 0's checkpoint, this worker starts
+        at zero.
 
         Raises:
             UsageError: the part is damaged, of another model or another number of workers; then
@@ -204,10 +203,10 @@ class Residuals:
         self._take([state] if state["rank"] == self.rank else [])
 
     def load_state_dicts(self, states: Sequence[Part]) -> None:
-        """Take over this worker's share of the residuals of all workers of an earlier run.
+        """Load this worker's share of the residuals of all workers of an earlier run.
 
-        Of M workers, rank r takes the sum of the parts of ranks r, r + M, r + 2M ... So the sum
-        over all workers stays what it was, up to the rounding of float32.
+        Of M workers, rank r loads the sum of the parts of ranks r, r + M, r + 2M ... So the sum
+        over all workers is preserved, up to the rounding of float32.
 
         Args:
             states: what `state_dict` returned on every worker of that run, in any order.
@@ -266,7 +265,7 @@ def check_tensors(
     Args:
         values: by name, of all parameters.
         shapes: of the parameters, by name.
-        where: what they are of.
+        where: beginning of the error text.
     """
     for name, shape in shapes.items():
         value = values[name]
@@ -300,7 +299,7 @@ def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: s
 
 
 def check_complete(states: Sequence[Part]) -> None:
-    """Make sure that each worker of one run is there once.
+    """Check that every worker of one run is present once.
 
     Raises:
         UsageError: one is missing or occurs twice, or they are of several runs; names it.
@@ -337,7 +336,7 @@ def check_complete(states: Sequence[Part]) -> None:
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:
-    """Return the float32 sum, flat and on the CPU or the values' common device."""
+    """Return the float32 sum, flat, on the CPU or the values' common device."""
     total = values[0].detach().to(torch.float32).reshape(-1).clone()
     for value in values[1:]:
         total += value.detach().reshape(-1).to(total.device)

@@ -1,4 +1,4 @@
-"""Half precision: values travel as float16, with one scale for all of them."""
+"""Half precision: values travel as float16 with one common scale."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from wingbeat.codecs.codec import check_size
 
 CHUNK = 1 << 19
-"""Elements that are worked on at a time on a CPU: what is between two steps stays in its cache."""
+"""Elements processed at a time on a CPU, so that intermediate values stay in the cache."""
 
 TOP_EXPONENT = 14
 """The largest magnitude is scaled to at least ``2**14``, so nothing exceeds float16's 65504."""
 
 BIAS = 127
-"""Of float32's exponent field, which is bits 23 to 30."""
+"""Bias of float32's exponent field, bits 23 to 30."""
 
 HEAD = 4
 """Bytes of the scale, float32; an empty payload has none."""
@@ -25,19 +25,19 @@ HEAD = 4
 
 @dataclass(frozen=True)
 class HalfCodec:
-    """Values are rounded to the nearest float16. Infinities and NaN stay what they are.
+    """Rounds values to the nearest float16. Infinities and NaN stay.
 
     Payload: ``[scale: float32][values: float16]``. The scale is a power of two that brings the
-    largest finite magnitude into ``[2**14, 2**15]``: nothing finite overflows, whatever its size,
-    and values keep 11 bits down to ``2**-29`` of the largest. The smallest scale is ``2**-126``,
-    with which even denormals have a place. If all is zero the scale is 1.
+    largest finite magnitude into ``[2**14, 2**15]``: no finite value overflows, and values keep 11
+    bits down to ``2**-29`` of the largest. The smallest scale is ``2**-126``, which can represent
+    denormals. If all values are zero the scale is 1.
 
-    No bytes of the right size are malformed.
+    No payload of the right size is malformed.
     """
 
     @property
     def feedback(self) -> bool:
-        """What rounding takes away is not worth a buffer; one is used if it is given."""
+        """False: the rounding error is not worth a buffer. A residual is used if given."""
         return False
 
     @property
@@ -46,17 +46,13 @@ class HalfCodec:
         return 2.0
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
-        """Return the payload's size in bytes; an empty one has no scale."""
+        """As `Codec.nbytes`; an empty payload has no scale."""
         return HEAD + 2 * numel if numel else 0
 
     def encode(
         self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
     ) -> None:
-        """Write the scale and the rounded values.
-
-        Raises:
-            ValueError: the payload's size is wrong.
-        """
+        """As `Codec.encode`."""
         check_size(payload, self.nbytes(x.numel()))
         if x.numel() == 0:
             return
@@ -68,11 +64,7 @@ class HalfCodec:
                 residual[chunk].sub_(_widen(values[chunk], scale, wide)).nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
-        """Widen the values and undo the scale.
-
-        Raises:
-            ValueError: the payload's size is wrong.
-        """
+        """As `Codec.decode`."""
         check_size(payload, self.nbytes(out.numel()))
         if out.numel() == 0:
             return
@@ -90,7 +82,7 @@ def _fields(payload: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _write_scaled(x: Tensor, scale: Tensor, values: Tensor) -> None:
-    """Choose ``scale`` and write ``values``, the float16 nearest to ``x / scale``."""
+    """Choose ``scale`` and write the float16 nearest to ``x / scale`` into ``values``."""
     field = _scale_field(x)
     scale.copy_((field << 23).view(torch.float32))
     inverse = ((2 * BIAS - field) << 23).view(torch.float32)
@@ -105,7 +97,7 @@ def _write_scaled(x: Tensor, scale: Tensor, values: Tensor) -> None:
 def _scale_field(x: Tensor) -> Tensor:
     """Return the exponent field, int32 scalar, of the scale for ``x``: 1 to 240.
 
-    Made of integers, so that it is a power of two to the bit and, on a GPU, nobody waits for it.
+    Integer arithmetic makes it an exact power of two, without a wait for the GPU.
     """
     peak = _peak(x)
     field = ((peak.view(torch.int32) >> 23) - TOP_EXPONENT).clamp(min=1)
@@ -122,7 +114,7 @@ def _peak(x: Tensor) -> Tensor:
 
 
 def _may_ask(x: Tensor) -> bool:
-    """Whether a branch may depend on a value: elsewhere the host would wait for the device."""
+    """Whether a branch may depend on a value. Elsewhere the host would wait for the device."""
     return x.device.type == "cpu"
 
 
@@ -132,9 +124,9 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _limit(field: Tensor) -> Tensor | None:
-    """Return what finite scaled values are limited to; None where there is no need.
+    """Return the limit of finite scaled values; None if there is no need for one.
 
-    Float32's very largest values would be rounded up to ``2**15 * 2**113``, which is infinite.
+    Float32's largest values would be rounded up to ``2**15 * 2**113``, which is infinite.
     """
     top = field == 2 * BIAS - TOP_EXPONENT
     if _may_ask(field) and not top:
@@ -150,7 +142,7 @@ def _widen(values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
 def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices that cover ``x``, each with float32 scratch of its length.
 
-    On a GPU the whole at once: there a launch costs more than memory.
+    On a GPU all of it at once: a launch costs more than memory.
     """
     step = min(CHUNK, x.numel()) if x.device.type == "cpu" else x.numel()
     scratch = torch.empty(step, dtype=torch.float32, device=x.device)

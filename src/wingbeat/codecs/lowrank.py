@@ -1,53 +1,56 @@
-"""Low rank: a large matrix travels as two thin factors (Canary, section 4.3.1, case 1).
-
-The factors are found by randomised subspace iteration (Halko, Martinsson and Tropp, 2011,
-sections 4.5 and 5.1), with a few columns more than asked for, of which the best are kept.
-"""
+"""Low rank: matrices travel as two thin factors, encoded alone or summed by all workers."""
 
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wingbeat.codecs.codec import Codec, check_size
-from wingbeat.codecs.coding import ALIGNMENT
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense, check_size
 from wingbeat.errors import UsageError
+from wingbeat.types import Span
 
 OVERSAMPLE = 4
-"""Columns beyond the rank. Measured on spectra that fall like 1/j, with one iteration: the error
-is within 3 % of the best possible; without these columns up to 1.5 times of it."""
+"""Columns beyond the rank. On spectra that fall like 1/j, with one iteration, the error is within 3
+% of the optimum; without these columns up to 1.5 times of it.
+"""
 
 TAME = 2.0**40
-"""Products of matrices whose values are much larger than this, or smaller than its reciprocal,
-might leave float32's range; those are scaled first."""
+"""Matrices with values much larger than this, or smaller than its reciprocal, are scaled first:
+their products might leave float32's range.
+"""
 
 SEED = 4_3_1
-"""Of the random test matrix: equal input, equal payload."""
+"""Seed of the random test matrix: equal input, equal payload."""
 
 
 @dataclass(frozen=True)
 class LowRankCodec:
-    """A matrix is written as ``P @ Q.T``, and each factor by the inner codec.
+    """Writes a matrix as ``P @ Q.T``, and each factor by the inner codec (Canary, section 4.3.1,
+    case 1).
+
+    The factors are found by randomised subspace iteration (Halko, Martinsson and Tropp, 2011,
+    sections 4.5 and 5.1), with a few extra columns, of which the best are kept.
 
     Payload: ``[P: rows * rank elements][Q: cols * rank elements]``, each as the inner codec writes
     it; the second begins at the next multiple of 4 bytes. One factor's columns are orthonormal,
-    the other's have the singular values' sizes. Where there is no matrix, or the factors' payload
-    would not be smaller than half of the inner codec's for the whole, the inner codec is used
-    directly.
+    those of the other have the sizes of the singular values. The inner codec is used directly if
+    there is no matrix, or if the factors would not be smaller than half of its payload.
 
     A row with a value that is not finite arrives as NaN; the other rows are not affected. Decoding
-    sums ``rank`` products in the order that the device's matrix product has, so receivers have the
-    same bits if they have the same hardware and software. On a GPU encoding waits for the device.
+    sums ``rank`` products in the order of the device's matrix product, so receivers have the same
+    bits if they have the same hardware and software. On a GPU encoding waits for the device.
 
     Args:
         rank: columns of each factor, at least 1.
-        inner: how the factors are written, and what is no matrix.
-        iterations: of the subspace iteration, at least 0; each reads the matrix twice, and it is
-            read twice besides.
+        inner: encodes the factors, and what is not a matrix.
+        iterations: of the subspace iteration, at least 0; each reads the matrix twice, besides
+            two other passes.
 
     Raises:
         UsageError: a number is out of range.
@@ -64,16 +67,16 @@ class LowRankCodec:
 
     @property
     def feedback(self) -> bool:
-        """As the inner codec has it; yes with dense factors, which lose something all the same."""
+        """As the inner codec; True with dense factors, which lose information too."""
         return self.inner.feedback or isinstance(self.inner, Dense)
 
     @property
     def bytes_per_element(self) -> float:
-        """The inner codec's, for all that is no matrix."""
+        """Bytes per element of the inner codec, for all that is not a matrix."""
         return self.inner.bytes_per_element
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
-        """Return the payload's size in bytes.
+        """As `Codec.nbytes`.
 
         Raises:
             ValueError: ``numel`` elements are not whole rows of ``cols``.
@@ -84,11 +87,7 @@ class LowRankCodec:
     def encode(
         self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
     ) -> None:
-        """Find the factors and write them.
-
-        Raises:
-            ValueError: the payload's size is wrong, or ``x`` is not whole rows.
-        """
+        """As `Codec.encode`. Also raises a `ValueError` if ``x`` is not whole rows."""
         rows = self._rows(x.numel(), cols)
         if not rows:
             self.inner.encode(x, payload, residual=residual, cols=cols)
@@ -105,22 +104,17 @@ class LowRankCodec:
             residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
-        """Multiply the factors, straight into ``out``.
-
-        Raises:
-            ValueError: the payload's size is wrong, ``out`` is not whole rows, or the inner codec
-                cannot have written a factor; ``out`` is as it was.
-        """
+        """As `Codec.decode`. Also raises a `ValueError` if ``out`` is not whole rows."""
         rows = self._rows(out.numel(), cols)
         if not rows:
             self.inner.decode(payload, out, add=add, cols=cols)
             return
         p, q = self._read(payload, rows, cols)
-        # beta=0 does not read what is there, so old NaN do not stay.
+        # beta=0 does not read the old values, so old NaN vanish.
         out.view(rows, cols).addmm_(p, q.T, beta=1.0 if add else 0.0)
 
     def _rows(self, numel: int, cols: int) -> int:
-        """Return the matrix's rows, or 0 if it is not worth factors; of the sizes alone."""
+        """Return the matrix's rows, or 0 if factors do not pay off; depends on sizes only."""
         if cols == 0:
             return 0
         if cols < 0 or numel % cols:
@@ -132,7 +126,7 @@ class LowRankCodec:
         return rows if worth else 0
 
     def _sizes(self, rows: int, cols: int) -> tuple[int, int]:
-        """Return the bytes of each factor, of the first with what fills it up."""
+        """Return the bytes of each factor, the first one padded."""
         first = self.inner.nbytes(rows * self.rank)
         return -(-first // ALIGNMENT) * ALIGNMENT, self.inner.nbytes(cols * self.rank)
 
@@ -153,8 +147,10 @@ class LowRankCodec:
 
 
 def _factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Return ``P`` and ``Q`` with ``P @ Q.T`` near ``matrix``; NaN rows in P where it has any."""
-    # The orthonormal factor is that of the shorter side: it is the cheaper one to make.
+    """Return ``P`` and ``Q`` with ``P @ Q.T`` near ``matrix``; rows that are not finite are NaN in
+    P.
+    """
+    # The orthonormal factor belongs to the shorter side: it is cheaper.
     tall = matrix.shape[0] > matrix.shape[1]
     found = _factorise(matrix.T if tall else matrix, rank, iterations)
     if found is None:
@@ -163,15 +159,15 @@ def _factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor
 
 
 def _wild_factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Do the same for a matrix that is zero, not all finite, or very large or small."""
+    """As `_factors`, for a matrix that is zero, not all finite, or of extreme values."""
     finite = matrix.isfinite()
     clean = torch.where(finite, matrix, 0.0)
     peak = float(clean.abs().max())
     if peak == 0.0:
         p, q = (matrix.new_zeros(size, rank) for size in matrix.shape)
     else:
-        # In two halves, because the reciprocal of the smallest denormal is no float32. Each half
-        # goes back onto one factor, so that neither overflows.
+        # In two steps, because the reciprocal of the smallest denormal is no float32. Each step is
+        # undone on one factor, so that neither overflows.
         exponent = math.frexp(peak)[1]
         half = exponent // 2
         clean.mul_(2.0**-half).mul_(2.0 ** (half - exponent))
@@ -190,7 +186,7 @@ def _factorise(a: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor] |
     short, long = a.shape
     width = min(rank + OVERSAMPLE, short)
     generator = torch.Generator(a.device).manual_seed(SEED)
-    # Stored by columns, like all that follows: matrix products with few columns are faster so.
+    # Stored by columns, as is everything below: products with few columns are faster.
     test = torch.randn(width, long, generator=generator, device=a.device).T
     y = a @ test
     if not 1.0 / TAME < float(y.abs().max()) < TAME:
@@ -199,8 +195,8 @@ def _factorise(a: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor] |
         y = a @ _orthonormal((_orthonormal(y).T @ a).T)
     basis = _orthonormal(y)
     b = basis.T @ a
-    # The singular vectors of the thin b, from its small Gram matrix: squaring loses half of the
-    # digits, so it is in float64.
+    # The singular vectors of the thin b come from its small Gram matrix: squaring loses half of the
+    # digits, so use float64.
     wide = b.double()
     best = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].float()
     return basis @ best, b.T @ best
@@ -210,3 +206,268 @@ def _orthonormal(y: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns' space, of as many columns."""
     basis: Tensor = torch.linalg.qr(y).Q
     return basis
+
+
+_PRIME = 4093
+"""Marks are below this: float32 holds their sum exactly for up to 4,096 workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix in a flat buffer, and the number of columns of its factors.
+
+    Attributes:
+        name: the parameter's; seeds its first Q.
+        start: the first element.
+    """
+
+    name: str
+    start: int
+    rows: int
+    cols: int
+    rank: int
+
+    @property
+    def span(self) -> Span:
+        """The elements."""
+        return Span(self.start, self.start + self.rows * self.cols)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return the matrix as a view of its buffer."""
+        return flat[self.start : self.span.stop].view(self.rows, self.cols)
+
+
+class Factors:
+    """How a bucket's buffer travels as factors, as in PowerSGD (Vogels et al., 2019, Algorithms 1,
+    2).
+
+    A matrix M of ``rows x cols`` travels as ``P = M Q``, ``rows x rank``, and ``M.T P``, ``cols x
+    rank``: both are linear in M, so all-reduces can sum them.
+
+    Args:
+        matrices: those in the buffer, in order, without overlaps; at least one.
+        length: elements of the buffer.
+        workers: number of workers; summed buffers are padded to a multiple of it.
+        residual: float32, as long as the buffer; None: no error feedback.
+        starts: each matrix's Q by name, ``(cols, rank)``; missing ones are made, and all become
+            views of memory of this object.
+        device: device of the buffer.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        length: int,
+        workers: int,
+        residual: Tensor | None = None,
+        starts: MutableMapping[str, Tensor] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.matrices = tuple(matrices)
+        self.workers = workers
+        self.residual = residual
+        self.device = torch.device(device)
+        self.dense = tuple(_between([matrix.span for matrix in matrices], length))
+        self._beside = sum(map(len, self.dense))
+        thin = sum(matrix.rows * matrix.rank for matrix in matrices)
+        self._firsts = -(-(self._beside + thin + 1) // workers) * workers
+        wide = sum(matrix.cols * matrix.rank for matrix in matrices)
+        self._seconds = -(-wide // workers) * workers
+        self._starts = self._zeros(self._seconds)
+        known = {} if starts is None else starts
+        for matrix, view in zip(self.matrices, self.wide(self._starts), strict=True):
+            held = known.get(matrix.name)
+            fits = held is not None and held.shape == view.shape
+            view.copy_(held if fits and held is not None else fresh(matrix.name, *view.shape))
+            known[matrix.name] = view
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all workers sum, in two all-reduces."""
+        return 4 * (self._firsts + self._seconds)
+
+    def begin(self, buffer: Tensor) -> Round:
+        """Compute the first factors of the buffer; see `Round`."""
+        return Round(self, buffer, self._zeros(self._firsts), self._zeros(self._seconds))
+
+    def thin(self, first: Tensor) -> list[Tensor]:
+        """Return views of each matrix's P, ``(rows, rank)``, in the first summed buffer."""
+        return _columns(first, self._beside, [(m.rows, m.rank) for m in self.matrices])
+
+    def wide(self, second: Tensor) -> list[Tensor]:
+        """Return views of each matrix's Q, ``(cols, rank)``, in the second summed buffer."""
+        return _columns(second, 0, [(m.cols, m.rank) for m in self.matrices])
+
+    @property
+    def starts(self) -> list[Tensor]:
+        """Each matrix's Q for the next round."""
+        return self.wide(self._starts)
+
+    def mark(self) -> Tensor:
+        """Return a checksum of all Q; a scalar."""
+        return (self._starts.view(torch.int32).sum() % _PRIME).float()
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=torch.float32, device=self.device)
+
+
+class Round:
+    """One exchange of a buffer as factors.
+
+    Sum ``first`` over all workers, then call `turn`; then sum ``second``, meanwhile call `keep`,
+    and finally `end`. Everything is queued on the buffer's device; nothing waits for a GPU.
+
+    If a P is not finite, its matrix arrives as NaN on every worker, and its residual and next Q are
+    left as before the round.
+
+    Attributes:
+        first: float32: the dense part, then each P, then a checksum of every Q.
+        second: float32: each ``M.T P``.
+        agreed: after `turn`, whether all workers began with the same Q; else everything is NaN.
+    """
+
+    @torch.no_grad()
+    def __init__(self, factors: Factors, buffer: Tensor, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+        self.agreed = first.new_zeros((), dtype=torch.bool)
+        self._factors, self._buffer = factors, buffer
+        exact = buffer.dtype is torch.float32
+        # In place if the buffer is float32; a narrower buffer would lose precision.
+        self._whole = buffer if exact else buffer.float()
+        if factors.residual is not None:
+            self._whole += factors.residual
+            for span in factors.dense:
+                factors.residual[span.start : span.stop] = 0.0
+        offset = 0
+        for span in factors.dense:
+            first[offset : offset + len(span)] = self._whole[span.start : span.stop]
+            offset += len(span)
+        self._mark = factors.mark()
+        first[-1] = self._mark
+        for matrix, p, q in zip(factors.matrices, factors.thin(first), factors.starts, strict=True):
+            torch.mm(matrix.of(self._whole), q, out=p)
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """Make each P orthonormal, and compute the second factors with it."""
+        factors = self._factors
+        self.agreed = self.first[-1] == factors.workers * self._mark
+        self._bases: list[Tensor] = []
+        self._right: list[Tensor] = []
+        pairs = zip(factors.thin(self.first), factors.wide(self.second), strict=True)
+        for matrix, (p, q) in zip(factors.matrices, pairs, strict=True):
+            right = p.isfinite().all() & self.agreed
+            basis = torch.linalg.qr(torch.where(right, p, 0.0)).Q
+            torch.mm(matrix.of(self._whole).T, basis, out=q)
+            self._bases.append(basis)
+            self._right.append(right)
+        self._own = None if factors.residual is None else self.second.clone()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep this worker's error of its own matrices: ``M - P (M.T P).T``.
+
+        The sum over all workers is what the sum of the matrices lacks, as with PowerSGD's
+        difference to the mean; and it needs no other worker's factors.
+        """
+        factors, own = self._factors, self._own
+        if factors.residual is None or own is None:
+            return
+        each = zip(factors.matrices, self._bases, factors.wide(own), self._right, strict=True)
+        for matrix, basis, q, right in each:
+            residual, whole = matrix.of(factors.residual), matrix.of(self._whole)
+            finite = right & q.isfinite().all()
+            if residual.is_cuda:
+                lost = torch.addmm(whole, basis, q.T, alpha=-1.0)
+                torch.where(finite, lost, residual, out=residual)
+            elif bool(finite):
+                torch.addmm(whole, basis, q.T, alpha=-1.0, out=residual)
+        self._own = None
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Write the sum into the buffer, and keep the second factors for the next round."""
+        factors = self._factors
+        offset = 0
+        for span in factors.dense:
+            self._buffer[span.start : span.stop] = self.first[offset : offset + len(span)]
+            offset += len(span)
+        products = zip(self._bases, factors.wide(self.second), self._right, strict=True)
+        starts = zip(factors.matrices, factors.starts, strict=True)
+        for (matrix, start), (basis, q, right) in zip(starts, products, strict=True):
+            left = torch.where(right, basis, torch.nan)
+            out = matrix.of(self._buffer)
+            if out.dtype is torch.float32:
+                torch.mm(left, q.T, out=out)
+            else:
+                out.copy_(left @ q.T)
+            peak = q.abs().amax(dim=0)
+            start.copy_(torch.where(right, _scaled(q, peak, start), start))
+
+
+def restart(starts: MutableMapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Use saved starts, and new ones where none of the right shape was saved.
+
+    Tensors that are views of some `Factors` stay so.
+    """
+    for name, start in starts.items():
+        held = saved.get(name)
+        if held is None or held.shape != start.shape:
+            held = fresh(name, *start.shape)
+        start.copy_(held)
+    for name in saved.keys() - starts.keys():
+        starts[name] = saved[name].detach().to(torch.float32, copy=True)
+
+
+def check_starts(state: Mapping[str, Any], where: str) -> None:
+    """Raise a `UsageError` that begins with ``where`` unless a state's factors are usable."""
+    saved = state.get("starts", {})
+    right = isinstance(saved, dict) and all(
+        isinstance(each, Tensor)
+        and each.dim() == 2
+        and each.is_floating_point()
+        and bool(each.isfinite().all())
+        for each in saved.values()
+    )
+    if not right:
+        raise UsageError(
+            f"{where}: starts is no dict of finite matrices, which low rank begins with; use an "
+            "earlier checkpoint"
+        )
+
+
+def fresh(name: str, cols: int, rank: int) -> Tensor:
+    """Return an initial Q, ``(cols, rank)``: random, and the same on every worker."""
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(rank, cols, generator=generator, dtype=torch.float32, device="cpu").T
+
+
+def _scaled(q: Tensor, peak: Tensor, start: Tensor) -> Tensor:
+    """Return columns scaled to a peak of 1; the former ones where they vanish.
+
+    A scale changes no P after orthonormalisation. Without it small gradients would vanish in their
+    own square, and a matrix that was zero once would stay zero.
+    """
+    some = peak.isfinite() & (peak > 0.0)
+    return torch.where(some, q / torch.where(some, peak, 1.0), start)
+
+
+def _columns(flat: Tensor, offset: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return views of ``(long, rank)``, stored by columns: products with few columns are faster."""
+    views = []
+    for length, rank in shapes:
+        end = offset + length * rank
+        views.append(flat[offset:end].view(rank, length).T)
+        offset = end
+    return views
+
+
+def _between(spans: Sequence[Span], length: int) -> Iterator[Span]:
+    """Yield what lies between the spans, up to ``length``."""
+    start = 0
+    for span in spans:
+        if start < span.start:
+            yield Span(start, span.start)
+        start = span.stop
+    if start < length:
+        yield Span(start, length)

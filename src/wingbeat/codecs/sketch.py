@@ -1,4 +1,4 @@
-"""Gradient sketch: values travel as numbers of buckets of values (Canary, section 4.3.1)."""
+"""Gradient sketch: values travel as indices into a table of levels (Canary, section 4.3.1)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from wingbeat.kernels import layout
 
 @dataclass(frozen=True)
 class SketchCodec:
-    """A table of ``2**bits`` levels travels along with each value's place in it.
+    """Writes a table of ``2**bits`` levels and each value's index in it.
 
-    The settings are those of `wingbeat.Sketch`. Zero stays exactly zero when at least one in
-    ``2**bits`` values is; what is not finite arrives as NaN, in its place, and alone; values
-    below 2**-133 become zero.
+    The options are those of `wingbeat.Sketch`. Zero stays exactly zero if at least one in
+    ``2**bits`` values is zero. A value that is not finite arrives as NaN and affects no other.
+    Values below 2**-133 become zero.
     """
 
     bits: int = 8
@@ -30,7 +30,7 @@ class SketchCodec:
         return self.bits / 8
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
-        """Return the payload's size in bytes."""
+        """As `Codec.nbytes`."""
         return layout.sketch_bytes(numel, self.bits)
 
     def encode(
@@ -41,7 +41,7 @@ class SketchCodec:
         residual: torch.Tensor | None = None,
         cols: int = 0,
     ) -> None:
-        """Write the table of levels and each value's place in it."""
+        """As `Codec.encode`."""
         kernels.of(x.device).sketch_encode(
             x, payload, bits=self.bits, split=self.split, level=self.level, residual=residual
         )
@@ -49,5 +49,5 @@ class SketchCodec:
     def decode(
         self, payload: torch.Tensor, out: torch.Tensor, *, add: bool = False, cols: int = 0
     ) -> None:
-        """Look up each value's level."""
+        """As `Codec.decode`."""
         kernels.of(out.device).sketch_decode(payload, out, bits=self.bits, add=add)

@@ -15,19 +15,19 @@ from wingbeat.codecs.codec import check_size
 from wingbeat.kernels import layout
 
 PLAIN = 32
-"""Bits of a value that travels as it is."""
+"""Bits of a value that is not sketched."""
 
 FIRST_DENSITY = 0.25
-"""Density with which a warm-up begins (Deep Gradient Compression, section 3.3)."""
+"""Density at the start of a warm-up (Deep Gradient Compression, section 3.3)."""
 
 
 @dataclass(frozen=True)
 class TopKCodec:
-    """The ``max(1, round(density * n))`` largest magnitudes travel, with their indices.
+    """Sends the ``max(1, round(density * n))`` largest magnitudes with their indices.
 
-    Ties go to the lowest index. What is not finite counts as largest, so that it travels. With
-    ``bits`` from 1 to 8 the values that travel are sketched, and what that takes away stays in the
-    residual. A payload is that of the kernels, with a sketch in place of the values.
+    Ties go to the lowest index. Values that are not finite count as largest, so they are sent. With
+    ``bits`` from 1 to 8 the sent values are sketched, and the sketch's error stays in the residual.
+    The payload is that of the kernels, with a sketch in place of the values.
     """
 
     density: float = 0.001
@@ -37,11 +37,11 @@ class TopKCodec:
 
     @property
     def bytes_per_element(self) -> float:
-        """Those of its value and two of index for each that travels."""
+        """Value and index bytes of the sent elements, for each element."""
         return (self.bits / 8 + layout.OFFSET_BYTES) * self.density
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
-        """Return the payload's size in bytes."""
+        """As `Codec.nbytes`."""
         k = layout.count_of(numel, self.density)
         whole = layout.topk_bytes(numel, k)
         return whole - layout.VALUE_BYTES * k + self._room(k) if self._sketches(numel) else whole
@@ -55,7 +55,7 @@ class TopKCodec:
         cols: int = 0,
         velocity: torch.Tensor | None = None,
     ) -> None:
-        """Write the largest values and where they are; ``velocity`` gathers momentum here."""
+        """As `Codec.encode`; ``velocity`` accumulates momentum."""
         k, kernel = layout.count_of(x.numel(), self.density), kernels.of(x.device)
         whole = payload
         if self._sketches(x.numel()):
@@ -67,7 +67,7 @@ class TopKCodec:
         if whole is payload:
             return
         values, room = whole[: layout.VALUE_BYTES * k].view(torch.float32), self._room(k)
-        # In memory of its own: a payload may begin at any address.
+        # In aligned memory: a payload may begin at any address.
         sketch = payload.new_empty(room)
         kernel.sketch_encode(values, sketch, bits=self.bits)
         payload[:room].copy_(sketch)
@@ -81,11 +81,7 @@ class TopKCodec:
     def decode(
         self, payload: torch.Tensor, out: torch.Tensor, *, add: bool = False, cols: int = 0
     ) -> None:
-        """Put or add the values where they belong; the others are zero.
-
-        Raises:
-            ValueError: the payload is malformed.
-        """
+        """As `Codec.decode`; elements that were not sent are zero."""
         k, kernel = layout.count_of(out.numel(), self.density), kernels.of(out.device)
         whole = payload
         if self._sketches(out.numel()):
@@ -105,7 +101,7 @@ class TopKCodec:
 
 
 def warmed_up(density: float, warmup: int, step: int) -> float:
-    """Return the density of step ``step`` (from 0): from 0.25 it falls exponentially.
+    """Return the density of step ``step`` (from 0), which falls exponentially from 0.25.
 
     >>> [round(warmed_up(0.001, 4, step), 4) for step in range(6)]
     [0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001]

@@ -1,10 +1,8 @@
-"""Doing it: executes hops over the transport's links, several chunks in flight."""
+"""Collectives: programs of hops, executed over the links with several chunks in flight."""
 
-from wingbeat.collectives.cast import wire_dtype
 from wingbeat.collectives.encoded import Gathered
-from wingbeat.collectives.engine import Collectives
+from wingbeat.collectives.engine import Collectives, Rows
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.packing import Encoded, WireFormat
-from wingbeat.collectives.rows import Rows
+from wingbeat.collectives.packing import Encoded, WireFormat, wire_dtype
 
 __all__ = ["Collectives", "Encoded", "Gathered", "Handle", "Rows", "WireFormat", "wire_dtype"]

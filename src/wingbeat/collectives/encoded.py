@@ -1,17 +1,23 @@
-"""What an encoded sum is: who encodes what, in which order it is added, and what is refused.
+"""Sums of encoded gradients: by blocks, gathered, and as low-rank factors.
 
-Payloads cannot be summed, so each goes to whoever decodes and adds it. There are two ways.
+Payloads cannot be summed, so each goes to a worker that decodes and adds it. There are two ways.
 
-By blocks: each worker encodes the others' blocks, each for its owner, who decodes and adds them to
-its own, by rank, encodes the sum once, and sends that to everyone. All take the result from the
-same payload, its owner too. Bytes do not grow with the workers; everything is rounded twice.
+By blocks: each worker encodes the other workers' blocks for their owners. An owner decodes them and
+adds them to its own by rank, encodes the sum once, and sends it to all workers. Every worker, the
+owner included, decodes the result from the same payload. The bytes do not grow with the number of
+workers; everything is rounded twice.
 
-Gathered: each worker encodes its whole buffer once, for everyone, and adds all payloads by rank. It
-suits payloads so small that everybody may have everybody's, such as those of top-k (OMGS-SGD,
-section II-C): nothing is rounded twice, but the bytes grow with the number of workers.
+Gathered: each worker encodes its whole buffer once, for all workers, and adds all payloads by rank.
+This suits small payloads, such as those of top-k (OMGS-SGD, section II-C): nothing is rounded
+twice, but the bytes grow with the number of workers.
 
-Here payloads are the rows of a tensor, for libraries that move rows. An executor does the first way
+Here payloads are rows of a tensor, for libraries that move rows. An executor does the first way
 chunk by chunk, with the same `CodecPacking`.
+
+A sum of factors is two small all-reduces with computation in between. The first is in order with
+all other collectives. The second has a channel of its own: when it can begin depends on each
+worker's speed, and in one queue with the first ones of later buckets the workers would have to
+agree on its place. On the channel the order is that of the buckets.
 """
 
 from __future__ import annotations
@@ -19,39 +25,42 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from wingbeat.codecs.lowrank import Factors, Round
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.in_turn import InTurn
-from wingbeat.collectives.packing import CodecPacking, Encoded, malformed
+from wingbeat.collectives.nccl import NcclJob
+from wingbeat.collectives.packing import CodecPacking, Encoded, malformed_text
+from wingbeat.collectives.threads import SerialQueue, run_callback
 from wingbeat.errors import PeerError
 from wingbeat.transport.text import first_line
-from wingbeat.types import Span
+from wingbeat.transport.world import World
+from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
-    from wingbeat.transport.native import NativeGroup
+    from wingbeat.transport.nccl import NcclGroup
 
 _ALIGNMENTS = {"cuda": 16}
-"""Bytes, by device. Every row begins at a multiple; with this one kernels use wide loads."""
+"""Bytes by device. Every row begins at a multiple; with this one kernels use wide loads."""
 
 _ALIGNMENT = 8
-"""Bytes, on any other device."""
+"""Bytes on any other device."""
 
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Moves rows of a uint8 tensor, of which there is one for each worker, by a library.
+    """Moves rows of a uint8 tensor, one for each worker, by a library's collectives.
 
     Attributes:
-        group: whose collectives it uses.
-        where: what is exchanged, for messages.
-        between: called while each collective is on its way.
+        group: the group of the library.
+        where: the operation in messages.
+        between: called while each collective is in progress.
     """
 
-    group: NativeGroup
+    group: NcclGroup
     where: str
     between: Callable[[], None] = lambda: None
 
@@ -65,7 +74,7 @@ class GroupRows:
         self._do("all-to-all", lambda: start(into.view(-1), rows.view(-1)))
 
     def all_gather(self, rows: torch.Tensor) -> None:
-        """Send this worker's row to everyone; row r becomes that of rank r.
+        """Send this worker's row to all workers; row r becomes that of rank r.
 
         Raises:
             PeerError: the library reported a failure.
@@ -83,7 +92,7 @@ class GroupRows:
     def _do(self, what: str, start: Callable[[], Any]) -> None:
         with self._naming(what):
             work = start()
-        self.between()  # what fails there is no other worker's fault
+        self.between()  # its failure is not another worker's
         with self._naming(what):
             work.wait()
 
@@ -103,11 +112,11 @@ class BlockSum:
     """One encoded sum by blocks, in place on a float buffer.
 
     Attributes:
-        buffer: flat; each worker's own numbers before, the sum after.
+        buffer: flat; this worker's numbers before, the sum afterwards.
         packing: how the blocks travel; its own block is this worker's.
         blocks: one for each rank; they cover the buffer.
-        rank: this worker's number.
-        where: what is exchanged, for messages.
+        rank: this worker's rank.
+        where: the operation in messages.
     """
 
     buffer: torch.Tensor
@@ -121,17 +130,17 @@ class BlockSum:
         self._rows = _rows(len(self.blocks), max(self._sizes), self.buffer.device)
 
     def encode(self) -> None:
-        """Encode the others' blocks. Needs no other worker."""
+        """Encode the other workers' blocks. Needs no other worker."""
         for rank in self._others():
             self.packing.pack(self.buffer, self.blocks[rank], self._payload(rank))
 
     def exchange(self, rows: GroupRows) -> None:
-        """Do the rest, both halves; raises a `PeerError` as they do."""
+        """Reduce and spread; raises `PeerError` as they do."""
         self.reduce(rows)
         self.spread(rows)
 
     def reduce(self, rows: GroupRows) -> None:
-        """Send the others their blocks, and add what arrives for the own one, by rank.
+        """Send the other workers their blocks, and add what arrives for the own one, by rank.
 
         Raises:
             PeerError: a peer failed, was silent for too long, or sent a malformed payload.
@@ -144,10 +153,10 @@ class BlockSum:
                 self.packing.coding.decode(payload, self.buffer, self.packing.own, add=True)
 
     def spread(self, rows: GroupRows) -> None:
-        """Send the own block to everyone; all, this worker too, take it from the same payload.
+        """Send the own block to all workers; every worker decodes it from the same payload.
 
         Raises:
-            PeerError: as for `reduce`.
+            PeerError: as `reduce`.
         """
         self.packing.pack(self.buffer, self.packing.own, self._payload(self.rank))
         rows.all_gather(self._rows)
@@ -167,14 +176,14 @@ class GatheredSum:
     """One gathered sum, in place on a float buffer.
 
     Attributes:
-        buffer: flat; each worker's own numbers before, the sum after.
+        buffer: flat; this worker's numbers before, the sum afterwards.
         wire: how it travels.
-        rank: this worker's number.
+        rank: this worker's rank.
         size: number of workers.
-        where: what is exchanged, for messages.
-        ranks: what messages call each rank; None if that is its number here.
-        velocity: as long as the buffer; where momentum correction gathers momentum.
-        rows: what everyone has sent, once they are gathered.
+        where: the operation in messages.
+        velocity: as long as the buffer; accumulates momentum for momentum correction.
+        ranks: number of each rank in messages; None: the rank itself.
+        rows: the payloads of all workers, once gathered.
     """
 
     buffer: torch.Tensor
@@ -196,7 +205,7 @@ class GatheredSum:
         wire.coding.encode(self.buffer, self._span, payload, wire.residual, self.velocity)
 
     def exchange(self, rows: GroupRows) -> None:
-        """Do the rest; raises a `PeerError` as `BlockSum.reduce` does."""
+        """Gather and add; raises `PeerError` as `BlockSum.reduce` does."""
         rows.all_gather(self.rows)
         self.add()
 
@@ -213,7 +222,7 @@ class GatheredSum:
 
 
 class Addable(Protocol):
-    """What is to be done with rows once they are gathered."""
+    """What to do with rows once they are gathered."""
 
     def add(self) -> None:
         """Add them into the buffer.
@@ -224,18 +233,20 @@ class Addable(Protocol):
 
 
 class Gathered(Handle):
-    """The rows of a gathered sum under way; waiting adds them into the buffer, once.
+    """A gathered sum in progress; waiting adds the rows into the buffer, once.
 
     Args:
-        handle: of what brings the rows.
-        gathered: what is to be done with them.
-        beside: adds them beside training as soon as they are here, before anybody waits; None: they
-            are added by whoever waits first.
+        handle: handle of the transfer.
+        gathered: adds the rows.
+        beside: adds them in the background as soon as they are here; None: the first caller of
+            `wait` adds them.
     """
 
     __slots__ = ("_added", "_adding", "_error", "_sum")
 
-    def __init__(self, handle: Handle, gathered: Addable, beside: InTurn | None = None) -> None:
+    def __init__(
+        self, handle: Handle, gathered: Addable, beside: SerialQueue | None = None
+    ) -> None:
         super().__init__(handle.jobs)
         self._sum = gathered
         self._adding = threading.Lock()
@@ -245,7 +256,7 @@ class Gathered(Handle):
             handle.add_done_callback(lambda _: beside.start(self._add_beside))
 
     def _add_beside(self) -> None:
-        with contextlib.suppress(PeerError):  # whoever waits is told
+        with contextlib.suppress(PeerError):  # raised by `wait`
             self.wait()
 
     def done(self) -> bool:
@@ -269,7 +280,7 @@ class Gathered(Handle):
             except PeerError as err:
                 self._error = str(err)
                 raise
-            self._added = True  # not before: what has failed otherwise fails for all who wait
+            self._added = True  # not earlier: any other failure fails every caller
 
     def wait_received(self) -> None:
         """As `wait`."""
@@ -281,11 +292,191 @@ def _named_malformed(rank: int, sender: int, where: str) -> Iterator[None]:
     try:
         yield
     except ValueError as err:
-        raise PeerError(f"rank {rank}: {where}: rank {sender} {malformed(err)}") from None
+        raise PeerError(f"rank {rank}: {where}: rank {sender} {malformed_text(err)}") from None
 
 
 def _rows(size: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory for a payload of at most ``nbytes`` from or for each of ``size`` workers."""
+    """Return memory for a payload of up to ``nbytes`` for each of ``size`` workers."""
     alignment = _ALIGNMENTS.get(device.type, _ALIGNMENT)
     width = -(-nbytes // alignment) * alignment
     return torch.empty(size, width, dtype=torch.uint8, device=device)
+
+
+Sums = Callable[[torch.Tensor], Handle]
+"""Starts a sum over all workers, in place."""
+
+
+class FactoredSum(Handle):
+    """A sum of factors in progress; waiting writes it into the buffer, once.
+
+    Args:
+        factors: how the buffer travels.
+        buffer: this worker's numbers before, the sum afterwards.
+        where: the operation in messages.
+    """
+
+    __slots__ = ("_callbacks", "_error", "_is_turned", "_lock", "_round", "_second", "_where")
+
+    def __init__(self, factors: Factors, buffer: torch.Tensor, where: str) -> None:
+        super().__init__([])
+        self._where = where
+        self._round: Round | None = factors.begin(buffer)
+        self._second = Handle([])
+        self._error = ""
+        self._is_turned = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Handle], None]] = []
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The buffer to sum first."""
+        assert self._round is not None
+        return self._round.first
+
+    def turn(self, first: Handle, second: Sums) -> None:
+        """Wait for the first sum and start the second. A `PeerError` is raised by `wait`.
+
+        Args:
+            first: the sum of `first`, in progress.
+            second: starts the second sum.
+        """
+        try:
+            assert self._round is not None
+            # Not until it is sent: that may take as long as the next collective, for which another
+            # worker may need the second sum first. Nothing writes to what is read here.
+            first.wait_received()
+            self._round.turn()
+            if not bool(self._round.agreed):
+                raise PeerError(
+                    f"{self._where}: the workers' low-rank factors began differently: load the "
+                    "optimizer's state on all workers or on none"
+                )
+            self._second = second(self._round.second)
+            self._round.keep()
+        except PeerError as err:
+            self._error = str(err)
+        except Exception as err:  # raised by `wait`
+            self._error = f"{self._where} failed between its two sums: {err!r}"
+        with self._lock:
+            self._is_turned.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._call_when_done(callback)
+
+    def done(self) -> bool:
+        """Whether both sums are done. The buffer holds the result after `wait`."""
+        return self._is_turned.is_set() and (bool(self._error) or self._second.done())
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """As for any handle. The buffer holds the result after `wait`."""
+        with self._lock:
+            if not self._is_turned.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call_when_done(callback)
+
+    def _call_when_done(self, callback: Callable[[Handle], None]) -> None:
+        if self._error:
+            run_callback(lambda: callback(self))
+        else:
+            self._second.add_done_callback(lambda _: callback(self))
+
+    def wait(self) -> None:
+        """Block until the buffer holds the sum, whichever thread writes it.
+
+        Raises:
+            PeerError: a peer failed, was silent for too long, or began with other factors.
+        """
+        self._is_turned.wait()  # every earlier transfer has a deadline, so this ends
+        if self._error:
+            self._round = None
+            raise PeerError(self._error)
+        self._second.wait_received()
+        with self._lock:
+            mine, self._round = self._round, None
+            if mine is not None:
+                mine.end()
+
+    def wait_received(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+
+class _EventWork:
+    """Replaces the library's handle: waiting orders the current stream after ``event``."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.wait()
+
+
+def start_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> NcclJob:
+    """Start ``what`` on ``buffer``, whose length is a multiple of the world's size.
+
+    On a CPU, which has no streams, it is done when this returns.
+
+    Raises:
+        PeerError: the library reported a failure, or a peer sent a malformed payload.
+    """
+    return _start(world, what, buffer, lambda: _run_encoded(world, what, buffer, packing))
+
+
+def start_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> NcclJob:
+    """Start an all-reduce of ``buffer`` as factors; see `Collectives.all_reduce_factors`.
+
+    Raises:
+        PeerError: the library reported a failure.
+    """
+    return _start(world, "all_reduce", buffer, lambda: _run_factored(world, buffer, factors, where))
+
+
+def _start(world: World, what: str, buffer: torch.Tensor, run: Callable[[], None]) -> NcclJob:
+    """Call ``run``, on the world's side stream if ``buffer`` is on a GPU."""
+    if not buffer.is_cuda:
+        run()
+        return NcclJob(_EventWork(None), what, world.rank)
+    side = _side_stream(world, buffer.device)
+    side.wait_stream(torch.cuda.current_stream(buffer.device))
+    with torch.cuda.stream(side):
+        run()
+        done = side.record_event()
+    return NcclJob(_EventWork(done), what, world.rank)
+
+
+def _run_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> None:
+    rows = GroupRows(world.nccl, where)
+    made = factors.begin(buffer)
+    rows.all_reduce(made.first)
+    made.turn()
+    replace(rows, between=made.keep).all_reduce(made.second)
+    made.end()
+
+
+def _run_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> None:
+    where = what.replace("_", "-")
+    rows = GroupRows(world.nccl, where)
+    blocks = blocks_of(buffer.numel(), world.size)
+    encoded = BlockSum(buffer, packing, blocks, world.rank, where)
+    if what in ("reduce_scatter", "all_reduce"):
+        encoded.encode()
+        encoded.reduce(rows)
+    if what in ("all_gather", "all_reduce"):
+        encoded.spread(rows)
+
+
+_side_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
+
+
+def _side_stream(world: World, device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all of a world's exchanges, which keeps the order of calls."""
+    key = (id(world), device)
+    if key not in _side_streams:
+        _side_streams[key] = torch.cuda.Stream(device)
+        world.on_close(lambda: _side_streams.__delitem__(key))
+    return _side_streams[key]

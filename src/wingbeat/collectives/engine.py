@@ -1,25 +1,36 @@
-"""`Collectives`: queue a collective, get a handle; one executor thread per link does the work."""
+"""`Collectives`: queue a collective and get a handle. One executor thread per link runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from wingbeat import topologies
-from wingbeat.codecs.factors import Factors
-from wingbeat.collectives import native
-from wingbeat.collectives.cast import narrower
-from wingbeat.collectives.encoded import Gathered, GatheredSum
-from wingbeat.collectives.factored import FactoredSum
-from wingbeat.collectives.handle import Handle, wait_for_all
-from wingbeat.collectives.in_turn import InTurn
-from wingbeat.collectives.job import Job
-from wingbeat.collectives.lanes import decoding, executors_of, turning
-from wingbeat.collectives.native_encoded import start_encoded, start_factored
-from wingbeat.collectives.packing import CastPacking, CodecPacking, Encoded, Packing, WireFormat
+from wingbeat.codecs.lowrank import Factors
+from wingbeat.collectives import nccl
+from wingbeat.collectives.encoded import (
+    FactoredSum,
+    Gathered,
+    GatheredSum,
+    start_encoded,
+    start_factored,
+)
+from wingbeat.collectives.executor import decode_queue, executors_of, factor_threads
+from wingbeat.collectives.handle import Handle, Job, wait_for_all
+from wingbeat.collectives.packing import (
+    CastPacking,
+    CodecPacking,
+    Encoded,
+    Packing,
+    WireFormat,
+    narrower_dtype,
+)
 from wingbeat.collectives.program import MIN_CHUNK_BYTES, Program, compile_collective, least_message
+from wingbeat.collectives.threads import SerialQueue
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
@@ -27,72 +38,69 @@ from wingbeat.topologies import Doubling, Mesh, Topology
 from wingbeat.transport.world import World
 from wingbeat.types import Span, blocks_of
 
-if TYPE_CHECKING:
-    import torch
-
-
 Blocks = tuple[Span, ...] | None
 """Which part of a buffer each worker owns, in order and end to end; None: nearly equal ones."""
 
-SHORT_BYTES = 80 << 10
-"""All payloads together from which a gather goes another way than by doubling (Thakur, Rabenseifner
-and Gropp 2005, section 4.1; of 16 workers at 7.3 Mbit/s both took the same at 64 KB)."""
+SMALL_GATHER_BYTES = 80 << 10
+"""Size of all payloads together up to which a gather uses doubling (Thakur, Rabenseifner and Gropp
+2005, section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
+"""
 
 
 class Collectives:
     """Queues collectives in the order of the calls, which must be the same on every worker.
 
-    Every collective works in place on a flat, contiguous tensor; rank ``r`` owns
-    ``owned(numel)``, the r-th of ``size`` nearly equal blocks, where no other ``blocks`` are given:
-    one for each rank, in order, end to end, empty ones allowed. On several links, each block is
-    cut by the links' measured speed. Tensors on a GPU must be a multiple of ``size`` long.
+    Every collective works in place on a flat, contiguous tensor. Rank ``r`` owns ``owned(numel)``,
+    the r-th of ``size`` nearly equal blocks, unless ``blocks`` are given: one for each rank, in
+    order, end to end, empty ones allowed. With several links, each block is cut in proportion to
+    the links' measured speeds. Tensors on a GPU must be a multiple of ``size`` long.
 
-    With a dtype as ``wire`` (bfloat16 or float16) the elements travel in that, and the buffer keeps
-    its own: each chunk is rounded when it is sent, and sums are made in the buffer's dtype (by
-    NCCL in the wire's). What is too large for the wire arrives as infinite, NaN as NaN. A buffer
-    that is as narrow already or holds no floating point numbers travels as it is.
+    With a dtype as ``wire`` (bfloat16 or float16) the elements travel in it, and the buffer keeps
+    its own: each chunk is rounded when it is sent, and sums are computed in the buffer's dtype (by
+    NCCL in the narrower one). What is too large arrives as infinite, NaN as NaN. A buffer that is
+    as narrow already, or that is not of floating point numbers, travels as it is.
 
-    With an `Encoded` wire each chunk is encoded by itself and goes straight to the block's owner,
-    who decodes and adds what it gets, encodes the sum once and sends that to everyone. So the
-    bytes do not grow with the number of workers, and everything is rounded twice.
+    With an `Encoded` wire each chunk is encoded by itself and sent to the block's owner, which
+    decodes and adds it, encodes the sum once and sends that to all workers. So the bytes do not
+    grow with the number of workers, and everything is rounded twice.
 
     Every worker must choose the same.
     """
 
     def __init__(self, world: World, topology: str | Topology = "ring") -> None:
-        """Take the world's links.
+        """Use the world's links.
 
         Raises:
-            UsageError: the topology is not for these workers, their interfaces or networks.
+            UsageError: the topology does not fit these workers, their interfaces or networks.
         """
         self.world = world
-        self._topology = _fitted(topology, world)
+        self._topology = _fit_topology(topology, world)
         self._executors = executors_of(world)
-        self._turns = InTurn(turning)
+        self._turns = SerialQueue(factor_threads)
         self._second: Collectives | None = None
 
     def use(self, topology: str) -> None:
-        """Go along another topology from the next call on; on every worker at the same place.
+        """Use another topology from the next call on; every worker calls this at the same place.
 
-        Blocks and their owners are the same along all of them.
+        Blocks and their owners are the same for all topologies.
 
         Raises:
             UsageError: as for a new object.
         """
-        self._topology = _fitted(topology, self.world)
+        self._topology = _fit_topology(topology, self.world)
 
     def fits(self, topology: str) -> bool:
-        """Whether the topology is for these workers, their interfaces and networks."""
+        """Whether the topology fits these workers, their interfaces and networks."""
         try:
-            _fitted(topology, self.world)
+            _fit_topology(topology, self.world)
         except UsageError:
             return False
         return True
 
     def abandon(self) -> None:
-        """Close the links of a group that is given up, without waiting for what is under way.
+        """Close the links of an aborted group without waiting for transfers in progress.
 
-        Buffers of collectives under way may still be written to, until the group's timeout.
+        Buffers of collectives in progress may still be written to until the group's timeout.
         """
         for executor in self._executors:
             executor.abandon()
@@ -111,7 +119,7 @@ class Collectives:
         wire: WireFormat | None = None,
         blocks: Blocks = None,
     ) -> Handle:
-        """Sum all workers' buffers into each owner's block; the rest becomes scratch.
+        """Sum all workers' buffers into each owner's block; the rest becomes undefined.
 
         Raises:
             UsageError: gradients cannot travel in the dtype ``wire``.
@@ -128,10 +136,10 @@ class Collectives:
         label: str = "",
         blocks: Blocks = None,
     ) -> Handle:
-        """Spread each owner's block to everyone; a chunk starts when ``after`` is done with it.
+        """Send each owner's block to all workers; a chunk starts when ``after`` is done with it.
 
-        ``label`` says in a word or two what it is that is no bucket, for messages. With a ``wire``
-        each owner rounds its own block too: all workers get the same bits.
+        ``label`` names the buffer in messages if it is not a bucket. With a ``wire`` each owner
+        rounds its own block too: all workers get the same bits.
 
         Raises:
             UsageError: gradients cannot travel in the dtype ``wire``.
@@ -157,12 +165,12 @@ class Collectives:
         velocity: torch.Tensor | None = None,
         beside: bool = False,
     ) -> Handle:
-        """Sum what all workers have encoded on every worker: everyone gets everyone's payload.
+        """Sum the encoded buffers of all workers on every worker: each receives all payloads.
 
         The buffer is encoded before this returns, and decoded when the result is waited for; or
-        ``beside`` training, as soon as all payloads are here, if nobody is going to use the buffer
-        without having waited. On a GPU it is decoded by whoever waits, on its stream.
-        ``velocity``, as long as the buffer, is where momentum correction gathers momentum.
+        with ``beside`` in the background as soon as all payloads are here, if nothing uses the
+        buffer without a wait. On a GPU the waiting thread decodes it on its stream. ``velocity``,
+        as long as the buffer, accumulates momentum for momentum correction.
         """
         world = self.world
         if world.size == 1:
@@ -175,14 +183,14 @@ class Collectives:
         if begin:
             nbytes = buffer.nbytes
             stream.record("encode", begin, time.monotonic_ns(), bucket=bucket, nbytes=nbytes)
-        # What counts is the number of hops while payloads are small, and how full links are later.
-        short = Doubling() if gathered.rows.nbytes < SHORT_BYTES else self._topology
+        # The number of hops dominates while payloads are small, and the use of links later.
+        short = Doubling() if gathered.rows.nbytes < SMALL_GATHER_BYTES else self._topology
         handle = self._submit("all_gather", gathered.rows.view(-1), bucket, topology=short)
-        on_cpu = buffer.device.type == "cpu" and "cpu" not in world.native_on
-        return Gathered(handle, gathered, decoding if beside and on_cpu else None)
+        on_cpu = buffer.device.type == "cpu" and "cpu" not in world.nccl_devices
+        return Gathered(handle, gathered, decode_queue if beside and on_cpu else None)
 
     def open_second(self) -> None:
-        """Open the channel of the second sums of factors; every worker must call it.
+        """Open the channel of the second sums of factors. Every worker must call it.
 
         Raises:
             UsageError: all channels are in use, or this is the world of a group.
@@ -197,13 +205,13 @@ class Collectives:
     ) -> Handle:
         """Sum all workers' buffers as low-rank factors, with the same bits on every worker.
 
-        The first factors are made before this returns; the result is in the buffer when it was
-        waited for. `open_second` comes first, once.
+        The first factors are computed before this returns; the buffer holds the result after a
+        wait. Call `open_second` once before.
         """
         if self.world.size == 1:
             return Handle([])
         where = f"bucket {bucket}" if bucket >= 0 else "a sum of factors"
-        if buffer.device.type in self.world.native_on:
+        if buffer.device.type in self.world.nccl_devices:
             return Handle([start_factored(self.world, buffer, factors, where)])
         assert self._second is not None, "open_second() opens what the second sums travel in"
         begin = time.monotonic_ns()
@@ -218,11 +226,11 @@ class Collectives:
         return summed
 
     def _sum(self, buffer: torch.Tensor, bucket: int) -> Handle:
-        short = Doubling() if buffer.nbytes < SHORT_BYTES else None
+        short = Doubling() if buffer.nbytes < SMALL_GATHER_BYTES else None
         return self._submit("all_reduce", buffer, bucket, topology=short)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
-        """Overwrite every worker's buffer with that of rank ``root``, as numbered in this world.
+        """Overwrite every worker's buffer with that of rank ``root`` of this world.
 
         Raises:
             UsageError: there is no such rank.
@@ -247,19 +255,19 @@ class Collectives:
         label: str = "",
         blocks: Blocks = None,
     ) -> Handle:
-        """Queue it on every link; on a GPU hand it to NCCL, which keeps the order by itself."""
+        """Queue it on every link; on a GPU submit it to NCCL, which keeps the order by itself."""
         world = self.world
         own = self.owned(buffer.numel()) if blocks is None else blocks[world.rank]
         packing = self._packing(buffer, wire, own)
-        if buffer.device.type in world.native_on:
-            return Handle([self._start_native(what, buffer, _native_of(after), packing, blocks)])
+        if buffer.device.type in world.nccl_devices:
+            return Handle([self._start_nccl(what, buffer, _nccl_job(after), packing, blocks)])
         encoded = isinstance(packing, CodecPacking)
         itemsize: float = buffer.element_size()
         if packing is not None:
             itemsize = packing.bytes_per_element
-        # Encoding anew what others have encoded would lose more at every hop of a ring.
+        # Re-encoding would lose more at every hop of a ring.
         topology = Mesh() if encoded else topology or self._topology
-        if not topology.in_place:  # packed chunks are copies; of no block is one good for all peers
+        if not topology.in_place:  # packed chunks are copies; none of a block suits all peers
             packing = CastPacking(buffer.dtype if packing is None else packing.dtype, Span(0, 0))
         programs = compile_collective(
             what,
@@ -269,7 +277,7 @@ class Collectives:
             buffer.numel(),
             itemsize,
             world.speeds,
-            # Chunks are encoded one by one: what they are must not depend on what was measured.
+            # Chunks are encoded one by one: their bounds must not depend on measurements.
             MIN_CHUNK_BYTES if encoded else least_message(world.speeds),
             blocks,
         )
@@ -287,49 +295,45 @@ class Collectives:
         after: Handle | None,
         how: tuple[Packing | None, str, str],
     ) -> Handle:
-        """Give each lane its program."""
+        """Submit each executor's program."""
         jobs: list[Job] = []
         try:
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
                 jobs.append(executor.submit(program, *what, _job_of(after, i), *how))
-        except PeerError:  # a lane has failed meanwhile; the buffer must be in nobody's hands
+        except PeerError:  # a link has failed meanwhile; nothing may hold the buffer
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)
             raise
         return Handle(jobs)
 
-    def _start_native(
+    def _start_nccl(
         self,
         what: str,
         buffer: torch.Tensor,
-        after: native.NativeJob | None,
+        after: nccl.NcclJob | None,
         packing: Any,
         blocks: Blocks,
-    ) -> native.NativeJob:
+    ) -> nccl.NcclJob:
         if not isinstance(packing, CodecPacking):
-            return native.start(self.world, what, buffer, after, packing, blocks)
+            return nccl.start(self.world, what, buffer, after, packing, blocks)
         assert blocks is None, "codecs on GPUs have equal blocks"
         if after is not None:
-            after.wait()  # on the host nothing waits; streams are ordered
+            after.wait()  # orders streams; the host does not wait
         return start_encoded(self.world, what, buffer, packing)
 
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None, own: Span) -> Packing | None:
         assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
-        alone = self.world.size == 1  # nothing travels and nothing is rounded
+        alone = self.world.size == 1  # nothing is sent or rounded
         if isinstance(wire, Encoded):
             return None if alone else CodecPacking(wire.coding, wire.residual, own)
-        dtype = narrower(wire, buffer)
+        dtype = narrower_dtype(wire, buffer)
         if dtype is None or alone:
             return None
         return CastPacking(dtype, own)
 
 
-def _fitted(topology: str | Topology, world: World) -> Topology:
-    """Return what goes along the links of this world.
-
-    Raises:
-        UsageError: the topology is not for so many workers, interfaces, or for how they are wired.
-    """
+def _fit_topology(topology: str | Topology, world: World) -> Topology:
+    """Return the topology for the links of this world, or raise a `UsageError`."""
     known = topologies.get(topology) if isinstance(topology, str) else topology
     fitted = known.fitted(world.size, len(world.links))
     if world.networks:
@@ -342,6 +346,39 @@ def _job_of(handle: Handle | None, link: int) -> Job | None:
     return job if isinstance(job, Job) else None
 
 
-def _native_of(handle: Handle | None) -> native.NativeJob | None:
+def _nccl_job(handle: Handle | None) -> nccl.NcclJob | None:
     job = handle.jobs[0] if handle is not None else None
-    return job if isinstance(job, native.NativeJob) else None
+    return job if isinstance(job, nccl.NcclJob) else None
+
+
+class Rows:
+    """A small all-gather in progress, with the same number of values from each worker.
+
+    Args:
+        collectives: the links.
+        row: this worker's values.
+        label: what is exchanged, for messages.
+        device: device of the rows; on a GPU nothing waits for them before they are read.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        row: Sequence[float] | torch.Tensor,
+        label: str,
+        device: torch.device | None = None,
+    ) -> None:
+        mine = torch.as_tensor(row, dtype=torch.float64, device=device).reshape(-1)
+        world = collectives.world
+        self._rows = torch.zeros(world.size, mine.numel(), dtype=torch.float64, device=device)
+        self._rows[world.rank] = mine
+        self._handle: Handle = collectives.all_gather(self._rows.view(-1), label=label)
+
+    def wait(self) -> torch.Tensor:
+        """Return all rows: float64, shape ``(workers, values)``, equal on every worker.
+
+        Raises:
+            PeerError: a worker failed, or sent nothing in time.
+        """
+        self._handle.wait()
+        return self._rows

@@ -1,86 +1,202 @@
-"""One thread per lane that runs programs in the order in which they were submitted.
+"""Executor threads, one per link, which run programs in the order of submission.
 
-What to do next is the `Machine`'s decision; here it is done, on links, with tensors.
+A `Machine` decides what to do next; an executor does it, on links, with tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wingbeat.collectives import machine
-from wingbeat.collectives.calls import Calls
-from wingbeat.collectives.failure import Failure
-from wingbeat.collectives.job import Job
-from wingbeat.collectives.lost import LostPeer, explain
+from wingbeat.collectives.handle import Job
 from wingbeat.collectives.machine import Machine
-from wingbeat.collectives.packing import Packing, malformed
-from wingbeat.collectives.scratch import Scratch
-from wingbeat.collectives.tags import CHUNKS, NEVER_SENT, base_tag, group_tag
-from wingbeat.collectives.threads import Threads
-from wingbeat.collectives.waits import Waiting, Watch, unwatch, watch
+from wingbeat.collectives.packing import Packing, ScratchPool, malformed_text
+from wingbeat.collectives.tags import CHUNKS_PER_TAG, UNUSED_TAG, base_tag, group_tag
+from wingbeat.collectives.threads import SerialQueue, ThreadPool
+from wingbeat.collectives.waits import (
+    CallTable,
+    CurrentWait,
+    WaitMonitor,
+    start_monitoring,
+    stop_monitoring,
+)
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
-from wingbeat.transport.blame import Blame
-from wingbeat.transport.liveness import LONGEST
-from wingbeat.transport.meeting import room_of, waits_for
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, FailureAttribution, finished_peer_text
+from wingbeat.transport.group_links import (
+    GroupSetupError,
+    aborted_text,
+    group_prefix,
+    member_waiting_for,
+)
+from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Link, Pending
-    from wingbeat.types import Span
+    from wingbeat.types import Group, Span
+
+
+class SharedFailure:
+    """The failure of a world's executors: all of them report the reason that the first one found.
+
+    It stores the reason and no exception: a raised exception holds its frames, with their buffers
+    and worlds.
+    """
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._claimed = False
+        self._settled = threading.Event()
+        self._reason = ""
+
+    def claim(self) -> bool:
+        """Whether the caller is the first to fail, and has to `settle` the reason."""
+        with self._changing:
+            first, self._claimed = not self._claimed, True
+        return first
+
+    def settle(self, reason: str) -> None:
+        """Set the reason, for threads that wait for it and for later submissions."""
+        self._reason = reason
+        self._settled.set()
+
+    def reason(self) -> str:
+        """Wait for the reason and return it."""
+        self._settled.wait()
+        return self._reason
+
+    def refuse(self) -> None:
+        """Raise a `PeerError` if something has failed: the workers are no longer in step."""
+        if self._settled.is_set():
+            raise PeerError(self._reason)
+
+
+class LostPeer(Exception):
+    """A transfer failed after ``seconds``; ``peer`` is a rank in the job.
+
+    Attributes:
+        connected: whether the members of the group were connected.
+        blocked_member: a member of the group that failed before, while it waited for this rank.
+    """
+
+    def __init__(
+        self, job: Job, transfer: Transfer, peer: int, seconds: float, err: Exception | str
+    ) -> None:
+        self.job, self.transfer, self.seconds = job, transfer, seconds
+        self.connected = not isinstance(err, GroupSetupError)
+        self.peer = err.peer if isinstance(err, GroupSetupError) else peer
+        self.blocked_member: int | None = None
+        self.reason = err if isinstance(err, str) else first_line(err)
+        super().__init__(self.reason)  # not err, whose frames hold the transfer
+
+
+def explain_loss(
+    attribution: FailureAttribution, rank: int, lost: LostPeer, where: str, group: Group | None
+) -> PeerError:
+    """Return the error of ``rank`` for ``lost``, after the other workers had time to publish
+    theirs.
+
+    ``where`` is the collective and the interface; ``group`` is the group of the collective, or
+    None.
+    """
+    if group is not None:
+        where = f"{where} in {group}"
+    if not lost.connected:
+        return PeerError(f"rank {rank}: {lost.reason} (noticed in {where})")
+    cause = (
+        attribution.root_cause(lost.peer) if lost.blocked_member is None else lost.blocked_member
+    )
+    through = "" if cause == lost.peer else f" (noticed through rank {lost.peer})"
+    if lost.blocked_member is None and attribution.has_finished(cause):
+        return PeerError(_finished_text(rank, cause, where + through, group))
+    if failure := attribution.failure(cause):
+        return PeerError(
+            f"rank {rank}: rank {cause} failed with {failure}, noticed in {where} "
+            f"after {lost.seconds:.1f} s{through}"
+        )
+    their_operation = attribution.operation(cause)
+    if their_operation and their_operation != str(lost.job):
+        return PeerError(
+            f"rank {rank}: rank {cause} was in {their_operation} while this rank waited for "
+            f"it in {where} for {lost.seconds:.1f} s{through}: all {_EVERYONE[group is None]} must "
+            f"make the same calls, in the same order ({lost.reason})"
+        )
+    if group is not None and lost.blocked_member is not None:
+        return PeerError(f"rank {rank}: {aborted_text(group, rank, cause, attribution)}")
+    return PeerError(
+        f"rank {rank}: rank {cause} failed during {where} "
+        f"after {lost.seconds:.1f} s{through}: {lost.reason}"
+    )
+
+
+_EVERYONE = {True: "ranks", False: "members"}
+
+
+def _finished_text(rank: int, finished: int, waiting_in: str, group: Group | None) -> str:
+    if group is None:
+        return finished_peer_text(rank, finished, waiting_in)
+    return (
+        f"rank {rank}: rank {finished} has finished (its script ended, or called sys.exit() or "
+        f"wingbeat.shutdown()) while this rank waits for it in {waiting_in}"
+    )
+
 
 _counter = itertools.count()
 
-_AT_ONCE = 0.001
-"""Seconds to wait for what never comes; gloo's least."""
+_MIN_WAIT_S = 0.001
+"""Seconds to wait for a message that never comes; gloo's minimum."""
 
 
 class Executor:
     """Runs jobs first in, first out; up to `machine.DEPTH` of them overlap.
 
     Args:
-        world: whose links to use.
-        lane: its number. Lane i runs programs that use link i alone; the first one also those
-            that use several.
-        failure: what all lanes of the world share.
-        threads: where to get a thread from while there is something to do; None for a thread of
-            its own.
+        world: the world whose links it uses.
+        lane: its number. Executor i runs programs for link i; the first one also those for
+            several links.
+        failure: shared by all executors of the world.
+        threads: provides a thread while there is work; None: a thread of its own.
     """
 
     def __init__(
-        self, world: World, lane: int, failure: Failure, threads: Threads | None = None
+        self, world: World, lane: int, failure: SharedFailure, threads: ThreadPool | None = None
     ) -> None:
-        # The thread must not keep the world alive: take from it what it needs.
+        # The thread must not keep the world alive: copy what it needs.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
         self._ranks = world.ranks
         self._rank = self._ranks[world.rank]
         self._group = world.group
         self._timeout = world.timeout
-        room = "" if world.group is None else room_of(world.group)
-        self.waiting: Waiting | None = None
-        # Members of a group have come to it, and threads of one process live or die together.
-        self._watch: Watch | None = None
+        prefix = "" if world.group is None else group_prefix(world.group)
+        self.waiting: CurrentWait | None = None
+        # Members of a group have just connected, and threads of one process share its fate.
+        self._monitor: WaitMonitor | None = None
         if not world.threads and world.group is None and world.size > 1:
             shared = world.store if world.group_store is None else world.group_store()
-            self._watch = Watch(shared, self._rank, world.timeout, self)
-            watch(self._watch)
-        self._blame = Blame(world.store, self._rank, self._ranks[-1] + 1, world.timeout, room)
+            self._monitor = WaitMonitor(shared, self._rank, world.timeout, self)
+            start_monitoring(self._monitor)
+        self._attribution = FailureAttribution(
+            world.store, self._rank, self._ranks[-1] + 1, world.timeout, prefix
+        )
         self._machine: Machine[Job] = Machine()
-        self._wake = threading.Condition()
+        self._condition = threading.Condition()
         self._closing = self._abandoned = False
         self._failure = failure
-        self._calls = Calls(world, lane)
+        self._call_table = CallTable(world, lane)
         self._submitted = 0
-        self._scratch = Scratch()
+        self._scratch = ScratchPool()
         self._threads = threads
         self._running, self._runner = False, 0
         self._thread: threading.Thread | None = None
@@ -103,14 +219,14 @@ class Executor:
     ) -> Job:
         """Queue a program on ``buffer``; each chunk is sent when ``after`` has finished with it.
 
-        With a ``packing``, chunks travel as it packs them. ``label`` says what is exchanged where
-        it is no bucket; ``call`` is all that the members of a group must say alike.
+        With a ``packing``, chunks travel as it packs them. ``label`` names what is exchanged if it
+        is not a bucket; ``call`` is everything that must be equal on all members of a group.
 
         Raises:
             PeerError: an earlier job failed, so that the workers are no longer in step.
         """
         job = Job(program, buffer, what, bucket, after, packing, label)
-        with self._wake:
+        with self._condition:
             self._failure.refuse()
             if self._closing:
                 over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
@@ -122,7 +238,7 @@ class Executor:
             job.base_tag = world_tag if self._group is None else group_tag(call, turn)
             self._submitted += 1
             self._machine.submit(job)
-            self._wake.notify_all()
+            self._condition.notify_all()
             if self._threads is not None and not self._running:
                 self._running = True
                 self._threads.start(self._run)
@@ -130,25 +246,25 @@ class Executor:
 
     def stop(self) -> None:
         """Let the thread end once the queue is empty."""
-        with self._wake:
+        with self._condition:
             self._closing = True
-            self._wake.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
-        """End the thread once the queue is empty; wait for it, unless this is it, in a callback."""
+        """End the thread once the queue is empty, and wait for it unless this is that thread."""
         self.stop()
         if self._abandoned or self._runner == threading.get_ident():
             return
         if self._thread is not None:
             self._thread.join(self._timeout)
-        with self._wake:
-            self._wake.wait_for(lambda: not self._running, self._timeout)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._running, self._timeout)
 
     def abandon(self) -> None:
-        """Let `close` not wait for transfers under way, whose links were closed.
+        """Do not wait in `close` for transfers in progress, whose links were closed.
 
-        Gloo ends a transfer of which a part has arrived only at its deadline. Until then the thread
-        may write to the buffers of jobs that have begun.
+        gloo ends a partially received transfer only at its timeout. Until then the thread may write
+        to the buffers of jobs that have begun.
         """
         self._abandoned = True
 
@@ -156,7 +272,7 @@ class Executor:
         self._runner = threading.get_ident()
         try:
             for command in self._machine.commands():
-                if isinstance(command, machine.Rest):
+                if isinstance(command, machine.Idle):
                     if not self._wait_for_work():
                         return
                 else:
@@ -171,22 +287,22 @@ class Executor:
         command.task.begin_ns = time.monotonic_ns()
 
     def _wait_for_work(self) -> bool:
-        """Block until there is something to do; False when this thread is not needed any more."""
-        with self._wake:
+        """Block until there is work; False if this thread is not needed any more."""
+        with self._condition:
             while not self._machine.waiting:
                 if self._closing or self._threads is not None:
                     self._end()
                     return False
-                self._wake.wait()
+                self._condition.wait()
             return True
 
     def _end(self) -> None:
-        if self._watch is not None:  # its world has one thread, which is over
-            unwatch(self._watch)
+        if self._monitor is not None:  # its world has only this thread
+            stop_monitoring(self._monitor)
         self._running, self._runner = False, 0
-        self._wake.notify_all()
+        self._condition.notify_all()
 
-    def _take(self, command: machine.Take[Job]) -> None:
+    def _await_chunk(self, command: machine.AwaitChunk[Job]) -> None:
         """Wait for a chunk, and add or keep it."""
         job, transfer = command.task, command.transfer
         pending, into = job.coming.popleft()
@@ -202,7 +318,7 @@ class Executor:
         try:
             packing.unpack(chunk, job.buffer, transfer.span, transfer.reduce, self._scratch)
         except ValueError as err:
-            raise self._lost(job, transfer, 0.0, malformed(err)) from None
+            raise self._lost(job, transfer, 0.0, malformed_text(err)) from None
 
     def _complete(self, command: machine.Complete[Job]) -> None:
         job = command.task
@@ -217,7 +333,7 @@ class Executor:
             )
         job.receive()
 
-    def _drain(self, command: machine.Drain[Job]) -> None:
+    def _finish(self, command: machine.AwaitSends[Job]) -> None:
         job = command.task
         self._await_sends(job)
         for chunk in job.packed:
@@ -226,14 +342,14 @@ class Executor:
         job.finish()
 
     def _await_sends(self, job: Job) -> None:
-        """Wait until all is sent. After this no local name refers to the buffer's chunks.
+        """Wait until everything is sent. Afterwards no local name refers to the buffer's chunks.
 
-        Whoever waits for the job may look who else refers to its buffer.
+        A caller of `Job.wait` may check for other references to its buffer.
         """
         for pending, transfer, _ in job.sends:
             self._await(job, pending, transfer)
 
-    def _announce(self, command: machine.Announce[Job]) -> None:
+    def _post_receive(self, command: machine.PostReceive[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is not None:
             into = self._scratch.take(job.packing.room(transfer.span), job.dtype)
@@ -241,20 +357,20 @@ class Executor:
             into = self._scratch.take(len(transfer.span), job.dtype)
         else:
             into = job.piece(transfer.span)
-        tag = job.base_tag + transfer.tag % CHUNKS
+        tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
         try:
             pending = self._links[transfer.link].recv(into, transfer.peer, tag)
-        except RuntimeError as err:  # the connection is known to be closed already
+        except RuntimeError as err:  # the connection is already closed
             raise self._lost(job, transfer, 0.0, err) from None
         job.coming.append((pending, into))
 
-    def _hand(self, command: machine.Hand[Job]) -> None:
+    def _send(self, command: machine.SendChunk[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is None:
             chunk = job.piece(transfer.span)
         else:
             chunk = self._pack(job, job.packing, transfer.span)
-        tag = job.base_tag + transfer.tag % CHUNKS
+        tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
         try:
             pending = self._links[transfer.link].send(chunk, transfer.peer, tag)
         except RuntimeError as err:
@@ -262,9 +378,9 @@ class Executor:
         job.sends.append((pending, transfer, chunk))
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
-        """Pack a part of the buffer into scratch that lives until it is sent.
+        """Pack a part of the buffer into scratch memory that lives until it is sent.
 
-        What all peers get, the result, is packed once for all of them.
+        The result, which all peers receive, is packed once.
         """
         known = job.results.get(span)
         if known is not None:
@@ -278,20 +394,20 @@ class Executor:
 
     def _await(self, job: Job, pending: Pending, transfer: Transfer) -> None:
         begin = time.monotonic()
-        if self._watch is None:
+        if self._monitor is None:
             try:
                 pending.wait(self._timeout)
             except RuntimeError as err:
                 raise self._lost(job, transfer, time.monotonic() - begin, err) from None
             return
         peer, link = self._ranks[transfer.peer], self._links[transfer.link]
-        self.waiting = Waiting(peer, job, link, transfer.peer)
+        self.waiting = CurrentWait(peer, job, link, transfer.peer)
         try:
-            pending.wait((1 + LONGEST) * self._timeout)
+            pending.wait((1 + MAX_WAIT_FACTOR) * self._timeout)
         except RuntimeError as err:
-            # No name for either: the frame would keep the transfer, and gloo its connections.
+            # No local names: the frame would keep the transfer, and gloo its connections.
             lasted = time.monotonic() - begin
-            raise self._lost(job, transfer, lasted, self._watch.why or err) from None
+            raise self._lost(job, transfer, lasted, self._monitor.why or err) from None
         finally:
             self.waiting = None
 
@@ -299,47 +415,48 @@ class Executor:
         return LostPeer(job, transfer, self._ranks[transfer.peer], seconds, err)
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
-        """Fail everything that is begun or queued: after this the workers are out of step."""
+        """Fail all jobs that are begun or queued: the workers are out of step."""
         if self._failure.claim():
             try:
                 reason = self._reason(begun, err)
-            except Exception as other:  # all lanes wait for a reason, and whoever waits for them
+            except Exception as other:  # other threads wait for the reason
                 reason = f"rank {self._rank}: a collective failed: {err!r} ({other!r})"
             self._failure.settle(reason)
         else:
             self._break(begun, err)
         reason = self._failure.reason()
-        with self._wake:
+        with self._condition:
             waiting = [*begun, *self._machine.drop_waiting()]
         for job in waiting:
             job.finish(reason)
-        with self._wake:
+        with self._condition:
             self._end()
 
     def _compare(self, job: Job) -> None:
-        """Called by a thread that waits for ``job`` for long: end it if a peer runs another one.
+        """Called by a thread that waits for ``job`` for long: fail it if a peer runs a different
+        call.
 
-        Messages of two that differ never meet, and both ranks would wait until their deadline.
+        Messages of different calls never match, so both ranks would wait until their timeout.
         """
         if not self._differing(job):
             return
         for transfer in job.program.transfers():
-            # The thread of this lane may wait in gloo for a message. One that waits in vain ends
-            # all other waits of its gloo group, in whatever thread.
+            # The thread of this executor may wait in gloo for a message. A wait that times out ends
+            # all other waits of its gloo group, in any thread.
             link = self._links[transfer.link]
             with contextlib.suppress(RuntimeError):
-                link.recv(torch.empty(1), transfer.peer, NEVER_SENT).wait(_AT_ONCE)
+                link.recv(torch.empty(1), transfer.peer, UNUSED_TAG).wait(_MIN_WAIT_S)
             link.close()
 
     def _differing(self, job: Job) -> str:
-        """Return what to say of a peer that is in another collective; empty if none is."""
+        """Return the error for a peer that runs a different collective; empty if none does."""
         calls = {each.turn: each.call for each in (*self._machine.begun(), job)}
         peers = sorted({self._ranks[transfer.peer] for transfer in job.program.transfers()})
-        found = self._calls.compare(calls, peers)
+        found = self._call_table.compare(calls, peers)
         if found is None:
             return ""
         peer, mine, theirs = found
-        self._blame.publish(peer, str(job))
+        self._attribution.publish_wait(peer, str(job))
         return (
             f"rank {self._rank}: rank {peer} was in {theirs} while this rank waited for it in "
             f"{mine} on interface {self._name}: all ranks must make the same calls, in the same "
@@ -349,47 +466,91 @@ class Executor:
     def _reason(self, begun: list[Job], err: Exception) -> str:
         if self._abandoned:  # no peer has failed
             self._break(begun, err)
-            return f"rank {self._rank}: {self._group or 'the world'} was given up here"
-        if isinstance(err, LostPeer) and self._group is None and (said := self._differing(err.job)):
+            return f"rank {self._rank}: {self._group or 'the world'} was abandoned by this rank"
+        if isinstance(err, LostPeer) and self._group is None and (text := self._differing(err.job)):
             self._break(begun, err)
-            return said
+            return text
         if isinstance(err, LostPeer):
             return str(self._explain(begun, err))
         reason = f"rank {self._rank}: {begun[0] if begun else 'a collective'} failed: {err!r}"
-        if self._group is not None:  # let the other members know, who would wait for this one
-            self._blame.publish(self._rank, str(begun[0]) if begun else "")
+        if self._group is not None:  # tell the other members, which would wait for this one
+            self._attribution.publish_wait(self._rank, str(begun[0]) if begun else "")
             self._break(begun, err)
         return reason
 
     def _break(self, begun: list[Job], err: Exception) -> None:
-        """Break the connections; gloo does so when nothing refers to its group any more."""
+        """Close the connections; gloo does so when nothing refers to its group any more."""
         for job in begun:
             job.drop()
-        # So do the frames in which the transfer failed.
+        # The frames in which the transfer failed refer to it too.
         err.__traceback__ = err.__context__ = None
         used = {transfer.link for job in begun for transfer in job.program.transfers()}
-        # The lanes of a group fail together: its buffers are not written to after that.
+        # The executors of a group fail together: its buffers are not written to afterwards.
         for link in used if self._group is None else range(len(self._links)):
             self._links[link].close()
 
     def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:
         if self._group is not None and lost.seconds < self._timeout / 2:
-            # Who has waited that long was kept waiting itself. Asked before this rank breaks its
-            # own connections, on which others may be waiting.
-            lost.missed_by = waits_for(self._rank, self._group, self._blame)
-        self._blame.publish(lost.peer, str(lost.job))
+            # A peer that waited that long was blocked itself. Read before this rank closes its own
+            # connections, on which others may be waiting.
+            lost.blocked_member = member_waiting_for(self._rank, self._group, self._attribution)
+        self._attribution.publish_wait(lost.peer, str(lost.job))
         # Now, so that the others notice and ask while this process can still answer.
         self._break(begun, lost)
         where = f"{lost.job} on interface {self._links[lost.transfer.link].name}"
-        return explain(self._blame, self._rank, lost, where, self._group)
+        return explain_loss(self._attribution, self._rank, lost, where, self._group)
 
 
 _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
     machine.Begin: Executor._begin,
-    machine.Announce: Executor._announce,
-    machine.Take: Executor._take,
-    machine.Hand: Executor._hand,
+    machine.PostReceive: Executor._post_receive,
+    machine.AwaitChunk: Executor._await_chunk,
+    machine.SendChunk: Executor._send,
     machine.Complete: Executor._complete,
-    machine.Drain: Executor._drain,
+    machine.AwaitSends: Executor._finish,
 }
-"""Who performs a command. A ``match`` would look at one class after the other, for each message."""
+"""The method of each command. A ``match`` would check one class after the other, for each message.
+"""
+
+
+_threads = ThreadPool("wingbeat-group")
+factor_threads = ThreadPool("wingbeat-factors")
+"""For the work between the two sums of factors."""
+decode_queue = SerialQueue(ThreadPool("wingbeat-decode"))
+"""For gathered payloads, which are decoded while backward runs."""
+_creating = threading.RLock()
+"""Two threads may make `Collectives` of one world; the garbage collector may run in one of them."""
+
+
+def _after_fork() -> None:
+    """Reset in a forked child: it has no threads, and another thread may have held the lock."""
+    global _creating
+    _creating = threading.RLock()
+    _threads.forget()
+    factor_threads.forget()
+    decode_queue.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+_executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
+
+
+def executors_of(world: World) -> list[Executor]:
+    """Return a world's executors: one per link, shared by everything in it, so collectives keep
+    their order.
+
+    The executors of groups have a thread only while there is work.
+    """
+    with _creating:
+        if world not in _executors:
+            threads = None if world.group is None else _threads
+            failure = SharedFailure()
+            lanes = range(len(world.links))
+            executors = [Executor(world, lane, failure, threads) for lane in lanes]
+            _executors[world] = executors
+            for executor in executors:
+                world.on_close(executor.close)
+                # A dropped model releases its channel, but not the thread.
+                weakref.finalize(world, executor.stop)
+        return _executors[world]

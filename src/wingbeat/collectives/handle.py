@@ -1,39 +1,202 @@
-"""What a caller holds of a collective that is under way."""
+"""Handles of collectives in progress, and the jobs that they consist of."""
 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from wingbeat.collectives.callbacks import run_callback
+import torch
+
+from wingbeat.collectives.machine import Task
+from wingbeat.collectives.packing import Packing
+from wingbeat.collectives.threads import run_callback
 from wingbeat.errors import PeerError
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.job import Job
-    from wingbeat.collectives.native import NativeJob
+    from wingbeat.collectives.nccl import NcclJob
+    from wingbeat.collectives.program import Program, Transfer
+    from wingbeat.transport.link import Pending
+    from wingbeat.types import Span
+
+
+class OneShotEvent:
+    """A `threading.Event` that cannot be cleared and costs a tenth to create.
+
+    A collective has two of them, and a step of many small buckets hundreds of collectives.
+    """
+
+    __slots__ = ("_lock", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Set the event. Called by one thread at a time; a second call has no effect."""
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Block until the event is set or ``seconds`` have passed; return whether it is set."""
+        if not self.is_open and self._lock.acquire(timeout=seconds):
+            self._lock.release()  # each waiting thread releases the next one
+        return self.is_open
+
+
+FIRST_COMPARISON_S = 1.0
+"""Seconds after which a waiting rank first compares its collective with its peers'. The interval
+doubles after each comparison.
+"""
+
+_done_lock = threading.Lock()
+"""Held while a job is marked as done or receives a callback. One lock for all jobs: it is held
+briefly.
+"""
+
+
+class Job(Task):
+    """One collective on one link: its tensors, and its transfers in progress."""
+
+    def __init__(
+        self,
+        program: Program,
+        buffer: torch.Tensor,
+        what: str,
+        bucket: int,
+        after: Job | None,
+        packing: Packing | None,
+        label: str = "",
+    ) -> None:
+        super().__init__(program, after)
+        self.buffer = buffer
+        self.what = what.partition(":")[0]
+        self.bucket = bucket
+        self.label = label
+        self.packing = packing
+        self.dtype = buffer.dtype if packing is None else packing.dtype
+        self._error = ""
+        self.base_tag = 0
+        self.turn = 0
+        self.stalled: Callable[[Job], None] | None = None
+        self.begin_ns = 0
+        self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
+        self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
+        self.packed: list[torch.Tensor] = []
+        self.results: dict[Span, torch.Tensor] = {}
+        self._pieces: dict[int, torch.Tensor] | None = None
+        self._received, self._done = OneShotEvent(), OneShotEvent()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def __str__(self) -> str:
+        name = self.what.replace("_", "-")
+        if self.bucket >= 0:
+            return f"{name} of bucket {self.bucket}"
+        return f"{name} of {self.label}" if self.label else name
+
+    @property
+    def call(self) -> str:
+        """The operation, its size and its dtype on the link: equal on all ranks."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self} ({self.buffer.numel()} elements, {dtype})"
+
+    def _cut(self) -> dict[int, torch.Tensor]:
+        """Cut the buffer into the program's chunks, all in one call."""
+        tiles = self.program.tiles
+        if not tiles or self.packing is not None:
+            return {}
+        sizes = [tile.stop - tile.start for tile in tiles]
+        rest = self.buffer.numel() - tiles[-1].stop
+        pieces = torch.split_with_sizes(self.buffer, [*sizes, rest])
+        return {tile.start: piece for tile, piece in zip(tiles, pieces, strict=False)}
+
+    def piece(self, span: Span) -> torch.Tensor:
+        """Return the chunk of the buffer at ``span``, which is one of the program's."""
+        if self._pieces is None:  # not earlier: errors must reach the connected members
+            self._pieces = self._cut()
+        known = self._pieces.get(span.start)
+        return self.buffer[span.start : span.stop] if known is None else known
+
+    def receive(self) -> None:
+        """Mark the result as readable, though parts of the buffer may still be in transmission."""
+        self._received.open()
+
+    def finish(self, error: str = "") -> None:
+        """Mark the job as done, or as failed because of ``error``, and wake all waiting threads."""
+        self._error = error
+        self._received.open()
+        with _done_lock:
+            self._done.open()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            run_callback(callback)
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._done.is_open
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the job is done or has failed; at once if it is."""
+        with _done_lock:
+            if not self._done.is_open:
+                self._callbacks.append(callback)
+                return
+        run_callback(callback)
+
+    def drop(self) -> None:
+        """Release everything in progress."""
+        self.coming.clear()
+        self.sends.clear()
+        self.packed.clear()
+        self.results.clear()
+        self._pieces = None
+
+    def wait_received(self) -> None:
+        """Block until the result can be read. It must not be written to before `wait` returns."""
+        self._wait(self._received)
+
+    def wait(self) -> None:
+        """Block until done. Every transfer has a deadline, so this ends."""
+        self._wait(self._done)
+
+    def _wait(self, event: OneShotEvent) -> None:
+        interval = FIRST_COMPARISON_S
+        while not event.wait(interval):
+            if self.stalled is not None:
+                self.stalled(self)
+            interval *= 2
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        """Raise a new exception each time: a raised one holds references to its frames."""
+        if self._error:
+            raise PeerError(self._error)
 
 
 class Handle:
-    """A collective under way on one or more links."""
+    """A collective in progress on one or more links."""
 
     __slots__ = ("jobs",)
 
-    def __init__(self, jobs: Sequence[Job | NativeJob]) -> None:
+    def __init__(self, jobs: Sequence[Job | NcclJob]) -> None:
         self.jobs = jobs
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, without waiting."""
+        """Whether `wait` would return or raise at once."""
         return all(job.done() for job in self.jobs)
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """Have ``callback(handle)`` called once, when the collective is done or has failed.
+        """Call ``callback(handle)`` once, when the collective is done or has failed.
 
-        It runs in the thread that finishes the collective, so it must be short and wait for
-        nothing; at once, in this one, if all is done already. What it raises is logged.
+        It runs in the thread that completes the collective, so it must be short and must not block;
+        or at once in the calling thread if everything is done. What it raises is logged.
 
         Raises:
-            UsageError: a library runs the collective by itself, and it is not done yet.
+            UsageError: a library runs the collective, and it is not done yet.
         """
         if not self.jobs:
             run_callback(lambda: callback(self))
@@ -50,7 +213,7 @@ class Handle:
     def wait(self) -> None:
         """Block until the collective is done on this worker, or has failed on all links.
 
-        Either way nothing reads or writes the buffer any more.
+        Afterwards nothing reads or writes the buffer any more.
 
         Raises:
             PeerError: a peer failed or was silent for too long; names it and the collective.
@@ -58,16 +221,16 @@ class Handle:
         wait_for_all(job.wait for job in self.jobs)
 
     def wait_received(self) -> None:
-        """Block until the result can be read. It may be written to only after `wait`.
+        """Block until the result can be read. It must not be written to before `wait` returns.
 
         Raises:
-            PeerError: as for `wait`.
+            PeerError: as `wait`.
         """
         wait_for_all(job.wait_received for job in self.jobs)
 
 
 def wait_for_all(waits: Iterable[Callable[[], None]]) -> None:
-    """Call each, whatever the others raise; then raise what the first has raised, if one has."""
+    """Call each function even if others raise; then raise the first `PeerError`, if any."""
     first: PeerError | None = None
     for wait in waits:
         try:
@@ -78,4 +241,4 @@ def wait_for_all(waits: Iterable[Callable[[], None]]) -> None:
         try:
             raise first
         finally:
-            del first  # its traceback holds this frame
+            del first  # its traceback references this frame

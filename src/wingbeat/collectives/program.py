@@ -1,7 +1,7 @@
-"""Turns rounds of hops into one linear program for one executor thread. Pure logic.
+"""Compiles rounds of hops into one linear program for one executor thread. Pure.
 
-Hops are cut into chunks, and a chunk may be sent as soon as the chunk that it depends on has
-arrived. So all the rounds overlap, and a ring's latency counts once rather than once a round.
+Hops are cut into chunks, and a chunk may be sent as soon as the chunk it depends on has arrived. So
+all rounds overlap, and a ring's latency counts once rather than once per round.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ MAX_CHUNK_BYTES = 1024 << 10
 CHUNKS_PER_BLOCK = 4
 
 MESSAGE_S = 1e-3
-"""Seconds on the wire for which a message is worth what it costs processors, some 0.1 ms."""
+"""Seconds on the link that justify a message's CPU time of about 0.1 ms."""
 
 MAX_LEAST_BYTES = 4 << 20
-"""From 4 MB on messages leave the caches, and a faster link gains nothing by them."""
+"""Above 4 MB messages exceed the caches, and faster links gain nothing."""
 
 SPANNING_CHUNKS = 128
-"""In about so many chunks all is received that one program receives over several links: no more
-than a machine announces ahead. They are taken in one order, and a link whose next chunk is not
-announced is idle: with chunks of 512 KB, 100 MB took 1.1 times as long in a BCube(3, 2)."""
+"""Approximate number of chunks that a program over several links receives: no more than a machine
+posts receives for. They complete in one order, and a link whose next chunk is not posted is
+idle: with chunks of 512 KB, 100 MB took 1.1 times as long in a BCube(3, 2).
+"""
 
 MAX_SPANNING_BYTES = 4 << 20
 
@@ -48,7 +49,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Program:
-    """What one worker does in one collective, on one link or on several.
+    """One worker's part of a collective, on one link or on several.
 
     ``first`` can be sent at once; after ``receives[i]`` has been applied, the chunks in
     ``unlocks[i]`` can be sent.
@@ -59,16 +60,15 @@ class Program:
     unlocks: tuple[tuple[Transfer, ...], ...]
 
     def transfers(self) -> Iterator[Transfer]:
-        """Yield all of them, in no particular order."""
+        """Yield all transfers, in no particular order."""
         return itertools.chain(self.first, self.receives, *self.unlocks)
 
     @cached_property
     def tiles(self) -> tuple[Span, ...]:
-        """The chunks of the buffer, in order and end to end; empty where some overlap.
+        """The chunks of the buffer, in order and end to end; empty if some overlap.
 
-        Most chunks are both received and sent. Cut all at once they cost a fraction of what it
-        takes to cut each whenever it is needed. Gaps between them, which other links carry, are
-        tiles as well.
+        Most chunks are both received and sent. Cutting them all at once costs a fraction of cutting
+        each when needed. Gaps, which other links carry, are tiles as well.
         """
         out: list[Span] = []
         end = 0
@@ -83,7 +83,7 @@ class Program:
 
 
 def least_message(speeds: Sequence[float]) -> int:
-    """Return the bytes that a message has at least, on links of so many bytes a second.
+    """Return the minimum size of a message in bytes, on links of so many bytes per second.
 
     A power of two, so that runs on the same links are mostly alike.
 
@@ -98,12 +98,12 @@ def least_message(speeds: Sequence[float]) -> int:
 
 
 def chunk_elements(block_elements: int, itemsize: float, least: int = MIN_CHUNK_BYTES) -> int:
-    """Choose how many elements travel in one message, given a block's size.
+    """Choose the number of elements in one message, given a block's size.
 
     Small enough that several chunks of a block are in flight, large enough that the cost of a
-    message (some 100 microseconds of CPU on both sides) stays small against its time on the wire.
-    ``itemsize`` is the bytes that an element takes there; 0 leaves blocks whole. ``least`` is what
-    `least_message` says of the links.
+    message (about 100 microseconds of CPU on both sides) is small against its time on the link.
+    ``itemsize`` is the bytes of an element on the link; 0 leaves blocks whole. ``least`` comes from
+    `least_message`.
     """
     if itemsize <= 0:
         return max(1, block_elements)
@@ -134,17 +134,17 @@ def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
 
 
 def _chunks(hops: Round, chunk: int) -> Iterator[tuple[Hop, Span]]:
-    """Cut a round's hops; its chunks take turns, as they do on the links."""
+    """Cut a round's hops; their chunks alternate, as they do on the links."""
     cut = [[(hop, span) for span in hop.span.cut(chunk)] for hop in hops]
     for turn in itertools.zip_longest(*cut):
         yield from (each for each in turn if each is not None)
 
 
 class _Numbering:
-    """Numbers the chunks of each direction of each link, equally on both of its ends.
+    """Numbers the chunks of each direction of each link, equally on both ends.
 
-    Both ends cut the same spans in the same order, so the n-th chunk that a worker sends to a
-    peer is the n-th that the peer expects from it.
+    Both ends cut the same spans in the same order, so the n-th chunk that a worker sends to a peer
+    is the n-th that the peer expects from it.
     """
 
     def __init__(self) -> None:
@@ -186,20 +186,20 @@ def compile_collective(
     least: int = MIN_CHUNK_BYTES,
     blocks: tuple[Span, ...] | None = None,
 ) -> tuple[Program, ...]:
-    """Return one worker's program for each lane of a collective.
+    """Return one worker's program for each link of a collective.
 
     Cached: a training run repeats the same few collectives.
 
     Args:
         what: the operation; a broadcast's with its root, as ``"broadcast:0"``.
-        topology: along which connections.
+        topology: the topology.
         rank: the worker.
         size: number of workers.
         numel: elements of the buffer.
-        itemsize: bytes that an element takes on the links, 0 to leave blocks whole.
+        itemsize: bytes of an element on the links; 0 leaves blocks whole.
         speeds: of the links: each carries its share of each block.
-        least: bytes of a message, if there are so many.
-        blocks: one of the buffer for each worker; nearly equal ones if None.
+        least: minimum size of a message in bytes.
+        blocks: one for each worker; None: nearly equal ones.
     """
     blocks = blocks or tuple(blocks_of(numel, size))
     stripes = [split(block, speeds) for block in blocks]
@@ -215,7 +215,7 @@ def compile_collective(
 
 
 def _spanning_chunk(numel: int, itemsize: float) -> int:
-    """Choose how many elements travel at least in one message of a program for several links.
+    """Choose the minimum number of elements in a message of a program for several links.
 
     An all-reduce receives up to twice the buffer.
     """

@@ -1,8 +1,8 @@
-"""What a message's tag says: which collective of which bucket it belongs to, and which chunk it is.
+"""Message tags: the collective, its bucket, and the chunk.
 
-Two workers whose collectives do not match must not sum what does not belong together: messages
-meet only if their tags are equal. Where they are not, both ends wait for a message that never
-comes, and after a second compare what they were waiting for (`wingbeat.collectives.calls`).
+Two workers whose collectives differ must not sum unrelated data: messages match only if their tags
+are equal. Where tags differ, both ends wait for a message that never comes, and after a second
+compare their calls (`wingbeat.collectives.waits`).
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING
 
-from wingbeat.transport.channel import BITS_BELOW, CHANNEL_BITS
+from wingbeat.transport.link import BITS_BELOW, CHANNEL_BITS
 
 if TYPE_CHECKING:
     import torch
 
 CHUNK_BITS = 8
-CHUNKS = 1 << CHUNK_BITS
-"""After so many chunks to a peer tags come again. Chunks are sent and awaited in one order, and no
-more than an executor announces are under way."""
+CHUNKS_PER_TAG = 1 << CHUNK_BITS
+"""Chunks to a peer after which tags repeat. Chunks are sent and awaited in one order, and no more
+than an executor posts receives for are in flight.
+"""
 
 _KIND_BITS = 11
-_TURN_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS
+_SEQUENCE_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS
 
-TURNS = 1 << _TURN_BITS
-"""Collectives after which a tag comes again. A worker is ahead of another, to which it sends, by
-no more collectives than an executor has begun or drains: fewer than half of this."""
+TAG_PERIOD = 1 << _SEQUENCE_BITS
+"""Collectives after which tags repeat. A worker is ahead of a receiver by fewer than half as many.
+"""
 
 _OPERATIONS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2}
 _CONTROL = 3
 
-NEVER_SENT = (1 << BITS_BELOW) - 1
+UNUSED_TAG = (1 << BITS_BELOW) - 1
 """A tag below channels that no message has: no label has that number."""
 
 LABELS = (
@@ -38,20 +39,20 @@ LABELS = (
     *("iteration times", "optimizer state", "gradients", "tensors"),
     *("buffers after backward", "news of buffers", "buffers", "layout of buffers"),
 )
-"""What is exchanged besides buckets; anything else counts as one more."""
+"""What is exchanged besides buckets; anything else shares one number."""
 
 
 def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: torch.dtype) -> int:
-    """Return the tag of a collective's first chunk; the others count on from there.
+    """Return the tag of a collective's first chunk; the other chunks have the following tags.
 
     Args:
         what: the operation; a broadcast's with its root, as ``"broadcast:0"``.
-        bucket: number of the bucket; negative for anything that is no bucket.
-        nbytes: size of the buffer. A message that is larger than the room for it would end the
-            process, so exchanges of one kind and different sizes or dtypes differ too, mostly.
-        label: what a small exchange is for, of `LABELS`.
-        turn: how many collectives this executor was given before.
-        dtype: the buffer's.
+        bucket: number of the bucket; negative for anything else.
+        nbytes: size of the buffer. A message that is larger than its receive buffer would abort
+            the process, so exchanges of one kind with different sizes or dtypes mostly differ.
+        label: what a small exchange is for, one of `LABELS`.
+        turn: number of collectives that this executor was given before.
+        dtype: dtype of the buffer.
     """
     digest = zlib.crc32(f"{what} {nbytes} {dtype}".encode())
     if bucket >= 0 and what in _OPERATIONS:
@@ -59,22 +60,23 @@ def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: 
     else:
         number = LABELS.index(label) + 1 if label in LABELS else 0
         kind = (_CONTROL << 9) | (number << 5) | (digest & 31)
-    return (((turn % TURNS) << _KIND_BITS) | kind) << CHUNK_BITS
+    return (((turn % TAG_PERIOD) << _KIND_BITS) | kind) << CHUNK_BITS
 
 
 _DIGESTS = (1 << (_KIND_BITS + CHANNEL_BITS)) - 1
-"""Tags of groups: they have no channels, so that the bits of one are free. The highest digest is
-left out, with the tags by which a group's members meet."""
+"""Groups have no channels, so their digests use the channel bits too. The highest digest, whose
+tags the barrier of the connection setup uses, is left out.
+"""
 
 
 def group_tag(call: str, turn: int) -> int:
     """Return the tag of the first chunk of a group's collective.
 
-    Two that differ in anything have the same tag in one of 524,287 cases.
+    Two different calls share a tag in one of 524,287 cases.
 
     Args:
-        call: all that must be the same on every member.
+        call: everything that must be equal on every member.
         turn: as for `base_tag`.
     """
     digest = zlib.crc32(call.encode()) % _DIGESTS
-    return (((turn % TURNS) << (_KIND_BITS + CHANNEL_BITS)) | digest) << CHUNK_BITS
+    return (((turn % TAG_PERIOD) << (_KIND_BITS + CHANNEL_BITS)) | digest) << CHUNK_BITS

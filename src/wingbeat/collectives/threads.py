@@ -1,4 +1,4 @@
-"""Threads that are used again, for work that comes and goes."""
+"""Threads for callbacks and background work of collectives."""
 
 from __future__ import annotations
 
@@ -7,34 +7,45 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-KEPT_S = 2.0
-"""Seconds for which a thread without work waits for more before it ends."""
+from wingbeat.observe.log import log
 
 
-class Threads:
-    """Runs each piece of work at once, in a thread that is free or else in a new one."""
+def run_callback(callback: Callable[[], None]) -> None:
+    """Call it and log what it raises: a user's exception must not end a thread that others need."""
+    try:
+        callback()
+    except Exception:
+        log.exception("a callback of a collective failed")
 
-    def __init__(self, name: str, kept_s: float = KEPT_S) -> None:
+
+IDLE_TIMEOUT_S = 2.0
+"""Seconds for which an idle thread waits for work before it ends."""
+
+
+class ThreadPool:
+    """Runs each piece of work at once, in an idle thread or a new one."""
+
+    def __init__(self, name: str, kept_s: float = IDLE_TIMEOUT_S) -> None:
         self._name = name
         self._kept_s = kept_s
         self._counter = itertools.count()
         self.forget()
 
     def forget(self) -> None:
-        """Start anew: a forked child has none of the threads, and the work is its parent's."""
+        """Reset in a forked child: it has none of the threads, and the work is its parent's."""
         self._changed = threading.Condition()
         self._free = 0
         self._work: deque[Callable[[], None]] = deque()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread of its own; it must not raise."""
+        """Run ``work`` in a thread of its own. It must not raise."""
         with self._changed:
             self._work.append(work)
             if self._free >= len(self._work):
                 self._changed.notify()
                 return
         name = f"{self._name}-{next(self._counter)}"
-        # Daemons: a thread that waits for more work must not keep the process from ending.
+        # Daemons: an idle thread must not keep the process from exiting.
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def _serve(self) -> None:
@@ -47,4 +58,47 @@ class Threads:
                     return
                 work = self._work.popleft()
             work()
-            del work  # it must not be kept alive by a thread that waits
+            del work  # an idle thread must not keep it alive
+
+
+class SerialQueue:
+    """Runs pieces of work one after the other, in the order of submission, in one thread.
+
+    Several threads would only take processors from training.
+
+    Args:
+        threads: provides the thread while there is work.
+    """
+
+    def __init__(self, threads: ThreadPool) -> None:
+        self._threads = threads
+        self._reset()
+
+    def forget(self) -> None:
+        """Reset in a forked child: it has none of the threads, and the work is its parent's."""
+        self._threads.forget()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._work: deque[Callable[[], None]] = deque()
+        self._running = False
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Queue ``work``. What it raises is logged."""
+        with self._lock:
+            self._work.append(work)
+            if self._running:
+                return
+            self._running = True
+        self._threads.start(self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._work:
+                    self._running = False
+                    return
+                work = self._work.popleft()
+            run_callback(work)
+            del work  # an idle thread must not keep it alive

@@ -1,7 +1,7 @@
-"""Long waits in collectives: they go on while the peer's process lives, and are logged.
+"""Long waits in collectives: liveness checks of the peer, and comparison of the ranks' calls.
 
-gloo's own deadline would close all connections, whatever the peer does. So transfers get a long
-one, and a thread cuts short the wait for a peer that is silent.
+gloo's own timeout would close all connections whatever the peer does. So transfers have a long
+timeout, and a thread ends waits for a silent peer.
 """
 
 from __future__ import annotations
@@ -11,29 +11,81 @@ import os
 import threading
 import time
 import weakref
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from wingbeat.transport.chain import is_worth_waiting, say_waiting
-from wingbeat.transport.gloo import abort
+from wingbeat.transport.failures import (
+    LOG_INTERVAL_S,
+    MAX_WAIT_FACTOR,
+    WaitLog,
+    is_progressing,
+    publish_wait,
+)
+from wingbeat.transport.gloo import abort_waits
 from wingbeat.transport.link import Link
-from wingbeat.transport.liveness import LOGGED_S, LONGEST, Wait
 from wingbeat.transport.store import Store
+from wingbeat.transport.text import printable
 
-_LOOK_S = 0.25
-"""Seconds between two looks at the waits of this process."""
+if TYPE_CHECKING:
+    from wingbeat.transport.world import World
 
-_ASK_S = 5.0
-"""Seconds between two looks at whether a peer lives, at most."""
+_MAX_CALL_CHARS = 120
+"""Characters of a call that a peer publishes."""
+
+_READ_TIMEOUT_S = 2.0
+"""Seconds for the store to return a value that exists."""
 
 
-class Waiting(NamedTuple):
-    """A wait that is under way.
+class CallTable:
+    """The current calls of a world's ranks on one link, in the rendezvous store.
+
+    The n-th collective of a link must be the same on all ranks. A rank that waits for long
+    publishes its calls and reads those of its peers. Nothing is published otherwise.
+    """
+
+    def __init__(self, world: World, lane: int) -> None:
+        self._store = world.store
+        self._rank = world.ranks[world.rank]
+        self._prefix = f"{world.path}/calls/{lane}"
+
+    def compare(
+        self, calls: Mapping[int, str], peers: Iterable[int]
+    ) -> tuple[int, str, str] | None:
+        """Publish this rank's ``calls`` by number, and compare them with those of the peers.
+
+        Returns:
+            The first peer that published a different call of the same number, this rank's call and
+            the peer's; None if there is none.
+        """
+        mine = "\n".join(f"{number} {call}" for number, call in sorted(calls.items()))
+        with contextlib.suppress(RuntimeError, TimeoutError):  # the store may have ended
+            self._store.set(f"{self._prefix}/{self._rank}", mine)
+            for peer in peers:
+                if peer == self._rank or not self._store.has(f"{self._prefix}/{peer}"):
+                    continue
+                for line in self._store.get(f"{self._prefix}/{peer}", _READ_TIMEOUT_S).splitlines():
+                    number, _, theirs = printable(line, _MAX_CALL_CHARS).partition(" ")
+                    call = calls.get(int(number)) if number.isdecimal() else None
+                    if call is not None and theirs != call:
+                        return peer, call, theirs
+        return None
+
+
+_CHECK_INTERVAL_S = 0.25
+"""Seconds between two checks of the waits of this process."""
+
+_LIVENESS_INTERVAL_S = 5.0
+"""Upper limit of the seconds between two liveness checks of a peer."""
+
+
+class CurrentWait(NamedTuple):
+    """A wait in progress.
 
     Attributes:
-        peer: for whom, counted among all workers.
-        what: in what, as `str` has it.
-        link: over which.
-        end: the peer's number there.
+        peer: the awaited peer's number in the job.
+        what: the operation; shown by `str`.
+        link: the link.
+        end: the peer's number on the link.
     """
 
     peer: int
@@ -42,115 +94,115 @@ class Waiting(NamedTuple):
     end: int
 
 
-class Watched(Protocol):
-    """What has waits."""
+class HasWait(Protocol):
+    """Has a wait in progress, such as an executor."""
 
     @property
-    def waiting(self) -> Waiting | None:
-        """The one under way; the same object for as long as it lasts."""
+    def waiting(self) -> CurrentWait | None:
+        """The same object for as long as the wait lasts."""
 
 
-class Watch:
-    """Looks after the waits of one thread.
+class WaitMonitor:
+    """Monitors the waits of one thread.
 
     Args:
-        store: of all workers; no wait in it locks it for this.
-        rank: this worker.
+        store: the rendezvous store, on a connection in which nothing blocks.
+        rank: this worker's rank.
         timeout: seconds without an answer of a peer's process after which a wait for it ends.
-        of: has the waits; not kept alive.
+        of: has the wait in progress as its attribute ``waiting``; not kept alive.
 
     Attributes:
-        why: why the last wait was cut short; empty if it was not.
+        why: why the last wait was ended; empty if it was not.
     """
 
-    def __init__(self, store: Store, rank: int, timeout: float, of: Watched) -> None:
+    def __init__(self, store: Store, rank: int, timeout: float, of: HasWait) -> None:
         self._store, self._rank, self._timeout = store, rank, timeout
         self._of = weakref.ref(of)
-        self._now: Waiting | None = None
-        self._wait = Wait("", "")
-        self._heard = self._asked = 0.0
-        self._said = False
+        self._now: CurrentWait | None = None
+        self._wait = WaitLog("", "")
+        self._last_alive = self._last_check = 0.0
+        self._published = False
         self.why = ""
 
-    def look(self) -> None:
-        """See how long the wait of now has lasted, and whether it is to go on."""
+    def check(self) -> None:
+        """Check whether the current wait may continue."""
         of = self._of()
         waiting = None if of is None else of.waiting
         if waiting is not self._now:
             self._begin(waiting)
         elif waiting is not None and not self.why:
-            self._go_on(waiting)
+            self._continue(waiting)
 
-    def _begin(self, waiting: Waiting | None) -> None:
-        if self._said:
-            self._said = False
-            say_waiting(self._store, self._rank, None)
+    def _begin(self, waiting: CurrentWait | None) -> None:
+        if self._published:
+            self._published = False
+            publish_wait(self._store, self._rank, None)
         self._now, self.why = waiting, ""
         if waiting is not None:
-            self._wait = Wait(f"rank {self._rank}", str(waiting.what))
-            self._heard = self._asked = self._wait.begun
+            self._wait = WaitLog(f"rank {self._rank}", str(waiting.what))
+            self._last_alive = self._last_check = self._wait.begun
 
-    def _go_on(self, waiting: Waiting) -> None:
+    def _continue(self, waiting: CurrentWait) -> None:
         lasted = self._wait.seconds()
-        if lasted < min(self._timeout / 2, LOGGED_S):
+        if lasted < min(self._timeout / 2, LOG_INTERVAL_S):
             return
-        if not self._said:
-            self._said = True
-            say_waiting(self._store, self._rank, waiting.peer)
+        if not self._published:
+            self._published = True
+            publish_wait(self._store, self._rank, waiting.peer)
         now = time.monotonic()
-        if now - self._asked >= min(self._timeout / 8, _ASK_S):
-            self._asked = now
-            if is_worth_waiting(self._store, self._rank, waiting.peer):
-                self._heard = now
-                self._wait.look(f"rank {waiting.peer}")
-        if now - self._heard > self._timeout:
+        if now - self._last_check >= min(self._timeout / 8, _LIVENESS_INTERVAL_S):
+            self._last_check = now
+            if is_progressing(self._store, self._rank, waiting.peer):
+                self._last_alive = now
+                self._wait.log_if_due(f"rank {waiting.peer}")
+        if now - self._last_alive > self._timeout:
             self.why = f"Timed out: no sign of life for {self._timeout:g} s"
-        elif lasted > LONGEST * self._timeout:
+        elif lasted > MAX_WAIT_FACTOR * self._timeout:
             self.why = (
-                f"Timed out: it lives, and stands elsewhere for {LONGEST:g} times the timeout of "
-                "wingbeat.init(); see where with `py-spy dump`"
+                f"Timed out: it is alive, but blocked elsewhere for {MAX_WAIT_FACTOR:g} times the "
+                "timeout of wingbeat.init(); find the place with `py-spy dump`"
             )
         if self.why:
-            abort(waiting.link, waiting.end)
+            abort_waits(waiting.link, waiting.end)
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_monitors: weakref.WeakSet[WaitMonitor] = weakref.WeakSet()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def watch(each: Watch) -> None:
-    """Have a thread look after it for as long as it exists."""
+def start_monitoring(each: WaitMonitor) -> None:
+    """Check it in a thread for as long as it exists."""
     global _thread
     with _starting:
-        _watches.add(each)
+        _monitors.add(each)
         if _thread is None:
             _thread = threading.Thread(target=_run, name="wingbeat-waits", daemon=True)
             _thread.start()
 
 
-def unwatch(each: Watch) -> None:
-    """Look after it no more; the thread ends when nothing is left to look after."""
-    _watches.discard(each)
+def stop_monitoring(each: WaitMonitor) -> None:
+    """Stop checking it. The thread ends when nothing is left to check."""
+    _monitors.discard(each)
 
 
 def _run() -> None:
     global _thread
     while True:
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_INTERVAL_S)
         with _starting:
-            if not _watches:
+            if not _monitors:
                 _thread = None
                 return
-        for each in list(_watches):
+        for each in list(_monitors):
             with contextlib.suppress(RuntimeError, OSError):  # it is being closed
-                each.look()
+                each.check()
 
 
 def _after_fork() -> None:
     global _thread, _starting
     _thread, _starting = None, threading.Lock()
-    _watches.clear()
+    _monitors.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from wingbeat.codecs.factors import Factors
+from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Collectives, Encoded
+from wingbeat.compression import TopK
 from wingbeat.schedules.events import Operation
-from wingbeat.wires import TopK
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Handle

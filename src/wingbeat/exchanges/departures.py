@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable
 
 from wingbeat.observe.log import log
-from wingbeat.transport import leaving
-from wingbeat.transport.blame import (
-    PATIENCE,
-    failure_of,
+from wingbeat.transport import graceful_shutdown
+from wingbeat.transport.failures import (
+    ANSWER_TIMEOUT_S,
     first_failed,
+    has_exited,
     has_finished,
-    has_left,
+    published_failure,
 )
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
@@ -88,7 +88,7 @@ class Departures:
 
     def how(self, worker: int) -> str:
         """Return how a lost worker has ended; reads the store, and blocks."""
-        failure = "" if self._store is None else failure_of(self._store, worker)
+        failure = "" if self._store is None else published_failure(self._store, worker)
         return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
 
     def blame(self) -> str | None:
@@ -102,7 +102,7 @@ class Departures:
 
     def close(self) -> None:
         """Log the workers that are still lost in one line, unless this worker has failed."""
-        if leaving.failing():
+        if graceful_shutdown.is_failing():
             return
         for thread in self._asking:
             if thread.ident is not None:
@@ -113,9 +113,9 @@ class Departures:
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
         """Read how a worker has ended, and log it."""
-        deadline = time.monotonic() + PATIENCE
-        while not (failure := failure_of(store, worker)):
-            over = has_left(store, worker) or time.monotonic() >= deadline
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not (failure := published_failure(store, worker)):
+            over = has_exited(store, worker) or time.monotonic() >= deadline
             if how or over:
                 break
             time.sleep(_POLL_S)

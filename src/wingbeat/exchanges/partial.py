@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.collectives import Collectives, Gathered
-from wingbeat.collectives.cast import narrower
+from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.errors import UsageError
 from wingbeat.gradients.backlog import Backlog
 from wingbeat.schedules.events import Operation
@@ -118,7 +118,7 @@ class PartialExchange:
     def _dtype(bucket: Bucket) -> torch.dtype:
         wire = bucket.wire
         assert wire is None or isinstance(wire, torch.dtype), wire
-        return narrower(wire, bucket.flat) or bucket.flat.dtype
+        return narrower_dtype(wire, bucket.flat) or bucket.flat.dtype
 
 
 @dataclass(eq=False)

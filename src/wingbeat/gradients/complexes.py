@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket
 from wingbeat.types import Choices
-from wingbeat.wires import Coded
 
 
 def check_complex(model: torch.nn.Module, choices: Choices, strategy: str) -> None:

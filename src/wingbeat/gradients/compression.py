@@ -9,17 +9,25 @@ from typing import Any
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.factors import Factors, Matrix, check_starts, restart
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.feedback import Residuals, check_complete
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.lowrank import Factors, Matrix, check_starts, restart
 from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
+from wingbeat.compression import (
+    HALF_BYTES,
+    Coded,
+    Half,
+    LowRank,
+    TopK,
+    for_parameter,
+    matrix_of,
+    unmatched_patterns,
+)
 from wingbeat.errors import UsageError
 from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.observe.log import log
 from wingbeat.types import Choices, Span
-from wingbeat.wires import HALF_BYTES, Coded, Half, LowRank, TopK, matrix_of, own, unmatched
 
 
 class Compression:
@@ -370,7 +378,7 @@ def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
     """Yield those that are worth factors, as they lie in the buffer."""
     start = 0
     for slot in bucket.slots:
-        mine = own(wire, slot.name)
+        mine = for_parameter(wire, slot.name)
         # Rows are what is furthest apart in memory, whatever the order of the dimensions.
         strides = slot.view.stride()
         order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
@@ -383,13 +391,13 @@ def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
 def _check_groups(wire: Coded, slots: Sequence[Slot]) -> None:
     """Raise a `UsageError` for groups that have no parameters, or such as no codec can carry."""
     names = [slot.name for slot in slots]
-    for pattern in unmatched(wire, names) if names else ():
+    for pattern in unmatched_patterns(wire, names) if names else ():
         raise UsageError(
             f"{type(wire).__name__}(groups=...): {pattern!r} matches no trained parameter; their "
             f"names are {names[0]!r} to {names[-1]!r}: correct the pattern, or leave it out"
         )
     for slot in slots:
-        if slot.param.dtype is torch.float64 and not own(wire, slot.name):
+        if slot.param.dtype is torch.float64 and not for_parameter(wire, slot.name):
             raise UsageError(
                 f'{type(wire).__name__}(groups=...): {slot.name!r} is float64, and "fp32" in a '
                 "group is float32; convert it, or leave it to the codec, which keeps the rest"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from wingbeat.codecs.factors import Factors
+from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Collectives, Rows
 from wingbeat.gradients.bucket import Bucket
 

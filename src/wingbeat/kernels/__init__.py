@@ -1,7 +1,7 @@
-"""What works on every element of a payload: sketches and top-k, three times the same functions.
+"""Kernels of sketches and top-k: three implementations of the same functions.
 
-``reference`` is torch operations and obviously right, ``native`` is C++, ``gpu`` is Triton.
-``layout`` knows the sizes. All tensors are flat, contiguous and on one device.
+``reference`` uses torch operations, ``native`` is C++, ``gpu`` is Triton. ``layout`` has the sizes
+of payloads. All tensors are flat, contiguous and on one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FAST = {"cpu": "native", "cuda": "gpu"}
 
 
 def of(device: torch.device) -> ModuleType:
-    """Return the fastest kernels that work here: native on the CPU, gpu on CUDA, else reference."""
+    """Return the fastest kernels for a device: native on the CPU, gpu on CUDA, else reference."""
     return _of(device.type)
 
 

@@ -1,4 +1,4 @@
-"""What every kernel asks of its arguments. A wrong one is a ValueError that names it."""
+"""Argument checks of all kernels. A wrong argument raises a ValueError that names it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """From a histogram to a sketch's codes and table (Canary, section 4.3.1), in torch and float64.
 
 A *bin* is all floats with the same leading 16 bits, their *key*: sign, exponent, 7 of 23 mantissa
-bits. So the histogram has 65536 exact counts whatever the values are, one pass makes it, and
-looking up a key's code is the only work per value that is left. The paper sorts instead.
+bits. So the histogram has 65536 exact counts whatever the values are, one pass computes it, and
+looking up a key's code is the only remaining work per value. The paper sorts instead.
 
-Nothing here waits for the device: what depends on the data stays a tensor.
+Nothing waits for the device: what depends on the data stays a tensor.
 """
 
 from __future__ import annotations

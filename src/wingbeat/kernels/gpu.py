@@ -1,9 +1,9 @@
-"""The kernels in Triton, for tensors on a GPU; see `reference` for what each function does.
+"""Triton kernels for tensors on a GPU; see `reference` for what each function does.
 
 Nothing waits for the device, with one exception: a top-k payload is checked before it is used.
-Under Triton's interpreter (``TRITON_INTERPRET=1``) all of it runs on CPU tensors too.
+Under Triton's interpreter (``TRITON_INTERPRET=1``) everything runs on CPU tensors too.
 
-Importing this raises ImportError where there is no triton.
+Importing this raises ImportError without triton.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wingbeat.kernels import check, gpu_locate, gpu_sketch, gpu_topk, layout
+from wingbeat.kernels import check, gpu_sketch, gpu_topk, layout
 from wingbeat.kernels.codebook import KEYS, codebook
 from wingbeat.kernels.gpu_base import MOST_PROGRAMS, as_floats, check_count, launch, words
 
@@ -25,11 +25,7 @@ def sketch_encode(
     level: str = "mean",
     residual: Tensor | None = None,
 ) -> None:
-    """Write a sketch of ``x`` (Canary, section 4.3.1); arguments as in `reference`.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value.
-    """
+    """As `reference.sketch_encode`."""
     check.sketch_encode(x, payload, bits, split, level, residual)
     n = x.numel()
     check_count("x", n)
@@ -45,11 +41,7 @@ def sketch_encode(
 
 
 def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False) -> None:
-    """Read a sketch into float32[n], or add it; arguments as in `reference`.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value.
-    """
+    """As `reference.sketch_decode`."""
     check.sketch_decode(payload, out, bits)
     n = out.numel()
     check_count("out", n)
@@ -82,12 +74,7 @@ def topk_encode(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
 ) -> None:
-    """Write the ``k`` largest magnitudes of ``x`` and their places; arguments as in `reference`.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value, or there is a
-            velocity and no residual.
-    """
+    """As `reference.topk_encode`."""
     check.topk_encode(x, payload, k, residual, velocity)
     n = x.numel()
     check_count("x", n)
@@ -105,15 +92,7 @@ def topk_encode(
 
 
 def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> None:
-    """Read what ``topk_encode`` wrote into float32[n], or add it; arguments as in `reference`.
-
-    The host waits for the device once, to learn whether the payload is well formed.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value; or the payload is
-            malformed: counts that do not sum to k, indices that do not ascend or are beyond n.
-            ``out`` is then untouched.
-    """
+    """As `reference.topk_decode`. The host waits for the device once, to check the payload."""
     check.topk_decode(payload, out, k)
     n = out.numel()
     check_count("out", n)
@@ -128,13 +107,13 @@ def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> N
         places = _located(counts, offsets, n, k)
         if not add:
             out.zero_()
-        programs = _ceil(k, gpu_locate.STEP)
+        programs = _ceil(k, gpu_topk.STEP)
         launch(
-            gpu_locate.scatter,
+            gpu_topk.scatter,
             programs,
             *(as_floats(sent), places, out, k),
             ADD=add,
-            BLOCK=gpu_locate.STEP,
+            BLOCK=gpu_topk.STEP,
         )
 
 
@@ -143,7 +122,7 @@ def _encode_sketch(
 ) -> None:
     n = x.numel()
     counts = torch.zeros(KEYS, dtype=torch.int32, device=x.device)
-    # A pointer is needed where there is no residual too; it is not read.
+    # A pointer is needed even without a residual; it is not read.
     left = x if residual is None else residual
     launch(
         gpu_sketch.histogram,
@@ -168,7 +147,7 @@ def _encode_sketch(
 
 
 class _Selection:
-    """The k largest magnitudes of one tensor; the steps are explained in `gpu_topk`."""
+    """The k largest magnitudes of one tensor; see `gpu_topk` for the steps."""
 
     def __init__(
         self, x: Tensor, k: int, residual: Tensor | None, velocity: Tensor | None, momentum: float
@@ -176,7 +155,7 @@ class _Selection:
         self._n, self._k, self._momentum = x.numel(), k, float(momentum)
         self._residual, self._velocity = residual, velocity
         self._constants = {"RESIDUAL": residual is not None, "VELOCITY": velocity is not None}
-        # Where there is none, x stands for it; it is then neither read nor written.
+        # Without one, x is passed; it is neither read nor written.
         self._x = x
         self._left = x if residual is None else residual
         self._moved = x if velocity is None else velocity
@@ -191,9 +170,9 @@ class _Selection:
         self._starts, self._lengths = self._integers(self._blocks), self._integers(self._blocks)
 
     def write(self, payload: Tensor) -> None:
-        """Select, fill in the payload, and leave the rest in residual and velocity."""
+        """Select, write the payload, and keep the rest in residual and velocity."""
         self._gather()
-        # What steps 3 and 4 look at if the candidates are not the ones: bits of all values.
+        # Read by steps 3 and 4 if the candidates do not suffice: bits of all values.
         values = self._left.view(torch.int32)
         self._find(values)
         self._emit(values, payload)
@@ -238,7 +217,7 @@ class _Selection:
         sizes = (self._blocks, self._n, self._k, self._room)
         steps = {"BLOCK": gpu_topk.BLOCK, "STEP": gpu_topk.RUN_STEP}
         launch(gpu_topk.tally, self._blocks, values, self._candidates, *runs, *sizes, **steps)
-        # A few thousand integers: torch's own running sum is as fast as any.
+        # A few thousand integers: torch's cumsum is fast enough.
         through = shares.cumsum(1, dtype=torch.int32)
         sent, counts, offsets = _parts(payload, self._n, self._k)
         counts.zero_()
@@ -255,7 +234,7 @@ class _Selection:
         return torch.empty(count, dtype=torch.int32, device=self._x.device)
 
     def _launch_over(self, function: object, *arguments: object, **constants: int) -> None:
-        """Launch a kernel whose programs share out all values or fewer, as they find."""
+        """Launch a kernel whose programs share all values."""
         programs = min(MOST_PROGRAMS, _ceil(self._n, gpu_topk.HISTOGRAM_BLOCK))
         sizes = {"BLOCK": gpu_topk.HISTOGRAM_BLOCK, "num_warps": gpu_topk.WARPS}
         launch(function, programs, *arguments, **constants, **sizes)
@@ -268,10 +247,10 @@ def _located(counts: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
     places = torch.empty(k, dtype=torch.int32, device=counts.device)
     wrong = torch.zeros(3, dtype=torch.int32, device=counts.device)
     launch(
-        gpu_locate.locate,
-        _ceil(k, gpu_locate.STEP),
+        gpu_topk.locate,
+        _ceil(k, gpu_topk.STEP),
         *(ends, offsets, places, wrong, k, n, ends.numel(), ends.numel().bit_length()),
-        BLOCK=gpu_locate.STEP,
+        BLOCK=gpu_topk.STEP,
     )
     sums, ascend, beyond = wrong.tolist()
     if sums:
@@ -297,7 +276,7 @@ def _parts(payload: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _encode_raw(
     x: Tensor, payload: Tensor, residual: Tensor | None, velocity: Tensor | None
 ) -> None:
-    """Send everything. Raw payloads are small, or k is most of n: torch's operations will do."""
+    """Send all values. Raw payloads are small, or k is most of n: torch's operations suffice."""
     acc = x if residual is None else residual.add_(x)
     payload.copy_(acc.view(torch.uint8))
     for left in (residual, velocity):

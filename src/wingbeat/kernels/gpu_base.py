@@ -1,6 +1,6 @@
-"""What the Triton kernels share: decorator, launch, and views of a payload.
+"""Shared helpers of the Triton kernels: decorator, launch, and views of a payload.
 
-Importing this raises ImportError where there is no triton.
+Importing this raises ImportError without triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_PROGRAMS = 1024
-"""Programs of a kernel that loops over its work: some 8 for each multiprocessor of a large GPU."""
+"""Programs of a kernel that loops over its work: about 8 for each multiprocessor of a large GPU."""
 
 _MOST_VALUES = 2**31
 
@@ -27,8 +27,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 def launch(function: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """Start ``programs`` programs of a kernel on the current stream.
 
-    A product and a sum are rounded one by one, not fused: else a velocity would have other bits
-    than on the CPU, and top-k would send others.
+    A product and a sum are rounded separately, not fused: otherwise a velocity would have other
+    bits than on the CPU, and top-k would send other values.
     """
     function[(programs,)](*arguments, **constants, enable_fp_fusion=False)
 
@@ -40,9 +40,9 @@ def check_count(name: str, n: int) -> None:
 
 
 def words(payload: Tensor) -> Tensor:
-    """Return ``payload``, or a copy where it does not begin at a multiple of 4 bytes.
+    """Return ``payload``, or a copy if it is not aligned to 4 bytes.
 
-    Its numbers can then be read and written as such.
+    Its numbers can then be read and written directly.
     """
     aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
     return payload if aligned else payload.clone()

@@ -1,13 +1,13 @@
-"""How large a payload is and where its parts lie. No torch: plans and simulators may ask.
+"""Sizes and layouts of payloads. No torch: plans and simulators may use them.
 
-A sketch: ``[table: float32[2**bits]][codes: bits each]``, code ``i`` in the bits
-``[i*bits, (i+1)*bits)`` of a little-endian bit stream that is padded with zeros.
+A sketch: ``[table: float32[2**bits]][codes: bits each]``, code ``i`` in the bits ``[i*bits,
+(i+1)*bits)`` of a little-endian bit stream that is padded with zeros.
 
 Top-k: ``[values: float32[k]][counts: uint32[ceil(n/65536)]][offsets: uint16[k]]``, indices
-ascending. Index ``i`` is offset ``i % 65536`` of block ``i // 65536``, and ``counts`` says how many
-indices each block has: so an index costs 2 bytes and not 4.
+ascending. Index ``i`` is offset ``i % 65536`` of block ``i // 65536``, and ``counts`` has the
+number of indices of each block: so an index costs 2 bytes instead of 4.
 
-Where that would not be smaller than the values themselves, the payload is raw: the n values as
+If that would not be smaller than the values themselves, the payload is raw: the n values as
 float32. Everything is little endian.
 """
 

@@ -1,8 +1,8 @@
-"""The kernels in C++, for the CPU: one or two passes over memory (sources in ``native/``).
+"""C++ kernels for the CPU: one or two passes over memory (sources in ``native/``).
 
-The functions are those of ``reference`` and raise what those raise; the extension is given
-addresses and trusts them, so everything is checked here. It works without the interpreter's lock,
-on as many threads as torch would use for a large tensor; how many never changes a result.
+The functions are those of ``reference`` and raise the same errors; the extension trusts the
+addresses it is given, so all checks are here. It releases the GIL and uses as many threads as torch
+does for a large tensor; their number never changes a result.
 """
 
 from __future__ import annotations
@@ -23,20 +23,7 @@ def sketch_encode(
     level: str = "mean",
     residual: Tensor | None = None,
 ) -> None:
-    """Write a sketch of ``x`` (Canary, section 4.3.1) into ``payload``.
-
-    Args:
-        x: float32[n] on the CPU; not changed.
-        payload: uint8[layout.sketch_bytes(n, bits)].
-        bits: of a code, 1 to 8.
-        split: which values share a code, ``"error"`` or ``"count"``; see ``codebook``.
-        level: what a code stands for, ``"mean"`` or ``"ends"``; see ``codebook``.
-        residual: float32[n], error feedback: x + residual is encoded, and what the payload does
-            not say of it is left in residual; 0 where that is not finite.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value.
-    """
+    """As `reference.sketch_encode`, on the CPU."""
     check.sketch_encode(x, payload, bits, split, level, residual)
     _native.sketch_encode(
         _address(x),
@@ -51,17 +38,7 @@ def sketch_encode(
 
 
 def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False) -> None:
-    """Read a sketch. Any bytes of the right size are one.
-
-    Args:
-        payload: uint8[layout.sketch_bytes(n, bits)] on the CPU.
-        out: float32[n]; overwritten, or added to.
-        bits: of a code, as it was encoded.
-        add: whether to add to ``out``.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value.
-    """
+    """As `reference.sketch_decode`, on the CPU."""
     check.sketch_decode(payload, out, bits)
     threads = torch.get_num_threads()
     _native.sketch_decode(_address(payload), out.numel(), _address(out), bits, add, threads)
@@ -76,25 +53,7 @@ def topk_encode(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
 ) -> None:
-    """Write the ``k`` largest magnitudes of ``x`` and their places into ``payload``.
-
-    The bytes are those that ``reference`` writes.
-
-    Args:
-        x: float32[n] on the CPU; not changed.
-        payload: uint8[layout.topk_bytes(n, k)].
-        k: how many, 1 to n (0 for n = 0).
-        residual: float32[n], error feedback: the largest of x + residual are sent, and the others
-            stay in residual; 0 where one is not finite.
-        velocity: float32[n], momentum correction (Deep Gradient Compression, sections 3.2 and
-            3.3): becomes momentum * velocity + x, rounded after the product and after the sum, and
-            takes the place of x; then 0 where an element was sent or it is not finite.
-        momentum: of the velocity; taken as float32.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value, or there is a
-            velocity and no residual.
-    """
+    """As `reference.topk_encode`, on the CPU; the bytes are the same."""
     check.topk_encode(x, payload, k, residual, velocity)
     _native.topk_encode(
         _address(x),
@@ -109,26 +68,14 @@ def topk_encode(
 
 
 def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> None:
-    """Read what ``topk_encode`` wrote; elements that were not sent are 0.
-
-    Args:
-        payload: uint8[layout.topk_bytes(n, k)] on the CPU.
-        out: float32[n]; overwritten, or added to.
-        k: how many were sent.
-        add: whether to add to ``out``.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value; or the payload is
-            malformed: counts that do not sum to k, indices that do not ascend or are beyond n.
-            ``out`` is then untouched.
-    """
+    """As `reference.topk_decode`, on the CPU."""
     check.topk_decode(payload, out, k)
     threads = torch.get_num_threads()
     _native.topk_decode(_address(payload), out.numel(), _address(out), k, add, threads)
 
 
 def instructions() -> str:
-    """Return the instruction set that the kernels use here: ``"avx2"`` or ``"portable"``."""
+    """Return the instruction set in use: ``"avx2"`` or ``"portable"``."""
     return _native.instructions()
 
 

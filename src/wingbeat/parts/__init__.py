@@ -7,6 +7,7 @@ Strategy(plan=Merged(), compression=Sketch(bits=4), schedule=Decoupled())
 
 from __future__ import annotations
 
+from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.parts.exchange import Bounded, Partial, Servers
 from wingbeat.parts.partners import Groups, Pairs, PartnersPart
 from wingbeat.parts.plan import (
@@ -33,7 +34,6 @@ from wingbeat.parts.update import (
 )
 from wingbeat.topologies import BCube, Doubling, Mesh, Ring
 from wingbeat.traits import Part, Traits
-from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 __all__ = [
     "Averaged",

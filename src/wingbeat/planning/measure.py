@@ -18,10 +18,10 @@ import torch
 
 from wingbeat import topologies
 from wingbeat.codecs import Coding, make
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.factors import Factors, Matrix
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.coding import Region, regions
+from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
+from wingbeat.compression import DTYPES, Coded, LowRank, TopK, for_parameter, least_bytes, matrix_of
 from wingbeat.errors import PeerError, UsageError, unknown
 from wingbeat.planning.files import digest
 from wingbeat.planning.fits import Fit, best_fit, fit_linear
@@ -29,7 +29,6 @@ from wingbeat.planning.probe import COLLECTIVES, LinkFit, MatrixCost
 from wingbeat.transport.link import Link, Pending
 from wingbeat.transport.world import World
 from wingbeat.types import Span, TensorSpec
-from wingbeat.wires import DTYPES, Coded, LowRank, TopK, least_bytes, matrix_of, own
 
 MIN_SIZE = 1024
 """Elements, or bytes, of the smallest measured exchange, as in the paper (V-B)."""
@@ -502,7 +501,7 @@ def _world_of_link(whole: World, link: Link) -> Iterator[World]:
         speeds=(whole.speeds[whole.links.index(link)],),
         timeout=whole.timeout,
         store=whole.store,
-        native_on=frozenset(),
+        nccl_devices=frozenset(),
     )
     try:
         yield world
@@ -577,7 +576,7 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     """
     each = []
     for spec in specs:
-        mine = own(wire, spec.name)
+        mine = for_parameter(wire, spec.name)
         flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
         if isinstance(mine, LowRank) and not mine.summed:  # small matrices have no factors
             each.append(payload_of(spec, mine) + flag)

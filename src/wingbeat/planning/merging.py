@@ -19,6 +19,7 @@ import torch
 
 from wingbeat import schedules
 from wingbeat.collectives import Collectives
+from wingbeat.compression import Coded, TopK
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.bucketing import Bucketing
@@ -35,7 +36,6 @@ from wingbeat.planning.merge.selection import TRIED, Candidate, candidates
 from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
 from wingbeat.planning.trials import Rows, Trial, plan_trial
 from wingbeat.types import Choices, Merging, Plan
-from wingbeat.wires import Coded, TopK
 
 MISPREDICTED = 0.1
 """Relative error above which a prediction is reported."""
@@ -132,7 +132,7 @@ class LayerMerging:
         self._world = collectives.world
         self._planner = Planner(choices, bucketing, compression, collectives)
         # Collectives of a GPU library do not report their completion.
-        native = bucketing.device.type in collectives.world.native_on
+        native = bucketing.device.type in collectives.world.nccl_devices
         later = not schedules.BY_NAME[choices.schedule].whole_after_backward
         self.passes = BackwardProfiler(
             len(bucketing.slots), bucketing.device, asynchronous=later and not native

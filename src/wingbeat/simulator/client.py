@@ -15,8 +15,7 @@ from wingbeat.simulator.colayers import Coding
 from wingbeat.simulator.mailbox import Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 
 
 class Part(NamedTuple):
@@ -112,7 +111,7 @@ class Client(Messenger[tuple[Request, Part]]):
             for part in request.parts:
                 if request.kind is not Kind.PUSH:
                     self._wanted[part.ids[:3]] = request, part
-                nbytes = LARGEST if pull else LARGEST + part.nbytes
+                nbytes = MAX_HEADER_BYTES if pull else MAX_HEADER_BYTES + part.nbytes
                 link = link_of(part.ids.route)
                 flow = Flow(part.server, 0 if pull else part.urgency, link)
                 self._queue.enqueue(flow, part.position, nbytes, (request, part))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from wingbeat.compression import Coded, Half, Sketch
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.messages import (
     Message,
@@ -19,9 +20,8 @@ from wingbeat.planning import plans
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model
-from wingbeat.transport.messages.header import FIXED
+from wingbeat.transport.messages.frames import HEADER_BYTES
 from wingbeat.types import Fusion
-from wingbeat.wires import Coded, Half, Sketch
 
 _TYPICAL = 100
 """An iteration like most."""
@@ -219,4 +219,4 @@ def _letter(words: int, payload: int) -> Letter:
     parts = 1
     if words + payload > LIMITS.message:
         parts += -(-payload // LIMITS.message)
-    return Letter(words + payload + FIXED * parts, parts)
+    return Letter(words + payload + HEADER_BYTES * parts, parts)

@@ -56,7 +56,7 @@ class Lane:
         self._work = work
         self._machine: Machine[Collective] = Machine()
         self._commands: Iterator[machine.Command[Collective]] = self._machine.commands()
-        self._blocked: machine.Take[Collective] | None = None
+        self._blocked: machine.AwaitChunk[Collective] | None = None
         self._resting = True
         self._submitted = 0
 
@@ -76,21 +76,21 @@ class Lane:
             command = self._blocked or next(self._commands)
             self._blocked = None
             match command:
-                case machine.Announce(task, transfer):
+                case machine.PostReceive(task, transfer):
                     self._network.announce(self._inward(task, transfer))
-                case machine.Take(task, transfer):
+                case machine.AwaitChunk(task, transfer):
                     if not self._network.take(self._inward(task, transfer), self._go):
                         self._blocked = command
                         return
                     self._spend(self._price_of(task, transfer))
                     return
-                case machine.Hand(task, transfer):
+                case machine.SendChunk(task, transfer):
                     self._hand(task, transfer)
                     self._spend(self._work.chunk_s)
                     return
                 case machine.Complete(task):
                     self._complete(task)
-                case machine.Rest():
+                case machine.Idle():
                     self._resting = True
                     return
 

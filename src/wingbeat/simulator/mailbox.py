@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from wingbeat.methods.parameter_server.send_queue import Flow
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
-from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
-from wingbeat.transport.messages.compose import compose
+from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
-from wingbeat.transport.messages.flow import NEVER, Posted
+from wingbeat.transport.messages.frames import NEVER, Posted, compose
 
 LIMITS = Limits(silence=1e9)
 """Those of a real run; but nobody is lost here, however long a link takes."""
@@ -53,7 +52,7 @@ class Room:
         """Let all greet each other, which takes no time."""
         frames: list[tuple[Mailbox, Arrival]] = []
 
-        def hand(sender: int, place: Place, parts: Sequence[Buffer]) -> bool:
+        def hand(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
             frames.append((self.members[place.name], _arrival(sender, place, parts)))
             return True
 
@@ -85,7 +84,7 @@ class Mailbox:
         flows = itertools.product(peers, range(room.links), range(room.classes))
         for peer, link, urgency in flows:
             # As with ZeroMQ, the lower number connects.
-            place = Place(link, urgency, peer) if number < peer else None
+            place = ConnectionId(link, urgency, peer) if number < peer else None
             self.endpoint.add(Route(peer, link, urgency), place, 0.0)
 
     @property
@@ -112,7 +111,7 @@ class Mailbox:
         self._look()
         return message
 
-    def _send(self, place: Place, parts: Sequence[Buffer]) -> bool:
+    def _send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
         peer = self._room.members[place.name]
         arrival = _arrival(self.number, place, parts)
         self._room.cards.carry(
@@ -144,7 +143,7 @@ class Mailbox:
             self._look()
 
 
-def _arrival(sender: int, place: Place, parts: Sequence[Buffer]) -> Arrival:
+def _arrival(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> Arrival:
     """Return what comes over the same interface of the receiver."""
     payload = parts[1] if len(parts) > 1 else None
     return Arrival(place._replace(name=sender), parts[0], payload, sender)

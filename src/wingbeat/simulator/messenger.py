@@ -11,7 +11,7 @@ from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import Mailbox
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.frames import Posted
 
 Item = TypeVar("Item")
 

@@ -13,8 +13,7 @@ from wingbeat.simulator.colayers import Coding
 from wingbeat.simulator.mailbox import LIMITS, Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +122,7 @@ class Server(Messenger[Answer]):
             self._enqueue(answer)
 
     def _enqueue(self, answer: Answer) -> None:
-        nbytes = LARGEST + (LIMITS.message if answer.nbytes is None else answer.nbytes)
+        nbytes = MAX_HEADER_BYTES + (LIMITS.message if answer.nbytes is None else answer.nbytes)
         route = answer.ids.route
         flow = Flow(answer.worker, urgency_of(route), link_of(route))
         self._queue.enqueue(flow, position_of(route), nbytes, answer)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.compression import Compression
 from wingbeat.parts.exchange import AUTO, bundles_of, check_thresholds, colayers_of, count_of
 from wingbeat.planning.colayers import DEFAULT_COUNT, MIN_COUNT
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import Wire
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -63,7 +63,7 @@ class Canary(Preset):
     p: int | str | None = field(default=AUTO, metadata={READ: colayers_of})
     colayers: int | str = field(default=DEFAULT_COUNT, metadata={READ: bundles_of})
     measured: bool = False
-    compression: Wire = AUTO
+    compression: Compression = AUTO
     encrypted: bool = True
     in_flight: int | None = field(default=2, metadata={READ: count_of})
 
@@ -101,7 +101,7 @@ class Canary(Preset):
             encrypted=self.encrypted,
             in_flight=self.in_flight,
         )
-        auto: Wire = "fp32" if exchange.exact else "sketch"
+        auto: Compression = "fp32" if exchange.exact else "sketch"
         return Strategy(
             plan=parts.Colayers(count=self._most, measured=self.measured, least=self._least),
             compression=auto if self.compression == AUTO else self.compression,

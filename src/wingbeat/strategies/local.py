@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.compression import DTYPES, Compression
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import GROUP_SIZE, THRESHOLD
 from wingbeat.parts.partners import check_groups, threshold_of
@@ -13,7 +14,6 @@ from wingbeat.parts.update import check_outer
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import DTYPES, Wire
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -54,7 +54,7 @@ class Ripples(Preset):
     threshold: int | None = field(default=THRESHOLD, metadata={READ: threshold_of})
     every: int = 1
     overlap: bool = False
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     average_state: bool = False
     encrypted: bool = True
 
@@ -104,7 +104,7 @@ class ADPSGD(Preset):
     """
 
     overlap: bool = True
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     average_state: bool = False
     encrypted: bool = True
 
@@ -150,7 +150,7 @@ class LocalSGD(Preset):
 
     every: int = 8
     overlap: bool = False
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     average_state: bool = False
     encrypted: bool = True
 
@@ -215,7 +215,7 @@ class DiLoCo(Preset):
     delay: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     encrypted: bool = True
 
     def __post_init__(self) -> None:

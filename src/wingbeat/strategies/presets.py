@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
-from wingbeat import parts, topologies, wires
+from wingbeat import compression, parts, topologies
+from wingbeat.compression import Compression, TopK
 from wingbeat.errors import UsageError
 from wingbeat.parts import plan as plans
 from wingbeat.parts.plan import PlanPart
@@ -19,7 +20,6 @@ from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.served import Geryon, ParameterServer
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import TopK, Wire
 
 TOPOLOGIES = tuple(topologies.BY_NAME)
 
@@ -75,7 +75,7 @@ class AllReduce(Bucketed):
     edges: ClassVar[tuple[str, ...]] = ("first_mb",)
 
     first_mb: float = 1.0
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     topology: str = "ring"
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class DeAR(Bucketed):
 
     plan: str | PlanPart = "bo"
     edge_mb: float = 0.0
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     shard_optimizer: bool = False
     topology: str = "ring"
 
@@ -245,7 +245,7 @@ class OMGS(Preset):
     """
 
     merge: str = "tried"
-    compression: Wire = "topk"
+    compression: Compression = "topk"
     density: float = TopK.density
     warmup: int = TopK.warmup
     momentum: float = TopK.momentum
@@ -266,7 +266,7 @@ class OMGS(Preset):
         plans.check_drift(self)
         check_topology(self)
         self.check_file("plan_file")
-        object.__setattr__(self, "groups", wires.pairs(self.groups))
+        object.__setattr__(self, "groups", compression.density_groups(self.groups))
         self.compose()
 
     def compose(self) -> Strategy:
@@ -292,7 +292,7 @@ class OMGS(Preset):
             return parts.Elements(count=self.elements)
         return parts.OneBucket() if self.merge == "one" else parts.PerTensor()
 
-    def _coded(self) -> Wire:
+    def _coded(self) -> Compression:
         """Return the compression with the options of top-k in it."""
         given = {key: getattr(self, key) for key in _TOPK_OPTIONS}
         if self.compression == "topk":
@@ -304,7 +304,7 @@ class OMGS(Preset):
                     f'{key} is an option of compression="topk"; leave it out, or write it into the '
                     "compression"
                 )
-        coded = wires.of(self.compression)
+        coded = compression.parse(self.compression)
         if isinstance(coded, str) or not isinstance(self.compression, str):
             return self.compression
         # Whoever merges encoded layers by a codec's name has chosen to encode them.
@@ -319,7 +319,7 @@ class MGWFBP(OMGS):
     """
 
     merge: str = "wfbp"
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
 
 
 PRESETS: dict[str, type[Preset]] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wingbeat import parts
+from wingbeat.compression import Compression
 from wingbeat.parts.exchange import STEPS, THRESHOLD, Threshold, threshold_of
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
-from wingbeat.wires import Wire
 
 UPDATES = ("worker", "server")
 
@@ -69,7 +69,7 @@ class ParameterServer(Preset):
     pushes: bool = True
     order: str = "ready"
     mb: float = 1.0
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     back: str = "wire"
     encrypted: bool = True
 

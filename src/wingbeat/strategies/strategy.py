@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
-from wingbeat import topologies, wires
+from wingbeat import compression, topologies
+from wingbeat.compression import CodecOptions, Compression, LowRank, Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.parts import exchange as exchanges
 from wingbeat.parts import partners
@@ -22,7 +23,6 @@ from wingbeat.settings import Named, Settings, named
 from wingbeat.topologies import BCube, Topology
 from wingbeat.traits import HALVES, KEPT, ONCE, Part, Traits
 from wingbeat.types import Averaging, Choices
-from wingbeat.wires import CodecPart, LowRank, Sketch, TopK, Wire
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Strategy(Settings):
     """
 
     plan: PlanPart | str = "fixed"
-    compression: Wire = "fp32"
+    compression: Compression = "fp32"
     exchange: Topology | Servers | Partial | Bounded | PartnersPart | str = "ring"
     schedule: SchedulePart | str = "wfbp"
     update: UpdatePart | str = ""
@@ -72,7 +72,7 @@ class Strategy(Settings):
         coded = self.compression
         found: dict[str, Any] = {
             "plan": _part("plan", self.plan, PlanPart, plans.BY_NAME),
-            "compression": coded if coded in wires.DTYPES else wires.of(coded),
+            "compression": coded if coded in compression.DTYPES else compression.parse(coded),
             "exchange": _part("exchange", self.exchange, _ANY_EXCHANGE, _EXCHANGES),
             "schedule": schedule,
         }
@@ -116,11 +116,11 @@ class Strategy(Settings):
     def traits(self) -> Traits:
         """What follows from all parts together."""
         parts, schedule = self._parts(), cast(SchedulePart, self.schedule)
-        codec = self.compression if isinstance(self.compression, CodecPart) else None
+        codec = self.compression if isinstance(self.compression, CodecOptions) else None
         return Traits(
             # Another dtype is no part of its own.
             exact=all(part.exact for part in parts)
-            and (codec is not None or not wires.of(self.compression)),
+            and (codec is not None or not compression.parse(self.compression)),
             synchronous=all(part.synchronous for part in parts),
             bound=getattr(self.exchange, "bound", schedule.bound),
             halves=HALVES in schedule.has,
@@ -216,8 +216,8 @@ def _check_needs(parts: list[Part]) -> None:
 
 def _check_spanning(strategy: Strategy) -> None:
     """Raise a `UsageError` for a codec whose payloads would not go along the topology."""
-    topology, wire = cast(Topology, strategy.exchange), wires.of(strategy.compression)
-    codec = isinstance(wire, CodecPart) and not wire.summed
+    topology, wire = cast(Topology, strategy.exchange), compression.parse(strategy.compression)
+    codec = isinstance(wire, CodecOptions) and not wire.summed
     if topology.spans_links and codec and not strategy.traits.gathered:
         raise UsageError(
             f"Strategy(exchange={topology!r}, compression={strategy.compression!r}): what is "
@@ -249,7 +249,7 @@ def _topology_of(exchange: Any) -> str:
 def _check_partial(strategy: Strategy) -> None:
     """Raise a `UsageError` for what is no part of a bucket."""
     where = f"Strategy(exchange={strategy.exchange!r}"
-    if strategy.compression not in wires.DTYPES:
+    if strategy.compression not in compression.DTYPES:
         raise UsageError(
             f"{where}, compression={strategy.compression!r}): parts of gradients travel as they "
             'are, or rounded; allowed: "fp32", "bf16", or a topology as the exchange'
@@ -262,9 +262,9 @@ def _check_partial(strategy: Strategy) -> None:
         )
 
 
-def _wire_of(wire: Wire, exchange: Any) -> str | wires.Coded:
+def _wire_of(wire: Compression, exchange: Any) -> str | compression.Coded:
     """Return what gradients travel as; a codec is not on trial where workers share no iteration."""
-    found = wires.of(wire)
+    found = compression.parse(wire)
     if isinstance(found, str) or not isinstance(exchange, Bounded | PartnersPart):
         return found
     if isinstance(found, TopK) and isinstance(exchange, PartnersPart):
@@ -280,7 +280,7 @@ def _check_bounded(strategy: Strategy) -> None:
             f"{where}, compression={wire!r}): pieces are summed by their owners and sent on in the "
             'same form; allowed: Sketch(), LowRank(), Half(), "fp32", or a topology as the exchange'
         )
-    if isinstance(wire, CodecPart) and wire.ends_after is not None:
+    if isinstance(wire, CodecOptions) and wire.ends_after is not None:
         raise UsageError(
             f"{where}, compression={wire!r}): the first part of a training ends in another "
             "iteration on each worker; leave share out, or take a topology as the exchange"
@@ -315,7 +315,7 @@ def _check_averaged(strategy: Strategy) -> None:
             f"{where}, update={update!r}): others average with a worker at any moment of its "
             'round; allowed: Groups(), or update="averaged"'
         )
-    if wire not in wires.DTYPES and not (alike and isinstance(update, Outer)):
+    if wire not in compression.DTYPES and not (alike and isinstance(update, Outer)):
         raise UsageError(
             f"{where}, compression={wire!r}, update={update!r}): models travel as they are, or "
             'rounded; through a codec, differences from the model that all share: allowed: "fp32", '
@@ -326,11 +326,11 @@ def _check_averaged(strategy: Strategy) -> None:
             f"{where}, compression={wire!r}, update={update!r}): what rounding takes from models "
             'is as much as they have moved; allowed: "fp32", or Groups(policy="all")'
         )
-    if isinstance(wire, CodecPart):
+    if isinstance(wire, CodecOptions):
         _check_differences(where, wire)
 
 
-def _check_differences(where: str, wire: CodecPart) -> None:
+def _check_differences(where: str, wire: CodecOptions) -> None:
     """Raise a `UsageError` for a codec's options that are of gradients alone."""
     if wire.ends_after is not None:
         raise UsageError(
@@ -359,7 +359,7 @@ def _check_served(strategy: Strategy) -> None:
             'AllReduce(compression="topk") and OMGS()'
         )
     exchange = cast(Servers, strategy.exchange)
-    if exchange.back == "dense" and not wires.of(strategy.compression):
+    if exchange.back == "dense" and not compression.parse(strategy.compression):
         raise UsageError(
             f"Strategy(exchange={exchange!r}, compression={strategy.compression!r}): sums are "
             'dense as it is; back="dense" is for another compression, such as "bf16" or Sketch()'

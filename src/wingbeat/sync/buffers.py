@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.transport.text import LONGEST_ERROR, first_line, printable
+from wingbeat.transport.text import MAX_ERROR_CHARS, first_line, printable
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Collectives, Handle
@@ -367,7 +367,7 @@ class BufferSync:
             module = self._model.get_submodule(prefix)
             module.register_buffer(key, value.clone(), persistent=True)
         except (AttributeError, KeyError) as err:
-            name = printable(spec.name, LONGEST_ERROR)
+            name = printable(spec.name, MAX_ERROR_CHARS)
             raise UsageError(
                 f"buffer {name!r}: rank {self._peer} has one of shape {spec.shape}, and rank "
                 f"{self._me} no place for it ({first_line(err)}): register it on all ranks alike, "

@@ -44,7 +44,7 @@ from wingbeat.sync.entrance import Entrance
 from wingbeat.sync.hooks import ForwardHook, WeakCall
 from wingbeat.sync.members import Members
 from wingbeat.sync.returned import refuse_loading
-from wingbeat.transport import leaving, termination
+from wingbeat.transport import graceful_shutdown
 from wingbeat.types import Choices
 from wingbeat.updates.given import Given
 from wingbeat.updates.stepper import Stepper
@@ -244,7 +244,7 @@ class Engine(Entrance):
 
     def flush_at_last(self) -> None:
         """Apply what can be, as the world is closed."""
-        if self.hooks is None or (self.choices.servers and leaving.failing()):
+        if self.hooks is None or (self.choices.servers and graceful_shutdown.is_failing()):
             return  # nothing is pending yet; or others may never push what would be waited for
         if self.steps_made.parted:
             return  # so nothing is right any more, and that is said already
@@ -349,7 +349,7 @@ class Engine(Entrance):
         with self.stepper.calling(given):
             returned = self.update.step(self, given.closure)
         self.meter.stepped()
-        termination.stepped()
+        graceful_shutdown.count_step()
         return returned
 
     def between_steps(self) -> None:
@@ -359,7 +359,7 @@ class Engine(Entrance):
             SystemExit: it does, and all is saved.
         """
         if not self.stepper.stepping:
-            termination.between(lockstep=self.choices.lockstep)
+            graceful_shutdown.stop_if_due(lockstep=self.choices.lockstep)
 
     def _begin_forward(self) -> None:
         super()._begin_forward()

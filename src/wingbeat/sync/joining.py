@@ -16,7 +16,7 @@ from wingbeat.schedules.events import Phase
 from wingbeat.sync.attach import in_backward, in_transform
 from wingbeat.sync.buffers import broadcast_now
 from wingbeat.sync.hooks import ModuleHook
-from wingbeat.transport import termination
+from wingbeat.transport import graceful_shutdown
 from wingbeat.updates.ambient import recording
 from wingbeat.updates.stepper import State
 
@@ -106,7 +106,7 @@ class _Party:
                 engine.shadow_backward()
                 engine.update.step_of_others(engine)
                 engine.meter.stepped()
-                termination.stepped()
+                graceful_shutdown.count_step()
                 engine.zero_grad(True)
                 for param in engine.trained:
                     param.grad = None

@@ -199,7 +199,7 @@ def _on_servers(
     """
     assert choices.servers is not None, "a strategy's parts have been checked"
     device = training.bucketing.device
-    if device.type != "cpu" or device.type in training.collectives.world.native_on:
+    if device.type != "cpu" or device.type in training.collectives.world.nccl_devices:
         raise UsageError(
             f"{OPTION} with parameters on {device}: servers update on the CPU only; use "
             'update="worker", or keep the model on the CPU'
@@ -233,7 +233,7 @@ def _exchange_of(choices: Choices, training: Training, compression: Compression)
         return PartialExchange(collectives, compression, choices.partitions or 0)
     if choices.servers is None or collectives.world.size == 1:
         return CollectiveExchange(collectives, compression)
-    if training.bucketing.device.type in collectives.world.native_on:
+    if training.bucketing.device.type in collectives.world.nccl_devices:
         return GpuServerExchange(collectives.world, choices.servers, choices.wire)
     nbytes = _bytes_of_gradients(choices, training)
     exchange = ServerExchange(collectives.world, choices.servers, nbytes, choices.wire)
@@ -270,7 +270,7 @@ def _update_of(
         return AloneUpdate(training, compression)
     if choices.shard_optimizer:
         update = ShardedUpdate(training, schedule, views)
-        on_gpu = training.bucketing.device.type in training.collectives.world.native_on
+        on_gpu = training.bucketing.device.type in training.collectives.world.nccl_devices
         if on_gpu and compression.coded is not None and isinstance(update.shards, OwnedTensors):
             raise UsageError(
                 f"DeAR(shard_optimizer=True): optimizer {type(training.optimizer).__name__} is "

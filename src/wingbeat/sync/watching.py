@@ -10,7 +10,7 @@ from wingbeat.monitor.place import job_name
 from wingbeat.monitor.reporter import Place, Reporter
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
-from wingbeat.transport.torch_store import keeps_everything
+from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World
 
 _reporters: weakref.WeakKeyDictionary[World, Reporter | None] = weakref.WeakKeyDictionary()
@@ -50,7 +50,7 @@ def watch(world: World, meter: Meter) -> None:
 def _begin(world: World) -> Reporter | None:
     where = launch.places() if world.rank == 0 else None
     store = world.store if world.group_store is None else world.group_store()
-    if keeps_everything(store):
+    if is_append_only(store):
         if world.rank == 0:
             log.info("`wingbeat top` cannot show this job: its store is a file, that would grow")
         return None

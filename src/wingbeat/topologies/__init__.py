@@ -1,17 +1,14 @@
-"""Where pieces go: frozen values with pure functions from (rank, blocks) to rounds of hops.
+"""Topologies: frozen values with pure functions from (rank, blocks) to rounds of hops.
 
-The same rounds are executed on real links by ``collectives`` and priced by a simulator; nothing
-here does I/O.
+``collectives`` executes the rounds on links and a simulator computes their cost; nothing here does
+I/O.
 """
 
 from __future__ import annotations
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.topologies.bcube import BCube, parse_size
-from wingbeat.topologies.doubling import Doubling
-from wingbeat.topologies.mesh import Mesh
-from wingbeat.topologies.ring import Ring
-from wingbeat.topologies.topology import Topology
+from wingbeat.topologies.topology import Doubling, Mesh, Ring, Topology
 
 __all__ = [
     "BY_NAME",
@@ -51,7 +48,7 @@ def name_of(topology: Topology) -> str:
     """Return the topology's name.
 
     Raises:
-        UsageError: it has none, so that no worker could be told of it.
+        UsageError: it has none, so it cannot be sent to workers.
     """
     if type(topology) is BCube and topology.levels:
         return f"bcube@{topology.size}"

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wingbeat.transport.graceful_shutdown import on_terminate as on_terminate
     from wingbeat.transport.rendezvous import init as init
     from wingbeat.transport.rendezvous import shutdown as shutdown
-    from wingbeat.transport.termination import on_terminate as on_terminate
     from wingbeat.transport.world import World as World
     from wingbeat.transport.world import current as current
 
@@ -19,7 +19,7 @@ _HOME = {
     "World": "world",
     "current": "world",
     "init": "rendezvous",
-    "on_terminate": "termination",
+    "on_terminate": "graceful_shutdown",
     "shutdown": "rendezvous",
 }
 

@@ -1,7 +1,7 @@
-"""A thread in the background whose unexpected end is an error of the job, and not only a traceback.
+"""Background threads whose failure is an error of the job.
 
-For a thread that watches something: one that has ended says nothing any more, and nothing to say is
-what it usually has. Its owner asks for `failure` where training comes by, and raises it.
+A thread that only reports events looks healthy after it has died. Its owner checks `failure` in the
+training thread and raises it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundThread(threading.Thread):
-    """A daemon thread that keeps the exception which has ended it.
+    """A daemon thread that stores the exception that ended it.
 
     Args:
-        work: what it runs; handles the errors that it expects.
-        name: of the thread; part of the failure's text.
-        died: called in this thread after ``work`` has raised, for example to end a wait.
+        work: the function to run; it handles the errors that it expects.
+        name: name of the thread; part of the failure's text.
+        died: called in this thread after ``work`` raised, for example to end a wait.
 
     Attributes:
-        failure: how it has ended, one line; empty unless ``work`` has raised.
+        failure: one line about the exception that ended it; empty while ``work`` has not raised.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BackgroundThread(threading.Thread):
         self.failure = ""
 
     def run(self) -> None:
-        """Run the work, and keep what it raises."""
+        """Run the work, and store what it raises."""
         try:
             self._work()
         except Exception as error:

@@ -1,7 +1,7 @@
-"""How many files and sockets this process may have open, and whether that is enough.
+"""Checks that enough file descriptors are available before sockets are opened.
 
-gloo and libzmq end the process when they get no file descriptor. So wingbeat counts before it opens
-sockets, and refuses in one line what would not fit.
+gloo and libzmq abort the process when they get no file descriptor. These checks raise a
+`UsageError` before that.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import resource
 
 from wingbeat.errors import UsageError
 
-DIRECTORY = "/dev/fd"
+FD_DIRECTORY = "/dev/fd"
 """Lists the open descriptors of this process."""
 
-GLOO_DEVICE = 4
-"""Descriptors of a gloo device: the socket it listens with, its epoll and a pipe. One more for
-each peer that is connected."""
+GLOO_DEVICE_DESCRIPTORS = 4
+"""Descriptors of a gloo device: its listening socket, its epoll and a pipe. Each connected peer
+takes one more.
+"""
 
-_SPARE = 4
-"""Descriptors left to others: a file that is read, a module that is imported."""
+_RESERVED = 4
+"""Descriptors kept free for others: files that are read, modules that are imported."""
 
 
 def raise_limit() -> None:
@@ -33,7 +34,9 @@ def raise_limit() -> None:
 def require(count: int, what: str) -> None:
     """Check that ``count`` more descriptors can be opened.
 
-    ``what`` says what they are for, as the beginning of a sentence.
+    Args:
+        count: descriptors needed.
+        what: what they are for, as the beginning of the error text.
 
     Raises:
         UsageError: the limit is too low; names it and the number needed.
@@ -42,15 +45,15 @@ def require(count: int, what: str) -> None:
     if limit == resource.RLIM_INFINITY:
         return
     try:
-        used = len(os.listdir(DIRECTORY)) - 1  # the directory itself
+        used = len(os.listdir(FD_DIRECTORY)) - 1  # the directory itself
     except OSError:
         used = limit  # none is left to read the directory with
-    if used + count + _SPARE > limit:
-        raise too_few(what, used + count + _SPARE)
+    if used + count + _RESERVED > limit:
+        raise too_few_error(what, used + count + _RESERVED)
 
 
-def too_few(what: str, needed: int | None = None) -> UsageError:
-    """Build the error for a process that has no descriptor left for ``what``."""
+def too_few_error(what: str, needed: int | None = None) -> UsageError:
+    """Return the error for a process that has no descriptor left for ``what``."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     number = "more" if needed is None else f"at least {needed}"
     return UsageError(

@@ -1,8 +1,8 @@
-"""Links for groups over gloo: their members meet in the store, nobody else is asked.
+"""Links of groups over gloo. Members find each other through the store.
 
-A gloo group fails as a whole, and single transfers in it cannot be called off. So each group of
-workers has one of its own, which is closed when the group fails or ends: what was under way in it
-is over, and reaches no other group.
+A gloo group fails as a whole, and single transfers in it cannot be cancelled. So each group of
+workers has a gloo group of its own, which is closed when the group fails or ends, with all
+transfers in it.
 """
 
 from __future__ import annotations
@@ -20,55 +20,59 @@ import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import descriptors
-from wingbeat.transport.blame import Blame
-from wingbeat.transport.gloo import GlooLink
+from wingbeat.transport.failures import FailureAttribution
+from wingbeat.transport.gloo import DeviceListener, GlooLink, open_device
+from wingbeat.transport.group_links import (
+    GroupSetupError,
+    LazyLink,
+    check_not_aborted,
+    group_prefix,
+)
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link, Pending
-from wingbeat.transport.listener import Listener, open_device
-from wingbeat.transport.meeting import MeetingLink, NotMet, refuse_given_up, room_of
-from wingbeat.transport.seal import Seal
 from wingbeat.transport.text import first_line
-from wingbeat.transport.torch_store import SharedStore, TorchStore, read
+from wingbeat.transport.torch_store import Authenticator, PollingStore, TorchStore, read_key
 from wingbeat.types import Group
 
-_SOONEST_S, _LATER_S, _LATEST_S = 0.0001, 0.01, 0.1
-"""Seconds between two looks into the store: at first, after some waiting, and after long."""
+_MIN_POLL_S, _MID_POLL_S, _MAX_POLL_S = 0.0001, 0.01, 0.1
+"""Seconds between two reads of the store: at first, after some time, and after a long time."""
 
-_LONG_S = 1.0
-"""Seconds after which a member looks seldom: many groups may wait at once."""
+_SLOW_POLL_AFTER_S = 1.0
+"""Seconds after which a member polls slowly: many groups may wait at the same time."""
 
-_ASK_S = 0.1
-"""Seconds after which whoever waits for a member looks whether it will still come."""
+_CHECK_INTERVAL_S = 0.1
+"""Seconds between two checks whether an awaited member can still come."""
 
-_CONNECTING_S = 30.0
-"""Seconds in which members who have all come are connected. That takes moments, but gloo was seen
-to let both ends of a connection wait for the other one's first byte without end."""
+_CONNECT_TIMEOUT_S = 30.0
+"""Seconds to connect members that have all arrived. This takes milliseconds, but gloo sometimes
+blocks both ends of a connection forever.
+"""
 
-_IDLE_DEVICES = 8
-"""Per interface; each is a thread and a socket."""
+_MAX_IDLE_DEVICES = 8
+"""For each interface; each device is a thread and a socket."""
 
-_GREETING_TAG = (1 << 31) - 1
-"""Of the message by which each member knows that the others are connected."""
-
-
-_NEVER_SENT_TAG = _GREETING_TAG - 1
-_AT_ONCE_S = 0.001
-"""The shortest that gloo can wait, in seconds."""
+_BARRIER_TAG = (1 << 31) - 1
+"""Tag of the messages of the barrier after connection setup."""
 
 
-_Device: TypeAlias = tuple[dist.ProcessGroupGloo.Device, Listener]
+_UNUSED_TAG = _BARRIER_TAG - 1
+_MIN_WAIT_S = 0.001
+"""The shortest timeout of gloo, in seconds."""
+
+
+_Device: TypeAlias = tuple[dist.ProcessGroupGloo.Device, DeviceListener]
 
 
 class GlooGroups:
-    """Makes links for the groups of one worker.
+    """Makes the links of one worker's groups.
 
     Args:
-        store: where the members meet. All look into it by turns, as a wait in it would lock it for
-            all other groups of this process.
-        rank: this worker, of ``size``.
+        store: the members find each other through it. It is polled: a blocking wait would lock
+            it for all other groups of this process.
+        rank: this worker's rank.
         size: number of workers in the world.
-        interfaces: those that the world uses here.
-        seal: of what workers tell each other in the store; what gloo puts there has none.
+        interfaces: interfaces that the world uses on this host.
+        authenticator: for the values that workers write; gloo's own values have no tag.
     """
 
     def __init__(
@@ -77,36 +81,38 @@ class GlooGroups:
         rank: int,
         size: int,
         interfaces: Sequence[Interface],
-        seal: Seal | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
-        self._worlds_store, self._seal = store, seal
+        self._world_store, self._authenticator = store, authenticator
         self._rank, self._size = rank, size
         self._interfaces = interfaces
         self._starting = threading.Lock()
         self._store: dist.Store | None = None
-        self._devices = [_Devices(interface) for interface in interfaces]
+        self._devices = [_DevicePool(interface) for interface in interfaces]
         self._closed = False
 
     def links(self, group: Group, timeout: float) -> tuple[Link, ...]:
-        """Return the group's links, one per interface, which are made on first use.
+        """Return the group's links, one per interface, which connect on first use.
 
-        ``timeout`` is for how many seconds the members wait for each other.
+        Members wait for each other for ``timeout`` seconds.
         """
         return tuple(
             self._link(interface.name, group, index, timeout)
             for index, interface in enumerate(self._interfaces)
         )
 
-    def _link(self, name: str, group: Group, index: int, timeout: float) -> MeetingLink:
-        off = threading.Event()
-        return MeetingLink(name, functools.partial(self._meet, group, index, timeout, off), off)
+    def _link(self, name: str, group: Group, index: int, timeout: float) -> LazyLink:
+        cancelled = threading.Event()
+        return LazyLink(
+            name, functools.partial(self._connect, group, index, timeout, cancelled), cancelled
+        )
 
     def store(self) -> TorchStore:
-        """Return the groups' way to the store. What others ask it, and wait for, locks it."""
+        """Return the groups' connection to the store, which other users do not block."""
         try:
-            return SharedStore(self._start(), self._seal)
-        except RuntimeError:  # the groups' own links will say so
-            return TorchStore(self._worlds_store, self._seal)
+            return PollingStore(self._start(), self._authenticator)
+        except RuntimeError:  # the groups' links report it
+            return TorchStore(self._world_store, self._authenticator)
 
     def close(self) -> None:
         """Stop listening and close the connection to the store."""
@@ -117,115 +123,116 @@ class GlooGroups:
             devices.close()
 
     def _start(self) -> dist.Store:
-        """Return a connection to the store that nobody else waits in."""
+        """Return a connection to the store in which nothing blocks."""
         with self._starting:
             if self._closed:
                 raise RuntimeError("wingbeat.shutdown() was called")
             if self._store is None:
-                self._store = self._worlds_store.clone()
+                self._store = self._world_store.clone()
             return self._store
 
-    def _meet(self, group: Group, index: int, timeout: float, off: threading.Event) -> Link:
-        """Connect to all members over one interface.
-
-        Raises:
-            NotMet: somebody did not come, or has given the group up.
-        """
+    def _connect(
+        self, group: Group, index: int, timeout: float, cancelled: threading.Event
+    ) -> Link:
+        """Connect to all members over one interface, or raise a `GroupSetupError`."""
         try:
             store, devices = self._start(), self._devices[index]
         except RuntimeError as err:
-            raise NotMet(self._rank, f"{group}: this rank is not connected: {err}") from None
-        shared = SharedStore(store, self._seal)
-        meeting = _Meeting(group, self._rank, self._size, shared, timeout, off)
-        room = f"{room_of(group)}link{index}/"
-        board = _Board(store, room, self._rank, group.ranks, meeting.wait_until)
+            raise GroupSetupError(
+                self._rank, f"{group}: this rank is not connected: {err}"
+            ) from None
+        shared = PollingStore(store, self._authenticator)
+        setup = _SetupWait(group, self._rank, self._size, shared, timeout, cancelled)
+        prefix = f"{group_prefix(group)}link{index}/"
+        view = _GroupStore(store, prefix, self._rank, group.ranks, setup.wait_until)
         mine, size = group.ranks.index(self._rank), len(group.ranks)
         try:
             descriptors.require(
-                descriptors.GLOO_DEVICE + size - 1, f"rank {self._rank}: connecting {group}"
+                descriptors.GLOO_DEVICE_DESCRIPTORS + size - 1,
+                f"rank {self._rank}: connecting {group}",
             )
-            board.set(f"here/{mine}", "")
-            board.wait([f"here/{member}" for member in range(size)])
-            connecting_s = min(timeout, _CONNECTING_S)
-            link = _GroupLink(devices, board, mine, size, connecting_s)
-            _greet(link, mine, group, connecting_s)
+            view.set(f"here/{mine}", "")
+            view.wait([f"here/{member}" for member in range(size)])
+            connecting_s = min(timeout, _CONNECT_TIMEOUT_S)
+            link = _GroupLink(devices, view, mine, size, connecting_s)
+            _barrier(link, mine, group, connecting_s)
         except (RendezvousError, UsageError) as err:
-            raise NotMet(self._rank, f"{group}: {err}") from None
+            raise GroupSetupError(self._rank, f"{group}: {err}") from None
         finally:
-            board.clear()
+            view.clear()
         return link
 
 
-class _Devices:
-    """What gloo listens with on one interface: for each open group a device of its own.
+class _DevicePool:
+    """The gloo devices of one interface: each open group has one of its own.
 
-    A member that comes after this one has given the meeting up must find nobody listening: gloo
-    would tell a connection that is no more, which ends the process. So a device of a meeting that
-    failed is never used again. The others are, as one takes 10 ms to end. A device listens only
-    while a group meets on it.
+    A member that arrives after this one has aborted the setup must find no listener: gloo would
+    report a connection that no longer exists, which aborts the process. So the device of a failed
+    setup is never used again. Other devices are reused, as ending one takes 10 ms. A device listens
+    only during a connection setup.
     """
 
     def __init__(self, interface: Interface) -> None:
         self.interface = interface
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self._idle: list[_Device] = []
         self._closed = False
 
-    def take(self) -> _Device:
-        """Return one that no open group has, and that listens."""
-        with self._changing:
+    def acquire(self) -> _Device:
+        """Return a listening device that no open group uses."""
+        with self._lock:
             if self._idle:
                 device, listener = self._idle.pop()
                 listener.unblock()
                 return device, listener
         return open_device(self.interface.address)
 
-    def give(self, device: _Device) -> None:
-        """Take back one on which a whole group had met."""
-        with self._changing:
-            if not self._closed and len(self._idle) < _IDLE_DEVICES:
+    def release(self, device: _Device) -> None:
+        """Return a device whose group was connected to the pool."""
+        with self._lock:
+            if not self._closed and len(self._idle) < _MAX_IDLE_DEVICES:
                 self._idle.append(device)
 
     def close(self) -> None:
-        """Keep none any more."""
-        with self._changing:
+        """Keep no devices from now on."""
+        with self._lock:
             self._closed = True
             self._idle.clear()
 
 
 class _GroupLink(GlooLink):
-    """A group's link, on a device that it has for itself until it is closed."""
+    """A group's link on a device that it owns until it is closed."""
 
     def __init__(
-        self, devices: _Devices, board: _Board, mine: int, size: int, timeout: float
+        self, devices: _DevicePool, view: _GroupStore, mine: int, size: int, timeout: float
     ) -> None:
-        device = devices.take()
+        device = devices.acquire()
         try:
-            super().__init__(board, mine, size, devices.interface, timeout, device)
+            super().__init__(view, mine, size, devices.interface, timeout, device)
             self._devices, self._own = devices, [device]
-            self._anybody = (mine + 1) % size
+            self._any_peer = (mine + 1) % size
         finally:
             del device
 
-    def retire(self) -> None:
-        """Close, as the members have not met; the device ends with that."""
+    def discard(self) -> None:
+        """Close after a failed setup; the device is discarded."""
         self._own.clear()
         self.close()
 
     def close(self) -> None:
-        """Close the sockets; once that is done another group may have the device.
+        """Close the sockets, then return the device to the pool.
 
-        Other threads may wait for transfers, which gloo ends when one of them has timed out.
+        Other threads may be waiting for transfers; gloo ends these when one wait times out.
         """
         with contextlib.suppress(RuntimeError):
-            self.recv(torch.zeros(1), self._anybody, _NEVER_SENT_TAG).wait(_AT_ONCE_S)
+            self.recv(torch.zeros(1), self._any_peer, _UNUSED_TAG).wait(_MIN_WAIT_S)
         super().close()
-        with contextlib.suppress(IndexError):  # whoever closes it first gives it back
-            self._devices.give(self._own.pop())
+        with contextlib.suppress(IndexError):  # the first caller returns it
+            self._devices.release(self._own.pop())
 
 
-class _Meeting:
-    """How long a member waits for the others, and what it says if they do not come."""
+class _SetupWait:
+    """Waits for the other members during connection setup."""
 
     def __init__(
         self,
@@ -234,125 +241,119 @@ class _Meeting:
         size: int,
         store: TorchStore,
         timeout: float,
-        off: threading.Event,
+        cancelled: threading.Event,
     ) -> None:
-        self._off = off
+        self._cancelled = cancelled
         self._group, self._rank, self._timeout = group, rank, timeout
-        self._blame = Blame(store, rank, size, timeout, room_of(group))
+        self._attribution = FailureAttribution(store, rank, size, timeout, group_prefix(group))
         self._deadline = time.monotonic() + timeout
-        refuse_given_up(group, rank, self._blame)
+        check_not_aborted(group, rank, self._attribution)
 
     def wait_until(self, done: Callable[[], bool], peer: int) -> None:
-        """Wait for what ``peer`` is to do.
-
-        Raises:
-            NotMet: it did not within the timeout, it has left, or somebody has given up.
-        """
+        """Wait for an action of ``peer``, or raise a `GroupSetupError`."""
         begin = time.monotonic()
-        pause, ask = _SOONEST_S, begin + _ASK_S
+        pause, ask = _MIN_POLL_S, begin + _CHECK_INTERVAL_S
         while not done():
             now = time.monotonic()
             if now >= ask:
-                refuse_given_up(self._group, self._rank, self._blame)
-                ask = now + _ASK_S
-                if self._blame.left(peer):
-                    raise NotMet(peer, f"rank {peer} has left before it came to {self._group}")
+                check_not_aborted(self._group, self._rank, self._attribution)
+                ask = now + _CHECK_INTERVAL_S
+                if self._attribution.has_exited(peer):
+                    raise GroupSetupError(peer, f"rank {peer} left before it joined {self._group}")
             if now >= self._deadline:
-                raise NotMet(
+                raise GroupSetupError(
                     peer,
-                    f"rank {peer} did not come to {self._group} within {self._timeout:g} s: every "
-                    "member opens the group and makes the same calls in it",
+                    f"rank {peer} did not join {self._group} within {self._timeout:g} s: every "
+                    "member must open the group and make the same calls in it",
                 )
-            if self._off.wait(pause):
-                raise NotMet(self._rank, f"{self._group} was closed here before all had come")
-            pause = min(2 * pause, _LATER_S if now < begin + _LONG_S else _LATEST_S)
+            if self._cancelled.wait(pause):
+                raise GroupSetupError(
+                    self._rank, f"{self._group} was closed before all members had joined"
+                )
+            pause = min(2 * pause, _MID_POLL_S if now < begin + _SLOW_POLL_AFTER_S else _MAX_POLL_S)
 
 
-class _Board(dist.Store):  # type: ignore[misc]
-    """The store as gloo sees it while it connects a group; remembers what to clear away."""
+class _GroupStore(dist.Store):  # type: ignore[misc]
+    """The store as gloo sees it during a connection setup; records the keys to delete."""
 
     def __init__(
         self,
         store: dist.Store,
-        room: str,
+        prefix: str,
         rank: int,
         ranks: Sequence[int],
         wait_until: Callable[[Callable[[], bool], int], None],
     ) -> None:
         super().__init__()
-        self._store, self._room, self._wait_until = store, room, wait_until
+        self._store, self._prefix, self._wait_until = store, prefix, wait_until
         self._rank, self._ranks = rank, ranks
         self._written: list[str] = []
 
     def clear(self) -> None:
-        """Delete what this member has written. The others have read it, or will never come."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone
+        """Delete this member's keys. The others have read them or will never come."""
+        with contextlib.suppress(RuntimeError):  # the store may have ended
             for key in self._written:
-                self._store.delete_key(self._room + key)
+                self._store.delete_key(self._prefix + key)
         self._written.clear()
 
     def set(self, key: str, value: str | bytes) -> None:
         """As `dist.Store.set`."""
         self._written.append(key)
-        with self._answering():
-            self._store.set(self._room + key, value)
+        with self._store_errors():
+            self._store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """As `dist.Store.get`, without a lock on the store."""
+        """As `dist.Store.get`, without locking the store."""
         found: list[bytes] = []
 
-        def look() -> bool:
-            with self._answering():
-                value = read(self._store, self._room + key)
+        def is_there() -> bool:
+            with self._store_errors():
+                value = read_key(self._store, self._prefix + key)
             found.extend([] if value is None else [value])
             return value is not None
 
-        self._wait_until(look, self._peer(key))
+        self._wait_until(is_there, self._peer(key))
         return found[0]
 
     def check(self, keys: list[str]) -> bool:
         """As `dist.Store.check`."""
-        with self._answering():
-            return bool(self._store.check([self._room + key for key in keys]))
+        with self._store_errors():
+            return bool(self._store.check([self._prefix + key for key in keys]))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
-        """As `dist.Store.wait`, until the meeting's own deadline."""
+        """As `dist.Store.wait`, until the deadline of the setup."""
         for key in keys:
             self._wait_until(functools.partial(self.check, [key]), self._peer(key))
 
     def _peer(self, key: str) -> int:
-        member = key.rpartition("/")[2]  # gloo's keys end with a member's number
+        member = key.rpartition("/")[2]  # keys of gloo end with a member's index
         known = member.isdigit() and int(member) < len(self._ranks)
         return self._ranks[int(member) if known else 0]
 
     @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Say who is to blame if the store is gone: none of the members."""
+    def _store_errors(self) -> Iterator[None]:
+        """Turn a failure of the store into a `GroupSetupError` that accuses no member."""
         try:
             yield
         except RuntimeError as err:
-            text = f"the store where the workers meet does not answer: {first_line(err)}"
-            raise NotMet(self._rank, text) from None
+            text = f"the rendezvous store does not answer: {first_line(err)}"
+            raise GroupSetupError(self._rank, text) from None
 
     def has_extended_api(self) -> bool:
         """Return False: gloo then uses the methods above alone."""
         return False
 
 
-def _greet(link: _GroupLink, mine: int, group: Group, timeout: float) -> None:
-    """Hear from all members that they are connected, so that none leaves while another connects.
-
-    Raises:
-        NotMet: one was lost meanwhile.
-    """
+def _barrier(link: _GroupLink, mine: int, group: Group, timeout: float) -> None:
+    """Wait until all members are connected, so that none leaves while another connects."""
     others = [k for k in range(len(group.ranks)) if k != mine]
     pending: list[tuple[int, Pending]] = []
     peer, lost = mine, ""
     try:
         for peer in others:
             out, into = torch.zeros(2, 1, dtype=torch.uint8)
-            pending.append((peer, link.recv(into, peer, _GREETING_TAG)))
-            pending.append((peer, link.send(out, peer, _GREETING_TAG)))
+            pending.append((peer, link.recv(into, peer, _BARRIER_TAG)))
+            pending.append((peer, link.send(out, peer, _BARRIER_TAG)))
         while pending:
             peer = pending[0][0]
             pending[0][1].wait(timeout)
@@ -360,8 +361,11 @@ def _greet(link: _GroupLink, mine: int, group: Group, timeout: float) -> None:
     except RuntimeError as err:
         lost = first_line(err)
     if lost:
-        # Not before: the error's frames hold a transfer, and gloo closes nothing while one is held.
+        # Not earlier: the exception's frames hold a transfer, and gloo closes nothing while one is
+        # held.
         pending.clear()
-        link.retire()
+        link.discard()
         who = group.ranks[peer]
-        raise NotMet(who, f"rank {who} was lost while the members of {group} met: {lost}")
+        raise GroupSetupError(
+            who, f"rank {who} was lost during the connection setup of {group}: {lost}"
+        )

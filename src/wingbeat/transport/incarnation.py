@@ -1,7 +1,8 @@
-"""Whether the process that had a rank before still runs, without a clock or a heartbeat.
+"""Incarnations: whether the process that held a rank before is still running.
 
-Each process of a job listens at a port of its own and sends its token to all that connect. The
-kernel closes the port when the process ends, however it ends, and not while it is only stopped.
+Each process of a job listens on a port and sends its token to every client. The kernel closes the
+port when the process ends, in whatever way, but not while it is only stopped. So no clock and no
+heartbeat is needed.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ if TYPE_CHECKING:
     from wingbeat.transport.torch_store import TorchStore
 
 GRACE_S = 5.0
-"""Seconds that a process which is ending has, until the next one of its rank is refused."""
+"""Seconds that a process may take to end before the next process of its rank is refused."""
 
-_ANSWER_S = 3.0
-"""Seconds to connect to a process, and to hear from it."""
+_PROBE_TIMEOUT_S = 3.0
+"""Seconds to connect to a process and to read its token."""
 
-_LOOK_S = 0.2
-_TOKEN = 32
+_RETRY_S = 0.2
+_TOKEN_CHARS = 32
 
-_ASKS = 3
-"""Attempts until another outcome than a refused connection shows that a process has ended."""
+_PROBES = 3
+"""Attempts before any outcome other than a refused connection counts as an ended process."""
 
 
-class Place(NamedTuple):
-    """Where a process shows that it runs.
+class ProcessAddress(NamedTuple):
+    """Where a process answers liveness probes.
 
     Attributes:
         host: an address.
         port: its TCP port.
-        token: what it sends.
+        token: what it sends to clients.
     """
 
     host: str
@@ -52,164 +53,171 @@ class Place(NamedTuple):
     token: str
 
     def to_text(self) -> str:
-        """Return it as the store keeps it."""
+        """Return it as stored in the rendezvous store."""
         return json.dumps(self)
 
     @staticmethod
-    def from_text(text: str) -> Place:
-        """Return what `to_text` has made.
+    def from_text(text: str) -> ProcessAddress:
+        """Parse what `to_text` returned.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is something else.
         """
         try:
             match json.loads(text):
                 case [str(host), int(port), str(token)] if (
-                    0 < port < 1 << 16 and len(token) == _TOKEN and len(host) < 256
+                    0 < port < 1 << 16 and len(token) == _TOKEN_CHARS and len(host) < 256
                 ):
-                    return Place(host, port, token)
+                    return ProcessAddress(host, port, token)
         except RecursionError:
             pass
         raise ValueError("no address of a process")
 
 
-class Incarnation:
-    """One process in the place of a rank, for as long as it takes part.
+class LivenessListener:
+    """Answers liveness probes while this process holds its rank.
 
     Args:
-        towards: the host of the store: the port is opened on the interface that reaches it.
+        remote_host: host of the store; the port is opened on the interface that reaches it.
 
     Raises:
         OSError: this host has no address that reaches it, or no port is free.
     """
 
-    def __init__(self, towards: str) -> None:
-        family, address = _own_address(towards)
+    def __init__(self, remote_host: str) -> None:
+        family, address = _own_address(remote_host)
         self._socket = socket.create_server((address, 0), family=family, backlog=128)
         port = self._socket.getsockname()[1]
-        self.place = Place(address, port, secrets.token_hex(_TOKEN // 2))
+        self.address = ProcessAddress(address, port, secrets.token_hex(_TOKEN_CHARS // 2))
         self._closed = False
-        _open.add(self)
+        _listeners.add(self)
         threading.Thread(target=self._serve, name="wingbeat-incarnation", daemon=True).start()
 
     def close(self) -> None:
-        """Take part no more. Safe to call twice."""
+        """Stop answering. May be called again."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # it wakes the thread, which close does not
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() does not
         self._socket.close()
 
-    def _abandon(self) -> None:
-        """Close this process's copy of the socket, and leave the one of its parent open."""
+    def _close_copy(self) -> None:
+        """Close a forked child's copy of the socket; the parent's stays open."""
         self._closed = True
         self._socket.close()
 
     def _serve(self) -> None:
-        token = self.place.token.encode()
+        token = self.address.token.encode()
         while not self._closed:
             try:
                 caller = self._socket.accept()[0]
-            except OSError:  # closed, or no descriptor is free at the moment
-                time.sleep(_LOOK_S)
+            except OSError:  # closed, or no free descriptor
+                time.sleep(_RETRY_S)
                 continue
             with caller, contextlib.suppress(OSError):
                 caller.setblocking(False)
                 caller.send(token)
 
 
-_open: weakref.WeakSet[Incarnation] = weakref.WeakSet()
+_listeners: weakref.WeakSet[LivenessListener] = weakref.WeakSet()
 
 
-def _abandon_all() -> None:
-    for each in list(_open):
-        each._abandon()
+def _close_copies() -> None:
+    for each in list(_listeners):
+        each._close_copy()
 
 
-# A process of a data loader has its parent's sockets, and may outlive it.
-os.register_at_fork(after_in_child=_abandon_all)
+# A data loader process inherits the sockets and may outlive its parent.
+os.register_at_fork(after_in_child=_close_copies)
 
 
-def runs(place: Place) -> bool:
-    """Whether the process still runs. One whose host cannot be reached does not."""
-    return _answers(place, _ASKS) is not False
+def is_running(address: ProcessAddress) -> bool:
+    """Whether the process is still running. A process on an unreachable host is not."""
+    return _probe(address, _PROBES) is not False
 
 
-def _answers(place: Place, asks: int) -> bool | None:
-    """Whether the process answers; None if it is stopped, or too busy.
+def _probe(address: ProcessAddress, attempts: int) -> bool | None:
+    """Whether the process answers; None if it is stopped or too busy.
 
-    Only a refused connection, or another process's token, is certain; what else goes wrong may be
-    this host's own trouble of the moment, so it is asked again, ``asks`` times in all.
+    Only a refused connection or another process's token is conclusive; any other failure may be
+    temporary, so it is probed again.
     """
-    for attempt in range(asks):
+    for attempt in range(attempts):
         if attempt:
-            time.sleep(_LOOK_S)
+            time.sleep(_RETRY_S)
         try:
-            with socket.create_connection((place.host, place.port), _ANSWER_S) as connection:
-                said = _read(connection)
+            with socket.create_connection(
+                (address.host, address.port), _PROBE_TIMEOUT_S
+            ) as connection:
+                reply = _read_token(connection)
         except ConnectionRefusedError as error:
             found: str | OSError = error
             break
         except OSError as error:
             found = error
             continue
-        if said is None or said == place.token.encode():
-            return True if said else None
-        found = f"another program answers there: {said!r}"
-        if len(said) == _TOKEN:
+        if reply is None or reply == address.token.encode():
+            return True if reply else None
+        found = f"another program answers there: {reply!r}"
+        if len(reply) == _TOKEN_CHARS:
             break
-    log.info("no process of this rank runs at %s (port %d): %s", place.host, place.port, found)
+    log.info("no process of this rank runs at %s (port %d): %s", address.host, address.port, found)
     return False
 
 
-def _read(connection: socket.socket) -> bytes | None:
-    """Return what a process says; None if it is stopped, and only its kernel has accepted."""
-    said = b""
+def _read_token(connection: socket.socket) -> bytes | None:
+    """Return what a process sends; None if it is stopped and only its kernel has accepted."""
+    reply = b""
     try:
-        while len(said) < _TOKEN and (more := connection.recv(_TOKEN - len(said))):
-            said += more
+        while len(reply) < _TOKEN_CHARS and (more := connection.recv(_TOKEN_CHARS - len(reply))):
+            reply += more
     except TimeoutError:
         return None
-    return said
+    return reply
 
 
-def lives(store: Store, rank: int) -> bool:
-    """Whether the process of ``rank`` runs and answers, as one that is stopped does not."""
+def is_alive(store: Store, rank: int) -> bool:
+    """Whether the process of ``rank`` is running and answers. A stopped process does not."""
     try:
         key = f"here/{rank}"
-        return store.has(key) and bool(_answers(Place.from_text(store.get(key, _ANSWER_S)), 1))
+        if not store.has(key):
+            return False
+        address = ProcessAddress.from_text(store.get(key, _PROBE_TIMEOUT_S))
+        return bool(_probe(address, 1))
     except (TimeoutError, RuntimeError, ValueError):
         return False
 
 
-def register(store: TorchStore, rank: int, own: Place, seconds: float, where: str) -> bool:
-    """Take a rank, unless another process has it that still runs.
+def claim_rank(
+    store: TorchStore, rank: int, own: ProcessAddress, seconds: float, where: str
+) -> bool:
+    """Claim a rank, unless a running process holds it.
 
     Args:
-        store: the job's.
-        rank: which.
-        own: this process.
-        seconds: how long to wait, at most, for a process that is ending.
-        where: how messages call the store.
+        store: the job's store.
+        rank: the rank.
+        own: address of this process.
+        seconds: upper limit of the wait for a process that is ending.
+        where: the store's address in messages.
 
     Returns:
-        Whether this process comes in the place of one that has ended.
+        Whether this process replaces one that has ended.
 
     Raises:
-        RendezvousError: the rank is taken; names the address of the process that has it.
+        RendezvousError: the rank is taken; names the address of its process.
     """
     key, text = f"here/{rank}", own.to_text()
     deadline = time.monotonic() + min(seconds, GRACE_S)
-    before = found = _claim(store, rank, key, "", text)
+    first = found = _compare_set(store, rank, key, "", text)
     while found != text:
         try:
-            other = Place.from_text(found)
+            other = ProcessAddress.from_text(found)
         except ValueError:
             raise RendezvousError(
                 f"rank {rank}: the store at {where} has a malformed address of this rank's "
                 f"process: {found[:80]!r}; start the job again at another port"
             ) from None
-        if not runs(other):
-            found = _claim(store, rank, key, found, text)
+        if not is_running(other):
+            found = _compare_set(store, rank, key, found, text)
         elif time.monotonic() >= deadline:
             raise RendezvousError(
                 f"rank {rank} is taken: a process of the job whose store is at {where} has it, and "
@@ -217,27 +225,27 @@ def register(store: TorchStore, rank: int, own: Place, seconds: float, where: st
                 "is another job, give it a MASTER_PORT of its own"
             )
         else:
-            time.sleep(_LOOK_S)
-            found = _claim(store, rank, key, "", text)
-    return before != text
+            time.sleep(_RETRY_S)
+            found = _compare_set(store, rank, key, "", text)
+    return first != text
 
 
-def _claim(store: TorchStore, rank: int, key: str, before: str, text: str) -> str:
+def _compare_set(store: TorchStore, rank: int, key: str, before: str, text: str) -> str:
     try:
         return store.replace(key, before, text)
     except TimeoutError as error:
         raise RendezvousError(f"rank {rank}: the store does not answer: {error}") from None
 
 
-def _own_address(towards: str) -> tuple[socket.AddressFamily, str]:
-    """Return this host's address on the interface that reaches another."""
-    family, _, _, _, remote = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
+def _own_address(remote: str) -> tuple[socket.AddressFamily, str]:
+    """Return this host's address on the interface that reaches another host."""
+    family, _, _, _, target = socket.getaddrinfo(remote, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(remote)  # of a datagram socket: nothing is sent
+        probe.connect(target)  # a datagram socket sends nothing here
         address: str = probe.getsockname()[0]
     own = nic.local().interfaces
-    if _is_loopback(address) and not (towards == "localhost" or _is_loopback(towards)) and own:
-        # A host's own name is often 127.0.1.1 there, which would mean another host elsewhere.
+    if _is_loopback(address) and not (remote == "localhost" or _is_loopback(remote)) and own:
+        # A host's own name often resolves to 127.0.1.1, which other hosts cannot reach.
         address = own[0].address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return family, address

@@ -1,4 +1,4 @@
-"""Which network interfaces join the workers: found, or named by the user. Pure but for `local`."""
+"""Network interfaces: which ones connect the workers, and which pairs of them connect two hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wingbeat.errors import UsageError, unknown
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network card of one host and an address of it. ``subnet`` as in ``10.0.0.0/24``."""
+    """A network interface of a host and one of its addresses. ``subnet`` as in ``10.0.0.0/24``."""
 
     name: str
     address: str
@@ -27,7 +27,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What one rank tells the others: an identity of its host and the host's interfaces."""
+    """An identity of a rank's host, and the host's interfaces."""
 
     identity: str
     interfaces: tuple[Interface, ...]
@@ -41,7 +41,7 @@ class Host:
         """Check and rebuild what a peer sent.
 
         Raises:
-            ValueError: it is not what `to_json` makes.
+            ValueError: it is not the result of `to_json`.
         """
         try:
             interfaces = [
@@ -58,10 +58,10 @@ class Host:
 
 
 def local() -> Host:
-    """Describe this host: interfaces that are up and have an address, loopback last.
+    """Return this host: interfaces that are up and have an address, loopback last.
 
-    A card is known by its IPv4 addresses, or, if it has none, by those of IPv6 that reach further
-    than its link: so that no card counts twice.
+    An interface counts once: with its IPv4 addresses, or, if it has none, with its IPv6 addresses
+    that are not link-local.
     """
     stats = psutil.net_if_stats()
     found = []
@@ -71,7 +71,7 @@ def local() -> Host:
                 name, entries, socket.AF_INET6
             )
     found.sort(key=lambda i: (is_loopback(i), i.name))
-    return Host(_identity(), tuple(found))
+    return Host(_host_identity(), tuple(found))
 
 
 def _addresses(name: str, entries: Sequence[Any], family: int) -> list[Interface]:
@@ -80,15 +80,15 @@ def _addresses(name: str, entries: Sequence[Any], family: int) -> list[Interface
         if entry.family == family and entry.netmask:
             address = ipaddress.ip_address(entry.address.partition("%")[0])
             if not (address.version == 6 and address.is_link_local):
-                # ipaddress reads an IPv6 network's length, psutil has a mask.
+                # ipaddress takes the prefix length of an IPv6 network; psutil gives a mask.
                 length = int(ipaddress.ip_address(entry.netmask)).bit_count()
                 net = ipaddress.ip_network(f"{address}/{length}", strict=False)
                 found.append(Interface(name, str(address), str(net)))
     return found
 
 
-def _identity() -> str:
-    """Tell apart hosts and also network namespaces of one host."""
+def _host_identity() -> str:
+    """Return a name that differs between hosts and between network namespaces of one host."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -98,16 +98,16 @@ def _identity() -> str:
 
 
 def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> list[Interface]:
-    """Choose this rank's interfaces, the same networks in the same order on every rank.
+    """Choose this rank's interfaces: the same networks in the same order on every rank.
 
-    Named interfaces are taken as they are, on each host its own. Otherwise every subnet counts
-    in which all hosts have an address of their own; container bridges, which have the same
-    address on each host, fall out by that. If there is none, but the hosts make a BCube in the
-    order of their ranks, each host's interfaces count, in the order of the levels. Workers of one
-    single host use loopback.
+    Named interfaces are used as they are, on each host its own. Otherwise every subnet counts in
+    which all hosts have an address of their own; this excludes container bridges, which have the
+    same address on each host. If there is none, but the hosts form a BCube in the order of their
+    ranks, each host's interfaces count in the order of the levels. Workers of a single host use
+    loopback.
 
     Raises:
-        UsageError: a named interface does not exist here, or nothing joins all hosts.
+        UsageError: a named interface does not exist here, or no network connects all hosts.
     """
     if named is not None:
         return [_find(hosts[rank], name) for name in named]
@@ -118,7 +118,7 @@ def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> lis
     subnets = _shared_subnets(hosts)
     if not subnets:
         different = {host.identity: host for host in hosts}
-        levels = next(_levels(list(different.values())), None)
+        levels = next(_bcube_levels(list(different.values())), None)
         if levels is not None:
             return levels[list(different).index(hosts[rank].identity)]
         listing = "; ".join(
@@ -127,7 +127,7 @@ def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> lis
         )
         raise UsageError(
             f"no subnet has an interface of every host ({listing}), and in the order of their "
-            "ranks the hosts make no BCube; name the interfaces: "
+            "ranks the hosts form no BCube; name the interfaces: "
             "wingbeat.init(interfaces=['eth0'])"
         )
     return [next(i for i in hosts[rank].interfaces if i.subnet == s) for s in subnets]
@@ -141,7 +141,7 @@ def _find(host: Host, name: str) -> Interface:
 
 
 def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
-    """Return the subnets in which all hosts have an address of their own, in order."""
+    """Return the subnets in which all hosts have an address of their own, sorted."""
     address_of: dict[str, dict[str, str]] = defaultdict(dict)
     for host in hosts:
         for interface in host.interfaces:
@@ -153,11 +153,11 @@ def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
         for subnet, by_host in address_of.items()
         if len(by_host) == count and len(set(by_host.values())) == count
     ]
-    return sorted(shared, key=in_order)
+    return sorted(shared, key=subnet_order)
 
 
-def _levels(hosts: Sequence[Host]) -> Iterator[list[list[Interface]]]:
-    """Yield each host's interfaces by level, for every BCube that the hosts make in this order.
+def _bcube_levels(hosts: Sequence[Host]) -> Iterator[list[list[Interface]]]:
+    """Yield each host's interfaces by level, for every BCube that the hosts form in this order.
 
     In a BCube the hosts on a level-l switch differ in digit l of their numbers, in base ports.
     """
@@ -176,7 +176,7 @@ def _levels(hosts: Sequence[Host]) -> Iterator[list[list[Interface]]]:
 
 
 def _add_level(cube: Sequence[Host], found: Sequence[list[Interface]]) -> None:
-    """Add to each host of a cube its interface in the first subnet that joins them, if any."""
+    """Add to each host of a cube its interface in the first subnet that connects them, if any."""
     for subnet in _shared_subnets(cube):
         own = [next(i for i in host.interfaces if i.subnet == subnet) for host in cube]
         if not any(one in known for one, known in zip(own, found, strict=True)):
@@ -185,12 +185,54 @@ def _add_level(cube: Sequence[Host], found: Sequence[list[Interface]]) -> None:
             return
 
 
-def in_order(subnet: str) -> tuple[int, Any]:
-    """Return what orders networks by, IPv4 first."""
+def subnet_order(subnet: str) -> tuple[int, Any]:
+    """Return the sort key of a subnet, IPv4 first."""
     network = ipaddress.ip_network(subnet)
     return network.version, network
 
 
 def is_loopback(interface: Interface) -> bool:
-    """Whether an interface leads back to its own host."""
+    """Whether an interface is the loopback interface of its host."""
     return ipaddress.ip_address(interface.address).is_loopback
+
+
+def bracketed(address: str) -> str:
+    """Return an address as in an endpoint: IPv6 addresses in brackets, before the port."""
+    return f"[{address}]" if ":" in address else address
+
+
+def listen_interfaces(own: Host, named: Sequence[str] | None) -> list[Interface]:
+    """Return the interfaces to listen on, in the order of their networks, loopback last.
+
+    Hosts that share networks number them alike; in a BCube, the number of an interface is its
+    level.
+    """
+    chosen = [i for i in own.interfaces if named is None or i.name in named]
+    return sorted(chosen, key=lambda i: (is_loopback(i), subnet_order(i.subnet)))
+
+
+def interface_pairs(
+    own: Host, mine: Sequence[Interface], peer: Host, theirs: Sequence[Interface]
+) -> list[tuple[int, int]]:
+    """Return (own, peer's) numbers of interfaces that reach each other, in the order of networks.
+
+    Two processes of one host use loopback. Hosts use every network in which each has an address of
+    its own. If there is none they use their first interfaces, which may be routed.
+    """
+    if own.identity == peer.identity:
+        return [_loopback_pair(mine, theirs)]
+    found = [
+        (a, b)
+        for a, one in enumerate(mine)
+        for b, other in enumerate(theirs)
+        if one.subnet == other.subnet and one.address != other.address and not is_loopback(one)
+    ]
+    return found or [(0, 0)]
+
+
+def _loopback_pair(mine: Sequence[Interface], theirs: Sequence[Interface]) -> tuple[int, int]:
+    ours = {i.address: n for n, i in enumerate(theirs) if is_loopback(i)}
+    for number, interface in enumerate(mine):
+        if interface.address in ours:
+            return number, ours[interface.address]
+    return 0, 0

@@ -1,4 +1,4 @@
-"""Who started this process: what torchrun, srun and mpirun say of rank, address and job."""
+"""Launchers: rank, address and job as set by torchrun, srun and mpirun."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What ``torch.distributed`` reads; torchrun sets all of them."""
 
 JOB = "WINGBEAT_JOB_ID"
-"""What names a job: two that meet at one address and port by mistake tell each other apart."""
+"""Names a job, so that two jobs that use one address and port by mistake are told apart."""
 
 _PORTS = range(15000, 25000)
-"""Below those that systems give to outgoing connections."""
+"""Below the range that systems use for outgoing connections."""
 
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
-"""Under which mpirun names a job, alike on all hosts: Open MPI 5, Open MPI 4, MPICH's kin."""
+"""Variables that hold mpirun's job name on all hosts: Open MPI 5, Open MPI 4, MPICH and relatives.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names under which a launcher says who a process is."""
+    """The environment variables of one launcher."""
 
     name: str
     rank: str
@@ -37,7 +38,7 @@ class _Launcher:
 
 
 _LAUNCHERS = (
-    # A batch script has SLURM_PROCID too, and is no task of a step: srun alone sets the number of
+    # A batch script has SLURM_PROCID too but is not a task of a step. Only srun sets the number of
     # the step's tasks.
     _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     _Launcher(
@@ -51,20 +52,20 @@ _LAUNCHERS = (
 )
 
 
-def started_by(variable: str) -> str:
-    """Return a name of the process that started all ranks of this host; empty if it is not found.
+def launcher_process(variable: str) -> str:
+    """Return a name of the process that started all ranks of this host; empty if not found.
 
-    It is the nearest ancestor without a rank in its environment: shells between the two have one.
+    It is the nearest ancestor that has no rank in its environment: shells in between have one.
 
     Args:
-        variable: under which a rank is told its number.
+        variable: the environment variable that holds the rank.
     """
     pid = os.getppid()
     try:
         while pid > 0:
             _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
             parent, begun = fields.split()[1], fields.split()[19]
-            if not _has(pid, variable):
+            if not _has_variable(pid, variable):
                 return f"{socket.gethostname()}-{pid}-{begun}"
             pid = int(parent)
     except (OSError, ValueError, IndexError):
@@ -72,44 +73,43 @@ def started_by(variable: str) -> str:
     return ""
 
 
-def _has(pid: int, variable: str) -> bool:
+def _has_variable(pid: int, variable: str) -> bool:
     try:
         lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except PermissionError:  # another user's, as the launcher may be: no rank is
+    except PermissionError:  # another user's process, such as the launcher, is not a rank
         return False
     return any(line.startswith(f"{variable}=".encode()) for line in lines)
 
 
 def job_name(env: Mapping[str, str]) -> str:
-    """Return the name of the job; empty if nothing in the environment names it."""
+    """Return the job's name; empty if the environment has none."""
     run = env.get("TORCHELASTIC_RUN_ID", "")
-    return env.get(JOB) or ("" if run == "none" else run)  # torchrun's name for one without
+    return env.get(JOB) or ("" if run == "none" else run)  # torchrun's name of a job without one
 
 
 def from_environment(
-    env: Mapping[str, str], started_by: Callable[[str], str] = started_by
+    env: Mapping[str, str], find_launcher: Callable[[str], str] = launcher_process
 ) -> dict[str, str]:
     """Return the variables that `wingbeat.init` needs and that are not set yet.
 
-    What is set already holds: torchrun's, or an address that a batch script has exported. srun
-    says where the first task runs; mpirun does not, except that all workers are on one host. The
-    port is made of the job's name, so that two jobs seldom have the same.
+    Variables that are set win: torchrun's, or an address that a batch script exported. srun gives
+    the host of the first task; mpirun gives no address unless all workers are on one host. The port
+    is derived from the job's name, so that two jobs seldom share one.
 
     Args:
         env: the environment of a process.
-        started_by: returns the name of the process that started those of this host, given the
-            variable of a rank.
+        find_launcher: returns the name of the launcher's process, given the variable of a rank.
 
     Returns:
-        ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT`` and
-        ``WINGBEAT_JOB_ID`` as far as they are missing and the launcher says them; nothing for a
+        The missing ones of ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
+        ``MASTER_PORT`` and ``WINGBEAT_JOB_ID``, as far as the launcher gives them; nothing for a
         process that was started alone.
 
     Raises:
-        UsageError: the launcher does not say where rank 0 is, only a part is set, or a value is
-            no number.
+        UsageError: the launcher does not give rank 0's address, only some of the variables are
+            set, or a value is not a number.
     """
-    found = {} if "RANK" in env or "WORLD_SIZE" in env else _of_launcher(env, started_by)
+    found = {} if "RANK" in env or "WORLD_SIZE" in env else _launcher_variables(env, find_launcher)
     if not found and "RANK" not in env and "WORLD_SIZE" not in env:
         return {}
     missing = [name for name in VARIABLES if name not in env and name not in found]
@@ -121,59 +121,61 @@ def from_environment(
     return {name: value for name, value in found.items() if name not in env}
 
 
-def _of_launcher(env: Mapping[str, str], started_by: Callable[[str], str]) -> dict[str, str]:
+def _launcher_variables(
+    env: Mapping[str, str], find_launcher: Callable[[str], str]
+) -> dict[str, str]:
     for launcher in _LAUNCHERS:
         if launcher.rank in env and launcher.size in env:
-            rank, size = _number(env, launcher.rank), _number(env, launcher.size)
+            rank, size = _parse_count(env, launcher.rank), _parse_count(env, launcher.size)
             if size < 2:
                 return {}
             found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
             if launcher.local_rank in env:
-                found["LOCAL_RANK"] = str(_number(env, launcher.local_rank))
-            job = env.get(JOB) or _job(env, launcher, size, started_by)
+                found["LOCAL_RANK"] = str(_parse_count(env, launcher.local_rank))
+            job = env.get(JOB) or _job_id(env, launcher, size, find_launcher)
             return found | _address(env, launcher, size, job) | ({JOB: job} if job else {})
     return {}
 
 
-def _job(
-    env: Mapping[str, str], launcher: _Launcher, size: int, started_by: Callable[[str], str]
+def _job_id(
+    env: Mapping[str, str], launcher: _Launcher, size: int, find_launcher: Callable[[str], str]
 ) -> str:
-    """Return what names the job alike on all its hosts, and no other job; empty if nothing does."""
+    """Return a job name that is equal on all hosts of the job and on no others; empty if none."""
     if launcher.name == "srun":
         job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
         return f"slurm {job}.{step}" if job and step else ""
     for name in _MPI_JOBS:
         if env.get(name):
             return f"mpirun {env[name]}"
-    local = _number(env, launcher.local_size, default=0) == size
-    by = started_by(launcher.rank) if local else ""
+    local = _parse_count(env, launcher.local_size, default=0) == size
+    by = find_launcher(launcher.rank) if local else ""
     return f"mpirun {by}" if by else ""
 
 
 def _address(env: Mapping[str, str], launcher: _Launcher, size: int, job: str) -> dict[str, str]:
-    """Return where the workers meet."""
-    port = {"MASTER_PORT": str(_port(job))} if job else {}
+    """Return the address of the rendezvous."""
+    port = {"MASTER_PORT": str(_job_port(job))} if job else {}
     if launcher.name == "srun":
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
         return {"MASTER_ADDR": first_node(nodes)} | port if nodes else {}
-    if _number(env, launcher.local_size, default=0) == size:
+    if _parse_count(env, launcher.local_size, default=0) == size:
         return {"MASTER_ADDR": "127.0.0.1"} | port
     if "MASTER_ADDR" in env:
         return port
     raise UsageError(
-        f"mpirun has started {size} workers on several hosts and does not say where rank 0 is: "
-        "give it the first host's name and a free port, "
+        f"mpirun has started {size} workers on several hosts and gives no address of rank 0: "
+        "set the first host's name and a free port, "
         "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"
     )
 
 
-def _port(job: str) -> int:
+def _job_port(job: str) -> int:
     number = int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big")
     return _PORTS[number % len(_PORTS)]
 
 
 def first_node(nodes: str) -> str:
-    """Return the first host of a list as SLURM writes it.
+    """Return the first host of a node list of SLURM.
 
     >>> first_node("gpu[07-09,12],login1")
     'gpu07'
@@ -186,9 +188,9 @@ def first_node(nodes: str) -> str:
     return first.strip()
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _parse_count(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if default is not None and name not in env:
         return default
     if not re.fullmatch(r"[0-9]{1,9}", env[name]):
-        raise UsageError(f"{name}={env[name]!r} in the environment: a whole number is wanted")
+        raise UsageError(f"{name}={env[name]!r} in the environment: it must be a whole number")
     return int(env[name])

@@ -1,4 +1,4 @@
-"""An in-memory transport: ranks are threads of one process. For tests."""
+"""An in-memory transport whose ranks are threads of one process. For tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from wingbeat.transport.group_links import LazyLink, group_prefix
 from wingbeat.transport.link import Link
-from wingbeat.transport.meeting import MeetingLink, room_of
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
@@ -22,66 +22,66 @@ T = TypeVar("T")
 
 
 class Switchboard:
-    """Holds the messages between all ranks; ``fail(rank)`` makes a rank vanish."""
+    """Holds the messages between all ranks. ``fail(rank)`` simulates the loss of a rank."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._mail: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._dead: set[int] = set()
+        self._messages: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self._failed: set[int] = set()
         self._values: dict[str, str] = {}
-        self._rooms: dict[str, _Room] = {}
+        self._groups: dict[str, _GroupBoard] = {}
 
     def fail(self, rank: int) -> None:
-        """Make every transfer with ``rank`` fail from now on, as a closed socket would."""
+        """Make every further transfer with ``rank`` fail, as a closed socket would."""
         with self.changed:
-            self._dead.add(rank)
+            self._failed.add(rank)
             self.changed.notify_all()
-            rooms = [key for key, room in self._rooms.items() if rank in room.ranks]
-        for key in rooms:
+            keys = [key for key, members in self._groups.items() if rank in members.ranks]
+        for key in keys:
             self.leave(key, rank)
 
     def enter(self, key: str, ranks: tuple[int, ...]) -> Switchboard:
-        """Return the switchboard of a group's members, numbered from 0 on; it ends with them."""
+        """Return the switchboard of a group's members, numbered from 0 on."""
         with self.changed:
-            room = self._rooms.get(key)
-            if room is None:
-                room = self._rooms[key] = _Room(Switchboard(), ranks)
-            dead = self._dead.intersection(ranks)
-        for rank in dead:
+            members = self._groups.get(key)
+            if members is None:
+                members = self._groups[key] = _GroupBoard(Switchboard(), ranks)
+            failed = self._failed.intersection(ranks)
+        for rank in failed:
             self.leave(key, rank)
-        return room.board
+        return members.board
 
     def leave(self, key: str, rank: int) -> None:
-        """Make every transfer with ``rank`` fail in the group of that ``key``."""
+        """Make every further transfer with ``rank`` fail in the group of that ``key``."""
         with self.changed:
-            room = self._rooms.get(key)
-            if room is None:
+            members = self._groups.get(key)
+            if members is None:
                 return
-            room.gone.add(rank)
-            if len(room.gone) == len(room.ranks):
-                del self._rooms[key]
-        room.board.fail(room.ranks.index(rank))
+            members.gone.add(rank)
+            if len(members.gone) == len(members.ranks):
+                del self._groups[key]
+        members.board.fail(members.ranks.index(rank))
 
     def post(self, key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
-        """Leave a copy of the tensor under (link, source, destination, tag)."""
+        """Store a copy of the tensor under (link, source, destination, tag)."""
         with self.changed:
-            if self._dead.intersection(key[1:3]):
+            if self._failed.intersection(key[1:3]):
                 raise RuntimeError("connection closed by peer")
-            self._mail[key].append(tensor.clone())
+            self._messages[key].append(tensor.clone())
             self.changed.notify_all()
 
     def take(self, key: tuple[str, int, int, int], out: torch.Tensor, seconds: float) -> None:
-        """Copy the oldest message under ``key`` into ``out``; wait for it if need be."""
+        """Wait for the oldest message under ``key`` and copy it into ``out``."""
         deadline = time.monotonic() + seconds
         with self.changed:
-            while not self._mail[key]:
-                if self._dead.intersection(key[1:3]):
+            while not self._messages[key]:
+                if self._failed.intersection(key[1:3]):
                     raise RuntimeError("connection closed by peer")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RuntimeError(f"timed out after {seconds:g} s")
                 self.changed.wait(left)
-            out.copy_(self._mail[key].popleft())
+            out.copy_(self._messages[key].popleft())
 
     def set(self, key: str, value: str) -> None:
         """Store interface: publish ``value`` under ``key``."""
@@ -93,7 +93,7 @@ class Switchboard:
         """Store interface: wait for ``key``.
 
         Raises:
-            TimeoutError: nobody published it within ``seconds``.
+            TimeoutError: the key was not published within ``seconds``.
         """
         with self.changed:
             if not self.changed.wait_for(lambda: key in self._values, seconds):
@@ -101,21 +101,21 @@ class Switchboard:
             return self._values[key]
 
     def claim(self, key: str, value: str) -> str:
-        """Store interface: publish ``value`` unless somebody has; return what is published."""
+        """Store interface: publish ``value`` unless the key exists; return the published value."""
         with self.changed:
             found = self._values.setdefault(key, value)
             self.changed.notify_all()
             return found
 
     def has(self, key: str) -> bool:
-        """Store interface: whether somebody has published ``key``."""
+        """Store interface: whether ``key`` is published."""
         with self.changed:
             return key in self._values
 
 
 @dataclass
-class _Room:
-    """Where the members of a group are, and who of them is there no more."""
+class _GroupBoard:
+    """The switchboard of a group, its members, and the members that left."""
 
     board: Switchboard
     ranks: tuple[int, ...]
@@ -123,14 +123,14 @@ class _Room:
 
 
 class LoopbackLink:
-    """One rank's end of the switchboard, under one interface's name."""
+    """One rank's end of the switchboard, with an interface's name."""
 
     def __init__(self, board: Switchboard, rank: int, name: str) -> None:
         self._board, self._rank, self._name = board, rank, name
 
     @property
     def name(self) -> str:
-        """Name of the pretended interface."""
+        """Name of the simulated interface."""
         return self._name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Done:
@@ -138,12 +138,12 @@ class LoopbackLink:
         self._board.post((self._name, self._rank, peer, tag), tensor)
         return _Done()
 
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Later:
-        """Take the message when waited for."""
-        return _Later(self._board, (self._name, peer, self._rank, tag), tensor)
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Received:
+        """Copy the message when it is waited for."""
+        return _Received(self._board, (self._name, peer, self._rank, tag), tensor)
 
     def close(self) -> None:
-        """Vanish for the others."""
+        """Fail all transfers with this rank."""
         self._board.fail(self._rank)
 
 
@@ -155,16 +155,16 @@ class _GroupLink(LoopbackLink):
         self._all, self._key, self._member = board, key, rank
 
     def close(self) -> None:
-        """Vanish for the other members."""
+        """Fail all transfers with this member."""
         self._all.leave(self._key, self._member)
 
 
 class _Done:
     def wait(self, seconds: float) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
-class _Later:
+class _Received:
     def __init__(
         self, board: Switchboard, key: tuple[str, int, int, int], out: torch.Tensor
     ) -> None:
@@ -175,7 +175,7 @@ class _Later:
 
 
 def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[World]:
-    """Make ``size`` connected worlds in this process, each for one thread."""
+    """Make ``size`` connected worlds in this process, one for each thread."""
     return worlds_on(Switchboard(), size, interfaces=interfaces, timeout=timeout)
 
 
@@ -202,17 +202,17 @@ def worlds_on(
 def _group_links(
     board: Switchboard, rank: int, names: Sequence[str], group: Group, _: float
 ) -> tuple[Link, ...]:
-    def meet(name: str) -> Link:
-        return _GroupLink(board, f"{room_of(group)}{name}", group, rank, name)
+    def connect(name: str) -> Link:
+        return _GroupLink(board, f"{group_prefix(group)}{name}", group, rank, name)
 
-    return tuple(MeetingLink(name, functools.partial(meet, name)) for name in names)
+    return tuple(LazyLink(name, functools.partial(connect, name)) for name in names)
 
 
 def run(members: list[World], body: Callable[[World], T]) -> list[T]:
-    """Run ``body`` once per world, each in its own thread; return the results by rank.
+    """Run ``body`` for each world in a thread of its own; return the results by rank.
 
     Raises:
-        Exception: what ``body`` raised on the lowest rank that it failed on.
+        Exception: the exception of ``body`` on the lowest rank that failed.
     """
     futures: list[Future[T]] = [Future() for _ in members]
 
@@ -223,7 +223,7 @@ def run(members: list[World], body: Callable[[World], T]) -> list[T]:
             future.set_exception(err)
 
     for pair in zip(members, futures, strict=True):
-        # Daemons: a thread that hangs is left to itself when the caller is interrupted.
+        # Daemons: a hanging thread must not keep an interrupted caller from exiting.
         threading.Thread(target=work, args=pair, daemon=True).start()
     wait(futures)
     return [future.result() for future in futures]

@@ -1,141 +1,331 @@
-"""`init` and `shutdown`: find the other workers and connect, one link per interface."""
+"""`init` and `shutdown`: find the other workers, check the job, connect one link per interface."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
+import json
 import math
 import multiprocessing
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group as a default argument: imported only after the group is
-# made (as the first optimizer does), it would keep the group, and its open port, for ever.
+# Its functions have the default group as a default argument. Imported after the group exists, as
+# the first optimizer does, the module would keep the group and its open port forever.
 import torch.distributed.nn.functional
 
-from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import speak
-from wingbeat.transport import descriptors, launchers, leaving
+from wingbeat.transport import descriptors, graceful_shutdown, launchers
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
-from wingbeat.transport.gloo import GlooLink
+from wingbeat.transport.gloo import GlooLink, watch_listeners
 from wingbeat.transport.gloo_groups import GlooGroups
-from wingbeat.transport.incarnation import Incarnation, register
-from wingbeat.transport.job import enter
-from wingbeat.transport.listener import listening
-from wingbeat.transport.native import nccl_group
-from wingbeat.transport.seal import Seal, job_key
-from wingbeat.transport.speed import measure_speeds
+from wingbeat.transport.incarnation import LivenessListener, claim_rank
+from wingbeat.transport.link import Link
+from wingbeat.transport.nccl import nccl_group
 from wingbeat.transport.text import first_line
-from wingbeat.transport.torch_store import TorchStore
+from wingbeat.transport.torch_store import (
+    KEY_VARIABLE,
+    TAG_PREFIX,
+    Authenticator,
+    RejectedValue,
+    TorchStore,
+    job_key,
+)
 from wingbeat.transport.world import World
+
+_JOB_KEY = "job"
+_MAX_NAME_CHARS = 256
+
+_OVERWRITE_S = 2.0
+"""Seconds in which rank 0 overwrites a rejected value, before it counts as written by rank 0 with
+another key.
+"""
+
+_POLL_S = 0.05
+
+
+class JobIdentity(NamedTuple):
+    """The job's identity, as rank 0 publishes it.
+
+    Attributes:
+        name: set by the launcher or the user; else random.
+        drawn: whether rank 0 drew a random name.
+        size: number of workers.
+    """
+
+    name: str
+    drawn: bool
+    size: int
+
+    @staticmethod
+    def from_text(text: str) -> JobIdentity:
+        """Parse what rank 0 published.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            match json.loads(text):
+                case [str(name), bool(drawn), int(size)] if (
+                    len(name) <= _MAX_NAME_CHARS and size > 0
+                ):
+                    return JobIdentity(name, drawn, size)
+        except RecursionError:
+            pass
+        raise ValueError("not a job identity")
+
+    def __str__(self) -> str:
+        return "a job without a name" if self.drawn else f"job {self.name!r}"
+
+
+def check_job(
+    store: TorchStore, rank: int, size: int, name: str, seconds: float, where: str
+) -> str:
+    """Check that the store belongs to this worker's job; return the job's name.
+
+    Args:
+        store: the rendezvous store.
+        rank: this worker's rank.
+        size: number of workers according to the launcher.
+        name: the job's name according to the launcher; empty if it has none.
+        seconds: timeout of the wait for rank 0.
+        where: the store's address in messages.
+
+    Raises:
+        RendezvousError: the store is another job's, or rank 0 has published nothing.
+    """
+    own = (
+        JobIdentity(name[:_MAX_NAME_CHARS], False, size)
+        if name
+        else JobIdentity(secrets.token_hex(16), True, size)
+    )
+    try:
+        text = store.claim(_JOB_KEY, json.dumps(own)) if rank == 0 else _read_job(store, seconds)
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"rank {rank}: rank 0 did not publish the job's name in the store at {where} within "
+            f"{seconds:g} s: {error}; check that rank 0 runs the same script, and that all workers "
+            f"have the same {KEY_VARIABLE} or none"
+        ) from None
+    if text.startswith(TAG_PREFIX):
+        raise RendezvousError(
+            f"rank {rank} has no {KEY_VARIABLE}, but the job of the store at {where} has one: set "
+            "the same on all workers, or set a different MASTER_PORT for each job"
+        )
+    try:
+        found = JobIdentity.from_text(text)
+    except ValueError:
+        raise RendezvousError(
+            f"rank {rank}: the store at {where} has a malformed job name: {text[:80]!r}; another "
+            "program uses it: set another MASTER_PORT"
+        ) from None
+    if (found.drawn, found.name) != (own.drawn, own.name) and not (found.drawn and own.drawn):
+        raise RendezvousError(
+            f"rank {rank} belongs to {own}, but the store at {where} to {found}: set a different "
+            "MASTER_PORT for each job, and the same WINGBEAT_JOB_ID for all workers of a job"
+        )
+    if found.size != size:
+        raise RendezvousError(
+            f"rank {rank} is one of {size} workers (WORLD_SIZE), but the store at {where} belongs "
+            f"to a job of {found.size}: set a different MASTER_PORT for each job"
+        )
+    return found.name
+
+
+def _read_job(store: TorchStore, seconds: float) -> str:
+    """Return the job's identity as rank 0 published it, or raise a `TimeoutError`."""
+    if store.authenticator is None:
+        return store.get(_JOB_KEY, seconds)
+    deadline, refused_since = time.monotonic() + seconds, float("inf")
+    while True:
+        now = time.monotonic()
+        try:
+            if (text := store.peek(_JOB_KEY)) is not None:
+                return text
+            if now >= deadline:
+                raise TimeoutError("nothing was published")
+        except RuntimeError as error:
+            raise TimeoutError(first_line(error)) from None
+        except RejectedValue:
+            refused_since = min(refused_since, now)
+            if now >= min(deadline, refused_since + _OVERWRITE_S):
+                raise
+        time.sleep(_POLL_S)
+
+
+_MIN_PROBE_BYTES = 16 << 10
+_PROBE_S = 0.04
+_MAX_PROBE_BYTES = 16 << 20
+
+_PROBE_REPEATS = 3
+"""Repetitions of a measurement that counts. A busy host delays messages; nothing makes one early.
+"""
+
+
+def measure_speeds(world: World) -> tuple[float, ...]:
+    """Measure all links; return the bytes per second of each, equal on every rank.
+
+    Each rank sends to the next one while it receives from the one before, on one link after the
+    other, with messages that grow until one takes 40 ms; that one is measured three times. The
+    speed of a link is that of its slowest rank, in the best of the three.
+
+    Raises:
+        PeerError: a transfer failed or took longer than the world's timeout.
+    """
+    speeds = []
+    for link in world.links:
+        nbytes = _MIN_PROBE_BYTES
+        while (seconds := _best_seconds(world, link, nbytes)) < _PROBE_S:
+            if nbytes >= _MAX_PROBE_BYTES:
+                break
+            nbytes *= 2
+        speeds.append(nbytes / seconds)
+    return tuple(speeds)
+
+
+def _best_seconds(world: World, link: Link, nbytes: int) -> float:
+    """Return the duration of an exchange on its slowest rank, in the best of several runs."""
+    best = float("inf")
+    for _ in range(_PROBE_REPEATS):
+        best = min(best, max(world.exchange("speed", _exchange_seconds(world, link, nbytes))))
+        if best < _PROBE_S and nbytes < _MAX_PROBE_BYTES:
+            break  # a longer message is measured next
+    return best
+
+
+def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+    begin = time.monotonic()
+    receive = link.recv(incoming, before, 0)
+    send = link.send(outgoing, after, 0)
+    try:
+        receive.wait(world.timeout)
+        send.wait(world.timeout)
+    except RuntimeError as err:
+        raise PeerError(
+            f"rank {world.rank}: measuring interface {link.name} with ranks {before} and {after} "
+            f"failed after {time.monotonic() - begin:.1f} s: {str(err).splitlines()[0]}; check "
+            "that it joins these hosts, or name others: wingbeat.init(interfaces=[...])"
+        ) from None
+    return time.monotonic() - begin
+
 
 DEFAULT_TIMEOUT = 300.0
 _generation = itertools.count()
 
-_met: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
-"""The store of this process, kept for the next `init`. Were it closed, a worker that is ahead
-could meet the old one, which rank 0 serves, shortly before it ends."""
+_stores: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
+"""The store of this process, kept for the next `init`. If it were closed, a worker that is ahead
+could connect to rank 0's old store shortly before that ends.
+"""
 
-_incarnations: weakref.WeakKeyDictionary[World, Incarnation] = weakref.WeakKeyDictionary()
+_listeners: weakref.WeakKeyDictionary[World, LivenessListener] = weakref.WeakKeyDictionary()
 
 
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
-    """Join the other workers, as torchrun, srun, mpirun or ``wingbeat lab run`` started them.
+    """Connect to the other workers of the job, as started by torchrun, srun, mpirun or ``wingbeat
+    lab run``.
 
-    Connects one process group per network interface, measures the interfaces' speed, and starts
-    ``torch.distributed``'s default group if the script has not. srun and mpirun do not set what
-    ``torch.distributed`` reads: this does, in ``os.environ``. Started by nobody this is a world of
-    one worker. A worker that is started again alone, while the others go on and the store still
-    lives, connects to nobody: `World.returned`; it may open groups.
+    Makes one process group for each network interface, measures the interfaces' speed, and starts
+    ``torch.distributed``'s default group if the script has not. srun and mpirun do not set the
+    variables that ``torch.distributed`` reads: this sets them in ``os.environ``. Without a launcher
+    the world has one worker. A worker that is restarted alone, while the others continue and the
+    store still exists, connects to no other worker: `World.returned`; it may open groups.
 
     Args:
-        timeout: seconds without a sign of a worker's process after which a wait for it ends, here
-            and in training. A worker that lives, and waits for nobody itself, is waited for up to
-            10 times as long.
-        interfaces: names of the interfaces to use on this host, in the same order of networks
-            on all hosts; default: all networks that join all hosts, or in a BCube one a level.
+        timeout: seconds without a sign of life from a worker's process after which a wait for it
+            fails, here and in training. A worker that is alive and not waiting itself is waited
+            for up to 10 times as long.
+        interfaces: names of the interfaces to use on this host, in the same order of networks on
+            all hosts; default: all networks that connect all hosts, or in a BCube one per level.
 
     Returns:
-        The world, which `distribute` then uses by itself.
+        The world, which `distribute` uses by default.
 
     Raises:
-        UsageError: the environment is incomplete, an interface does not exist, or a process that
-            was spawned imports the main script.
-        RendezvousError: workers were missing; names rank, address, interface and the wait.
+        UsageError: the environment is incomplete, an interface does not exist, or a spawned
+            process imports the main script.
+        RendezvousError: workers are missing; names rank, address, interface and duration.
     """
-    _check_call(timeout)
+    _check_arguments(timeout)
     descriptors.raise_limit()
     before = world_module.set_current(None)
     if before is not None:
-        world_module.set_current(before)  # whoever catches this goes on with it
+        world_module.set_current(before)  # the caller may continue with it
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
     key = job_key(os.environ)
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
-    # A world may be closed and made again in one process: keep the keys of each apart.
-    # torchrun starts all workers again by the store that they had: they are not to find old keys.
+    # A world may be closed and made again in one process: its keys are kept apart. torchrun
+    # restarts all workers with the same store: they must not read old keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     place = f"{attempt}/{next(_generation)}"
     store = dist.PrefixStore(f"wingbeat/{place}", store)
-    first = TorchStore(store, None if key is None else Seal(key, place))
+    first = TorchStore(store, None if key is None else Authenticator(key, place))
     world = World(rank, size, (), (), timeout, first)
     if size > 1:
-        job = enter(first, rank, size, launchers.job_name(os.environ), timeout, _where())
+        job = check_job(
+            first, rank, size, launchers.job_name(os.environ), timeout, _store_address()
+        )
         if key is not None:
-            world.store = TorchStore(store, Seal(key, f"{place}/{job}"))
-        incarnation = _register(world, alone=not met_by_torch)
+            world.store = TorchStore(store, Authenticator(key, f"{place}/{job}"))
+        incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
             _join(world, store, interfaces)
         except BaseException:
             incarnation.close()
             raise
-        _incarnations[world] = incarnation
+        _listeners[world] = incarnation
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     world_module.set_current(world)
     if rank == 0:
         speak()
-    leaving.at_the_end(world, shutdown)
+    graceful_shutdown.close_at_exit(world, shutdown)
     return world
 
 
-def _check_call(timeout: float) -> None:
-    """Raise a `UsageError` for a wrong timeout, or a process that must not join the job."""
+def _check_arguments(timeout: float) -> None:
+    """Raise a `UsageError` for an invalid timeout or a process that must not join the job."""
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # As multiprocessing itself finds out; this would join the job in its parent's place.
+        # multiprocessing detects it the same way; this process would join the job in place of its
+        # parent.
         raise UsageError(
-            "wingbeat.init() was called while a process that multiprocessing has spawned, as for a "
-            "DataLoader, imports the main script: put what trains under if __name__ == '__main__':"
+            "wingbeat.init() was called while a process spawned by multiprocessing, such as a "
+            "DataLoader worker, imports the main script: put the training code under "
+            "if __name__ == '__main__':"
         )
 
 
 def shutdown() -> None:
-    """Leave: stop wingbeat's threads and close its connections. Does nothing before `init`.
+    """Stop wingbeat's threads and close its connections. Does nothing before `init`.
 
-    Ends ``torch.distributed``'s default group too if `init` has started it and the script has
-    not ended it itself: either ``destroy_process_group()`` first and then this, or this alone.
+    Also ends ``torch.distributed``'s default group if `init` started it and it still exists: call
+    either ``destroy_process_group()`` and then this, or only this.
     """
     world = world_module.set_current(None)
     if world is not None:
-        leaving.close(world)
-        incarnation = _incarnations.pop(world, None)
-        if incarnation is not None:  # not before it has left: another may then have its rank
+        graceful_shutdown.close_world(world)
+        incarnation = _listeners.pop(world, None)
+        if incarnation is not None:  # another process may claim its rank after this
             incarnation.close()
 
 
 def _end_default_group(group: dist.ProcessGroup) -> None:
-    """Destroy the group that `init` made, unless the script has done so."""
+    """Destroy the group that `init` made, unless the script did."""
     if dist.is_initialized() and dist.group.WORLD is group:
         dist.destroy_process_group()
 
@@ -148,15 +338,15 @@ def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
     if "RANK" not in os.environ:
         return 0, 1, dist.HashStore()
     key = (os.getpid(), *(os.environ[k] for k in launchers.VARIABLES))
-    if key not in _met:
-        _met.clear()
-        _met[key] = _meet(timeout)
-    rank, size, store = _met[key]
+    if key not in _stores:
+        _stores.clear()
+        _stores[key] = _open_store(timeout)
+    rank, size, store = _stores[key]
     store.set_timeout(timedelta(seconds=timeout))
     return rank, size, store
 
 
-def _meet(timeout: float) -> tuple[int, int, dist.Store]:
+def _open_store(timeout: float) -> tuple[int, int, dist.Store]:
     begin = time.monotonic()
     try:
         store, rank, size = next(
@@ -166,48 +356,44 @@ def _meet(timeout: float) -> tuple[int, int, dist.Store]:
         env = os.environ
         if env["RANK"] == "0" and "EADDRINUSE" in str(err):
             raise RendezvousError(
-                f"rank 0 cannot serve the store at {_where()}: another job, or program, has the "
-                "port; set another MASTER_PORT on all workers"
+                f"rank 0 cannot serve the store at {_store_address()}: another job or program uses "
+                "the port; set another MASTER_PORT on all workers"
             ) from None
         raise RendezvousError(
-            f"rank {env['RANK']} did not reach the store at {_where()} after "
+            f"rank {env['RANK']} did not reach the store at {_store_address()} after "
             f"{time.monotonic() - begin:.1f} s: {first_line(err)}; check that rank 0 runs, that "
-            "its address is right, and that no firewall closes the port"
+            "its address is correct, and that no firewall blocks the port"
         ) from None
     return rank, size, store
 
 
-def _where() -> str:
-    """Return how messages call the store."""
+def _store_address() -> str:
+    """Return the store's address, for messages."""
     if "MASTER_PORT" not in os.environ:
         return "the address of torch.distributed's default group"
     env = os.environ
     return f"{env.get('MASTER_ADDR')}:{env['MASTER_PORT']} (MASTER_ADDR, MASTER_PORT)"
 
 
-def _register(world: World, *, alone: bool) -> Incarnation:
-    """Take this worker's rank, and find out whether it comes in the place of another process.
+def _claim_rank(world: World, *, alone: bool) -> LivenessListener:
+    """Claim this worker's rank, and find out whether it replaces another process.
 
-    Args:
-        world: this worker's.
-        alone: whether it may have been started again alone: torch lets nobody come late into a
-            group of its own.
-
-    Raises:
-        RendezvousError: another process has it.
+    ``alone`` is whether it may be restarted alone: groups of torch accept no late members.
     """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        incarnation = Incarnation(host)
+        incarnation = LivenessListener(host)
     except OSError as err:
         raise RendezvousError(
             f"rank {world.rank} cannot listen on its interface towards {host} (MASTER_ADDR): {err}"
         ) from None
     try:
         assert isinstance(world.store, TorchStore)
-        place = incarnation.place
+        place = incarnation.address
         if alone:
-            world.returned = register(world.store, world.rank, place, world.timeout, _where())
+            world.returned = claim_rank(
+                world.store, world.rank, place, world.timeout, _store_address()
+            )
         else:
             world.store.set(f"here/{world.rank}", place.to_text())
     except BaseException:
@@ -217,29 +403,32 @@ def _register(world: World, *, alone: bool) -> Incarnation:
 
 
 def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
-    """Connect to the others, or to nobody where this worker was started again alone."""
+    """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
         _connect(world, store, named)
         return
-    # Those who would connect to it have done so with the process before it.
-    chosen = _chosen(world, world.repeated("interfaces"), named)
-    world.networks = _checked(world, world.repeated("networks"))
+    # The others have connected to the former process.
+    chosen = _choose_interfaces(world, world.replay_exchange("interfaces"), named)
+    world.networks = _check_networks(world, world.replay_exchange("networks"))
     world.interfaces = tuple(interface.name for interface in chosen)
-    world.speeds = _speeds(world, len(chosen))
+    world.speeds = _read_speeds(world, len(chosen))
     _join_groups(world, store, chosen)
-    with contextlib.suppress(RuntimeError):  # a store that keeps everything
+    with contextlib.suppress(RuntimeError):  # an append-only store
         for said in ("left", "failed"):
-            store.delete_key(f"{said}/{world.rank}")  # it is there again
+            store.delete_key(f"{said}/{world.rank}")  # the rank is present again
 
 
 def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
     rank, size = world.rank, world.size
-    chosen = _chosen(world, world.exchange("interfaces", nic.local().to_json()), named)
-    world.networks = _networks(world, chosen)
+    chosen = _choose_interfaces(world, world.exchange("interfaces", nic.local().to_json()), named)
+    world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
     descriptors.require(
-        # The default group's device too; each rank has a second connection to the store, at rank 0.
-        (1 + len(chosen)) * (descriptors.GLOO_DEVICE + size - 1) + 1 + size * (rank == 0),
+        # Includes the default group's device. On rank 0 each rank has a second connection to the
+        # store.
+        (1 + len(chosen)) * (descriptors.GLOO_DEVICE_DESCRIPTORS + size - 1)
+        + 1
+        + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
     )
     _start_default_group(store, world, chosen)
@@ -247,29 +436,25 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
         GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, world.timeout)
         for i, interface in enumerate(chosen)
     )
-    # Gloo calls itself connected when its own pairs are: a worker that leaves at once would close
-    # them on one that still connects to others, whose `init` would fail.
+    # gloo reports success when its own pairs are connected. A worker that leaves at once would
+    # break peers that still connect.
     world.exchange("connected", True)
     world.speeds = measure_speeds(world)
     world.publish("speeds", world.speeds)
-    world.make_native = functools.partial(nccl_group, rank, size)
+    world.make_nccl_group = functools.partial(nccl_group, rank, size)
     _join_groups(world, store, chosen)
 
 
 def _join_groups(world: World, store: dist.Store, chosen: Sequence[nic.Interface]) -> None:
-    """Let the world open groups of some workers."""
+    """Enable groups of workers."""
     assert isinstance(world.store, TorchStore)
-    groups = GlooGroups(store, world.rank, world.size, chosen, world.store.seal)
+    groups = GlooGroups(store, world.rank, world.size, chosen, world.store.authenticator)
     world.make_links, world.group_store = groups.links, groups.store
     world.on_close(groups.close)
 
 
-def _speeds(world: World, links: int) -> tuple[float, ...]:
-    """Return what was measured when all workers met.
-
-    Raises:
-        RendezvousError: a peer sent something else.
-    """
+def _read_speeds(world: World, links: int) -> tuple[float, ...]:
+    """Return the speeds that were measured when all workers connected."""
     answer = world.read("speeds", 0)
     if (
         not isinstance(answer, list)
@@ -282,15 +467,10 @@ def _speeds(world: World, links: int) -> tuple[float, ...]:
     return tuple(answer)
 
 
-def _chosen(
+def _choose_interfaces(
     world: World, answers: Sequence[Any], named: Sequence[str] | None
 ) -> list[nic.Interface]:
-    """Return this host's interfaces to use, by what all hosts have.
-
-    Raises:
-        UsageError: one that is named does not exist, or none joins the hosts.
-        RendezvousError: a peer sent something else.
-    """
+    """Return this host's interfaces to use, given those of all hosts."""
     try:
         hosts = [nic.Host.from_json(answer) for answer in answers]
     except ValueError as err:
@@ -298,17 +478,14 @@ def _chosen(
     return nic.choose(hosts, world.rank, named)
 
 
-def _networks(world: World, chosen: Sequence[nic.Interface]) -> tuple[tuple[str, ...], ...]:
-    """Tell the others which networks are used here, and hear which they use.
-
-    Raises:
-        UsageError: not all use as many interfaces, so that each would wait for the other's.
-        RendezvousError: a peer sent something else.
-    """
-    return _checked(world, world.exchange("networks", [each.subnet for each in chosen]))
+def _exchange_networks(
+    world: World, chosen: Sequence[nic.Interface]
+) -> tuple[tuple[str, ...], ...]:
+    """Exchange the networks in use."""
+    return _check_networks(world, world.exchange("networks", [each.subnet for each in chosen]))
 
 
-def _checked(world: World, answers: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+def _check_networks(world: World, answers: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     for rank, answer in enumerate(answers):
         if not isinstance(answer, list) or not all(isinstance(s, str) for s in answer):
             raise RendezvousError(
@@ -325,10 +502,10 @@ def _checked(world: World, answers: Sequence[Any]) -> tuple[tuple[str, ...], ...
 
 
 def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.Interface]) -> None:
-    """Start torch's default group, on an interface that joins the hosts.
+    """Start torch's default group on an interface that connects the hosts.
 
-    By itself gloo listens where the host's name resolves to, which on many distributions is a
-    loopback address that no other host can reach.
+    By default gloo listens on the address that the host's name resolves to, often a loopback
+    address.
     """
     if dist.is_initialized():
         return
@@ -352,16 +529,16 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
 def _init_default_group(world: World, **options: Any) -> None:
     """Start torch's default group, which listens only until its ranks are connected.
 
-    `torch.distributed.split_group` would meet on the same port, and wait for its whole timeout:
-    without a device it fails at once. `torch.distributed.new_group` listens on a port of its own.
+    `torch.distributed.split_group` would use the same port and block until its timeout: without a
+    device it fails at once. `torch.distributed.new_group` listens on a port of its own.
     """
     devices = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-    _, listener = listening(
+    _, listener = watch_listeners(
         functools.partial(dist.init_process_group, "gloo", **options), count=devices
     )
     group = dist.group.WORLD
     world._close = functools.partial(_end_default_group, group)
-    if listener.known and "TORCH_GLOO_LAZY_INIT" not in os.environ:  # with it they connect later
+    if listener.known and "TORCH_GLOO_LAZY_INIT" not in os.environ:  # connects later
         listener.block()
         group._get_backend(torch.device("cpu")).options._devices = []
 

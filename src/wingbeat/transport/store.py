@@ -1,4 +1,4 @@
-"""The rendezvous store, by whose help the workers tell each other small texts (no torch)."""
+"""The interface of the rendezvous store, through which workers exchange short texts (no torch)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 
 class Store(Protocol):
-    """A small key-value store that all workers reach; carries text only, never pickles."""
+    """A key-value store that all workers reach. It holds text only, never pickles."""
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
@@ -15,19 +15,19 @@ class Store(Protocol):
         """Wait for ``key``.
 
         Raises:
-            TimeoutError: nobody published it within ``seconds``.
+            TimeoutError: the key was not published within ``seconds``.
         """
 
     def has(self, key: str) -> bool:
-        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
+        """Whether ``key`` is published. Does not wait; False if the store has ended."""
 
 
 @runtime_checkable
-class Ledger(Store, Protocol):
-    """A store in which of several that publish under one key the first is right."""
+class AtomicStore(Store, Protocol):
+    """A store with compare-and-set: of several writers of one key, the first one wins."""
 
     def claim(self, key: str, value: str) -> str:
-        """Publish ``value`` unless somebody has; return what is published.
+        """Publish ``value`` unless the key exists; return the published value.
 
         Raises:
             TimeoutError: the store does not answer.

@@ -1,58 +1,122 @@
-"""The rendezvous store, on top of torch's."""
+"""The rendezvous store on top of torch.distributed, with optional authentication of its values."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
-from wingbeat.transport.seal import Seal
 from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 
-_ABSENT = "?"
-"""What no key has as its value."""
+KEY_VARIABLE = "WINGBEAT_JOB_KEY"
+"""Environment variable that holds the job's key, the same on all workers."""
 
-_SOONEST_S, _LATEST_S = 0.001, 0.1
-"""Seconds between two looks into the store: at first, and after some waiting."""
+TAG_PREFIX = "hmac-sha256:"
+"""Prefix of every authenticated value."""
 
-LARGEST = 16 << 20
-"""Bytes of a value that is read; the largest that are written are lists of a model's tensors."""
-
-_ATTEMPTS = 16
-"""To replace a refused value, before whoever writes it again and again has won."""
+_MIN_KEY_CHARS = 16
+_TAG_DIGITS = 64
 
 
-class Refused(TimeoutError):
-    """What is in the store was not written with the job's key, or is too large."""
+class Authenticator:
+    """Adds an authentication tag (HMAC-SHA256) to each value, over a context, the key and the
+    value.
+
+    A value that is copied to another key, another job or another `init` is rejected. An earlier
+    value of the same key is not: its tag is valid.
+
+    Args:
+        key: the job's key.
+        context: what the values belong to.
+    """
+
+    def __init__(self, key: bytes, context: str) -> None:
+        self._key, self._context = key, context
+
+    def sign(self, name: str, value: str) -> str:
+        """Return ``value`` with its tag, as stored under ``name``."""
+        return f"{TAG_PREFIX}{self._tag(name, value)}:{value}"
+
+    def verify(self, name: str, text: str) -> str | None:
+        """Return the value stored under ``name``; None if its tag is not valid."""
+        value = text[len(TAG_PREFIX) + _TAG_DIGITS + 1 :]
+        # Compares the prefix and the tag too: both are in what `sign` returns.
+        expected = self.sign(name, value)
+        return value if hmac.compare_digest(expected.encode(), text.encode()) else None
+
+    def _tag(self, name: str, value: str) -> str:
+        signed = json.dumps([self._context, name, value])
+        return hmac.new(self._key, signed.encode(), hashlib.sha256).hexdigest()
+
+
+def job_key(env: Mapping[str, str]) -> bytes | None:
+    """Return the job's key from an environment; None if it has none.
+
+    Raises:
+        UsageError: the key is too short.
+    """
+    key = env.get(KEY_VARIABLE)
+    if key is None:
+        return None
+    if len(key) < _MIN_KEY_CHARS:
+        raise UsageError(
+            f"{KEY_VARIABLE} has {len(key)} characters: set at least {_MIN_KEY_CHARS}, the same on "
+            "all workers, such as the output of `openssl rand -hex 32`"
+        )
+    return key.encode("utf-8", "surrogateescape")
+
+
+_MISSING = "?"
+"""The value of no key."""
+
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.1
+"""Seconds between two reads of the store: at first, and after some time."""
+
+MAX_VALUE_BYTES = 16 << 20
+"""Bytes of the largest value that is read. The largest values written are lists of a model's
+tensors.
+"""
+
+_REPLACE_ATTEMPTS = 16
+"""Attempts to replace a rejected value while another process keeps writing it."""
+
+
+class RejectedValue(TimeoutError):
+    """A value in the store was not written with the job's key, or is too large."""
 
 
 class TorchStore:
-    """`Store` on top of torch's own, whose values are bytes.
+    """`Store` on top of torch's store, whose values are bytes.
 
-    With a seal a value that was not written with the job's key is as if it were not there: it is
-    not returned, `has` says no, and `claim` and `replace` write over it.
+    With an authenticator, a value that was not written with the job's key counts as missing: it is
+    not returned, `has` is False, and `claim` and `replace` overwrite it.
 
     Args:
-        store: torch's.
-        seal: what adds MACs to values and checks them; None where the job has no key.
+        store: torch's store.
+        authenticator: signs and verifies values; None if the job has no key.
     """
 
-    def __init__(self, store: dist.Store, seal: Seal | None = None) -> None:
-        self._store, self.seal = store, seal
+    def __init__(self, store: dist.Store, authenticator: Authenticator | None = None) -> None:
+        self._store, self.authenticator = store, authenticator
         self._warned: set[str] = set()
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
-        self._store.set(key, self._closed(key, value))
+        self._store.set(key, self._signed(key, value))
 
     def get(self, key: str, seconds: float) -> str:
         """Wait for ``key``.
 
         Raises:
-            TimeoutError: nobody published it within ``seconds``.
+            TimeoutError: the key was not published within ``seconds``.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -61,33 +125,33 @@ class TorchStore:
         except RuntimeError as err:
             raise TimeoutError(f"{key}: {first_line(err)}") from None
         try:
-            return self._opened(key, found)
-        except Refused:
-            if self.seal is None:
+            return self._verified(key, found)
+        except RejectedValue:
+            if self.authenticator is None:
                 raise
-        return self._polled(key, deadline, seconds)  # the right one may yet come
+        return self._poll_until(key, deadline, seconds)  # the valid value may still come
 
     def has(self, key: str) -> bool:
-        """Whether somebody has published ``key``; does not wait. False if the store is gone."""
+        """Whether ``key`` is published. Does not wait; False if the store has ended."""
         try:
-            if self.seal is None:
+            if self.authenticator is None:
                 return bool(self._store.check([key]))
-            return self.look(key) is not None
-        except (RuntimeError, Refused):
+            return self.peek(key) is not None
+        except (RuntimeError, RejectedValue):
             return False
 
-    def look(self, key: str) -> str | None:
-        """Return what somebody has published under ``key``, without a wait; None if nobody has.
+    def peek(self, key: str) -> str | None:
+        """Return the value of ``key`` without waiting; None if it is missing.
 
         Raises:
-            Refused: something is there that this job has not written.
-            RuntimeError: the store is gone.
+            RejectedValue: the value is not of this job.
+            RuntimeError: the store has ended.
         """
-        found = read(self._store, key)
-        return None if found is None else self._opened(key, found)
+        found = read_key(self._store, key)
+        return None if found is None else self._verified(key, found)
 
     def claim(self, key: str, value: str) -> str:
-        """Publish ``value`` unless somebody has; return what is published.
+        """Publish ``value`` unless the key exists; return the published value.
 
         Raises:
             TimeoutError: the store does not answer.
@@ -95,90 +159,93 @@ class TorchStore:
         return self.replace(key, "", value)
 
     def replace(self, key: str, before: str, value: str) -> str:
-        """Publish ``value`` if ``before`` is what is published; return what is published then.
+        """Publish ``value`` if ``before`` is the published value; return the value published then.
 
         Raises:
-            TimeoutError: the store does not answer, or somebody else writes the key all the time.
+            TimeoutError: the store does not answer, or another process keeps writing the key.
         """
-        new = self._closed(key, value)
-        expected: str | bytes = self._closed(key, before) if before else ""
-        for _ in range(_ATTEMPTS):
+        new = self._signed(key, value)
+        expected: str | bytes = self._signed(key, before) if before else ""
+        for _ in range(_REPLACE_ATTEMPTS):
             try:
                 found: bytes = self._store.compare_set(key, expected, new)
-                return self._opened(key, found)
-            except Refused:
-                if self.seal is None:
+                return self._verified(key, found)
+            except RejectedValue:
+                if self.authenticator is None:
                     raise
                 expected = found
             except RuntimeError as err:
                 raise TimeoutError(f"{key}: {first_line(err)}") from None
-        raise Refused(f"{key}: another process writes it again and again, without the job's key")
+        raise RejectedValue(f"{key}: another process keeps writing it without the job's key")
 
-    def _closed(self, key: str, value: str) -> str:
-        return value if self.seal is None else self.seal.close(key, value)
+    def _signed(self, key: str, value: str) -> str:
+        return value if self.authenticator is None else self.authenticator.sign(key, value)
 
-    def _opened(self, key: str, found: bytes) -> str:
-        """Return the value in what was read.
-
-        Raises:
-            Refused: it is too large, no text, or not of this job.
-        """
-        if len(found) > LARGEST:
-            why = f"{len(found)} bytes, more than {LARGEST}"
+    def _verified(self, key: str, found: bytes) -> str:
+        """Return the value in ``found``, or raise `RejectedValue`."""
+        if len(found) > MAX_VALUE_BYTES:
+            why = f"{len(found)} bytes, more than {MAX_VALUE_BYTES}"
         else:
             try:
                 text = found.decode()
-                value = text if self.seal is None else self.seal.open(key, text)
+                value = text if self.authenticator is None else self.authenticator.verify(key, text)
                 if value is not None:
                     return value
-                why = "its MAC is wrong or missing: it was not written with this job's key"
+                why = (
+                    "its authentication tag is wrong or missing: it was not written with this "
+                    "job's key"
+                )
             except UnicodeDecodeError:
-                why = "it is no text"
+                why = "it is not text"
         if key not in self._warned:
             self._warned.add(key)
-            log.warning("the store's value of %s is refused: %s", key, why)
-        raise Refused(f"{key}: {why}")
+            log.warning("the value of %s in the store is rejected: %s", key, why)
+        raise RejectedValue(f"{key}: {why}")
 
-    def _polled(self, key: str, deadline: float, seconds: float) -> str:
-        """As `get`, by looking again and again."""
-        pause = _SOONEST_S
+    def _poll_until(self, key: str, deadline: float, seconds: float) -> str:
+        """As `get`, by polling."""
+        pause = _MIN_POLL_S
         while True:
             try:
-                if (value := self.look(key)) is not None:
+                if (value := self.peek(key)) is not None:
                     return value
-            except Refused:
-                if self.seal is None or time.monotonic() >= deadline:
+            except RejectedValue:
+                if self.authenticator is None or time.monotonic() >= deadline:
                     raise
             except RuntimeError as err:
                 raise TimeoutError(f"{key}: {first_line(err)}") from None
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{key}: not there after {seconds:g} s")
             time.sleep(pause)
-            pause = min(2 * pause, _LATEST_S)
+            pause = min(2 * pause, _MAX_POLL_S)
 
 
-class SharedStore(TorchStore):
-    """As `TorchStore`, for many threads: a wait inside the store would lock it for all others."""
+class PollingStore(TorchStore):
+    """As `TorchStore`, for many threads: a blocking wait inside torch's store locks it for all
+    others.
+    """
 
     def get(self, key: str, seconds: float) -> str:
-        """As `TorchStore.get`; looks again and again."""
-        return self._polled(key, time.monotonic() + seconds, seconds)
+        """As `TorchStore.get`, by polling."""
+        return self._poll_until(key, time.monotonic() + seconds, seconds)
 
 
-def keeps_everything(store: Store) -> bool:
-    """Whether what is set again stays there too, as in a file that is only added to."""
+def is_append_only(store: Store) -> bool:
+    """Whether deleted or replaced values remain in the store, as in a file that is only appended
+    to.
+    """
     inner = store._store if isinstance(store, TorchStore) else None
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
     return isinstance(inner, dist.FileStore)
 
 
-def read(store: dist.Store, key: str) -> bytes | None:
-    """Return what is under ``key``, without a wait; None if nothing is.
+def read_key(store: dist.Store, key: str) -> bytes | None:
+    """Return the value of ``key`` without waiting; None if it is missing.
 
     Raises:
-        RuntimeError: the store is gone.
+        RuntimeError: the store has ended.
     """
-    # Somebody may delete it after a look, so it is looked for and read in one step.
-    value: bytes = store.compare_set(key, _ABSENT, _ABSENT)
-    return None if value == _ABSENT.encode() else value
+    # Another process may delete it between a check and a read, so both are one operation.
+    value: bytes = store.compare_set(key, _MISSING, _MISSING)
+    return None if value == _MISSING.encode() else value

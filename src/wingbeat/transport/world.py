@@ -1,59 +1,119 @@
-"""Who takes part, and over which links."""
+"""The workers of a job, or of a group, and the links between them."""
 
 from __future__ import annotations
 
 import gc
 import json
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.transport.blame import Blame, finished_text, has_finished
-from wingbeat.transport.chain import is_worth_waiting, say_waiting
-from wingbeat.transport.channel import MAX_CHANNELS, ChannelLink, lowest_free
-from wingbeat.transport.link import Link
-from wingbeat.transport.liveness import LONGEST, Wait
-from wingbeat.transport.meeting import MeetingLink, room_of
-from wingbeat.transport.register import Register
+from wingbeat.transport.failures import (
+    MAX_WAIT_FACTOR,
+    FailureAttribution,
+    WaitLog,
+    finished_peer_text,
+    has_finished,
+    is_progressing,
+    publish_wait,
+)
+from wingbeat.transport.group_links import LazyLink, group_prefix
+from wingbeat.transport.link import MAX_CHANNELS, ChannelLink, Link, lowest_free
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
 
 if TYPE_CHECKING:
-    from wingbeat.transport.native import NativeGroup
+    from wingbeat.transport.nccl import NcclGroup
+
+MAX_OPEN_GROUPS = 64
+"""Groups open at once in a process. Each may use a thread and connections to its members."""
+
+MAX_REMEMBERED_EPOCHS = 4096
+"""Sets of ranks whose last epoch is remembered, least recently used first out."""
+
+
+class OpenGroups:
+    """The open groups of a process and their last epochs. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[Group] = set()
+        self._last: OrderedDict[tuple[int, tuple[int, ...]], int] = OrderedDict()
+
+    def add(self, group: Any, rank: int, size: int) -> None:
+        """Record ``group`` as open in the process of ``rank``, one of ``size``.
+
+        Raises:
+            UsageError: it is not a group, has members that do not exist, lacks this rank, was
+                opened with this epoch before, or too many groups are open.
+        """
+        if not isinstance(group, Group):
+            raise UsageError(f"open_group({group!r}): allowed is a wingbeat.Group(ranks, epoch)")
+        if group.ranks[-1] >= size:
+            raise UsageError(
+                f"{group}: rank {group.ranks[-1]} does not exist: ranks are 0 to {size - 1}"
+            )
+        if rank not in group.ranks:
+            raise UsageError(f"{group}: rank {rank} is not a member: only members may open it")
+        with self._lock:
+            key = group.series, group.ranks
+            last = self._last.get(key, -1)
+            if group.epoch <= last:
+                raise UsageError(
+                    f"{group}: rank {rank} has already opened epoch {last} of these ranks: use "
+                    f"epoch {last + 1} or higher"
+                )
+            if len(self._open) >= MAX_OPEN_GROUPS:
+                raise UsageError(
+                    f"{group}: rank {rank} has {MAX_OPEN_GROUPS} groups open, which is the limit: "
+                    "close some (`with world.open_group(group) as members:` does)"
+                )
+            self._open.add(group)
+            self._last[key] = group.epoch
+            self._last.move_to_end(key)
+            if len(self._last) > MAX_REMEMBERED_EPOCHS:
+                self._last.popitem(last=False)
+
+    def discard(self, group: Group) -> None:
+        """Record ``group`` as closed."""
+        with self._lock:
+            self._open.discard(group)
 
 
 @dataclass(eq=False)
 class World:
-    """This worker's place among all of them.
+    """All workers of a job as seen by one of them, or a group or channel of them.
 
     Attributes:
         rank: this worker's number, 0 to ``size - 1``.
         size: number of workers.
         links: one per network interface in use.
-        speeds: bytes a second that each link carries, as measured, alike on all workers.
-        timeout: seconds without a sign of a peer after which a wait gives up and names it.
-        store: where the workers exchange small texts.
-        make_native: makes the group that runs whole collectives itself, given the TOS byte of its
-            traffic (None: the usual one); None where there is none.
-        native_on: the device types whose tensors go to that group.
-        channel: which channel of the links this world's messages go through.
-        make_links: makes the links of a group, whose members wait for each other for so many
-            seconds; None where there is nobody to link to.
-        group: which of all workers these are; None if they are all. In a group ``rank`` and
-            ``size`` count its members alone, and `ranks` has their numbers among all.
-        group_store: returns a way to the store that groups have for themselves, so that none waits
-            for what others ask it; None where all ask by the same.
+        speeds: measured bytes per second of each link, equal on all workers.
+        timeout: seconds without a sign of life from a peer after which a wait for it fails.
+        store: the rendezvous store.
+        make_nccl_group: makes the group that runs whole collectives, given the TOS byte of its
+            traffic (None: the default); None where there is none.
+        nccl_devices: device types whose tensors go to that group.
+        channel: the channel of the links that this world uses.
+        make_links: makes the links of a group, given the timeout of the connection setup in
+            seconds; None where there are no links.
+        group: the members, if this is the world of a group; else None. In a group, ``rank`` and
+            ``size`` count its members, and `ranks` has their numbers in the job.
+        group_store: returns a connection to the store for the use of groups, in which nothing
+            blocks; None: groups use ``store``.
         threads: whether the workers are threads of one process.
-        networks: for each rank, the subnet that each of its links is on, so that one knows who is
-            joined directly; empty where all are.
-        interfaces: names of this host's that are used; empty where the system chooses.
-        returned: whether this worker was started again alone, while the others go on: it has no
-            links, and only a strategy whose workers come and go lets it in.
-        serial: of a channel, how many were opened before it: whoever is started again finds the
-            same one by that.
-        parent: of a channel, the world that it was opened in.
+        networks: for each rank, the subnet of each of its links; empty if all ranks are directly
+            connected.
+        interfaces: names of this host's interfaces in use; empty if the system chooses.
+        returned: whether this worker was restarted alone while the others continue. It has no
+            links; only strategies whose workers come and go accept it.
+        serial: number of channels opened before this one. A restarted worker finds its channel
+            by it.
+        parent: the world that this channel was opened in.
     """
 
     rank: int
@@ -62,8 +122,8 @@ class World:
     speeds: tuple[float, ...]
     timeout: float
     store: Store
-    make_native: Callable[[int | None], NativeGroup] | None = None
-    native_on: frozenset[str] = frozenset({"cuda"})
+    make_nccl_group: Callable[[int | None], NcclGroup] | None = None
+    nccl_devices: frozenset[str] = frozenset({"cuda"})
     channel: int = 0
     make_links: Callable[[Group, float], tuple[Link, ...]] | None = None
     group: Group | None = None
@@ -74,61 +134,62 @@ class World:
     returned: bool = False
     serial: int = 0
     parent: World | None = None
-    _natives: dict[int | None, NativeGroup] = field(default_factory=dict)
+    _nccl_groups: dict[int | None, NcclGroup] = field(default_factory=dict)
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
     _users: list[Callable[[], None]] = field(default_factory=list)
     _channels: set[int] = field(default_factory=set)
     _opened: int = 0
-    _inner: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
-    _name: str = ""
-    _register: Register = field(default_factory=Register)
+    _children: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
+    _prefix: str = ""
+    _open_groups: OpenGroups = field(default_factory=OpenGroups)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The number of each of these workers among all: what messages call them."""
+        """The number of each of these workers in the job, as used in messages."""
         return tuple(range(self.size)) if self.group is None else self.group.ranks
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Return the share of each tensor that each link carries, in proportion to its speed."""
+        """The share of each tensor that each link carries, in proportion to its speed."""
         return tuple(speed / sum(self.speeds) for speed in self.speeds)
 
     @property
     def path(self) -> str:
-        """What keeps apart what is exchanged here from what other worlds of this job exchange."""
-        return f"{self._name}{self._exchanges}"
+        """A prefix that is unique among the worlds of this job, for keys in the store."""
+        return f"{self._prefix}{self._exchanges}"
 
     def open_group(self, group: Group, *, interface: int | None = None) -> World:
-        """Make a world of the group's members alone; only they call it, and it waits for nobody.
+        """Make a world of the group's members. Only they call it, and it does not block.
 
-        Its collectives sum over the members. They go over connections of their own, made by the
-        first collective, so they can be in any order relative to this world's and other groups',
-        and each group goes on by itself. If a member fails, its group fails on all members, and
-        whoever goes on opens another: of the same ranks in a later epoch, or of other ranks.
+        Its collectives sum over the members, over connections of their own that the first
+        collective makes. They can be in any order relative to those of this world and of other
+        groups, and each group runs independently. If a member fails, its group fails on all
+        members; the others then open another group, of the same ranks in a later epoch or of other
+        ranks.
 
-        Close it, or use it in ``with``, when the group is done; this world closes it too.
+        Close the group after use, or open it in ``with``; this world closes it too.
 
         Args:
             group: the members.
-            interface: the index of the only one to use, the same on all members; None: all.
+            interface: index of the only interface to use, the same on all members; None: all.
 
         Raises:
-            UsageError: the group has ranks that do not exist, or not this one; this epoch of
-                it is over; too many groups are open; there is no such interface; or this is not
-                the world of all workers.
+            UsageError: the group has ranks that do not exist, lacks this rank, or was opened with
+                this epoch before; too many groups are open; there is no such interface; or this is
+                not the world of all workers.
         """
         if self.group is not None or self.channel:
             raise UsageError(
-                f"{group} was opened in a part of the world: call open_group on what "
-                "wingbeat.init() has returned"
+                f"{group}: open_group() was called on a group or channel: call it on the world "
+                "that wingbeat.init() returned"
             )
         if interface is not None and not 0 <= interface < len(self.links):
             raise UsageError(
                 f"open_group(interface={interface}): allowed are 0 to {len(self.links) - 1}"
             )
         used = slice(interface, None if interface is None else interface + 1)
-        self._register.admit(group, self.rank, self.size)
+        self._open_groups.add(group, self.rank, self.size)
         links: tuple[Link, ...] = ()
         if len(group.ranks) > 1:
             assert self.make_links is not None, "a world of several workers makes links"
@@ -142,10 +203,10 @@ class World:
             self.store if self.group_store is None else self.group_store(),
             group=group,
             networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
-            _name=room_of(group),
+            _prefix=group_prefix(group),
         )
-        self._inner.add(inner)
-        inner._close = weakref.finalize(inner, self._register.leave, group)
+        self._children.add(inner)
+        inner._close = weakref.finalize(inner, self._open_groups.discard, group)
         return inner
 
     def __enter__(self) -> World:
@@ -153,27 +214,27 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            # What is under way will not be waited for: call off a meeting, whoever may yet come.
+            # Cancel a connection setup: pending operations will not be waited for.
             for link in self.links:
-                if isinstance(link, MeetingLink) and not link.met:
+                if isinstance(link, LazyLink) and not link.connected:
                     link.close()
         self.close()
 
     def open_channel(self) -> World:
-        """Make a world of the same workers, apart from this one; every worker must call it.
+        """Make a world of the same workers with independent order. Every worker must call it.
 
-        Its collectives and exchanges can be in any order relative to this world's and those of
-        its other channels. Close it when it is not needed any more; this world closes it too.
+        Its collectives and exchanges can be in any order relative to those of this world and of its
+        other channels. Close it after use; this world closes it too.
 
         Raises:
             UsageError: all channels are in use, or this is the world of a group.
-            PeerError: a worker sent something that is no list of channels.
+            PeerError: a worker sent a malformed list of channels.
         """
         if self.group is not None:
-            raise UsageError(f"{self.group} has no channels: open another group in place of one")
+            raise UsageError(f"{self.group} has no channels: open another group instead")
         if len(self._channels) > MAX_CHANNELS // 2:
-            gc.collect()  # dropped models keep theirs until they are collected
-        taken = self._channels if self.returned else self._taken_channels()
+            gc.collect()  # dropped models hold their channels until collected
+        taken = self._channels if self.returned else self._used_channels()
         number = lowest_free(taken)
         self._channels.add(number)
         inner = World(
@@ -183,8 +244,8 @@ class World:
             self.speeds,
             self.timeout,
             self.store,
-            self.make_native,
-            self.native_on,
+            self.make_nccl_group,
+            self.nccl_devices,
             number,
             group_store=self.group_store,
             threads=self.threads,
@@ -193,15 +254,15 @@ class World:
             returned=self.returned,
             serial=self._opened,
             parent=self,
-            _name=f"{self._name}{self._exchanges}.",
+            _prefix=f"{self._prefix}{self._exchanges}.",
         )
         self._opened += 1
-        self._inner.add(inner)
-        # Given back once, when it is closed or collected: another may have it after that.
+        self._children.add(inner)
+        # Released once, when it is closed or collected: another world may use the number then.
         inner._close = weakref.finalize(inner, self._channels.discard, number)
         return inner
 
-    def _taken_channels(self) -> set[int]:
+    def _used_channels(self) -> set[int]:
         taken: set[int] = set()
         for rank, answer in enumerate(self.exchange("channels", sorted(self._channels))):
             fine = isinstance(answer, list) and all(
@@ -216,121 +277,120 @@ class World:
         return taken
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Give every worker everyone's ``value``, by rank. Values travel as JSON.
+        """Exchange one ``value`` of each worker; return all of them by rank, as JSON values.
 
-        Called the same number of times on every rank, in the same order.
+        Every rank must make the same calls in the same order.
 
         Raises:
-            RendezvousError: a rank published nothing within the timeout, or something that is
-                not JSON; names the rank and ``what``.
-            UsageError: this worker was started again alone, so the others are past this.
+            RendezvousError: a rank published nothing within the timeout, or invalid JSON; names the
+                rank and ``what``.
+            UsageError: this worker was restarted alone, so the others are past this exchange.
         """
         if self.returned:
             raise UsageError(
-                f"rank {self.rank} was started again while the others go on: it cannot do {what!r} "
-                "with them; train with a strategy whose workers may come back (wingbeat.Canary), "
-                "or start all workers again"
+                f"rank {self.rank} was restarted while the others continue: it cannot take part in "
+                f"{what!r}; train with a strategy whose workers may come back (wingbeat.Canary), "
+                "or restart all workers"
             )
-        self.store.set(f"{self._name}{self._exchanges + 1}/{what}/{self.rank}", json.dumps(value))
-        return self.repeated(what)
+        self.store.set(f"{self._prefix}{self._exchanges + 1}/{what}/{self.rank}", json.dumps(value))
+        return self.replay_exchange(what)
 
-    def repeated(self, what: str) -> list[Any]:
-        """Return what an `exchange` gave the process before this one, of a worker that `returned`.
+    def replay_exchange(self, what: str) -> list[Any]:
+        """Return the result of an `exchange` that this rank's former process took part in.
 
         Raises:
             RendezvousError: as `exchange`.
         """
         self._exchanges += 1
-        prefix = f"{self._name}{self._exchanges}/{what}"
+        prefix = f"{self._prefix}{self._exchanges}/{what}"
         return [self._fetch(what, prefix, peer) for peer in range(self.size)]
 
     def publish(self, what: str, value: Any) -> None:
-        """Let the others `read` this worker's ``value``, as JSON; once under each name."""
-        self.store.set(f"{self._name}said/{what}/{self.rank}", json.dumps(value))
+        """Publish this worker's ``value`` as JSON, for `read`; once for each name."""
+        self.store.set(f"{self._prefix}said/{what}/{self.rank}", json.dumps(value))
 
     def read(self, what: str, peer: int) -> Any:
-        """Wait for what ``peer`` has published under the name ``what``.
+        """Wait for the value that ``peer`` published as ``what``.
 
         Raises:
-            RendezvousError: as for `exchange`.
+            RendezvousError: as `exchange`.
         """
-        return self._fetch(what, f"{self._name}said/{what}", peer)
+        return self._fetch(what, f"{self._prefix}said/{what}", peer)
 
-    def said(self, what: str, peer: int) -> bool:
-        """Whether ``peer`` has published something under the name ``what``; waits for nobody."""
-        return self.store.has(f"{self._name}said/{what}/{peer}")
+    def has_published(self, what: str, peer: int) -> bool:
+        """Whether ``peer`` has published a value as ``what``. Does not wait."""
+        return self.store.has(f"{self._prefix}said/{what}/{peer}")
 
     def _fetch(self, what: str, prefix: str, peer: int) -> Any:
         try:
-            return json.loads(self._awaited(f"{prefix}/{peer}", what, peer))
+            return json.loads(self._get_extended(f"{prefix}/{peer}", what, peer))
         except (TimeoutError, ValueError, RecursionError) as err:
             mine, theirs = self.ranks[self.rank], self.ranks[peer]
             if isinstance(err, TimeoutError) and has_finished(self.store, theirs):
-                raise RendezvousError(finished_text(mine, theirs, repr(what))) from None
-            kind = "sent no answer" if isinstance(err, TimeoutError) else "sent no valid JSON"
+                raise RendezvousError(finished_peer_text(mine, theirs, repr(what))) from None
+            kind = (
+                "published nothing" if isinstance(err, TimeoutError) else "published invalid JSON"
+            )
             raise RendezvousError(
                 f"rank {mine}: rank {theirs} {kind} for {what!r} within {self.timeout:g} s; "
                 "check that it is running the same script"
             ) from None
 
-    def _awaited(self, key: str, what: str, peer: int) -> str:
-        """Return what ``peer`` publishes under ``key``, for which it has longer if it lives.
-
-        Raises:
-            TimeoutError: it did not within the timeout, and does not live or waits for this worker;
-                or not within `LONGEST` times as many seconds.
+    def _get_extended(self, key: str, what: str, peer: int) -> str:
+        """Return the value of ``key``, waiting beyond the timeout while ``peer`` is alive and
+        progressing.
         """
         mine, theirs = self.ranks[self.rank], self.ranks[peer]
-        wait = Wait(f"rank {mine}", f"the answer for {what!r}")
+        wait = WaitLog(f"rank {mine}", f"the value of {what!r}")
         try:
             while True:
                 try:
                     return self.store.get(key, self.timeout)
                 except TimeoutError:
-                    say_waiting(self.store, mine, theirs)
-                    stuck = wait.seconds() > LONGEST * self.timeout
-                    if stuck or not is_worth_waiting(self.store, mine, theirs):
+                    publish_wait(self.store, mine, theirs)
+                    stuck = wait.seconds() > MAX_WAIT_FACTOR * self.timeout
+                    if stuck or not is_progressing(self.store, mine, theirs):
                         raise
-                    wait.look(f"rank {theirs}")
+                    wait.log_if_due(f"rank {theirs}")
         finally:
             if wait.seconds() > self.timeout:
-                say_waiting(self.store, mine, None)
+                publish_wait(self.store, mine, None)
 
     @property
-    def native(self) -> NativeGroup:
-        """The group for tensors on GPUs, made on first use, by every rank alike.
+    def nccl(self) -> NcclGroup:
+        """The group for tensors on GPUs. The first call makes it and must come on every rank.
 
         Raises:
             UsageError: this world has none.
         """
-        return self.native_in(None)
+        return self.nccl_in(None)
 
-    def native_in(self, traffic_class: int | None) -> NativeGroup:
-        """Return the group whose traffic has that TOS byte, made on first use, by all ranks alike.
+    def nccl_in(self, traffic_class: int | None) -> NcclGroup:
+        """Return the group whose traffic has this TOS byte. Its first call must come on every rank.
 
         Raises:
-            UsageError: this world has none, or none with classes.
+            UsageError: this world has none, or traffic classes are not supported.
         """
-        if traffic_class not in self._natives:
+        if traffic_class not in self._nccl_groups:
             if self.group is not None:
                 raise UsageError(f"{self.group} carries CPU tensors only: copy them to the CPU")
-            if self.make_native is None:
+            if self.make_nccl_group is None:
                 raise UsageError("this world carries CPU tensors only; move the model to the CPU")
-            self._natives[traffic_class] = self.make_native(traffic_class)
-        return self._natives[traffic_class]
+            self._nccl_groups[traffic_class] = self.make_nccl_group(traffic_class)
+        return self._nccl_groups[traffic_class]
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called once before the links are closed."""
+        """Call ``callback`` once, before the links are closed."""
         self._users.append(callback)
 
     def close(self) -> None:
-        """Stop the threads that use the links, then close the links. Safe to call twice."""
-        for inner in list(self._inner):
+        """Stop the threads that use the links, then close the links. May be called again."""
+        for inner in list(self._children):
             inner.close()
         users, self._users = self._users, []
         for callback in users:
             callback()
-        self._give_up_unmet()
+        self._abort_unconnected()
         if not self.channel:
             for link in self.links:
                 link.close()
@@ -338,13 +398,13 @@ class World:
         if close is not None:
             close()
 
-    def _give_up_unmet(self) -> None:
-        """Tell the other members of a group that this one closes it before it has met them."""
+    def _abort_unconnected(self) -> None:
+        """Abort a group that is closed before its members are connected."""
         if self.group is not None and self._close is not None:
-            met = any(isinstance(link, MeetingLink) and link.met for link in self.links)
+            met = any(isinstance(link, LazyLink) and link.connected for link in self.links)
             if self.links and not met:
-                rank, room = self.ranks[self.rank], room_of(self.group)
-                Blame(self.store, rank, self.ranks[-1] + 1, self.timeout, room).give_up()
+                rank, room = self.ranks[self.rank], group_prefix(self.group)
+                FailureAttribution(self.store, rank, self.ranks[-1] + 1, self.timeout, room).abort()
 
 
 _current: World | None = None
@@ -362,7 +422,7 @@ def current() -> World:
 
 
 def set_current(world: World | None) -> World | None:
-    """Install ``world`` as the current one and return the one before."""
+    """Install ``world`` as the current one and return the former one."""
     global _current
     before, _current = _current, world
     return before

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.errors import UsageError, unknown
 from wingbeat.settings import read_options
 from wingbeat.strategies import Strategy
@@ -110,7 +110,7 @@ class Contender:
         strategy = self.strategy
         if (
             strategy is None
-            or not isinstance(strategy.compression, wires.TopK)
+            or not isinstance(strategy.compression, compression.TopK)
             or "warmup=" in self.text
         ):
             return self
@@ -118,7 +118,7 @@ class Contender:
         return replace(self, strategy=settled)
 
     @property
-    def wire(self) -> str | wires.Coded:
+    def wire(self) -> str | compression.Coded:
         """What gradients travel as; empty for their own dtype."""
         return "" if self.strategy is None else self.strategy.choices().wire
 
@@ -134,8 +134,10 @@ class Contender:
         if self.alone:
             return 0
         width = min(itemsize, _HALF_BYTES) if self.name in _HALVED else itemsize
-        own = [wires.own(self.wire, name) for name in names] or [self.wire] * len(shapes)
-        return sum(map(wires.least_bytes, own, shapes, [width] * len(shapes)))
+        own = [compression.for_parameter(self.wire, name) for name in names] or [self.wire] * len(
+            shapes
+        )
+        return sum(map(compression.least_bytes, own, shapes, [width] * len(shapes)))
 
     @property
     def ddp(self) -> bool:
@@ -148,7 +150,7 @@ class Contender:
         if self.strategy is None:
             return False
         choices = self.strategy.choices()
-        tried = isinstance(choices.wire, wires.Coded) and choices.wire.auto_disable
+        tried = isinstance(choices.wire, compression.Coded) and choices.wire.auto_disable
         parts = choices.tuning, choices.merging, choices.servers and choices.servers.tuning
         return tried or any(part is not None for part in parts)
 

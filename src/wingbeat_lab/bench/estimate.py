@@ -13,8 +13,8 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from wingbeat.compression import TopK
 from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
-from wingbeat.wires import TopK
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
 from wingbeat_lab.bench.config import BenchConfig, Checked

@@ -29,7 +29,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from wingbeat.codecs.coding import Coding
-from wingbeat.codecs.factors import Round
+from wingbeat.codecs.lowrank import Round
 
 SHORTEST_S = 0.2e-3
 """Shorter sleeps end much too late. What is shorter is added to a later one of the thread."""

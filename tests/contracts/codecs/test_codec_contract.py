@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wingbeat.codecs import Codec, Coding
-from wingbeat.codecs.bf16 import Bf16Codec
+from wingbeat.codecs.codec import Bf16Codec, Dense
 from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
 from wingbeat.codecs.half import HalfCodec
 from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.sketch import SketchCodec

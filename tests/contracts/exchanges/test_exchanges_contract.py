@@ -12,6 +12,7 @@ import torch
 from helpers import late
 from helpers.training import on
 from wingbeat.collectives import Collectives
+from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
@@ -21,7 +22,6 @@ from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.gradients.compression import Compression
 from wingbeat.schedules.events import Operation
 from wingbeat.transport import loopback
-from wingbeat.wires import Half, LowRank, Sketch, TopK
 
 SHAPES = ((40, 30), (7,), (), (65, 3))
 SIZE = 3

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from wingbeat import wires
+from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded, Handle
@@ -89,7 +89,7 @@ def what_travels_narrow_or_encoded(world: World) -> None:
     ranks = (1, 2, 3)
     if world.rank not in ranks:
         return
-    settings = wires.of("fp16")
+    settings = compression.parse("fp16")
     assert not isinstance(settings, str)
     with world.open_group(Group(ranks)) as members:
         group = Collectives(members)
@@ -218,7 +218,7 @@ def handles_can_be_asked_and_call_back(world: World) -> None:
 def groups_that_cannot_be_are_refused(world: World) -> None:
     others = Group(rank for rank in range(SIZE) if rank != world.rank)
     refused = {
-        f"{others}: opened by rank {world.rank}, which is no member": others,
+        f"{others}: rank {world.rank} is not a member": others,
         "rank 4 does not exist: ranks are 0 to 3": Group((world.rank, 4)),
     }
     for words, group in refused.items():
@@ -226,10 +226,10 @@ def groups_that_cannot_be_are_refused(world: World) -> None:
             world.open_group(group)
         assert words in str(caught.value)
     with world.open_group(Group((world.rank,), 4)) as members:
-        with pytest.raises(UsageError, match="in a part of the world"):
+        with pytest.raises(UsageError, match="on a group or channel"):
             members.open_group(Group((0,), 5))
         for epoch in (4, 3):
-            with pytest.raises(UsageError, match=r"opened epoch 4 of these ranks before.* 5 or hi"):
+            with pytest.raises(UsageError, match=r"opened epoch 4 of these ranks.* 5 or hi"):
                 world.open_group(Group((world.rank,), epoch))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from wingbeat.collectives import Collectives, Handle
 from wingbeat.collectives.executor import Executor
-from wingbeat.collectives.job import Job
+from wingbeat.collectives.handle import Job
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 

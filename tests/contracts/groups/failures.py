@@ -91,7 +91,7 @@ def is_slow_and_left_out(world: World, late: int) -> str:
             assert world.store.get("went on", 30.0) == "yes"
             buffer = torch.ones(5)
             text = error_of(lambda: Collectives(members).all_reduce(buffer).wait())
-            assert "has given up group (0, 1, 2) of epoch 1" in text, text
+            assert "has aborted group (0, 1, 2) of epoch 1" in text, text
             assert "waited for this rank in all-reduce" in text or "waited for rank" in text, text
             return text
         text = error_of(lambda: summed(members))

@@ -163,4 +163,4 @@ def test_tensors_on_a_gpu_are_refused() -> None:
     with loopback.worlds(1)[0] as world:
         members = world.open_group(wingbeat.Group((0,)))
         with pytest.raises(wingbeat.errors.UsageError, match=r"group \(0\) of epoch 0 carries CPU"):
-            members.native  # noqa: B018
+            members.nccl  # noqa: B018

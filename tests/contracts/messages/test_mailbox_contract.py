@@ -15,7 +15,7 @@ from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
 from wingbeat.transport.messages.loopback import Faults, LoopbackCarrier, Network
-from wingbeat.transport.messages.mailbox import CLOSING
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S
 
 PATIENCE = 20.0
 """Seconds: nothing that works takes as long."""
@@ -78,10 +78,10 @@ def loopback(faults: Faults) -> Maker:
             endpoint = Endpoint(Membership(number, sessions[number], sessions), limits)
             for peer in sessions.keys() - {number}:
                 for urgency in range(CLASSES):
-                    place = carrier.place(peer, 0, urgency, theirs=0)
+                    place = carrier.connect(peer, 0, urgency, theirs=0)
                     endpoint.add(Route(peer, 0, urgency), place, time.monotonic())
             out.append(Mailbox(endpoint, carrier))
-        in_threads(*(lambda box=box: box.meet(PATIENCE) for box in out))
+        in_threads(*(lambda box=box: box.wait_connected(PATIENCE) for box in out))
         return out
 
     return make
@@ -199,7 +199,7 @@ def test_who_takes_nothing_is_named(maker: Callable[..., list[Mailbox]]) -> None
     a, _ = maker(2, Limits(message=4000, window=9000, silence=PATIENCE))
     for n in range(2):
         a.post(1, n, bytes(4000))
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 took nothing for 0.2 s: 8152 bytes wait"):
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 consumed nothing for 0.2 s: 8152 of"):
         a.post(1, 2, bytes(4000), seconds=0.2)
 
 
@@ -247,13 +247,13 @@ def test_leaving_is_told_after_the_last_message(maker: Callable[..., list[Mailbo
         kind = b.receive(PATIENCE).kind
         with pytest.raises(PeerError, match="rank 0 has left"):
             b.receive(PATIENCE, of=[0])
-        with pytest.raises(PeerError, match="everyone has left"):
+        with pytest.raises(PeerError, match="all peers have left"):
             b.receive(PATIENCE)
         with pytest.raises(PeerError, match="rank 0 has left"):
             b.post(0, 1)
         begin = time.monotonic()
         b.close(0.5)
-        assert time.monotonic() - begin < CLOSING / 2, "nobody is there to wait for"
+        assert time.monotonic() - begin < CLOSE_TIMEOUT_S / 2, "nobody is there to wait for"
         return kind
 
     assert in_threads(leave, take)[1] == 5
@@ -262,8 +262,10 @@ def test_leaving_is_told_after_the_last_message(maker: Callable[..., list[Mailbo
 def test_both_may_leave_at_once(maker: Callable[..., list[Mailbox]]) -> None:
     boxes = maker(3)
     begin = time.monotonic()
-    in_threads(*(lambda box=box: box.close(0.5 if faulty(box) else CLOSING) for box in boxes))
-    assert time.monotonic() - begin < CLOSING
+    in_threads(
+        *(lambda box=box: box.close(0.5 if faulty(box) else CLOSE_TIMEOUT_S) for box in boxes)
+    )
+    assert time.monotonic() - begin < CLOSE_TIMEOUT_S
     with pytest.raises(UsageError, match="closed"):
         boxes[0].post(1, 1)
 

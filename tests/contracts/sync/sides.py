@@ -13,8 +13,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
+from wingbeat.compression import TopK
 from wingbeat.strategies import MGWFBP
-from wingbeat.wires import TopK
 
 INIT_TIMEOUT = 60.0
 """Seconds, of which no case waits out as many: servers load torch, on busy cores."""

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from helpers import late
-from wingbeat.transport.channel import BITS_BELOW, ChannelLink
 from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.interfaces import Interface
-from wingbeat.transport.link import Link, Pending
+from wingbeat.transport.link import BITS_BELOW, ChannelLink, Link, Pending
 from wingbeat.transport.loopback import LoopbackLink, Switchboard
 
 NAME = "lo"

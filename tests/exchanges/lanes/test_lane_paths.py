@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from helpers.cards import bcube
-from wingbeat.exchanges.lanes.paths import Paths
+from wingbeat.exchanges.lanes.paths import RoutingTable
 
 
 def test_over_those_who_share_a_switch_with_both() -> None:
     joined = [set().union(*cards) for cards in bcube(3, 2)]
-    paths = Paths(joined, 0)
+    paths = RoutingTable(joined, 0)
     assert paths.relays
     assert paths.next(1, joined[0]) == [1]
     assert sorted(paths.next(4, joined[0])) == [1, 3]
@@ -25,13 +25,13 @@ def test_over_those_who_share_a_switch_with_both() -> None:
 
 
 def test_nobody_leads_to_one_who_is_alone() -> None:
-    paths = Paths([{1}, {0, 2}, {1}], 0)
+    paths = RoutingTable([{1}, {0, 2}, {1}], 0)
     paths.without(1)
     assert paths.next(2, {1}) == []
 
 
 def test_where_all_reach_all_anybody_helps() -> None:
-    paths = Paths(None, 0)
+    paths = RoutingTable(None, 0)
     assert not paths.relays
     assert paths.next(2, {1, 2}) == [2]
     assert paths.next(2, {1, 3}) == [1, 3]

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.cards import Cards, bcube, star
 from wingbeat.exchanges.lanes.lanes import BEGIN, MORE
-from wingbeat.exchanges.lanes.order import AHEAD, Astray
+from wingbeat.exchanges.lanes.order import WINDOW, ProtocolError
 
 PART = bytes(5_000)
 
@@ -69,7 +69,7 @@ def test_a_cut_interface_is_named_once_and_used_again_when_mended() -> None:
     assert not cards.lanes[0].silent()
     mine = [line for line in cards.lines if line.startswith("rank 0")]
     assert len(mine) == 1, mine
-    assert "rank 0: eth1 has had no sign of rank" in mine[0]
+    assert "rank 0: eth1 has not heard rank" in mine[0]
     assert cards.lanes[0].cut
     cut = cards.sent[0, 1]
     cards.say(0, 1, [PART] * 40)
@@ -157,7 +157,7 @@ def test_no_more_than_allowed_is_kept() -> None:
     sent = 0
     while cards.lanes[0].send(1, MORE, b"x"):
         sent += 1
-    assert sent == AHEAD
+    assert sent == WINDOW
     assert cards.lanes[0].busy
 
 
@@ -165,7 +165,7 @@ def test_no_more_than_allowed_is_kept() -> None:
 def test_nonsense_is_refused(ids: tuple[int, int, int, int]) -> None:
     cards = Cards(star(2, 1))
     cards.boxes[1].post(0, BEGIN, b"", ids=ids, interface=0, urgency=0)
-    with pytest.raises(Astray):
+    with pytest.raises(ProtocolError):
         cards.run(1.0)
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.coding import regions
 from wingbeat.collectives import Encoded
+from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.methods.bounded_staleness.pieces import EncodedPieces
 from wingbeat.methods.bounded_staleness.view import initial_view
 from wingbeat.schedules.events import Operation
-from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 W = 3
 SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (7, 40)}

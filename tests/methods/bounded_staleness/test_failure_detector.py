@@ -30,9 +30,9 @@ from wingbeat.methods.bounded_staleness.membership import (
 from wingbeat.methods.bounded_staleness.messages import MalformedMessage
 from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
-from wingbeat.transport.blame import say_failed
+from wingbeat.transport.failures import publish_failure
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.card import Card
+from wingbeat.transport.messages.peers import PeerInfo
 
 
 class Store(Switchboard):
@@ -125,8 +125,8 @@ def test_loss_not_tolerated_names_worker_with_exception() -> None:
     """Not the worker that is lost first, which had waited for it."""
     cluster = Cluster(3, tolerates_loss=False, said=Store()).run(2.0)
     assert cluster.said is not None
-    say_failed(cluster.said, 2, ValueError("boom"))
-    say_failed(cluster.said, 1, PeerError("rank 1: rank 2 failed"))
+    publish_failure(cluster.said, 2, ValueError("boom"))
+    publish_failure(cluster.said, 1, PeerError("rank 1: rank 2 failed"))
     cluster.cards.dead.add(1)
     cluster.run(12.0)
     assert cluster.ended[0] == (
@@ -265,7 +265,7 @@ def test_restarted_worker_is_not_confused_with_killed_one() -> None:
     cluster.run(2.0)
     for worker in (0, 1):
         cluster.clients[worker]._events.append(
-            MembershipEvent(MembershipChange(2, 1, True, 2), Mock(Card))
+            MembershipEvent(MembershipChange(2, 1, True, 2), Mock(PeerInfo))
         )
     cluster.cards.ended.clear()
     cluster.cards.dead.clear()
@@ -319,7 +319,7 @@ def test_second_incarnation_can_be_lost() -> None:
         cluster.clients[worker].log.append(LogEntry(2, View((0, 0, 2))).to_json())
         cluster.clients[worker]._events += [
             MembershipEvent(ended, None),
-            MembershipEvent(begun, Mock(Card)),
+            MembershipEvent(begun, Mock(PeerInfo)),
         ]
     cluster.store.set("membership/r/0", LogEntry(2, View((0, 0, 2))).to_json())
     cluster.ended[2] = "in its first life"

@@ -133,7 +133,7 @@ def test_cut_interface_and_killed_process_recover(tmp_path: Path) -> None:
                    for line in lines[rank]), lines  # fmt: skip
     cut = [line for line in lines[1] if line.startswith("rank 1: eth1")]
     assert len(cut) == 2, lines[1]
-    assert "has had no sign of rank 3" in cut[0]
+    assert "has not heard rank 3" in cut[0]
     assert cut[1] == "rank 1: eth1 is used again"
     during, after = map(int, lines[1][-2].split())
     assert 4 * during < after, lines[1][

@@ -14,7 +14,7 @@ from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.service import ConnectionCache
 from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
-from wingbeat.transport import blame, loopback
+from wingbeat.transport import failures, loopback
 from wingbeat.transport.world import World
 
 NUMEL = 1001
@@ -23,7 +23,7 @@ NUMEL = 1001
 @pytest.fixture(autouse=True)
 def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody here says later than at once that it was waiting, too."""
-    monkeypatch.setattr(blame, "PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "ANSWER_TIMEOUT_S", 0.2)
 
 
 def alive() -> Arrival:

@@ -29,7 +29,7 @@ from wingbeat.methods.model_averaging.static import (
     group_of,
 )
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport.services import ProcessService, Service, ThreadService
 
 GENERATOR = 4
 
@@ -161,7 +161,7 @@ def test_wait_for_a_live_worker_is_logged_and_fails_after_ten_timeouts(
     now = iter(range(1000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
     one = client(FakeMailbox(*[FakeMessage(Kind.KEEPALIVE, (1 + 2, 0, 0, 0))] * 60))
-    with pytest.raises(PeerError, match=rf"rank 1: rank 2 lives, and {what} .* for 50 s \(10 "):
+    with pytest.raises(PeerError, match=rf"rank 1: rank 2 is alive, but {what} .* for 50 s \(10 "):
         does(one, FunctionReducer(lambda run, alive: None))
     assert len(re.findall(rf"rank 1: has waited for {what} of rank 2 for 3\d s", caplog.text)) == 1
 
@@ -497,8 +497,8 @@ def config(workers: int, rules: Rules | None = None, **fields: Any) -> Generator
 
 
 @pytest.fixture
-def running() -> Iterator[list[Started]]:
-    made: list[Started] = []
+def running() -> Iterator[list[Service]]:
+    made: list[Service] = []
     yield made
     for each in made:
         each.kill()
@@ -525,10 +525,10 @@ def train(
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.random(2)], ids=["smart", "random"])
-def test_workers_converge_to_one_value(running: list[Started], rules: Rules) -> None:
+def test_workers_converge_to_one_value(running: list[Service], rules: Rules) -> None:
     store, settings = Switchboard(), config(4, rules)
     shared = SharedValues([0.0, 1.0, 2.0, 3.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
 
     def steps(worker: int, client: Client) -> None:
         for _ in range(60):
@@ -541,11 +541,11 @@ def test_workers_converge_to_one_value(running: list[Started], rules: Rules) -> 
 
 
 def test_dead_worker_delays_nobody_for_long_and_is_reported_to_all(
-    running: list[Started],
+    running: list[Service],
 ) -> None:
     store, settings = Switchboard(), config(4, least=0.5, factor=4.0)
     shared = SharedValues([0.0, 1.0, 2.0, 3.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     begun = time.monotonic()
     informed: set[int] = set()
 
@@ -564,10 +564,10 @@ def test_dead_worker_delays_nobody_for_long_and_is_reported_to_all(
     assert informed == {0, 1, 2}
 
 
-def test_excluded_worker_returns_to_groups(running: list[Started]) -> None:
+def test_excluded_worker_returns_to_groups(running: list[Service]) -> None:
     store, settings = Switchboard(), config(4, Rules(threshold=None), least=0.3, factor=2.0)
     shared = SharedValues([0.0, 1.0, 2.0, 3.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     back: list[int] = []
 
     def steps(worker: int, client: Client) -> None:
@@ -591,11 +591,11 @@ def test_excluded_worker_returns_to_groups(running: list[Started]) -> None:
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.random(2), Rules.everyone()])
 def test_synchronize_makes_all_equal_after_uneven_steps(
-    running: list[Started], rules: Rules
+    running: list[Service], rules: Rules
 ) -> None:
     store, settings = Switchboard(), config(4, rules)
     shared = SharedValues([0.0, 1.0, 2.0, 7.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     values: list[set[float]] = []
     together = threading.Barrier(4, action=lambda: values.append(set(shared.values)))
 
@@ -614,10 +614,10 @@ def test_synchronize_makes_all_equal_after_uneven_steps(
     assert sum(shared.values) == pytest.approx(10.0 + 3 * 6.0)
 
 
-def test_worker_that_dies_in_a_synchronization_is_left_out(running: list[Started]) -> None:
+def test_worker_that_dies_in_a_synchronization_is_left_out(running: list[Service]) -> None:
     store, settings = Switchboard(), config(4)
     shared = SharedValues([0.0, 1.0, 2.0, 7.0])
-    running.append(InThread(settings, store))
+    running.append(ThreadService(settings, store))
     levelled: set[int] = set()
 
     def steps(worker: int, client: Client) -> None:
@@ -636,12 +636,12 @@ def test_worker_that_dies_in_a_synchronization_is_left_out(running: list[Started
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.everyone()])
 def test_training_continues_when_the_generator_is_killed(
-    running: list[Started], rules: Rules
+    running: list[Service], rules: Rules
 ) -> None:
     # They find out by their connections, long before its silence.
     store, settings = Switchboard(), config(4, rules, silence=10 * TIMEOUT_S)
     shared = SharedValues([0.0, 1.0, 2.0, 3.0])
-    generator = InProcess(settings, store)
+    generator = ProcessService(settings, store)
     running.append(generator)
     static: list[int] = []
 

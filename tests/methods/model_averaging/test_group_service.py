@@ -13,7 +13,7 @@ from wingbeat.methods.model_averaging.generator import Generator, Kind, Reason, 
 from wingbeat.methods.model_averaging.rendezvous import Rejoin
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.service import AdaptiveTimeout, GroupService
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 
 class FakeMessage(NamedTuple):
@@ -186,10 +186,10 @@ def test_worker_without_connections_is_removed_before_its_timeout(waits: bool) -
     for worker in (2, 0, 1) if waits else (0, 1):
         rig.send(worker, Kind.REQUEST)
         rig.received(worker)
-    rig.box.cut[2] = 0.9 * UNCONNECTED_S
+    rig.box.cut[2] = 0.9 * RECONNECT_S
     rig.advance(1.0)
     assert 2 in rig.generator, "it may connect again"
-    rig.box.cut[2] = 1.1 * UNCONNECTED_S
+    rig.box.cut[2] = 1.1 * RECONNECT_S
     rig.advance(1.0)
     for worker in (0, 1):
         kinds = {message.kind: message for message in rig.received(worker)}
@@ -657,7 +657,7 @@ def test_waiting_worker_sends_its_state_unless_it_was_lost_before() -> None:
 def test_excluded_worker_sends_no_state_while_another_can() -> None:
     rig = Rig()
     rig.round(0, 1, 2)
-    rig.box.cut[0] = 2 * UNCONNECTED_S
+    rig.box.cut[0] = 2 * RECONNECT_S
     rig.advance(1.0)
     rig.box.cut.clear()
     rig.send(0, Kind.REQUEST)  # it waits, and would respond at once

@@ -45,7 +45,7 @@ def test_generator_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*_: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(group_averager, "InThread", fails)
+    monkeypatch.setattr(group_averager, "ThreadService", fails)
 
     def body(world: World) -> None:
         with pytest.raises(UsageError, match="rank 0: cannot start the group generator: no memory"):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.bf16 import Bf16Codec
+from wingbeat.codecs.codec import Bf16Codec
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Encoded
 from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
-from wingbeat.transport import blame, loopback
+from wingbeat.transport import failures, loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
@@ -21,7 +21,7 @@ NUMEL = 200
 
 @pytest.fixture(autouse=True)
 def _quick_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blame, "PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "ANSWER_TIMEOUT_S", 0.2)
 
 
 def topk(residual: torch.Tensor, density: float = 0.1, bits: int = 32) -> ModelCompression:

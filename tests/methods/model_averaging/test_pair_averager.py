@@ -16,7 +16,7 @@ from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.pair_machine import Kind
 from wingbeat.transport import loopback
-from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 from wingbeat.updates.averager import Averager
@@ -225,7 +225,9 @@ def test_worker_that_does_not_synchronize_is_named() -> None:
         averager = made(world)
         if world.rank == 1:
             averager._exchange._timeout = 0.02
-            said = r"rank 1: rank 0 lives, and the call of wingbeat\.synchronize\(\) .* for 0\.2 s"
+            said = (
+                r"rank 1: rank 0 is alive, but the call of wingbeat\.synchronize\(\) .* for 0\.2 s"
+            )
             with pytest.raises(PeerError, match=said):
                 averager.synchronize()
             world.publish("said", True)
@@ -353,7 +355,7 @@ def test_malformed_chunk_is_refused_with_its_sender(monkeypatch: pytest.MonkeyPa
             return
         world.exchange("pairs", [NUMEL, "torch.float32", "None"])
         box = open_mailbox(
-            world.store, 0, [1], room=f"pairs/{world.path}", interfaces=("lo",), classes=1
+            world.store, 0, [1], namespace=f"pairs/{world.path}", interfaces=("lo",), classes=1
         )
         world.read("begun", 1)
         box.post(1, Kind.REQUEST, ids=(1, 0, 0, 0))

@@ -12,7 +12,7 @@ from helpers.pair_simulation import FakeMailbox, FakeNetwork
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.pair_averager import PairBuffer, PairExchange
 from wingbeat.methods.model_averaging.pair_machine import WINDOW, Kind, PairMachine
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 NUMEL = 40 * WINDOW
 """Elements; 16 a part, so not all parts are under way at once."""
@@ -150,11 +150,11 @@ def test_worker_without_connections_is_lost_though_nobody_waits_for_it() -> None
     """But not at once: a process that lives makes its connection anew."""
     play = Play(4, seed=1)
     for rank in (0, 2):
-        play.network.boxes[rank].cut[1] = 0.9 * UNCONNECTED_S
+        play.network.boxes[rank].cut[1] = 0.9 * RECONNECT_S
     play.time = 1.0
     play.run()
     assert not any(exchange.machine.lost for exchange in play.exchanges)
-    play.network.boxes[0].cut[1] = play.network.boxes[2].cut[1] = 1.1 * UNCONNECTED_S
+    play.network.boxes[0].cut[1] = play.network.boxes[2].cut[1] = 1.1 * RECONNECT_S
     play.time = 1.2
     play.run([0])
     assert not play.exchanges[0].machine.lost, "it has looked just now"
@@ -204,7 +204,9 @@ def test_progress_extends_a_wait() -> None:
     ticks = iter([0.0, 0.0, 53.99, 53.99, 53.99, 54.01])
     exchange._clock = lambda: next(ticks)
     exchange._changed.wait = lambda seconds: True  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match=r"rank 1: rank 0 lives, and an average did not come .* 50"):
+    with pytest.raises(
+        PeerError, match=r"rank 1: rank 0 is alive, but an average did not come .* 50"
+    ):
         exchange.end()
 
 
@@ -218,7 +220,9 @@ def test_missing_average_is_logged_and_raises_after_the_timeout(
     ticks = iter([0.0, 0.0, 49.99, 49.99, 49.99, 50.01])
     exchange._clock = lambda: next(ticks)
     exchange._changed.wait = lambda seconds: True  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 lives, and an average did not come .* 50"):
+    with pytest.raises(
+        PeerError, match=r"rank 0: rank 1 is alive, but an average did not come .* 50"
+    ):
         exchange.end()
     assert "rank 0: has waited for an average of rank 1 for 50 s; it lives" in caplog.text
 

@@ -19,7 +19,7 @@ from wingbeat.methods.model_averaging.rendezvous import (
 )
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.card import Card
+from wingbeat.transport.messages.peers import PeerInfo
 
 ROOM = "groups1"
 
@@ -28,7 +28,7 @@ def card() -> str:
     host = nic.local()
     uses = (host.interfaces[0].address,)
     ends = (("tcp://127.0.0.1:5",),)
-    return Card(host, uses, secrets.randbits(64), "", ends, 1000, 2000).to_json()
+    return PeerInfo(host, uses, secrets.randbits(64), "", ends, 1000, 2000).to_json()
 
 
 def comes_back(store: Switchboard, log: RejoinLog, worker: int) -> int:

@@ -260,7 +260,7 @@ def test_silent_worker_that_runs_is_awaited() -> None:
 def test_worker_that_runs_and_never_synchronizes_raises_after_ten_timeouts() -> None:
     table = StatusTable(Switchboard(), "groups/", 2)
     one = StaticClient(0, Layout.even(1, 2), 0.05, table, is_running=lambda _: True)
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 lives, and the call .* for 0\.5 s"):
+    with pytest.raises(PeerError, match=r"rank 0: rank 1 is alive, but the call .* for 0\.5 s"):
         one.synchronize(FunctionReducer(lambda run, alive: None))
     assert one.lost_peers == set()
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wingbeat.codecs import Coding, make
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
-from wingbeat.codecs.make import all_of
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, all_of
+from wingbeat.compression import Half, LowRank, Sketch, for_parameter
 from wingbeat.methods.parameter_server.aggregator import (
     ITEMSIZE,
     SLICE_OVERHEAD,
@@ -24,7 +24,6 @@ from wingbeat.methods.parameter_server.aggregator import (
 from wingbeat.methods.parameter_server.coded_aggregator import CODED, CodedAggregator
 from wingbeat.methods.parameter_server.protocol import Piece, RequestError, pack_header
 from wingbeat.types import Span
-from wingbeat.wires import Half, LowRank, Sketch, own
 
 GROUPED = Sketch(bits=3, groups={"a": LowRank(rank=1), "b": "fp32"})
 WIRES: list[Any] = [
@@ -47,7 +46,7 @@ def coding_of(wire: Any) -> Coding:
     found = [(0, ROWS * COLS, "a"), (ROWS * COLS, N - 105, "b"), (N - 105, N - 5, "c")]
     regions = []
     for start, stop, name in found:
-        cols = COLS if name == "a" and isinstance(own(wire, name), LowRank) else 0
+        cols = COLS if name == "a" and isinstance(for_parameter(wire, name), LowRank) else 0
         regions.append(Region(Span(start, stop), make(wire, 0, name), cols))
     return Coding([*regions, Region(Span(N - 5, N), Dense())])
 

@@ -22,8 +22,9 @@ from helpers.server_simulation import (
     VirtualMailbox,
 )
 from wingbeat.codecs import Coding, make
+from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
+from wingbeat.compression import Sketch
 from wingbeat.methods.parameter_server.aggregator import Aggregator
 from wingbeat.methods.parameter_server.client import Request, Transfer
 from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator, bytes_tensor
@@ -39,7 +40,6 @@ from wingbeat.methods.parameter_server.slicing import Slice
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
 from wingbeat.types import Span
-from wingbeat.wires import Sketch
 
 GAMES = 600
 """For each of four seeds."""

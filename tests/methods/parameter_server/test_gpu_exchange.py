@@ -17,7 +17,7 @@ from wingbeat import transport
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.gpu import GpuServerExchange
 from wingbeat.schedules.events import Operation
-from wingbeat.transport.native import NativeGroup, nccl_group
+from wingbeat.transport.nccl import NcclGroup, nccl_group
 from wingbeat.types import Serving
 
 
@@ -56,11 +56,11 @@ def trains_as_all_reduce_does() -> None:
     want = trained(wingbeat.AllReduce())
     made: list[int | None] = []
 
-    def make(traffic_class: int | None) -> NativeGroup:
+    def make(traffic_class: int | None) -> NcclGroup:
         made.append(traffic_class)
-        return NativeGroup(torch.distributed.new_group(), world.rank, world.size)
+        return NcclGroup(torch.distributed.new_group(), world.rank, world.size)
 
-    world.make_native, world.native_on = make, frozenset({"cpu"})
+    world.make_nccl_group, world.nccl_devices = make, frozenset({"cpu"})
     for pull in ("ready", "start"):
         got = trained(wingbeat.Geryon(pull=pull, mb=0.00005, threshold=0.3))
         assert all(
@@ -97,8 +97,8 @@ class Recorded:
 def exchange(serving: Serving) -> tuple[GpuServerExchange, list[Any], list[tuple[str, int | None]]]:
     log: list[tuple[str, int | None]] = []
     world = transport.World(0, 1, (), (), 1.0, dist.HashStore())
-    world.make_native = lambda traffic_class: Recorded(log, traffic_class)  # type: ignore[assignment,return-value]
-    world.native_on = frozenset({"cpu"})
+    world.make_nccl_group = lambda traffic_class: Recorded(log, traffic_class)  # type: ignore[assignment,return-value]
+    world.nccl_devices = frozenset({"cpu"})
     flat = torch.zeros(2)
     buckets: list[Any] = [
         SimpleNamespace(index=i, flat=flat, handle=None, slots=[], names=[f"layer{i}.weight"])

@@ -19,7 +19,7 @@ from helpers.server_simulation import (
 )
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.slicing import partition_buckets
-from wingbeat.transport.messages import header
+from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
 
@@ -49,7 +49,7 @@ def test_job_in_any_order_gives_all_sums(block: int) -> None:
 
 def test_job_with_slow_rank_0_limits_server_memory_to_windows() -> None:
     """However much the others have pushed; and all goes on when it comes."""
-    sizes, window = (400,) * 4, header.LARGEST + 1000
+    sizes, window = (400,) * 4, frames.MAX_HEADER_BYTES + 1000
     job = Job(3, 1, 1, sizes, 2, partition_buckets(sizes, 1, 100), Order.READY, ready=True)
     for seed in range(20):
         chance = random.Random(seed)

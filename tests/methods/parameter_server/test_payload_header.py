@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.compression import Half, LowRank, Sketch, kinds
 from wingbeat.methods.parameter_server.protocol import (
     MAX_HEADER_BYTES,
     MAX_PIECES,
@@ -17,7 +18,6 @@ from wingbeat.methods.parameter_server.protocol import (
     pack_header,
     unpack_header,
 )
-from wingbeat.wires import Half, LowRank, Sketch, kinds
 
 WIRES: list[Any] = [
     Sketch(bits=3),

@@ -15,7 +15,7 @@ from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD, Aggrega
 from wingbeat.methods.parameter_server.protocol import MAX_REASON, Kind, pack_route
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.server import Server
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 SERVER = 3
 ONES = np.ones(4, "f4")
@@ -331,13 +331,13 @@ def test_lost_worker_with_incomplete_sum_fails() -> None:
 def test_unconnected_worker_with_incomplete_sum_fails_after_a_second() -> None:
     """A process that is killed says nothing; silence would take most of the timeout to tell."""
     made = rig()
-    made.box.cut[1] = UNCONNECTED_S
+    made.box.cut[1] = RECONNECT_S
     made.push(0)
     made.run(20)
     made.clock.now = 1.0
     made.run()
     assert made.reasons() == [[], [], []], "it may connect anew"
-    made.box.cut[1] = UNCONNECTED_S + 0.1
+    made.box.cut[1] = RECONNECT_S + 0.1
     made.clock.now = 2.0
     made.run()
     told = made.reasons()

@@ -26,7 +26,7 @@ from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox
 from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
 from wingbeat.transport.messages.loopback import Faults, Network
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 
 @dataclass
@@ -249,10 +249,10 @@ def test_ended_server_process_raises(waits: bool) -> None:
 def test_unconnected_server_raises_after_a_second() -> None:
     made = rig()
     made.start()
-    made.box.cut[1] = UNCONNECTED_S
+    made.box.cut[1] = RECONNECT_S
     made.clock.now = 1.0
     made.run()
-    made.box.cut[1] = UNCONNECTED_S + 0.1
+    made.box.cut[1] = RECONNECT_S + 0.1
     made.clock.now = 2.0
     with pytest.raises(PeerError) as caught:
         made.run()
@@ -386,7 +386,7 @@ def mailboxes(network: Network, workers: int, servers: int) -> list[Mailbox]:
         for peer in sessions:
             if (peer < workers) != (number < workers):
                 for urgency in range(2):
-                    place = carrier.place(peer, 0, urgency, theirs=0)
+                    place = carrier.connect(peer, 0, urgency, theirs=0)
                     endpoint.add(Route(peer, 0, urgency), place, time.monotonic())
         made.append(Mailbox(endpoint, carrier))
     return made

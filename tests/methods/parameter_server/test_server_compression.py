@@ -15,8 +15,8 @@ from torch import nn
 import wingbeat
 from helpers.training import assert_same, engine, on, weights
 from wingbeat import sync
+from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.methods.parameter_server.launch import MEMORY_FACTOR
-from wingbeat.wires import Half, LowRank, Sketch
 
 SIZE = 3
 SHAPES = ((60, 40), (9,), (), (700,), (300, 8))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wingbeat.methods.parameter_server.server import SOONER, WINDOW, Server, ServerConfig, limits_of
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
 
 CONFIG = ServerConfig(
     room="servers/", index=1, workers=2, hosts=(0, 1), interfaces=("lo",), classes=2,
@@ -27,7 +27,7 @@ def test_config_round_trips_through_json() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 16, 64, 500])
 def test_limits_of_all_flows_respect_window(workers: int, classes: int, links: int) -> None:
     limits = limits_of(workers, classes, 10.0, links)
-    least, flows = 2 * (limits.message + LARGEST), workers * classes * links
+    least, flows = 2 * (limits.message + MAX_HEADER_BYTES), workers * classes * links
     assert limits.silence == 8.0 < SOONER * 10.0, "a dead card is named, and not who it leads to"
     assert least <= limits.window <= 32 << 20
     assert flows * limits.window <= max(WINDOW, flows * least)
@@ -46,7 +46,10 @@ def test_refused_senders_are_logged_in_one_line(
     strangers: dict[str, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Box:
-        turned_away, refused = Counter(strangers), Counter({"magic": 4} if strangers else {})
+        refused_connections, refused = (
+            Counter(strangers),
+            Counter({"magic": 4} if strangers else {}),
+        )
         interrupter = left = lost = None
 
     monkeypatch.setattr(Server, "run", lambda *_: None)

@@ -18,7 +18,7 @@ from wingbeat import sync
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.methods.parameter_server import launch
 from wingbeat.methods.parameter_server.server import ServerConfig
-from wingbeat.transport.services.launch import InThread
+from wingbeat.transport.services import ThreadService
 from wingbeat.transport.store import Store
 
 
@@ -68,7 +68,7 @@ def test_unsupported_optimizer_starts_no_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[object] = []
-    monkeypatch.setattr(launch, "InThread", lambda *given: started.append(given))
+    monkeypatch.setattr(launch, "ThreadService", lambda *given: started.append(given))
 
     def body(world: Any) -> str:
         model = nn.Linear(5, 3)
@@ -99,15 +99,15 @@ def test_too_many_slices_raise_before_push() -> None:
 def test_failed_start_kills_started_servers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[InThread] = []
+    started: list[ThreadService] = []
 
-    def start(config: ServerConfig, store: Store) -> InThread:
+    def start(config: ServerConfig, store: Store) -> ThreadService:
         if config.index == 2:
             raise OSError(11, "Resource temporarily unavailable")
-        started.append(InThread(config, store))
+        started.append(ThreadService(config, store))
         return started[-1]
 
-    monkeypatch.setattr(launch, "InThread", start)
+    monkeypatch.setattr(launch, "ThreadService", start)
 
     def body(world: Any) -> str:
         with pytest.raises(WingbeatError) as caught:
@@ -119,4 +119,4 @@ def test_failed_start_kills_started_servers(
     assert first.startswith(f"{why}; 2 of 4 servers run beside this worker")
     assert "cannot start server 2" in second
     assert {each._config.index for each in started} == {0, 1, 3}
-    assert all(each._leaving for each in started)
+    assert all(each._stopping for each in started)

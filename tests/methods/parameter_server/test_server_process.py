@@ -20,7 +20,7 @@ from wingbeat.methods.parameter_server.protocol import Kind
 from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Mailbox, open_mailbox
-from wingbeat.transport.services.launch import InProcess, InThread
+from wingbeat.transport.services import ProcessService, ThreadService
 
 CONFIG = ServerConfig(
     room="servers/", index=0, workers=2, hosts=(1,), interfaces=("lo",), classes=2,
@@ -29,11 +29,11 @@ CONFIG = ServerConfig(
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., InProcess]]:
-    made: list[InProcess] = []
+def started() -> Iterator[Callable[..., ProcessService]]:
+    made: list[ProcessService] = []
 
-    def make(store: Switchboard, **fields: object) -> InProcess:
-        made.append(InProcess(dataclasses.replace(CONFIG, **fields), store))  # type: ignore[arg-type]
+    def make(store: Switchboard, **fields: object) -> ProcessService:
+        made.append(ProcessService(dataclasses.replace(CONFIG, **fields), store))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -46,7 +46,7 @@ def met(store: Switchboard) -> list[Mailbox]:
 
     def one(rank: int) -> Mailbox:
         return open_mailbox(
-            store, rank, [2], room="servers/", interfaces=["lo"], seconds=PATIENCE,
+            store, rank, [2], namespace="servers/", interfaces=["lo"], seconds=PATIENCE,
             name=CONFIG.name,
         )  # fmt: skip
 
@@ -54,7 +54,7 @@ def met(store: Switchboard) -> list[Mailbox]:
         return list(threads.map(one, range(2)))
 
 
-def test_server_exits_once_all_workers_leave(started: Callable[..., InProcess]) -> None:
+def test_server_exits_once_all_workers_leave(started: Callable[..., ProcessService]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     assert server.ended() is None
@@ -62,10 +62,10 @@ def test_server_exits_once_all_workers_leave(started: Callable[..., InProcess]) 
         box.close()
     server.close(20.0)
     assert server.ended() == "server 0 (started by rank 1) has ended with exit status 0"
-    assert not server._helper.is_alive()
+    assert not server._store_thread.is_alive()
 
 
-def test_killed_server_is_reported(started: Callable[..., InProcess]) -> None:
+def test_killed_server_is_reported(started: Callable[..., ProcessService]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     os.kill(server._process.pid, signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_killed_server_is_reported(started: Callable[..., InProcess]) -> None:
 
 
 def test_failed_startup_is_reported_in_one_line(
-    started: Callable[..., InProcess], capfd: pytest.CaptureFixture[str]
+    started: Callable[..., ProcessService], capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = started(Switchboard(), interfaces=("nosuch0",))
     until(lambda: server.ended() is not None)
@@ -88,7 +88,7 @@ def test_failed_startup_is_reported_in_one_line(
     assert "\n" not in told
 
 
-def test_server_ignores_sigint(started: Callable[..., InProcess]) -> None:
+def test_server_ignores_sigint(started: Callable[..., ProcessService]) -> None:
     server = started(Switchboard())
     boxes = met(server._store)  # type: ignore[arg-type]
     os.kill(server._process.pid, signal.SIGINT)
@@ -99,7 +99,7 @@ def test_server_ignores_sigint(started: Callable[..., InProcess]) -> None:
 
 
 def test_server_after_sigterm_serves_until_workers_leave(
-    started: Callable[..., InProcess],
+    started: Callable[..., ProcessService],
 ) -> None:
     """Schedulers send it to all processes of a job, and workers then save what servers hold."""
     server = started(Switchboard())
@@ -116,7 +116,7 @@ def test_server_after_sigterm_serves_until_workers_leave(
 
 
 def test_server_after_sigterm_exits_after_timeout(
-    started: Callable[..., InProcess], capfd: pytest.CaptureFixture[str]
+    started: Callable[..., ProcessService], capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = started(Switchboard(), timeout=2.0)
     boxes = met(server._store)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_server_after_sigterm_exits_after_timeout(
 
 
 def test_server_without_store_exits(
-    started: Callable[..., InProcess], monkeypatch: pytest.MonkeyPatch
+    started: Callable[..., ProcessService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Switchboard()
 
@@ -149,9 +149,9 @@ def test_server_without_store_exits(
 PARENT = """
 import sys, time
 from wingbeat.methods.parameter_server.server import ServerConfig
-from wingbeat.transport.services.launch import InProcess
+from wingbeat.transport.services import ProcessService
 from wingbeat.transport.loopback import Switchboard
-server = InProcess(ServerConfig.from_json(sys.argv[1]), Switchboard())
+server = ProcessService(ServerConfig.from_json(sys.argv[1]), Switchboard())
 print(server._process.pid, flush=True)
 time.sleep(600)
 """
@@ -172,7 +172,7 @@ def test_server_exits_with_its_parent() -> None:
 
 
 def test_thread_server_reports_why_it_ended() -> None:
-    server = InThread(dataclasses.replace(CONFIG, interfaces=("nosuch0",)), Switchboard())
+    server = ThreadService(dataclasses.replace(CONFIG, interfaces=("nosuch0",)), Switchboard())
     until(lambda: server.ended() is not None)
     assert str(server.ended()).startswith("server 0 (started by rank 1) has ended: ")
     server.close(20.0)
@@ -180,7 +180,7 @@ def test_thread_server_reports_why_it_ended() -> None:
 
 def test_thread_server_ends_on_kill() -> None:
     store = Switchboard()
-    server = InThread(CONFIG, store)
+    server = ThreadService(CONFIG, store)
     boxes = met(store)
     server.kill()
     server.close(20.0)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator
 from wingbeat.methods.parameter_server.protocol import (
     MAX_LINKS,
@@ -21,7 +22,6 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.server import ServerConfig
-from wingbeat.wires import Coded, Half, LowRank, Sketch
 
 
 @given(st.integers(0, 15), st.integers(0, 2**40), st.integers(0, MAX_LINKS - 1))

@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.server_update import compare, distributed, momentum
 from helpers.training import Make, adamw, backward, engine, on, train, weights
-from wingbeat.wires import LowRank, Sketch
+from wingbeat.compression import LowRank, Sketch
 
 WIRES = {
     "bf16": "bf16",

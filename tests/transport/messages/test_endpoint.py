@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from helpers.mail import Play, message
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import Arrival, Place
-from wingbeat.transport.messages.endpoint import INLINE, Endpoint, Limits, Membership, Route
-from wingbeat.transport.messages.header import Header, Type
+from wingbeat.transport.messages.carrier import Arrival, ConnectionId
+from wingbeat.transport.messages.endpoint import (
+    MAX_INLINE_BYTES,
+    Endpoint,
+    Limits,
+    Membership,
+    Route,
+)
+from wingbeat.transport.messages.frames import Header, Type
 from wingbeat.transport.messages.loopback import Faults
 
 FAULTS = st.builds(
@@ -29,7 +35,7 @@ PATIENT = Limits(silence=1e6)
 
 def payload_of(number: int) -> bytes:
     """Small and large ones, each different."""
-    return bytes([number % 251]) * (number * 977 % (2 * INLINE))
+    return bytes([number % 251]) * (number * 977 % (2 * MAX_INLINE_BYTES))
 
 
 def stream(seed: int, faults: Faults, count: int = 12) -> Play:
@@ -118,7 +124,7 @@ def test_no_fault_means_no_repetition() -> None:
 def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
     """Messages both ways, each under way for longer than a sender waits before it asks."""
     play = Play(2, Faults(delay=5.0), seed, PATIENT)
-    while any(end.unmet for end in play.ends) or play.network.next_at() is not None:
+    while any(end.unheard for end in play.ends) or play.network.next_at() is not None:
         play.step()
     for number in range(200):
         play.step()
@@ -133,10 +139,10 @@ def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
 
 def test_a_hello_that_is_said_again_on_the_same_connection_repeats_nothing() -> None:
     play = Play(limits=PATIENT)
-    while any(end.unmet for end in play.ends) or play.network.next_at() is not None:
+    while any(end.unheard for end in play.ends) or play.network.next_at() is not None:
         play.step()
     play.post(1, 0, message(7))  # on its way when the other introduces itself once more
-    play.ends[0]._introduce_self(Route(1, 0, 0), play.clock.now)
+    play.ends[0]._send_hello(Route(1, 0, 0), play.clock.now)
     play.ends[0].flush(play.carriers[0].send, play.clock.now)
     play._exchange(play.ends[1], play.carriers[1])
     for _ in range(6):
@@ -172,7 +178,7 @@ def test_a_silent_peer_is_lost_and_the_report_counts() -> None:
         pass
     assert 30.0 <= play.clock.now <= 33.0
     assert play.ends[0].lost == {
-        1: "gave no sign for 30 s; 1 messages to it (79 bytes) may not have arrived"
+        1: "has been silent for 30 s; 1 messages to it (79 bytes) may not have arrived"
     }
     assert [m.kind for m in play.take(2)] == [2], "the other peer goes on"
 
@@ -350,7 +356,7 @@ def test_a_hello_that_is_lost_is_said_again() -> None:
     for _ in range(5):
         play.step()
     play.network.join(0, 1)
-    while any(end.unmet for end in play.ends):
+    while any(end.unheard for end in play.ends):
         assert play.step()
 
 
@@ -377,14 +383,14 @@ def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
     while end.waiting != 2:
         assert play.step()
     end.left.add(1)
-    end.forget(1)
+    end.remove_peer(1)
     assert end.waiting == 1
     assert {route.peer for route in end.flows} == {2}
     assert not end.left
     assert [each.peer for each in play.take(0)] == [2]
-    end.know(1, 77)
+    end.add_peer(1, 77)
     end.add(Route(1, 0, 0), None, play.clock.now)
-    assert end.unmet == [Route(1, 0, 0)]
+    assert end.unheard == [Route(1, 0, 0)]
 
 
 def test_nothing_is_due_for_a_peer_that_has_left_and_is_not_there_to_be_told() -> None:
@@ -406,31 +412,33 @@ def test_nothing_is_due_for_a_peer_that_has_left_and_is_not_there_to_be_told() -
 
 
 def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> None:
-    end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[Place]()
+    end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[ConnectionId]()
     routes = [Route(*each) for each in itertools.product((1, 2), (0, 1), (0, 1))]
-    places = {each: Place(each.interface, each.urgency, b"%d" % each.peer) for each in routes}
+    places = {
+        each: ConnectionId(each.interface, each.urgency, b"%d" % each.peer) for each in routes
+    }
     for route, place in places.items():
         end.add(route, place, 0.0)
     for now, place in enumerate(place for route, place in places.items() if route.peer == 1):
-        end.look(cut.__contains__, float(now))
+        end.check_connections(cut.__contains__, float(now))
         assert end.unconnected(9.0) == {}
         cut.add(place)
-    end.look(cut.__contains__, 4.0)
+    end.check_connections(cut.__contains__, 4.0)
     assert end.unconnected(4.0) == {1: 0.0}
     assert end.unconnected(9.0) == {1: 5.0}
     cut.discard(places[Route(1, 1, 0)])
-    end.look(cut.__contains__, 9.0)
+    end.check_connections(cut.__contains__, 9.0)
     assert end.unconnected(9.0) == {}, "it has made one of them anew"
-    end.look(set(places.values()).__contains__, 10.0)
+    end.check_connections(set(places.values()).__contains__, 10.0)
     end.left.add(2)
     assert end.unconnected(11.0) == {1: 1.0}
 
 
-@pytest.mark.parametrize("forgiving", [False, True])
-def test_who_forgives_loses_nobody(forgiving: bool) -> None:
+@pytest.mark.parametrize("tolerate_silence", [False, True])
+def test_who_forgives_loses_nobody(tolerate_silence: bool) -> None:
     limits = Limits(silence=5.0)
-    end = Endpoint(Membership(0, 1, {1: 2}), limits, forgiving=forgiving)
-    end.add(Route(1, 0, 0), Place(0, 0, "there"), 0.0)
+    end = Endpoint(Membership(0, 1, {1: 2}), limits, tolerate_silence=tolerate_silence)
+    end.add(Route(1, 0, 0), ConnectionId(0, 0, "there"), 0.0)
     end.post(Route(1, 0, 0), message(1), lambda *_: True, 0.0)
     end.tick(100.0)
-    assert set(end.lost) == (set() if forgiving else {1})
+    assert set(end.lost) == (set() if tolerate_silence else {1})

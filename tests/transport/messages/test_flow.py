@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from wingbeat.transport.messages.carrier import Place
-from wingbeat.transport.messages.flow import MOST_UNDER_WAY, Flow, Posted
-from wingbeat.transport.messages.header import Header, Type, unpack
+from wingbeat.transport.messages.carrier import ConnectionId
+from wingbeat.transport.messages.frames import MAX_IN_FLIGHT, Flow, Header, Posted, Type, unpack
 
-PLACE = Place(0, 0, b"peer")
+PLACE = ConnectionId(0, 0, b"peer")
 MIB = 1 << 20
 
 
@@ -25,7 +24,7 @@ def sent(flow: Flow, now: float = 0.0) -> list[Header]:
     """What the flow sends now."""
     frames: list[Header] = []
 
-    def send(_place: Place, parts: list[bytes | memoryview]) -> bool:
+    def send(_place: ConnectionId, parts: list[bytes | memoryview]) -> bool:
         frames.append(unpack(parts[0]))
         return True
 
@@ -104,9 +103,9 @@ def test_answers_to_peer_that_asks_without_end_are_kept_once() -> None:
 
 def test_messages_under_way_are_bounded_by_number() -> None:
     flow = flow_that_has_met()
-    for _ in range(MOST_UNDER_WAY + 5):
+    for _ in range(MAX_IN_FLIGHT + 5):
         flow.post(data(b"x"), 0.0)
-    assert len(sent(flow)) == MOST_UNDER_WAY
+    assert len(sent(flow)) == MAX_IN_FLIGHT
     flow.accept(of_peer(Type.ACKNOWLEDGE, arrived=3), 0.0)
     assert len(sent(flow)) == 3
 

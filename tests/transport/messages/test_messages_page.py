@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wingbeat.transport import loopback
-from wingbeat.transport.messages.header import FIXED, REASONS, Type
+from wingbeat.transport.messages.frames import HEADER_BYTES, REASONS, Type
 from wingbeat.transport.world import World
 
 PAGE = Path(__file__).parents[3] / "docs/developers/messages.md"
@@ -38,7 +38,7 @@ def test_the_layout_is_the_codes() -> None:
     for byte, size, _ in rows:
         assert int(byte) == place
         place += int(size)
-    assert rows[-1] == (str(FIXED), "16", "ranges")
+    assert rows[-1] == (str(HEADER_BYTES), "16", "ranges")
     types = re.search(r"\| type \| (.*) \|", TEXT)
     assert types is not None
     assert types[1] == ", ".join(f"{int(each)} {each.name.lower()}" for each in Type)

@@ -22,8 +22,8 @@ from wingbeat.errors import PeerError, RendezvousError, UsageError, WingbeatErro
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox, zeromq
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.messages.header import Header, Type
+from wingbeat.transport.messages.frames import Header, Type
+from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier
 
 
@@ -174,7 +174,9 @@ def test_who_is_cut_off_for_good_is_named(closing: list[Mailbox]) -> None:
     for relay in store.relays:
         relay.close()
     sent = a.post(1, 1, b"lost")
-    with pytest.raises(PeerError, match=r"rank 0: rank 1 gave no sign for 0.5 s; 1 messages to it"):
+    with pytest.raises(
+        PeerError, match=r"rank 0: rank 1 has been silent for 0.5 s; 1 messages to it"
+    ):
         a.wait([sent], PATIENCE)
     with pytest.raises(PeerError, match="rank 1 gave no sign"):
         a.post(1, 2)
@@ -261,7 +263,7 @@ def test_a_close_that_does_not_end_is_said(
 ) -> None:
     carrier = ZeroMQCarrier(0, ["127.0.0.1"], 1, message=1 << 20, keys=None)
     kept = carrier._context.socket(zmq.PAIR)  # a context ends when its last socket is closed
-    monkeypatch.setattr(zeromq, "CLOSING_S", 0.05)
+    monkeypatch.setattr(zeromq, "CLOSE_S", 0.05)
     carrier.close()
     assert "connections are not closed after" in caplog.text
     kept.close()
@@ -275,10 +277,10 @@ def test_the_end_of_the_admission_is_raised_by_the_mailbox(closing: list[Mailbox
     def broken(_watched: object) -> None:
         raise KeyError("no such event")
 
-    b._carrier._admission._count = broken
-    a.abandon()  # an event for the other's admission
+    b._carrier._zap._count = broken
+    a.abandon()  # an event for the other's zap
     until(lambda: b._broken is not None)
-    with pytest.raises(WingbeatError, match="thread wingbeat-admission has ended by KeyError"):
+    with pytest.raises(WingbeatError, match="thread wingbeat-zap has ended by KeyError"):
         b.poll()
 
 
@@ -297,7 +299,7 @@ def test_a_mailbox_that_nobody_uses_goes_away() -> None:
 
 
 def ports(box: Mailbox) -> list[str]:
-    return [end for of in box._carrier.reach.endpoints for end in of]
+    return [end for of in box._carrier.address.endpoints for end in of]
 
 
 def test_keys_that_nobody_knows_are_turned_away(closing: list[Mailbox]) -> None:
@@ -314,7 +316,7 @@ def test_keys_that_nobody_knows_are_turned_away(closing: list[Mailbox]) -> None:
         for stranger in (wrong, plain):
             stranger.linger = 0
             stranger.send(b"let me in", zmq.DONTWAIT)
-        until(lambda: b.turned_away["key"] and sum(b.turned_away.values()) >= 2)
+        until(lambda: b.refused_connections["key"] and sum(b.refused_connections.values()) >= 2)
         context.destroy(linger=0)
     assert not b.refused
     a.post(1, 5)
@@ -372,7 +374,7 @@ def test_without_keys_strangers_are_refused_frame_by_frame(closing: list[Mailbox
             UsageError,
             r"limits.window=33554432, rank 1",
         ),
-        ({1: {"room": "other"}}, {"seconds": 0.3}, RendezvousError, "opened no mailbox within"),
+        ({1: {"namespace": "other"}}, {"seconds": 0.3}, RendezvousError, "opened no mailbox"),
     ],
 )
 def test_what_cannot_be_opened_is_refused(
@@ -423,17 +425,17 @@ def test_a_card_with_a_wrong_field_is_named(field: str, value: object) -> None:
 def test_a_room_is_opened_once(closing: list[Mailbox]) -> None:
     store = Switchboard()
     closing += opened(store=store)
-    with pytest.raises(UsageError, match=r"rank 0 has opened a mailbox in room '' before"):
+    with pytest.raises(UsageError, match=r"rank 0 has already opened a mailbox in namespace ''"):
         open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
-    closing += opened(store=store, room="second")
+    closing += opened(store=store, namespace="second")
 
 
 def test_an_interface_with_two_addresses_is_two() -> None:
     """Each has a network of its own, and both the card's name for it."""
     host = Host("a", (eth("eth0", "10.0.0.1"), eth("eth0", "10.1.0.1")))
     listens = (("tcp://10.0.0.1:5000",), ("tcp://10.1.0.1:5001",))
-    card = Card(host, ("10.0.0.1", "10.1.0.1"), 1, "", listens, 1000, 9000)
-    again = Card.from_json(card.to_json())
+    card = PeerInfo(host, ("10.0.0.1", "10.1.0.1"), 1, "", listens, 1000, 9000)
+    again = PeerInfo.from_json(card.to_json())
     assert again == card
     assert [i.address for i in again.interfaces] == ["10.0.0.1", "10.1.0.1"]
 
@@ -486,14 +488,14 @@ def test_a_process_that_is_gone_is_not_connected_any_more(
 
 
 @pytest.mark.parametrize(
-    ("silence", "forgiving", "milliseconds"),
+    ("silence", "tolerate_silence", "milliseconds"),
     [(5.0, False, 60_000), (240.0, False, 240_000), (240.0, True, 60_000)],
 )
 def test_connections_of_a_stopped_process_last_until_it_counts_as_silent(
-    silence: float, forgiving: bool, milliseconds: int, closing: list[Mailbox]
+    silence: float, tolerate_silence: bool, milliseconds: int, closing: list[Mailbox]
 ) -> None:
     """Else a pause of a minute would look like the end of the process."""
-    boxes = opened(limits=Limits(silence=silence), forgiving=forgiving)
+    boxes = opened(limits=Limits(silence=silence), tolerate_silence=tolerate_silence)
     closing += boxes
     sockets = boxes[0]._carrier._sockets.values()
     assert {socket.get(zmq.HEARTBEAT_TIMEOUT) for socket in sockets} == {milliseconds}
@@ -520,15 +522,15 @@ def test_routing_ids_of_connections_cannot_be_guessed(encrypted: bool) -> None:
         ]
         for end in ends:
             stack.callback(end.close)
-        ends[0].admit({1: ends[1].reach})
+        ends[0].allow({1: ends[1].address})
         names = set()
         for _ in range(3):
             for urgency in range(2):
-                place = ends[0].place(1, 0, urgency, theirs=0)
+                place = ends[0].connect(1, 0, urgency, theirs=0)
                 assert place is not None
                 names.add(place.name)
-            ends[0].forget(1)
-            ends[0].know(1, ends[1].reach)
+            ends[0].disconnect(1)
+            ends[0].allow_peer(1, ends[1].address)
         assert len(names) == 6
         assert all(len(name) == 16 for name in names)
 
@@ -542,15 +544,15 @@ def test_peer_that_reads_nothing_has_a_bounded_queue() -> None:
         ]
         for end in ends:
             stack.callback(end.close)
-        ends[0].admit({1: ends[1].reach})
-        place = ends[0].place(1, 0, 0, theirs=0)
+        ends[0].allow({1: ends[1].address})
+        place = ends[0].connect(1, 0, 0, theirs=0)
         assert place is not None
         deadline = time.monotonic() + PATIENCE
         while not ends[0].send(place, [b"x"]):
             assert time.monotonic() < deadline
         taken, payload = 0, bytes(1 << 16)
-        while not ends[0]._said_full and taken < 20 * zeromq.QUEUED:
+        while not ends[0]._warned_full and taken < 20 * zeromq.MAX_QUEUED_FRAMES:
             assert ends[0].send(place, [b"head", payload])
             taken += 1
-        assert ends[0]._said_full
-        assert taken < 3 * zeromq.QUEUED
+        assert ends[0]._warned_full
+        assert taken < 3 * zeromq.MAX_QUEUED_FRAMES

@@ -13,7 +13,7 @@ import torch
 
 from helpers.scripts import benchmark
 from wingbeat import strategies
-from wingbeat.wires import LowRank, Sketch, own
+from wingbeat.compression import LowRank, Sketch, for_parameter
 from wingbeat_lab import paced
 from wingbeat_lab.bench import contenders
 
@@ -44,7 +44,7 @@ def test_a_row_sketches_the_first_share_of_its_iterations(sketch: ModuleType) ->
     paper = strategies.parse(sketch.row_of(1.0, 40, sketch.PAPER_WIRE)).choices().wire
     assert paper == LowRank(bits=8, split="count", level="ends", total=40, auto_disable=False)
     grouped = contenders.parse(sketch.row_of(0.5, 40, "sketch:groups=0.*@fp32+6.*@4"))
-    assert own(grouped.wire, "0.weight") == ""
+    assert for_parameter(grouped.wire, "0.weight") == ""
 
 
 def test_what_ends_well_and_sooner_keeps_the_rule(sketch: ModuleType) -> None:

@@ -59,7 +59,7 @@ def test_trials_spread_over_starts_and_those_that_find_nothing_are_counted(
     )
 
 
-def test_a_search_that_finds_nothing_is_missed_by_its_start(tuning: ModuleType) -> None:
+def test_a_search_that_finds_nothing_is_blocked_member_its_start(tuning: ModuleType) -> None:
     found = tuning.judge(raw((1.0, [1.0, 1.5]), finals=[1.0, 1.0]))
     assert tuning.missed("resnet50", found) == [
         "resnet50: from 1 MB no size within 3% in 10 trials"

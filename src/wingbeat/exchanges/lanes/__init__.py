@@ -1,1 +1,1 @@
-"""From worker to worker in order, over all interfaces, and around those that are cut."""
+"""Reliable multipath streams between workers: ordered, over all interfaces, around cut ones."""

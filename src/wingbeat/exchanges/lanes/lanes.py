@@ -1,10 +1,10 @@
-"""Messages from worker to worker, each one's in its order, over all interfaces that lead there.
+"""Reliable multipath streams between workers: ordered, over all interfaces that lead there.
 
-A large piece is cut, and each part goes over the interface on which the least waits: to a worker
-that no own interface reaches (in a BCube, most) to one that is on a shortest way there, whose lanes
-pass it on. Both ends number and acknowledge the parts, so it does not matter what is lost on
-the way: what went over an interface that is cut, or over a worker that is gone, is sent again over
-another, and what comes twice is dropped.
+A large message is cut, and each part takes the interface with the fewest queued bytes; to a worker
+that no own interface reaches (most workers in a BCube), it goes to a worker on a shortest path,
+whose lanes forward it. Both ends number and acknowledge the parts, so losses do not matter: parts
+on a cut interface, or sent over a worker that is gone, are retransmitted over another path, and
+duplicates are dropped.
 """
 
 from __future__ import annotations
@@ -16,44 +16,50 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes.order import AHEAD, Astray, Ordered, Unacked
-from wingbeat.exchanges.lanes.paths import Paths
-from wingbeat.exchanges.lanes.signs import Patience
-from wingbeat.exchanges.lanes.ways import CUT_S, Sent, Way, Ways
+from wingbeat.exchanges.lanes.order import WINDOW, ProtocolError, ReorderBuffer, RetransmitBuffer
+from wingbeat.exchanges.lanes.paths import (
+    PATH_TIMEOUT_S,
+    AdaptiveTimeout,
+    Path,
+    PathTable,
+    RoutingTable,
+    Sent,
+)
 from wingbeat.observe.log import log
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
 
-SIGN, BEGIN, MORE = 1, 2, 3
-"""Kinds of messages: what has come and no more; words; what follows them, in parts."""
+HEARTBEAT, BEGIN, MORE = 1, 2, 3
+"""Kinds of messages: acknowledgement only; first part of a message; further parts."""
 
 CHUNK = 1 << 18
-"""Bytes of a part: what waits of it on one interface is soon gone."""
+"""Bytes of a part, so that a queue on one interface drains quickly."""
 
-SIGNS = 20
-"""How often a worker that has nothing to say says so, in the time after which it is missed."""
+HEARTBEATS_PER_TIMEOUT = 20
+"""Heartbeats that an idle worker sends in the time after which it is lost."""
 
-MOST_TIMES = 6.0
-"""How many times its least patience a worker has at most."""
+MAX_TIMEOUT_FACTOR = 6.0
+"""Upper limit of an adaptive timeout, in multiples of its lower limit."""
 
-BEGIN_S = 300.0
-"""Seconds that a worker may take until it is heard for the first time."""
+FIRST_MESSAGE_S = 300.0
+"""Seconds in which a worker must send its first message."""
 
-_LOOK_S = 0.01
-"""Seconds between two looks at what has arrived."""
+_CHECK_INTERVAL_S = 0.01
+"""Seconds between two checks of what has arrived."""
 
-_STALLS = 5.0
-"""Part of the patience that passes between two looks only if this process has not run: then
-others are not to blame."""
+_STALL_FRACTION = 5.0
+"""If this fraction of the timeout passes between two turns, this process was suspended: then peers
+were not silent.
+"""
 
 _LINGER_S = 1.0
 
-_MOST_HOPS = 8
-_MOST_PASSED = 16 * AHEAD
-"""Parts of others that may wait to be passed on; more are dropped, and come again."""
+_MAX_HOPS = 8
+_MAX_FORWARDED = 16 * WINDOW
+"""Parts of other workers that may wait to be forwarded. More are dropped, and retransmitted."""
 
 
-class Box(Protocol):
-    """What lanes need of a `wingbeat.transport.messages.mailbox.Mailbox`."""
+class MailboxLike(Protocol):
+    """The methods of `wingbeat.transport.messages.mailbox.Mailbox` that lanes use."""
 
     @property
     def largest(self) -> int: ...  # noqa: D102
@@ -83,8 +89,8 @@ class Box(Protocol):
     ) -> Sent: ...
 
 
-class Arrived(Protocol):
-    """A message as it comes from a mailbox."""
+class ReceivedMessage(Protocol):
+    """A message received from a mailbox."""
 
     @property
     def peer(self) -> int: ...  # noqa: D102
@@ -98,31 +104,33 @@ class Arrived(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _Part:
-    """What was sent to a worker, until it has told that it has it."""
+    """A part that was sent and is not acknowledged yet."""
 
     kind: int
     payload: Any
     number: int = 0
-    way: Way | None = None
+    path: Path | None = None
     at: float = 0.0
     tries: int = 0
 
 
 class _Lane:
-    """Both directions between this worker and another one's life."""
+    """Both directions between this worker and one incarnation of another worker."""
 
     def __init__(self, life: int, now: float, patience: float, begin: float) -> None:
         self.life, self._begin = life, begin
-        self.out: Unacked[_Part] = Unacked()
-        self.into: Ordered[tuple[int, Any]] = Ordered()
-        self.heard = self.said = now
+        self.out: RetransmitBuffer[_Part] = RetransmitBuffer()
+        self.into: ReorderBuffer[tuple[int, Any]] = ReorderBuffer()
+        self.heard = self.last_sent = now
         self.met = False
-        self.patience = Patience(patience, MOST_TIMES * patience)
-        self.delays = Patience(0.0, MOST_TIMES * patience)  # until a part is told of
+        self.patience = AdaptiveTimeout(patience, MAX_TIMEOUT_FACTOR * patience)
+        self.delays = AdaptiveTimeout(
+            0.0, MAX_TIMEOUT_FACTOR * patience
+        )  # until a part is acknowledged
 
     @property
     def allowed(self) -> float:
-        """Seconds that may pass without a sign."""
+        """Seconds of silence after which the worker is lost."""
         return self.patience.seconds if self.met else self._begin
 
 
@@ -131,34 +139,34 @@ class Lanes:
 
     Attributes:
         near: the workers that its interfaces reach.
-        patience: as it was given.
+        patience: as given.
 
     Args:
-        box: joins it to those that its interfaces reach.
+        box: connects to the workers that its interfaces reach.
         me: its rank.
-        workers: how many there are.
-        lives: by rank, which life of each it is; None for the first of all.
-        joined: by rank, whom its interfaces reach (see `Paths`); None if all reach all.
-        patience: seconds without a sign, at least, after which a worker is `silent`.
-        begin: seconds that it may take until it gives the first one.
-        cut: seconds without a sign, at least, after which an interface is cut.
-        name: what messages call the worker of a rank.
-        card: what messages call an interface of that number.
-        say: hears of an interface that is cut, or used again: one line each.
-        clock: seconds.
+        workers: number of workers.
+        lives: by rank, the incarnation of each worker; None: all are in their first one.
+        joined: by rank, the workers that its interfaces reach (see `RoutingTable`); None: all.
+        patience: lower limit of the seconds of silence after which a worker is `silent`.
+        begin: seconds in which a worker must send its first message.
+        cut: lower limit of the seconds of silence after which an interface is cut.
+        name: returns the name of the worker of a rank in messages.
+        card: returns the name of an interface in messages.
+        say: receives one line for each interface that is cut or used again.
+        clock: returns seconds.
     """
 
     def __init__(
         self,
-        box: Box,
+        box: MailboxLike,
         me: int,
         workers: int,
         *,
         lives: Sequence[int] | None = None,
         joined: Sequence[Collection[int]] | None = None,
         patience: float = 10.0,
-        begin: float = BEGIN_S,
-        cut: float = CUT_S,
+        begin: float = FIRST_MESSAGE_S,
+        cut: float = PATH_TIMEOUT_S,
         name: Callable[[int], str] = "rank {}".format,
         card: Callable[[int], str] = "interface {}".format,
         say: Callable[[str], None] = log.warning,
@@ -168,36 +176,34 @@ class Lanes:
         self._name, self._card, self._say, self.patience = name, card, say, patience
         lives = lives or (0,) * workers
         self._life, self._workers = lives[me], workers
-        self._ways, self._paths = Ways(cut), Paths(joined, me)
+        self._path_table, self._routes = PathTable(cut), RoutingTable(joined, me)
         self._resend_s = cut
         self.near = frozenset(range(workers) if joined is None else joined[me])
-        self._cut: set[int] = set()  # interfaces of which a line has been said
-        self._passed: deque[tuple[Arrived, int]] = deque()
-        self._looked = self._last = clock()
+        self._cut: set[int] = set()  # interfaces reported as cut
+        self._forward_queue: deque[tuple[ReceivedMessage, int]] = deque()
+        self._last_check = self._last = clock()
         self._lanes = {
-            worker: _Lane(lives[worker], self._looked, patience, begin)
+            worker: _Lane(lives[worker], self._last_check, patience, begin)
             for worker in range(workers)
             if worker != me
         }
         for worker in box.peers:
-            self._ways.add(Way(worker, each) for each in box.interfaces(worker))
-
-    # -- who is there ---------------------------------------------------------------------
+            self._path_table.add(Path(worker, each) for each in box.interfaces(worker))
 
     def forget(self, worker: int) -> None:
-        """Carry nothing more to or over a worker that is gone."""
+        """Send nothing more to or over a worker that is gone."""
         self._lanes.pop(worker, None)
-        self._ways.forget(worker)
-        self._paths.without(worker)
+        self._path_table.forget(worker)
+        self._routes.without(worker)
 
     def renew(self, worker: int, life: int) -> None:
-        """Begin anew with a worker that has come back, and that the mailbox now knows."""
+        """Start anew with a worker that came back and that the mailbox has connected to."""
         self.forget(worker)
-        self._paths.again(worker)
-        begin = MOST_TIMES * self.patience
+        self._routes.again(worker)
+        begin = MAX_TIMEOUT_FACTOR * self.patience
         self._lanes[worker] = _Lane(life, self._clock(), self.patience, begin)
         if worker in self._box.peers:
-            self._ways.add(Way(worker, each) for each in self._box.interfaces(worker))
+            self._path_table.add(Path(worker, each) for each in self._box.interfaces(worker))
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -205,11 +211,11 @@ class Lanes:
         return tuple(self._lanes)
 
     def life(self, worker: int) -> int:
-        """Return which life of a worker these lanes lead to; -1 if it is gone."""
+        """Return the incarnation of a worker; -1 if it is gone."""
         return self._lanes[worker].life if worker in self._lanes else -1
 
     def silent(self) -> dict[int, str]:
-        """Return what to say of workers that have given no sign for too long."""
+        """Return an explanation for each worker that was silent for too long."""
         now = self._clock()
         return {
             worker: f"gave no sign for {now - lane.heard:.1f} s"
@@ -219,45 +225,43 @@ class Lanes:
 
     @property
     def reached(self) -> set[int]:
-        """The workers that are reached directly now: over an interface that is not cut."""
-        return self._ways.neighbours
+        """The workers reached directly now, over an interface that is not cut."""
+        return self._path_table.neighbours
 
     def heard_since(self, worker: int, when: float) -> bool:
-        """Whether a worker has given a sign after ``when``, by this worker's clock."""
+        """Whether a worker was heard after ``when``, by this worker's clock."""
         lane = self._lanes.get(worker)
         return lane is None or lane.heard > when
-
-    # -- what is sent ---------------------------------------------------------------------
 
     @property
     def largest(self) -> int:
         """Bytes that the largest part should have now."""
-        return min(self._box.largest, CHUNK, self._ways.part)
+        return min(self._box.largest, CHUNK, self._path_table.part)
 
     @property
     def busy(self) -> bool:
-        """Whether a worker has not told yet that it has everything, or has not been told."""
-        return bool(self._passed) or any(
-            len(lane.out) or lane.into.untold for lane in self._lanes.values()
+        """Whether parts are unacknowledged in either direction, or wait to be forwarded."""
+        return bool(self._forward_queue) or any(
+            len(lane.out) or lane.into.unacknowledged for lane in self._lanes.values()
         )
 
     @property
     def linger(self) -> float:
-        """Seconds that others may want something passed on after this worker has all done."""
-        return _LINGER_S if self._paths.relays else 0.0
+        """Seconds to keep forwarding for other workers after this worker is done."""
+        return _LINGER_S if self._routes.relays else 0.0
 
     @property
     def cut(self) -> bool:
-        """Whether something may be stuck on a way that is cut."""
-        return bool(self._ways.cut)
+        """Whether data may be stuck on a path that is cut."""
+        return bool(self._path_table.cut)
 
     def send(self, worker: int, kind: int, payload: Any) -> bool:
-        """Send a part; return whether there was room. To a worker that is gone there always is.
+        """Send a part; return whether the window had room. To a worker that is gone it always has.
 
         Args:
-            worker: whom to.
+            worker: the receiver.
             kind: `BEGIN` or `MORE`.
-            payload: must not change until it has been told of.
+            payload: must not change until it is acknowledged.
         """
         lane = self._lanes.get(worker)
         if lane is None:
@@ -271,138 +275,155 @@ class Lanes:
         return True
 
     def _post(self, worker: int, lane: _Lane, part: _Part) -> bool:
-        """Post a part over the way on which the least waits; return whether one has room."""
-        word = _word(part.kind, 0, self._life, lane.life)
+        """Post a part over the path with the shortest queue; return whether one had room."""
+        kind_field = _pack_kind(part.kind, 0, self._life, lane.life)
         ids = (part.number % (1 << 32), lane.into.next % (1 << 32), self._me, worker)
-        way = self._post_to(worker, word, part.payload, ids)
-        if way is None:
+        path = self._post_to(worker, kind_field, part.payload, ids)
+        if path is None:
             return False
         now = self._clock()
-        part.way, part.at = way, now
+        part.path, part.at = path, now
         part.tries += 1
-        lane.into.told()
-        lane.said = now
+        lane.into.acknowledged()
+        lane.last_sent = now
         return True
 
-    def _post_to(self, worker: int, word: int, payload: Any, ids: Sequence[int]) -> Way | None:
-        for way in self._ways.by_waiting(self._paths.next(worker, self._ways.neighbours)):
-            peer, interface = way
-            if payload and not self._ways.room(interface):
+    def _post_to(
+        self, worker: int, kind_field: int, payload: Any, ids: Sequence[int]
+    ) -> Path | None:
+        for path in self._path_table.by_waiting(
+            self._routes.next(worker, self._path_table.neighbours)
+        ):
+            peer, interface = path
+            if payload and not self._path_table.room(interface):
                 continue
-            if self._box.room(peer, interface=interface, urgency=0) < LARGEST + len(payload):
+            if self._box.room(peer, interface=interface, urgency=0) < MAX_HEADER_BYTES + len(
+                payload
+            ):
                 continue
             try:
-                sent = self._box.post(peer, word, payload, ids=ids, interface=interface, urgency=0)
+                sent = self._box.post(
+                    peer, kind_field, payload, ids=ids, interface=interface, urgency=0
+                )
             except PeerError:
-                # It may be gone since the last look, which the next one takes into account.
+                # It may have gone since the last check; the next one handles it.
                 if peer in self._box.lost or peer in self._box.left:
                     continue
                 raise
-            self._ways.posted(way, sent, self._clock())
-            return way
+            self._path_table.posted(path, sent, self._clock())
+            return path
         return None
 
-    # -- what arrives ---------------------------------------------------------------------
-
-    def take(self, message: Arrived) -> Iterator[tuple[int, int, Any]]:
-        """Return what has come with a message, in order: who from, its kind and payload.
+    def take(self, message: ReceivedMessage) -> Iterator[tuple[int, int, Any]]:
+        """Process a message; return the sender, kind and payload of all parts that are in order
+        now.
 
         Raises:
-            Astray: no worker of this job sends such a message.
+            ProtocolError: no worker of this job sends such a message.
         """
         number, acked, source, target = message.ids
-        kind, hops, mine, yours = _said(message.kind)
-        if max(source, target) >= self._workers or kind not in (SIGN, BEGIN, MORE):
-            raise Astray(f"kind {message.kind}, ids {message.ids}")
+        kind, hops, mine, yours = _unpack_kind(message.kind)
+        if max(source, target) >= self._workers or kind not in (HEARTBEAT, BEGIN, MORE):
+            raise ProtocolError(f"kind {message.kind}, ids {message.ids}")
         if target != self._me:
-            self._pass_on(message, hops)
+            self._queue_forward(message, hops)
             return iter(())
         lane = self._lanes.get(source)
-        if lane is None or (mine, yours) != (lane.life & _LIVES, self._life & _LIVES):
-            return iter(())  # of a life that is over
+        if lane is None or (mine, yours) != (
+            lane.life & _INCARNATION_MASK,
+            self._life & _INCARNATION_MASK,
+        ):
+            return iter(())  # of a former incarnation
         now = self._clock()
         if lane.met:
-            lane.patience.passed(now - lane.heard)
+            lane.patience.record_gap(now - lane.heard)
         lane.heard, lane.met = now, True
         oldest = next(iter(lane.out), None)
-        if lane.out.hear(acked) and oldest is not None and oldest.tries == 1:
-            lane.delays.passed(now - oldest.at)
-        if kind == SIGN:
+        if lane.out.acknowledge(acked) and oldest is not None and oldest.tries == 1:
+            lane.delays.record_gap(now - oldest.at)
+        if kind == HEARTBEAT:
             return iter(())
         items = lane.into.take(number, (kind, message.payload))
         return ((source, *item) for item in items)
 
-    def _pass_on(self, message: Arrived, hops: int) -> None:
-        if hops < _MOST_HOPS and len(self._passed) < _MOST_PASSED:
-            self._passed.append((message, hops + 1))
-
-    # -- what is to be done now and then --------------------------------------------------
+    def _queue_forward(self, message: ReceivedMessage, hops: int) -> None:
+        if hops < _MAX_HOPS and len(self._forward_queue) < _MAX_FORWARDED:
+            self._forward_queue.append((message, hops + 1))
 
     def tick(self) -> None:
-        """Pass on, send again, and give signs; to be called again and again."""
+        """Forward, retransmit, and send heartbeats. To be called regularly."""
         now = self._clock()
-        if now - self._last > self.patience / _STALLS:
-            self._ways.excuse(now)
+        if now - self._last > self.patience / _STALL_FRACTION:
+            self._path_table.ignore_silence(now)
             for lane in self._lanes.values():
                 lane.heard += now - self._last
         self._last = now
-        self._pass()
-        due = now >= self._looked + _LOOK_S
+        self._forward()
+        due = now >= self._last_check + _CHECK_INTERVAL_S
         if due:
-            self._looked = now
-            self._look(now)
+            self._last_check = now
+            self._check_paths(now)
         for worker, lane in self._lanes.items():
             if due and len(lane.out):
-                self._again(worker, lane, now)
-            late = due and lane.into.untold and now >= lane.said + _LOOK_S
-            if late or lane.into.untold >= AHEAD // 4 or now >= lane.said + self.patience / SIGNS:
-                self._post(worker, lane, _Part(SIGN, b""))
+                self._retransmit(worker, lane, now)
+            late = due and lane.into.unacknowledged and now >= lane.last_sent + _CHECK_INTERVAL_S
+            if (
+                late
+                or lane.into.unacknowledged >= WINDOW // 4
+                or now >= lane.last_sent + self.patience / HEARTBEATS_PER_TIMEOUT
+            ):
+                self._post(worker, lane, _Part(HEARTBEAT, b""))
 
-    def _pass(self) -> None:
-        for _ in range(len(self._passed)):
-            message, hops = self._passed.popleft()
+    def _forward(self) -> None:
+        for _ in range(len(self._forward_queue)):
+            message, hops = self._forward_queue.popleft()
             if message.ids[3] not in self._lanes:
                 continue
-            kind, _, source, target = _said(message.kind)
-            word = _word(kind, hops, source, target)
-            if self._post_to(message.ids[3], word, message.payload, message.ids) is None:
-                self._passed.append((message, hops))
+            kind, _, source, target = _unpack_kind(message.kind)
+            kind_field = _pack_kind(kind, hops, source, target)
+            if self._post_to(message.ids[3], kind_field, message.payload, message.ids) is None:
+                self._forward_queue.append((message, hops))
 
-    def _again(self, worker: int, lane: _Lane, now: float) -> None:
-        """Send again what was on a way that is cut, or may be lost with another worker."""
+    def _retransmit(self, worker: int, lane: _Lane, now: float) -> None:
+        """Retransmit parts on a path that is cut, or possibly lost with a forwarding worker."""
         for part in lane.out:
-            over = part.way is None or not self._ways.up(part.way)
-            relayed = part.way is not None and part.way.worker != worker
+            over = part.path is None or not self._path_table.up(part.path)
+            relayed = part.path is not None and part.path.worker != worker
             wait = self._resend_s * 2 ** min(part.tries - 1, 4)
             late = relayed and now - part.at > max(wait, lane.delays.seconds)
             if (over or late) and not self._post(worker, lane, part):
                 return
 
-    def _look(self, now: float) -> None:
-        for (worker, interface), up in self._ways.look(now):
+    def _check_paths(self, now: float) -> None:
+        for (worker, interface), up in self._path_table.check(now):
             if up:
                 continue
             if interface not in self._cut:
                 self._cut.add(interface)
-                seconds = self._ways.silence(Way(worker, interface), now)
+                seconds = self._path_table.silence(Path(worker, interface), now)
                 self._say(
-                    f"{self._name(self._me)}: {self._card(interface)} has had no sign of "
-                    f"{self._name(worker)} for {seconds:.1f} s; what waits goes another way, until "
-                    "there is one"
+                    f"{self._name(self._me)}: {self._card(interface)} has not heard "
+                    f"{self._name(worker)} for {seconds:.1f} s; its parts take other paths until "
+                    "it does"
                 )
-        for interface in self._cut - {way.interface for way in self._ways.cut}:
+        for interface in self._cut - {path.interface for path in self._path_table.cut}:
             self._cut.discard(interface)
             self._say(f"{self._name(self._me)}: {self._card(interface)} is used again")
 
 
-_LIVES = 0xFFF
-"""Lives are told apart by their lowest 12 bits."""
+_INCARNATION_MASK = 0xFFF
+"""Incarnations are compared by their lowest 12 bits."""
 
 
-def _word(kind: int, hops: int, source: int, target: int) -> int:
-    """Return the kind of a message: its own, hops, and the lives of both ends."""
-    return kind | hops << 4 | (source & _LIVES) << 8 | (target & _LIVES) << 20
+def _pack_kind(kind: int, hops: int, source: int, target: int) -> int:
+    """Return a message's kind field: kind, hops, and the incarnations of both ends."""
+    return kind | hops << 4 | (source & _INCARNATION_MASK) << 8 | (target & _INCARNATION_MASK) << 20
 
 
-def _said(word: int) -> tuple[int, int, int, int]:
-    return word & 0xF, word >> 4 & 0xF, word >> 8 & _LIVES, word >> 20 & _LIVES
+def _unpack_kind(kind_field: int) -> tuple[int, int, int, int]:
+    return (
+        kind_field & 0xF,
+        kind_field >> 4 & 0xF,
+        kind_field >> 8 & _INCARNATION_MASK,
+        kind_field >> 20 & _INCARNATION_MASK,
+    )

@@ -1,7 +1,7 @@
-"""The two ends of a lane: messages are numbered, kept until they are told of, and put in order.
+"""The two ends of a lane: numbering, retransmission and reordering. Pure.
 
-Pure. What comes over several interfaces, or a second time because one was cut, comes in any order;
-a worker under bounded staleness counts on what another says arriving in its order, once.
+Parts that travel over several interfaces, or again after a cut, arrive in any order; bounded
+staleness requires that each worker's messages arrive in order and once.
 """
 
 from __future__ import annotations
@@ -10,54 +10,54 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-AHEAD = 64
-"""How far a number may be ahead of the oldest that the receiver has not told of."""
+WINDOW = 64
+"""How far a number may be ahead of the oldest unacknowledged one."""
 
 _WORD = 1 << 32
 
 T = TypeVar("T")
 
 
-class Astray(Exception):
-    """A number that no sender of ours gives; says why."""
+class ProtocolError(Exception):
+    """A number that no sender of this job gives; says why."""
 
 
-def whole(low: int, near: int) -> int:
-    """Return the number next to ``near`` whose lowest 32 bits are ``low``.
+def unwrap(low: int, near: int) -> int:
+    """Return the number closest to ``near`` whose lowest 32 bits are ``low``.
 
-    >>> whole(1, 2**32 - 1) - 2**32
+    >>> unwrap(1, 2**32 - 1) - 2**32
     1
     """
     return near + (low - near + _WORD // 2) % _WORD - _WORD // 2
 
 
-class Ordered(Generic[T]):
+class ReorderBuffer(Generic[T]):
     """The receiver's end.
 
     Attributes:
-        next: the number that is due; all before have been returned.
-        untold: how many have come since `told`; what came twice counts, as its sender may not know.
+        next: the next number in order; all before it were returned.
+        unacknowledged: items received since `acknowledged`, duplicates included.
     """
 
     def __init__(self) -> None:
         self.next = 0
-        self.untold = 0
+        self.unacknowledged = 0
         self._early: dict[int, T] = {}
 
     def take(self, low: int, item: T) -> Iterator[T]:
-        """Take in an item, and return all whose turn it is.
+        """Add an item, and return all items that are in order now.
 
         Args:
             low: the lowest 32 bits of its number.
-            item: what has come.
+            item: the item.
 
         Raises:
-            Astray: it is further ahead than its sender may send; so memory is bounded.
+            ProtocolError: it is beyond the window; so memory is bounded.
         """
-        number = whole(low, self.next)
-        if number >= self.next + AHEAD:
-            raise Astray(f"number {number}, where {self.next} is due")
-        self.untold += 1
+        number = unwrap(low, self.next)
+        if number >= self.next + WINDOW:
+            raise ProtocolError(f"number {number} is beyond the window at {self.next}")
+        self.unacknowledged += 1
         if number >= self.next:
             self._early.setdefault(number, item)
         return self._due()
@@ -68,13 +68,13 @@ class Ordered(Generic[T]):
             self.next += 1
             yield item
 
-    def told(self) -> int:
-        """Return the lowest 32 bits of `next`, which is told to the sender now."""
-        self.untold = 0
+    def acknowledged(self) -> int:
+        """Return the lowest 32 bits of `next`, which is sent as acknowledgement."""
+        self.unacknowledged = 0
         return self.next % _WORD
 
 
-class Unacked(Generic[T]):
+class RetransmitBuffer(Generic[T]):
     """The sender's end.
 
     Attributes:
@@ -89,13 +89,13 @@ class Unacked(Generic[T]):
         return len(self._kept)
 
     def __iter__(self) -> Iterator[T]:
-        """Yield what is kept, oldest first."""
+        """Yield the unacknowledged items, oldest first."""
         return iter(self._kept)
 
     @property
     def open(self) -> bool:
-        """Whether another may be sent now."""
-        return len(self._kept) < AHEAD
+        """Whether the window has room for another item."""
+        return len(self._kept) < WINDOW
 
     def add(self, item: T) -> int:
         """Keep an item; return the lowest 32 bits of its number."""
@@ -103,16 +103,16 @@ class Unacked(Generic[T]):
         self.next += 1
         return (self.next - 1) % _WORD
 
-    def hear(self, low: int) -> bool:
-        """Forget all before a number, as the receiver has told it; return whether that was news.
+    def acknowledge(self, low: int) -> bool:
+        """Process an acknowledgement of all items before a number; return whether it was new.
 
         Raises:
-            Astray: so many were never sent.
+            ProtocolError: so many were never sent.
         """
         oldest = self.next - len(self._kept)
-        number = whole(low, oldest)
+        number = unwrap(low, oldest)
         if number > self.next:
-            raise Astray(f"{number} are said to have come, and {self.next} were sent")
+            raise ProtocolError(f"{number} items were acknowledged, but only {self.next} were sent")
         for _ in range(oldest, number):
             self._kept.popleft()
         return number > oldest

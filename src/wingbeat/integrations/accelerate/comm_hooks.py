@@ -8,14 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from wingbeat.compression import Compression
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
 from wingbeat.integrations.accelerate import names
 from wingbeat.integrations.ddp import WireState, wire_hook
-from wingbeat.wires import Wire
 
 
-def register_comm_hook(accelerator: Any, model: Any, wire: Wire) -> WireState:
+def register_comm_hook(accelerator: Any, model: Any, wire: Compression) -> WireState:
     """Compress the gradients of a model that Accelerate has put into DDP.
 
     ``accelerator.save_state`` then saves every worker's residuals too, and ``load_state`` loads

@@ -15,7 +15,7 @@ from wingbeat.codecs.feedback import Residuals
 from wingbeat.collectives import Encoded
 from wingbeat.collectives.encoded import BlockSum, GatheredSum, GroupRows
 from wingbeat.collectives.packing import CodecPacking
-from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Span
 
 _ALIGN = 16
@@ -86,7 +86,7 @@ class HookExchange:
     """
 
     bucket: HookBucket
-    group: NativeGroup
+    group: NcclGroup
     residuals: Residuals
     regions: Sequence[Region]
     gathered: bool

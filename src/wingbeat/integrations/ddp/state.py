@@ -13,17 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.dense import Dense
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.feedback import Part, Residuals
-from wingbeat.codecs.regions import regions
 from wingbeat.codecs.topk import TopKCodec, warmed_up
+from wingbeat.compression import Coded, Compression, LowRank, Sketch, parse, unmatched_patterns
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.exchange import HookBucket, HookExchange
 from wingbeat.integrations.ddp.executor import Executor, HookJob
-from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Span
-from wingbeat.wires import Coded, LowRank, Sketch, Wire, of, unmatched
 
 
 class HookState:
@@ -240,7 +239,7 @@ class SketchState(CodedState):
         model: nn.Module,
         bits: int = 8,
         *,
-        wire: Wire | None = None,
+        wire: Compression | None = None,
         process_group: Any = None,
         timeout: float | None = None,
     ) -> None:
@@ -321,17 +320,17 @@ class TopKState(HookState):
 def _check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
     """Raise a `UsageError` if a group of the wire has no trained parameter of the model."""
     names = _trained(model, kind).values()
-    for pattern in unmatched(wire, names):
+    for pattern in unmatched_patterns(wire, names):
         raise UsageError(
             f"{kind}(wire=...): {pattern!r} matches no trained parameter; their names are "
             f"{', '.join(list(names)[:3])} ...: correct the pattern, or leave it out"
         )
 
 
-def _sketched(wire: Wire | None, bits: int) -> Sketch | LowRank:
+def _sketched(wire: Compression | None, bits: int) -> Sketch | LowRank:
     if wire is None:
         return Sketch(bits=bits)
-    found = of(wire)
+    found = parse(wire)
     if not isinstance(found, Sketch | LowRank) or bits != Sketch.bits:
         raise UsageError(
             f"SketchState(bits={bits!r}, wire={wire!r}): allowed are bits alone, or as wire a "
@@ -364,7 +363,7 @@ def _trained(model: nn.Module, kind: str) -> dict[nn.Parameter, str]:
 
 def _own_group(
     model: nn.Module, given: Any, device: torch.device, timeout: float | None, kind: str
-) -> NativeGroup:
+) -> NcclGroup:
     """Make a group with the ranks of ``given``, so that nobody else's collectives come between."""
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
@@ -383,7 +382,7 @@ def _own_group(
         # the group after its ranks and a count of groups, which must stay the same on all ranks.
         use_local_synchronization=not everyone,
     )
-    return NativeGroup(handle, dist.get_rank(handle), len(ranks))
+    return NcclGroup(handle, dist.get_rank(handle), len(ranks))
 
 
 def _steps_of(states: Any, where: str) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from wingbeat.compression import Compression, parse
 from wingbeat.errors import UsageError
 from wingbeat.integrations.ddp.state import CodedState
-from wingbeat.wires import Wire, of
 
 
 class WireState(CodedState):
@@ -36,12 +36,12 @@ class WireState(CodedState):
     def __init__(
         self,
         model: nn.Module,
-        wire: Wire,
+        wire: Compression,
         *,
         process_group: Any = None,
         timeout: float | None = None,
     ) -> None:
-        found = of(wire)
+        found = parse(wire)
         if isinstance(found, str):
             raise UsageError(
                 f"WireState(wire={wire!r}): allowed are sketch, topk, lowrank and fp16; for bf16 "

@@ -33,7 +33,7 @@ from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.colayers import Measured
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Plan, PlannedBucket
 
 SAMPLE = 4096
@@ -223,7 +223,7 @@ class ColayerChange:
 
     def __init__(
         self,
-        store: Ledger,
+        store: AtomicStore,
         namespace: str,
         rank: int,
         tensors: int,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.lanes.lanes import BEGIN, MORE, Lanes
-from wingbeat.exchanges.lanes.order import Astray
+from wingbeat.exchanges.lanes.order import ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.failure_detector import (
     FailureDetector,
@@ -40,9 +40,9 @@ from wingbeat.methods.bounded_staleness.messages import (
 from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
-from wingbeat.transport.liveness import LOGGED_S, LONGEST, Wait
+from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
 from wingbeat.transport.messages.endpoint import Message as Packet
-from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
 if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.replica import WeakReplica
@@ -477,8 +477,8 @@ class CommunicationThread:
         """Wait until ``condition`` returns something else than None."""
         lagging = behind or self.machine.lagging_peers
         # Longer than it takes to detect a lost worker.
-        wait = Wait(self._me, "sums", self._clock)
-        limit_s = LONGEST * self._timeout
+        wait = WaitLog(self._me, "sums", self._clock)
+        limit_s = MAX_WAIT_FACTOR * self._timeout
         deadline, log_at = wait.begun + limit_s, wait.begun + log_after_s
         while True:
             with self._changed:
@@ -501,9 +501,9 @@ class CommunicationThread:
                         f"{self._me}: finished training after {self.machine.iteration} "
                         f"iterations, and sums gradients for workers that still train: {names}"
                     )
-                wait.look(names or "the others")
+                wait.log_if_due(names or "the others")
                 if self._events == events:
-                    self._changed.wait(min(deadline - now, log_at - now, LOGGED_S))
+                    self._changed.wait(min(deadline - now, log_at - now, LOG_INTERVAL_S))
 
     @contextlib.contextmanager
     def _lock_machine(self) -> Iterator[None]:
@@ -547,7 +547,7 @@ class CommunicationThread:
                 self._membership.stop()
             with contextlib.suppress(PeerError):
                 quick = self._error is not None or self._lanes.cut
-                self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSING)
+                self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSE_TIMEOUT_S)
 
     def _must_stay(self, linger_until: float) -> bool:
         """Whether messages are pending here, or others may need this worker to forward theirs."""
@@ -605,7 +605,7 @@ class CommunicationThread:
         try:
             for source, kind, part in self._lanes.take(packet):
                 self._receive_part(source, kind, part)
-        except Astray as error:
+        except ProtocolError as error:
             raise self._malformed(packet.peer, error) from None
 
     def _receive_part(self, source: int, kind: int, part: Any) -> None:

@@ -37,8 +37,8 @@ from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.schedules.events import Operation
-from wingbeat.transport import leaving
-from wingbeat.transport.store import Ledger
+from wingbeat.transport import graceful_shutdown
+from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.world import World
 from wingbeat.types import Span, Staleness
 
@@ -60,7 +60,7 @@ _LOG_AFTER_S = 5.0
 def open_connections(world: World, *, encrypted: bool) -> JoinedWorker:
     """Connect this worker to the others, or reconnect a restarted one."""
     store = world.store if world.group_store is None else world.group_store()
-    assert isinstance(store, Ledger), "the stores of jobs can claim keys"
+    assert isinstance(store, AtomicStore), "the stores of jobs can claim keys"
     return join_workers(
         store,
         world.rank,
@@ -143,7 +143,7 @@ class BoundedStalenessExchange:
         A restarted worker uses the colayers of the others at once.
         """
         world = self._world
-        assert isinstance(world.store, Ledger), "the stores of jobs can claim keys"
+        assert isinstance(world.store, AtomicStore), "the stores of jobs can claim keys"
         self._profiler = profiler
         self._change = ColayerChange(
             world.store, f"stale{world.serial}/colayers", world.rank, profiler.count,
@@ -385,7 +385,7 @@ class BoundedStalenessExchange:
         """The ranks that are alive and have not finished."""
         world, machine = self._world, self.machine
         ranks = (r for r in range(world.size) if machine.incarnation_of(r) is not None)
-        return [r for r in ranks if not world.said("end", r)]
+        return [r for r in ranks if not world.has_published("end", r)]
 
     @property
     def colayers(self) -> int:
@@ -477,7 +477,7 @@ class _Shutdown:
         self._change = change
 
     def __call__(self) -> None:
-        if leaving.failing():
+        if graceful_shutdown.is_failing():
             self._communication.close(quick=True)
         elif self._world.threads:
             # The worlds of one process are closed one after the other.
@@ -496,7 +496,7 @@ class _Shutdown:
                 world = self._world
                 world.publish("end", None)
                 self._communication.serve_until(
-                    lambda: all(world.said("end", peer) for peer in range(world.size)),
+                    lambda: all(world.has_published("end", peer) for peer in range(world.size)),
                     _LOG_AFTER_S,
                 )
             quick = False

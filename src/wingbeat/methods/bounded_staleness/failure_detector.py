@@ -12,9 +12,9 @@ from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.methods.bounded_staleness.membership import MembershipClient
 from wingbeat.methods.bounded_staleness.view import View
 from wingbeat.methods.bounded_staleness.worker import Worker
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.messages.flow import NEVER
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.frames import NEVER
+from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
+from wingbeat.transport.messages.peers import PeerInfo
 
 STORE_S = 10.0
 """Seconds that the store may take to decide which workers are lost."""
@@ -39,7 +39,7 @@ class WorkerRejoined(NamedTuple):
 
     worker: int
     incarnation: int
-    card: Card
+    card: PeerInfo
 
 
 class FailureDetector:
@@ -127,7 +127,7 @@ class FailureDetector:
                 worker: before.get(worker, now - seconds if worker in reached else NEVER)
                 for worker, seconds in self._mailbox.unconnected().items()
             }
-        return self._closed_and_silent_since(now - UNCONNECTED_S)
+        return self._closed_and_silent_since(now - RECONNECT_S)
 
     def _closed_and_silent_since(self, when: float) -> list[int]:
         return [
@@ -200,7 +200,7 @@ class FailureDetector:
         if self._tolerates_loss:
             return
         # A worker that has left may have been the first to miss one that is found lost next.
-        ended = self._closed_and_silent_since(self._clock() - UNCONNECTED_S / 2)
+        ended = self._closed_and_silent_since(self._clock() - RECONNECT_S / 2)
         worker, reason = (min(ended), _ENDED) if ended else (worker, suspects[worker])
         failure = self._departures.blame() or f"rank {worker} {reason}"
         raise PeerError(

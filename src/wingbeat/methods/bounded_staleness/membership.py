@@ -29,12 +29,12 @@ from wingbeat.methods.bounded_staleness.view import (
 from wingbeat.observe.log import log
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.card import Card
+from wingbeat.transport.interfaces import listen_interfaces
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.messages.meeting import card_of, open_mailbox
-from wingbeat.transport.messages.reach import usable
-from wingbeat.transport.store import Ledger
+from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
+from wingbeat.transport.store import AtomicStore
 
 _POLL_S = 0.2
 """Seconds between two reads of the log."""
@@ -63,7 +63,7 @@ class MembershipEvent(NamedTuple):
     """A change of the log, and the contact card of a worker that has joined again."""
 
     change: MembershipChange
-    card: Card | None
+    card: PeerInfo | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class MembershipClient:
 
     def __init__(
         self,
-        store: Ledger,
+        store: AtomicStore,
         namespace: str,
         rank: int,
         log: MembershipLog,
@@ -234,7 +234,7 @@ class MembershipClient:
             card, worker = None, change.worker
             if change.joined and worker != self._rank:
                 try:
-                    card = card_of(
+                    card = read_peer_info(
                         self._store, self._namespace, worker, change.incarnation, _CARD_S
                     )
                 except TimeoutError:
@@ -248,7 +248,7 @@ class MembershipClient:
 
 
 def register_worker(
-    store: Ledger, namespace: str, rank: int, workers: int
+    store: AtomicStore, namespace: str, rank: int, workers: int
 ) -> tuple[MembershipLog, int]:
     """Register this worker; return the log, and its incarnation, counted from 0.
 
@@ -268,7 +268,7 @@ def register_worker(
 
 
 def announce_incarnation(
-    store: Ledger,
+    store: AtomicStore,
     namespace: str,
     rank: int,
     incarnation: int,
@@ -313,7 +313,7 @@ def announce_incarnation(
 
 
 def _missing(
-    store: Ledger, namespace: str, rank: int, incarnation: int, others: Iterable[int]
+    store: AtomicStore, namespace: str, rank: int, incarnation: int, others: Iterable[int]
 ) -> list[int]:
     return [
         other
@@ -348,7 +348,7 @@ class JoinedWorker:
 
 
 def join_workers(
-    store: Ledger,
+    store: AtomicStore,
     rank: int,
     workers: int,
     *,
@@ -383,12 +383,12 @@ def join_workers(
         return {other: found[other] for other in found if other in near}
 
     mailbox = open_mailbox(
-        store, rank, near, room=namespace,
+        store, rank, near, namespace=namespace,
         interfaces=interfaces, classes=1, encrypted=encrypted, limits=limits, seconds=seconds,
-        forgiving=True, life=incarnation,
+        tolerate_silence=True, incarnation=incarnation,
         announce=announce if incarnation else None,
     )  # fmt: skip
-    names = [interface.name for interface in usable(nic.local(), interfaces)]
+    names = [interface.name for interface in listen_interfaces(nic.local(), interfaces)]
     view = membership_log.view
     lanes = Lanes(
         mailbox, rank, workers, lives=[number // 2 for number in view], joined=neighbours,

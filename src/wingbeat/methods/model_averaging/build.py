@@ -12,10 +12,10 @@ import torch
 
 from wingbeat import schedules
 from wingbeat.codecs import Coding
-from wingbeat.codecs.bf16 import Bf16Codec
-from wingbeat.codecs.coding import Region
-from wingbeat.codecs.regions import regions
+from wingbeat.codecs.codec import Bf16Codec
+from wingbeat.codecs.coding import Region, regions
 from wingbeat.collectives import wire_dtype
+from wingbeat.compression import Coded, TopK
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.gradients.bucket import Slot
 from wingbeat.gradients.compression import Compression
@@ -39,7 +39,6 @@ from wingbeat.updates.flat import FlatModel, is_narrow, room_dtype
 from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.per_element import ElementState
 from wingbeat.updates.update import Training
-from wingbeat.wires import Coded, TopK
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
@@ -174,7 +173,7 @@ def _check(training: Training, world: World, averaging: Averaging) -> None:
             "call wingbeat.release() on the first, or use LocalSGD()"
         )
     device = training.bucketing.device
-    if device.type != "cpu" or device.type in world.native_on:
+    if device.type != "cpu" or device.type in world.nccl_devices:
         raise UsageError(
             f"parameters on {device}: models are averaged on the CPU only (Ripples, ADPSGD, "
             "LocalSGD, DiLoCo); keep the model on the CPU, or use wingbeat.DeAR()"

@@ -32,9 +32,9 @@ from wingbeat.methods.model_averaging.static import (
     isolation_text,
 )
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class GeneratorConnection:
             self._lost = (
                 generator in mailbox.left
                 or generator in mailbox.lost
-                or mailbox.unconnected().get(generator, 0.0) > UNCONNECTED_S
+                or mailbox.unconnected().get(generator, 0.0) > RECONNECT_S
             )
         return self._lost
 
@@ -157,8 +157,8 @@ class Client:
         layout: which worker is on which host.
         rules: the generator's.
         timeout: seconds without a message of the generator after which a wait fails. The generator
-            sends messages while the awaited workers live; then a wait fails after `LONGEST` times
-            as many.
+            sends messages while the awaited workers live; then a wait fails after
+            `MAX_WAIT_FACTOR` times as many.
         table: the status table, used when the generator is lost.
         is_running: whether the process of a worker runs, as far as is known; used without a
             generator.
@@ -385,7 +385,7 @@ class Client:
 
     def _request_and_run(self, reducer: Reducer) -> None:
         self._request()
-        wait = Wait(f"rank {self._worker}", _AWAITED[self._synchronizes], time.monotonic)
+        wait = WaitLog(f"rank {self._worker}", _AWAITED[self._synchronizes], time.monotonic)
         deadline = wait.begun + self._timeout
         while self._member.waiting:
             message = self._connection.receive(deadline)
@@ -400,16 +400,16 @@ class Client:
                     f"rank {self._worker}: the group generator violated the protocol: {error}"
                 ) from None
 
-    def _check_wait(self, wait: Wait, peer: str) -> None:
+    def _check_wait(self, wait: WaitLog, peer: str) -> None:
         """Log a long wait for a live worker.
 
         Raises:
             PeerError: it is too long.
         """
-        wait.look(peer)
-        if wait.seconds() > LONGEST * self._timeout:
+        wait.log_if_due(peer)
+        if wait.seconds() > MAX_WAIT_FACTOR * self._timeout:
             me = f"rank {self._worker}"
-            raise PeerError(stuck_text(me, peer, _AWAITED[self._synchronizes], self._timeout))
+            raise PeerError(stuck_peer_text(me, peer, _AWAITED[self._synchronizes], self._timeout))
 
     def _handle(self, message: Message, reducer: Reducer) -> None:
         ids = message.ids

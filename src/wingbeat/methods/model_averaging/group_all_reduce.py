@@ -13,8 +13,8 @@ from wingbeat.collectives import Collectives, Encoded, WireFormat
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.transport.blame import Blame
-from wingbeat.transport.meeting import room_of
+from wingbeat.transport.failures import FailureAttribution
+from wingbeat.transport.group_links import group_prefix
 from wingbeat.types import Group, Span
 
 if TYPE_CHECKING:
@@ -212,6 +212,8 @@ class GroupAllReduce:
     def _lost_member(self, group: Group, inner: World) -> int:
         """Return the member that has failed; this worker if the others have not waited for any."""
         rank = self._world.rank
-        blame = Blame(inner.store, rank, self._world.size, inner.timeout, room_of(group))
-        waited_for = blame.whom(rank)
-        return rank if waited_for is None else blame.culprit(waited_for)
+        blame = FailureAttribution(
+            inner.store, rank, self._world.size, inner.timeout, group_prefix(group)
+        )
+        waited_for = blame.awaited_by(rank)
+        return rank if waited_for is None else blame.root_cause(waited_for)

@@ -22,8 +22,8 @@ from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, Mo
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.observe.meter import Section
-from wingbeat.transport import incarnation, interfaces, leaving
-from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport import graceful_shutdown, incarnation, interfaces
+from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.text import first_line
 from wingbeat.types import SERIES, Group, Span
 
@@ -218,13 +218,13 @@ class GroupSession:
         self._sender = StateSender(world)
         self.snapshot: Callable[[], bytes | None] | None = None
         store = world.store if world.group_store is None else world.group_store()
-        self._service: Started | None = None
+        self._service: Service | None = None
         self._mailbox: Mailbox | None = None
         self._first = (serial - 1) * SERIES
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
         self.client: Client | StaticClient
         departures = departures_of(world)
-        is_running = functools.partial(incarnation.lives, store)
+        is_running = functools.partial(incarnation.is_alive, store)
         if rules is None:
             if world.returned:
                 raise UsageError(
@@ -236,7 +236,7 @@ class GroupSession:
             return
         try:
             if world.rank == 0 and not world.returned:
-                self._service = (InThread if world.threads else InProcess)(config, store)
+                self._service = (ThreadService if world.threads else ProcessService)(config, store)
             self._mailbox, self.client = config.client(
                 store, world.rank, world.returned, is_running
             )
@@ -322,9 +322,9 @@ class GroupSession:
     def close(self) -> None:
         """Leave. The generator ends when all workers have left."""
         self._sender.close()
-        self.client.leave(failed=leaving.failing())
+        self.client.leave(failed=graceful_shutdown.is_failing())
         self.reducer.close()
-        kill = leaving.failing() or self.client.fallback is not None
+        kill = graceful_shutdown.is_failing() or self.client.fallback is not None
         if self._mailbox is None:
             return
         if kill:
@@ -464,7 +464,7 @@ class GroupAverager:
             self._end()
 
     def _end(self) -> None:
-        if not leaving.failing():
+        if not graceful_shutdown.is_failing():
             self._thread.join()
         self.session.close()
 

@@ -180,7 +180,7 @@ class OuterUpdate(LocalUpdate):
         if (
             not self._known
             and self._one_model
-            and not self._world.said(_FIRST_SHARED, self._world.rank)
+            and not self._world.has_published(_FIRST_SHARED, self._world.rank)
         ):
             self._first_checksum = zlib.crc32(self._shared.numpy().data)
             self._world.publish(_FIRST_SHARED, self._first_checksum)
@@ -201,7 +201,7 @@ class OuterUpdate(LocalUpdate):
             return
         for rank in self._averager.members:
             world = self._world
-            if world.said(_FIRST_SHARED, rank) and world.read(_FIRST_SHARED, rank) != mine:
+            if world.has_published(_FIRST_SHARED, rank) and world.read(_FIRST_SHARED, rank) != mine:
                 raise UsageError(
                     f"rank {world.rank} and rank {rank} started with different weights, with which "
                     "an outer optimizer (DiLoCo) never converges to one model: weights loaded "

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.collectives.cast import narrower
+from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.errors import MismatchError, PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.departures import Departures, departures_of
 from wingbeat.methods.model_averaging.generator import ProtocolError
@@ -38,12 +38,12 @@ from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.methods.model_averaging.static import SYNC_CALL, StaticClient
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Section
-from wingbeat.transport import leaving
-from wingbeat.transport.incarnation import lives
-from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport import graceful_shutdown
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
+from wingbeat.transport.incarnation import is_alive
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
-from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
@@ -93,7 +93,7 @@ class PairBuffer:
         self, buffer: torch.Tensor, dtype: torch.dtype | None, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._buffer = buffer.detach()
-        narrow = narrower(dtype, buffer)
+        narrow = narrower_dtype(dtype, buffer)
         self._compressed = narrow is not None
         sent = buffer.dtype if narrow is None else narrow
         self.spans = Span(0, buffer.numel()).cut(max(1, chunk_bytes // sent.itemsize))
@@ -173,7 +173,7 @@ class PairExchange:
         machine: this worker's.
         mailbox: is connected to its partners, numbered by rank; used by the thread only.
         buffer: the parameters.
-        timeout: seconds; a live partner is awaited `LONGEST` times as long.
+        timeout: seconds; a live partner is awaited `MAX_WAIT_FACTOR` times as long.
         on_lost: called with each worker that is lost, in the thread.
         departures: logs lost workers.
         clock: returns seconds.
@@ -289,16 +289,16 @@ class PairExchange:
 
     def _wait_until(self, done: Callable[[], bool], what: str) -> None:
         """Wait, with the lock held. `_check_partners` detects dead partners."""
-        wait = Wait(self._me, what, self._clock)
+        wait = WaitLog(self._me, what, self._clock)
         while True:
             self._check()
             if done():
                 return
             names = ", ".join(f"rank {peer}" for peer in self.machine.waiting_for())
-            if self._clock() - max(wait.begun, self._progress_at) > LONGEST * self._timeout:
-                raise PeerError(stuck_text(self._me, names, what, self._timeout))
-            wait.look(names)
-            self._changed.wait(min(_CHECK_S, LONGEST * self._timeout))
+            if self._clock() - max(wait.begun, self._progress_at) > MAX_WAIT_FACTOR * self._timeout:
+                raise PeerError(stuck_peer_text(self._me, names, what, self._timeout))
+            wait.log_if_due(names)
+            self._changed.wait(min(_CHECK_S, MAX_WAIT_FACTOR * self._timeout))
 
     # -- the thread -----------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class PairExchange:
                 self.step(self._mailbox.next(_CHECK_S))
             with self._changed:
                 self.machine.leave()
-            until = self._clock() + CLOSING
+            until = self._clock() + CLOSE_TIMEOUT_S
             while self.machine.in_transfer and not self._quick and self._clock() < until:
                 self.step(self._mailbox.next(_CHECK_S))
         except PeerError as error:
@@ -328,7 +328,7 @@ class PairExchange:
         for peer in self.machine.live_partners if failed else ():
             with contextlib.suppress(PeerError):
                 self._mailbox.post(peer, Kind.FAILED, seconds=0.0)
-        self._mailbox.close(_QUICK_CLOSE_S if failed else CLOSING)
+        self._mailbox.close(_QUICK_CLOSE_S if failed else CLOSE_TIMEOUT_S)
 
     def step(self, message: Message | None) -> None:
         """Handle a message, if any, further ones that have arrived, and checks that are due.
@@ -460,7 +460,7 @@ class PairExchange:
             self._checked_at = now
             self._execute_commands()
             for peer, seconds in self._mailbox.unconnected().items():
-                if seconds > UNCONNECTED_S and peer in self.machine.live_partners:
+                if seconds > RECONNECT_S and peer in self.machine.live_partners:
                     self._remove_lost(peer, "has ended without a word")
             self._send_keepalives()
 
@@ -524,7 +524,7 @@ class PairAverager:
         table = StatusTable(store, f"pairs/{world.path}", world.size)
         self._client = StaticClient(
             world.rank, Layout.even(1, world.size), world.timeout, table, everyone=True,
-            is_running=functools.partial(lives, store),
+            is_running=functools.partial(is_alive, store),
         )  # fmt: skip
         self._client.on_lost = departures_of(world).lost
         self._begun = self._left = False
@@ -534,7 +534,7 @@ class PairAverager:
                 _store_of(world),
                 world.rank,
                 partners(world.rank, world.size),
-                room=f"pairs/{world.path}",
+                namespace=f"pairs/{world.path}",
                 interfaces=("lo",) if world.threads else world.interfaces or None,
                 classes=1,
                 encrypted=encrypted,
@@ -546,7 +546,7 @@ class PairAverager:
                 on_lost=table.mark_lost, departures=departures_of(world),
             )  # fmt: skip
             self._exchange.start()
-            # An averager that is garbage collected without `close` ends its thread.
+            # An averager that is garbage collected without `close_world` ends its thread.
             weakref.finalize(self, self._exchange.request_close).atexit = False
         world.on_close(_CloseWith(self))
 
@@ -646,8 +646,8 @@ class PairAverager:
         if self._exchange is not None:
             if not self._left:
                 self._left = True
-                self._client.leave(failed=leaving.failing())
-            self._exchange.close(quick=leaving.failing())
+                self._client.leave(failed=graceful_shutdown.is_failing())
+            self._exchange.close(quick=graceful_shutdown.is_failing())
 
 
 class _CloseWith:

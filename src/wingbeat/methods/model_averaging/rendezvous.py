@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from wingbeat.errors import RendezvousError
 from wingbeat.transport.background import BackgroundThread
-from wingbeat.transport.messages.card import Card
-from wingbeat.transport.messages.meeting import card_of
-from wingbeat.transport.store import Ledger, Store
+from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
+from wingbeat.transport.store import AtomicStore, Store
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class Rejoin(NamedTuple):
 
     worker: int
     incarnation: int
-    card: Card
+    card: PeerInfo
 
 
 def next_incarnation(store: Store, room: str, worker: int) -> int:
@@ -141,7 +140,7 @@ def next_incarnation(store: Store, room: str, worker: int) -> int:
 
 
 def announce_rejoin(
-    store: Ledger, room: str, worker: int, incarnation: int, timeout: float
+    store: AtomicStore, room: str, worker: int, incarnation: int, timeout: float
 ) -> None:
     """Append ``worker`` to the rejoin log, and wait until the generator has connected to it.
 
@@ -221,7 +220,7 @@ class RejoinLog:
                 _log.warning("ignoring the malformed value of %s in the store", key)
             elif entry[0] < self._workers:
                 try:
-                    card = card_of(self._store, self._room, *entry, _READ_S)
+                    card = read_peer_info(self._store, self._room, *entry, _READ_S)
                 except ValueError as error:
                     _log.warning("rank %d rejoins, and is refused: %s", entry[0], error)
             self._read += 1  # after the reads: an entry whose read timed out is read again

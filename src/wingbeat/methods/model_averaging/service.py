@@ -32,10 +32,10 @@ from wingbeat.methods.model_averaging.rendezvous import (
 )
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.static import StaticClient
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
-from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
-from wingbeat.transport.store import Ledger, Store
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
+from wingbeat.transport.store import AtomicStore, Store
 
 FACTOR = 8.0
 """Timeout of a step, in usual steps of its worker."""
@@ -257,7 +257,7 @@ class GroupService:
         if not parent() and 0 not in self._gone:
             self._remove_for_good(0)  # otherwise each of the others would have to detect it
         with contextlib.suppress(PeerError):  # dead workers do not confirm the shutdown
-            self._mailbox.close(CLOSING if parent() else _QUICK_CLOSE_S)
+            self._mailbox.close(CLOSE_TIMEOUT_S if parent() else _QUICK_CLOSE_S)
 
     def step(self, message: Message | None) -> None:
         """Handle a message, if any, further ones that have arrived, and checks that are due."""
@@ -506,7 +506,7 @@ class GroupService:
         for worker in range(self._workers):
             generator = self._generator
             present = worker in generator or generator.is_late(worker)
-            if present and unconnected.get(worker, 0.0) > UNCONNECTED_S:
+            if present and unconnected.get(worker, 0.0) > RECONNECT_S:
                 self._start(self._remove(worker, gone=True))
             elif generator.is_awaited(worker) and self._timeouts.is_overdue(worker, now):
                 self._start(self._remove(worker))
@@ -545,7 +545,7 @@ class GeneratorConfig:
     """
 
     module: ClassVar[str] = "wingbeat.methods.model_averaging"
-    asks_later: ClassVar[bool] = True
+    uses_store_later: ClassVar[bool] = True
 
     room: str
     host_of: tuple[int, ...]
@@ -602,7 +602,7 @@ class GeneratorConfig:
             fields[each] = tuple(fields[each])
         return GeneratorConfig(**fields | {"rules": Rules(**fields["rules"])})
 
-    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+    def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves them while its argument is true."""
         mailbox = self._open(store, self.number, range(self.workers))
         return functools.partial(self._serve, mailbox, RejoinLog(store, self.room, self.workers))
@@ -621,7 +621,7 @@ class GeneratorConfig:
         """
         if not returned:
             mailbox = self._open(store, rank, [self.number])
-        elif rank == 0 or not isinstance(store, Ledger):
+        elif rank == 0 or not isinstance(store, AtomicStore):
             raise RendezvousError(
                 f"rank {rank}: cannot rejoin: the group generator has ended with the process "
                 "before this one, which had started it; start all workers again from a checkpoint"
@@ -641,7 +641,7 @@ class GeneratorConfig:
         table = StatusTable(store, self.room, self.workers)
         return StaticClient(rank, Layout(self.host_of), self.timeout, table, is_running=is_running)
 
-    def _rejoin(self, store: Ledger, rank: int) -> Mailbox:
+    def _rejoin(self, store: AtomicStore, rank: int) -> Mailbox:
         incarnation = next_incarnation(store, self.room, rank)
 
         def announce(timeout: float) -> dict[int, int]:
@@ -675,13 +675,13 @@ class GeneratorConfig:
             store,
             number,
             peers,
-            room=self.room,
+            namespace=self.room,
             interfaces=self.interfaces,
             classes=1,
             encrypted=self.encrypted,
             limits=Limits(silence=self.silence),
             seconds=self.timeout,
             name=self.name,
-            life=incarnation,
+            incarnation=incarnation,
             announce=announce,
         )

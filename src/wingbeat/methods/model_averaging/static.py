@@ -34,7 +34,7 @@ from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.rendezvous import Status, StatusTable
 from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.observe.events import stream
-from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 
 _log = logging.getLogger(__name__)
 
@@ -367,7 +367,7 @@ class StaticClient:
             PeerError: a worker lives, and does not synchronize; or the store is down.
         """
         self._publish()
-        wait = Wait(f"rank {self._worker}", SYNC_CALL, time.monotonic)
+        wait = WaitLog(f"rank {self._worker}", SYNC_CALL, time.monotonic)
         since: dict[int, tuple[Status | None, float]] = {}
         while True:
             self._refresh()
@@ -379,10 +379,10 @@ class StaticClient:
             if not missing:
                 return
             peers = ", ".join(f"rank {worker}" for worker in missing)
-            wait.look(peers)
-            if wait.seconds() > LONGEST * self._timeout:
+            wait.log_if_due(peers)
+            if wait.seconds() > MAX_WAIT_FACTOR * self._timeout:
                 me = f"rank {self._worker}"
-                raise PeerError(stuck_text(me, peers, SYNC_CALL, self._timeout))
+                raise PeerError(stuck_peer_text(me, peers, SYNC_CALL, self._timeout))
             time.sleep(_SYNC_CHECK_S)
 
     def _not_synchronizing(self, since: dict[int, tuple[Status | None, float]]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from wingbeat.methods.parameter_server.server import ServerConfig
-from wingbeat.transport.services.process import main
+from wingbeat.transport.services import run_service
 
 if __name__ == "__main__":
-    main(ServerConfig.from_json(sys.argv[1]))
+    run_service(ServerConfig.from_json(sys.argv[1]))

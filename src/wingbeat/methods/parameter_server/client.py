@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from wingbeat.collectives.callbacks import run_callback
+from wingbeat.collectives.threads import run_callback
 from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.failures import Pinger, ping_delay, printable
 from wingbeat.methods.parameter_server.protocol import (
@@ -27,11 +27,10 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
 from wingbeat.observe.log import log
-from wingbeat.transport.liveness import LOGGED_S, LONGEST
+from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR
 from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import LARGEST
-from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
+from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 
 _QUICK_S = 1.0
 """Seconds to close the mailbox after a failure."""
@@ -272,7 +271,7 @@ class Client:
     @property
     def refused(self) -> Counter[str]:
         """Number of refused frames and connections, by reason; any thread may read it."""
-        return self._mailbox.refused + self._mailbox.turned_away
+        return self._mailbox.refused + self._mailbox.refused_connections
 
     def _failure(self) -> PeerError | None:
         return self._error
@@ -362,7 +361,7 @@ class Client:
                 self._awaited[key] = request, transfer
             if request.kind is Kind.EXPECT:
                 continue
-            nbytes = LARGEST if empty else LARGEST + transfer.nbytes
+            nbytes = MAX_HEADER_BYTES if empty else MAX_HEADER_BYTES + transfer.nbytes
             # One link for requests to servers with an optimizer: their order matters.
             link = 0 if request.kind in UPDATE_KINDS else transfer.link
             flow = Flow(transfer.server, 0 if empty else transfer.urgency, link)
@@ -470,7 +469,7 @@ class Client:
         killed = {
             server: "has ended unexpectedly: its connections are closed"
             for server, seconds in self._mailbox.unconnected().items()
-            if seconds > UNCONNECTED_S
+            if seconds > RECONNECT_S
         }
         for server, why in {**killed, **self._mailbox.lost}.items():
             raise PeerError(f"{self._me}: {self._name(server)} {why}")
@@ -489,22 +488,22 @@ class Client:
 
     def _check_progress(self, now: float) -> None:
         waited = now - self._progress_at
-        if now - max(self._progress_at, self._logged_at) >= LOGGED_S:
+        if now - max(self._progress_at, self._logged_at) >= LOG_INTERVAL_S:
             self._logged_at = now
             log.warning(
                 "%s: waiting for gradients of other workers for %d s; the servers are alive",
                 self._me,
                 waited,
             )
-        if waited > LONGEST * self._timeout:
+        if waited > MAX_WAIT_FACTOR * self._timeout:
             transfers = [transfer for _, transfer in self._awaited.values()]
             late = sorted({transfer.server for transfer in transfers}) or self._servers
             requests = [request for request, _ in self._awaited.values()]
             what = requests[0].description if requests else "gradients"
             raise PeerError(
                 f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
-                f"{LONGEST * self._timeout:g} s: check that it and all workers run, or increase "
-                "the timeout: wingbeat.init(timeout=...)"
+                f"{MAX_WAIT_FACTOR * self._timeout:g} s: check that it and all workers run, or "
+                "increase the timeout: wingbeat.init(timeout=...)"
             )
 
     def _ping(self, now: float) -> None:

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.coding import ALIGNMENT, Region
-from wingbeat.codecs.make import all_of
+from wingbeat.codecs.codec import ALIGNMENT
+from wingbeat.codecs.coding import Region, all_of
+from wingbeat.compression import Coded
 from wingbeat.methods.parameter_server.aggregator import (
     ITEMSIZE,
     Accumulator,
@@ -36,7 +37,6 @@ from wingbeat.methods.parameter_server.protocol import (
     unpack_header,
 )
 from wingbeat.types import Span
-from wingbeat.wires import Coded
 
 CODED = "uint8"
 """The dtype of messages with an encoded slice."""

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.codecs import Coding
-from wingbeat.codecs.factors import Factors
-from wingbeat.codecs.make import all_of
+from wingbeat.codecs.coding import all_of
+from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Encoded
-from wingbeat.collectives.cast import narrower
+from wingbeat.collectives.packing import narrower_dtype
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.aggregator import sum_dtype
 from wingbeat.methods.parameter_server.client import Client, SliceFormat, Transfer
@@ -34,7 +35,6 @@ from wingbeat.observe.meter import Section
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.world import World
 from wingbeat.types import Serving, Span
-from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket, Slot
@@ -368,7 +368,7 @@ class ServerExchange:
         if isinstance(wire, Encoded):
             return self._coded_format(wire, part, each)
         assert not isinstance(wire, Factors), "servers sum decoded gradients"
-        own, cast = DTYPES[flat.dtype], narrower(wire, flat)
+        own, cast = DTYPES[flat.dtype], narrower_dtype(wire, flat)
         dtype = own if cast is None else DTYPES[cast]
         reply = sum_dtype(dtype).name if self._dense else dtype
         return None if own == dtype == reply else CastFormat(part, dtype, reply)

@@ -18,7 +18,7 @@ from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.store import Store
 
 if TYPE_CHECKING:
-    from wingbeat.transport.messages.flow import Posted
+    from wingbeat.transport.messages.frames import Posted
     from wingbeat.transport.messages.mailbox import Mailbox
 
 _PING_AFTER_S, _PING_AFTER_PART = 0.5, 0.05

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives import Handle
-from wingbeat.collectives.native import NativeJob
+from wingbeat.collectives.nccl import NcclJob
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.slicing import BucketPriorities, layer_positions
 from wingbeat.schedules.events import Operation
-from wingbeat.transport.dscp import tos_of
-from wingbeat.transport.native import NativeGroup
+from wingbeat.transport.messages.carrier import tos_of
+from wingbeat.transport.nccl import NcclGroup
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
-from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.gradients.bucket import Bucket
@@ -69,7 +69,7 @@ class GpuServerExchange:
             UsageError: a bucket is not on a GPU.
         """
         for bucket in buckets:
-            if bucket.flat.device.type not in self._world.native_on:
+            if bucket.flat.device.type not in self._world.nccl_devices:
                 raise UsageError(
                     f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device} and others are "
                     "on a GPU: move all of them to one kind of device, or use wingbeat.AllReduce()"
@@ -93,7 +93,7 @@ class GpuServerExchange:
             bucket.handle.wait()  # NCCL keeps no order between the communicators of two classes
         name = _COLLECTIVES[operation]
         work = getattr(self._group(urgency), name)(bucket.flat)
-        bucket.handle = Handle([NativeJob(work, name, self._world.rank)])
+        bucket.handle = Handle([NcclJob(work, name, self._world.rank)])
 
     def owned(self, bucket: Bucket) -> Span:
         """Not supported: no worker owns a part of a bucket."""
@@ -103,6 +103,6 @@ class GpuServerExchange:
         """Return nothing: NCCL does not report bytes by class."""
         return ()
 
-    def _group(self, urgency: int) -> NativeGroup:
+    def _group(self, urgency: int) -> NcclGroup:
         classes = self._serving.classes
-        return self._world.native_in(None if classes == 1 else tos_of(urgency, classes))
+        return self._world.nccl_in(None if classes == 1 else tos_of(urgency, classes))

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from wingbeat.compression import Coded
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
@@ -17,13 +18,12 @@ from wingbeat.methods.parameter_server.failures import FailureNotice
 from wingbeat.methods.parameter_server.protocol import MAX_LINKS
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.server import ServerConfig
-from wingbeat.transport import interfaces, leaving
+from wingbeat.transport import graceful_shutdown, interfaces
 from wingbeat.transport.messages import Mailbox, open_mailbox
-from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
-from wingbeat.wires import Coded
 
 MEMORY_FACTOR = 8
 """A server's memory limit as a multiple of the gradients' size. Two sums of each slice are kept, in
@@ -92,7 +92,7 @@ class ServerGroup:
         )
         self.message = config.limits.message
         store = world.store if world.group_store is None else world.group_store()
-        self._started: list[Started] = []
+        self._started: list[Service] = []
         self._notice = FailureNotice(store, f"{config.room}/failed")
         try:
             self._start(config, store)
@@ -105,11 +105,11 @@ class ServerGroup:
             self._notice.close(_POLL_S)
             raise
         self.client = self._make_client(mailbox, config)
-        # If nobody calls `close`, for example because the model is garbage.
+        # If nobody calls `close_world`, for example because the model is garbage.
         weakref.finalize(self, self.client.abandon).atexit = False
 
     def _start(self, config: ServerConfig, store: Store) -> None:
-        start, rank = InThread if self._world.threads else InProcess, self._world.rank
+        start, rank = ThreadService if self._world.threads else ProcessService, self._world.rank
         for index in (index for index, host in enumerate(config.hosts) if host == rank):
             try:
                 self._started.append(start(dataclasses.replace(config, index=index), store))
@@ -124,7 +124,7 @@ class ServerGroup:
             _WatchedStore(store, self._check_startup),
             self._world.rank,
             self._numbers(),
-            room=config.room,
+            namespace=config.room,
             interfaces=config.interfaces,
             classes=config.classes,
             encrypted=config.encrypted,
@@ -162,7 +162,7 @@ class ServerGroup:
 
         Other workers may need them longer. After a failure the servers are killed.
         """
-        failing = leaving.failing()
+        failing = graceful_shutdown.is_failing()
         self.client.close(quick=failing)
         failed = failing or self.client.failed
         _stop(self._notice, self._started, 0.0 if failed else self._world.timeout)
@@ -176,12 +176,12 @@ class ServerGroup:
             raise PeerError(f"rank {self._world.rank}: {reason}")
 
 
-def _find_ended(notice: FailureNotice, started: Sequence[Started]) -> str | None:
+def _find_ended(notice: FailureNotice, started: Sequence[Service]) -> str | None:
     """Return how one of these servers, or the notice's thread, has ended, if one has."""
     return next(filter(None, (each.ended() for each in started)), None) or notice.failure or None
 
 
-def _stop(notice: FailureNotice, started: Sequence[Started], seconds: float) -> None:
+def _stop(notice: FailureNotice, started: Sequence[Service], seconds: float) -> None:
     """Wait until these servers have ended; kill them if ``seconds`` is 0."""
     notice.close(_POLL_S)
     for each in started:
@@ -220,7 +220,7 @@ def _network_weights(world: World) -> tuple[float, ...]:
     subnets = world.networks[0] if world.networks else ()
     if len(set(subnets)) < len(world.links):
         return world.weights
-    known = zip(map(interfaces.in_order, subnets), world.weights, strict=True)
+    known = zip(map(interfaces.subnet_order, subnets), world.weights, strict=True)
     return tuple(weight for _, weight in sorted(known))
 
 

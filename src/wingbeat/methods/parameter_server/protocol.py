@@ -11,7 +11,7 @@ padding, `HEADER_BYTES` bytes, then `PIECE_BYTES` bytes for each piece::
 
      0   4  numel     elements of the piece
      4   4  cols      columns of the matrix whose whole rows the piece holds; 0: not a matrix
-     8   4  kind      index into `wingbeat.wires.kinds`; 0: float32
+     8   4  kind      index into `wingbeat.compression.kinds`; 0: float32
 
 The pieces cover the elements of the slice in order.
 """
@@ -26,8 +26,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from wingbeat.compression import Coded, LowRank, kinds, to_text
 from wingbeat.transport.messages.reassembly import Reassembly
-from wingbeat.wires import Coded, LowRank, kinds, spelled
 
 MAX_REASON = 500
 """Maximum size of a failure's reason, in bytes."""
@@ -220,7 +220,7 @@ def header_nbytes(pieces: Sequence[Piece]) -> int:
 
 @functools.cache
 def _checksum(wire: Coded) -> int:
-    return zlib.crc32(spelled(wire).encode())
+    return zlib.crc32(to_text(wire).encode())
 
 
 # -- documents -----------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from wingbeat import wires
+from wingbeat import compression
+from wingbeat.compression import Coded
 from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.aggregator import (
     SLICE_OVERHEAD,
@@ -42,14 +43,12 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
 from wingbeat.methods.parameter_server.shard_updates import ParameterReply, ShardUpdates
-from wingbeat.transport.liveness import LONGEST
+from wingbeat.transport.failures import MAX_WAIT_FACTOR
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
-from wingbeat.transport.messages.flow import Posted
-from wingbeat.transport.messages.header import LARGEST
-from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.store import Store
-from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
     from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
@@ -182,7 +181,7 @@ class Server:
         while is_parent_alive() and not self._gone() >= everyone:
             seconds = 0.0 if self.has_work else _CHECK_S
             self.run_once(self._mailbox.next(seconds, keep=True))
-        seconds = CLOSING
+        seconds = CLOSE_TIMEOUT_S
         if not is_parent_alive():
             self._fail("the worker that started this server has ended")
             seconds = _QUICK_S
@@ -338,7 +337,7 @@ class Server:
     def _enqueue(self, reply: Reply) -> None:
         reply.queued = True
         ids, result = reply.ids, reply.result
-        nbytes = LARGEST + (self._mailbox.largest if result is None else result.nbytes)
+        nbytes = MAX_HEADER_BYTES + (self._mailbox.largest if result is None else result.nbytes)
         flow = Flow(reply.worker, urgency_of(ids.route), link_of(ids.route))
         self._queue.enqueue(flow, position_of(ids.route), nbytes, reply)
 
@@ -389,7 +388,7 @@ class Server:
         killed = {
             worker: "has ended unexpectedly: its connections are closed"
             for worker, seconds in mailbox.unconnected().items()
-            if seconds > UNCONNECTED_S
+            if seconds > RECONNECT_S
         }
         for worker, why in {**left, **killed, **mailbox.lost}.items():
             if aggregator.is_waiting_for(worker) or (
@@ -403,7 +402,7 @@ class Server:
         A live worker that has pushed nothing may evaluate or save.
         """
         aggregator = self._aggregator
-        for seconds in (LONGEST * self._timeout, self._timeout):
+        for seconds in (MAX_WAIT_FACTOR * self._timeout, self._timeout):
             late = aggregator.find_incomplete(now - seconds)
             if late is not None and (
                 seconds > self._timeout or all(map(aggregator.is_waiting, late[1]))
@@ -459,7 +458,7 @@ class ServerConfig:
     """
 
     module: ClassVar[str] = "wingbeat.methods.parameter_server"
-    asks_later: ClassVar[bool] = False
+    uses_store_later: ClassVar[bool] = False
 
     room: str
     index: int
@@ -501,7 +500,7 @@ class ServerConfig:
 
     def to_json(self) -> str:
         """Return the configuration as JSON."""
-        wire = None if self.wire is None else wires.to_json(self.wire)
+        wire = None if self.wire is None else compression.to_json(self.wire)
         return json.dumps({**asdict(self), "wire": wire})
 
     @staticmethod
@@ -510,7 +509,7 @@ class ServerConfig:
         fields = json.loads(text)
         fields["hosts"], fields["interfaces"] = tuple(fields["hosts"]), tuple(fields["interfaces"])
         if fields["wire"] is not None:
-            fields["wire"] = wires.from_json(fields["wire"])
+            fields["wire"] = compression.from_json(fields["wire"])
         return ServerConfig(**fields)
 
     def open(self, store: Store) -> Mailbox:
@@ -519,7 +518,7 @@ class ServerConfig:
             store,
             self.number,
             range(self.workers),
-            room=self.room,
+            namespace=self.room,
             interfaces=self.interfaces,
             classes=self.classes,
             encrypted=self.encrypted,
@@ -542,7 +541,7 @@ class ServerConfig:
             dense=self.dense,
         )
 
-    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+    def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves them while its argument says so."""
         # Modules are loaded before workers connect: on a busy host this takes longer than a sum
         # may.
@@ -573,7 +572,7 @@ class ServerConfig:
             classes=self.classes,
         )
         server.run(is_parent_alive)
-        refused = mailbox.turned_away + mailbox.refused
+        refused = mailbox.refused_connections + mailbox.refused
         if refused:
             _log.warning(
                 "%s refused %d connections or frames of unknown senders: %s",
@@ -598,6 +597,6 @@ def limits_of(workers: int, classes: int, timeout: float, interfaces: int = 1) -
     [32, 32, 16, 8, 8]
     """
     usual = Limits()
-    least = _MIN_MESSAGES * (usual.message + LARGEST)
+    least = _MIN_MESSAGES * (usual.message + MAX_HEADER_BYTES)
     window = min(usual.window, max(least, WINDOW // (workers * classes * interfaces)))
     return Limits(message=usual.message, window=window, silence=SILENT * timeout)

@@ -1,11 +1,11 @@
-"""Messages between processes of a job: flows of several classes over every interface. No torch.
+"""Messages between processes of a job, in several traffic classes over every interface. No torch.
 
 >>> from wingbeat.transport.messages import open_mailbox
 """
 
+from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
-from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.frames import Posted
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.messages.meeting import open_mailbox
 
 __all__ = ["Limits", "Mailbox", "Message", "Posted", "open_mailbox"]

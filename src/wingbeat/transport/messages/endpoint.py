@@ -1,7 +1,8 @@
-"""All flows of one process: frames in, messages out. Pure; time and who sends are given.
+"""All flows of one process: frames in, messages out. No I/O; the time and the send function are
+given.
 
-Every frame is checked before anything of it is used, and whatever no member of the job has sent is
-counted under its reason and dropped.
+Every frame is checked before its contents are used. Frames that no member of the job sent are
+counted by reason and dropped.
 """
 
 from __future__ import annotations
@@ -13,29 +14,31 @@ from typing import NamedTuple, TypeAlias
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import CLASSES, Arrival, Buffer, Place
-from wingbeat.transport.messages.flow import NEVER, Flow, Posted
-from wingbeat.transport.messages.header import (
+from wingbeat.transport.messages.carrier import MAX_CLASSES, Arrival, Buffer, ConnectionId
+from wingbeat.transport.messages.frames import (
     DTYPES,
-    LARGEST,
+    MAX_HEADER_BYTES,
+    NEVER,
+    Flow,
     Header,
     Malformed,
+    Posted,
     Type,
     unpack,
 )
 
-INLINE = _native.MOST_INLINE
-"""Bytes up to which a payload travels in one piece with its header: a copy is cheaper there."""
+MAX_INLINE_BYTES = _native.MOST_INLINE
+"""Payloads up to this size travel in one part with the header: a copy is cheaper."""
 
-# Looked up once: an enum's members take longer to find than a number.
+# Looked up once: access to an enum member is slow.
 _DATA, _HELLO = int(Type.DATA), int(Type.HELLO)
 
-Send: TypeAlias = "Callable[[Place, list[Buffer]], bool]"
-"""Hands a frame to the carrier; False if nobody is there."""
+Send: TypeAlias = "Callable[[ConnectionId, list[Buffer]], bool]"
+"""Hands a frame to the carrier; False if there is no connection."""
 
 
 class Route(NamedTuple):
-    """Where a flow goes: which peer, over which of this process's interfaces, in which class."""
+    """The route of a flow: the peer, this process's interface, and the class."""
 
     peer: int
     interface: int
@@ -44,16 +47,15 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be under way.
+    """Limits of messages in flight.
 
     Raises:
-        UsageError: a limit that cannot work.
+        UsageError: an invalid limit.
 
     Attributes:
         message: bytes of one payload.
-        window: bytes that one flow may hold which its peer has not taken; headers count.
-        silence: seconds without a sign of a peer, while something waits for it, after which it is
-            lost.
+        window: bytes of one flow that its peer has not consumed; headers count.
+        silence: seconds without a sign of life from an awaited peer after which it is lost.
     """
 
     message: int = 4 << 20
@@ -63,9 +65,9 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.message < 2**31:
             raise UsageError(f"Limits(message={self.message!r}); allowed: 1 to 2**31 - 1 bytes")
-        if self.window < self.message + LARGEST:
+        if self.window < self.message + MAX_HEADER_BYTES:
             raise UsageError(
-                f"Limits(window={self.window!r}); allowed: {LARGEST} bytes and more above "
+                f"Limits(window={self.window!r}); allowed: {MAX_HEADER_BYTES} bytes and more above "
                 f"message={self.message}, so that one message fits in"
             )
         if not 0 < self.silence < float("inf"):
@@ -74,10 +76,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who this process is, and who its peers are.
+    """This process and its peers.
 
     Attributes:
-        number: of this process.
+        number: number of this process.
         session: drawn when this process started; only members know it.
         sessions: those of the peers, by number.
     """
@@ -88,13 +90,13 @@ class Membership:
 
 
 class Message:
-    """A message as it has arrived.
+    """A received message.
 
     Attributes:
         payload: the memory that the network wrote to, without another copy.
-        route: over which flow it came.
+        route: the route of its flow.
         size: bytes that it takes of the window.
-        kept: whether it was taken, but still counts against the window.
+        kept: whether it was taken but still counts against the window.
     """
 
     __slots__ = ("_header", "kept", "payload", "route", "size")
@@ -108,22 +110,22 @@ class Message:
 
     @property
     def peer(self) -> int:
-        """Who has sent it."""
+        """The sender."""
         return self.route.peer
 
     @property
     def kind(self) -> int:
-        """What it is, as its users number it."""
+        """The kind, as its users number it."""
         return self._header.kind
 
     @property
     def ids(self) -> tuple[int, int, int, int]:
-        """Four numbers that mean what the kind says."""
+        """Four numbers whose meaning depends on the kind."""
         return self._header.ids
 
     @property
     def dtype(self) -> str:
-        """What the payload consists of, or empty."""
+        """Dtype of the payload, or empty."""
         return DTYPES[self._header.dtype]
 
     @property
@@ -139,20 +141,20 @@ class Message:
 
 
 class Endpoint:
-    """The flows of one process, and the messages that wait to be taken.
+    """The flows of one process, and its received messages.
 
     Args:
-        membership: who takes part.
-        limits: of what is under way.
-        forgiving: whether a peer is not lost when it falls silent on an interface.
-        card: what messages call an own interface of that number.
+        membership: this process and its peers.
+        limits: limits of messages in flight.
+        tolerate_silence: do not count a silent peer as lost.
+        describe_interface: returns the name of an own interface in messages.
 
     Attributes:
-        refused: how many frames were dropped, by the reason.
-        lost: what to say of peers that have fallen silent; a peer that is heard again is not lost.
-        left: the peers that have ended in an orderly way.
-        waiting: how many messages there are to be taken.
-        down: since when nobody is connected at the end of a flow.
+        refused: number of dropped frames, by reason.
+        lost: an explanation for each silent peer. A peer that is heard again is not lost.
+        left: peers that have shut down in good order.
+        waiting: number of messages ready to be taken.
+        down: when the connection of a flow was lost.
     """
 
     def __init__(
@@ -160,27 +162,27 @@ class Endpoint:
         membership: Membership,
         limits: Limits,
         *,
-        forgiving: bool = False,
-        card: Callable[[int], str] = "interface {}".format,
+        tolerate_silence: bool = False,
+        describe_interface: Callable[[int], str] = "interface {}".format,
     ) -> None:
         self.membership = membership
-        self.limits, self.card = limits, card
-        self._sessions, self._forgiving = dict(membership.sessions), forgiving
+        self.limits, self.describe_interface = limits, describe_interface
+        self._sessions, self._forgiving = dict(membership.sessions), tolerate_silence
         self.flows: dict[Route, Flow] = {}
         self.refused: Counter[str] = Counter()
         self.lost: dict[int, str] = {}
         self.left: set[int] = set()
         self.waiting = 0
         self.down: dict[Route, float] = {}
-        self._inbox: tuple[deque[Message], ...] = tuple(deque() for _ in range(CLASSES))
-        self._place: dict[Route, Place] = {}
-        self._former: dict[Route, Place] = {}
-        self._route: dict[Place, Route] = {}
+        self._inbox: tuple[deque[Message], ...] = tuple(deque() for _ in range(MAX_CLASSES))
+        self._place: dict[Route, ConnectionId] = {}
+        self._former: dict[Route, ConnectionId] = {}
+        self._route: dict[ConnectionId, Route] = {}
         self._busy: dict[Route, None] = {}
         self._next = NEVER
 
-    def add(self, route: Route, place: Place | None, now: float) -> None:
-        """Add a flow; ``place`` is None if the peer will connect, and says so with HELLO."""
+    def add(self, route: Route, place: ConnectionId | None, now: float) -> None:
+        """Add a flow; ``place`` is None if the peer will connect and send HELLO."""
         own = self.membership
         self.flows[route] = Flow(
             own.session,
@@ -192,10 +194,10 @@ class Endpoint:
         )
         if place is not None:
             self._bind(route, place)
-            self._introduce_self(route, now)
+            self._send_hello(route, now)
 
-    def forget(self, peer: int) -> None:
-        """Forget all of a peer whose process has ended."""
+    def remove_peer(self, peer: int) -> None:
+        """Remove all state of a peer whose process has ended."""
         for route in [route for route in self.flows if route.peer == peer]:
             for places in (self._place, self._former):
                 if route in places:
@@ -211,18 +213,18 @@ class Endpoint:
         self.left.discard(peer)
         self._sessions.pop(peer, None)
 
-    def know(self, peer: int, session: int) -> None:
-        """Take a new peer for a member; its flows are added next."""
+    def add_peer(self, peer: int, session: int) -> None:
+        """Register a new peer; its flows are added next."""
         self._sessions[peer] = session
 
     def post(self, route: Route, message: Posted, send: Send, now: float) -> None:
-        """Send a message as soon as may be; the caller has looked whether there is room."""
+        """Send a message as soon as possible; the caller has checked the window."""
         flow = self.flows[route]
         flow.post(message, now)
         self._flush(route, flow, send, now)
 
     def accept(self, arrival: Arrival, now: float) -> None:
-        """Check a frame and do what it says; whatever is wrong with it is counted."""
+        """Check and process a frame; count it if it is malformed."""
         try:
             self._accept(arrival, now)
         except Malformed as err:
@@ -235,8 +237,8 @@ class Endpoint:
 
         Args:
             now: seconds.
-            of: the peers whose messages count; None for all.
-            keep: whether it goes on counting against the window, until it is let `free`.
+            of: the peers whose messages count; None: all.
+            keep: whether it still counts against the window, until `free`.
         """
         for waiting in self._inbox:
             if not waiting:
@@ -257,15 +259,15 @@ class Endpoint:
         return None
 
     def free(self, message: Message, now: float) -> None:
-        """Let the sender of a message that was taken post as many bytes more; once."""
+        """Return a taken message's bytes to the sender's window; once."""
         if message.kept:
             message.kept = False
             flow = self.flows[message.route]
             flow.take(message.size, now)
-            self._look_again(flow)
+            self._schedule(flow)
 
     def flush(self, send: Send, now: float) -> None:
-        """Hand over what is to be sent now; what ``send`` does not take waits for the peer."""
+        """Send pending frames; those that ``send`` refuses wait for the peer."""
         for route in list(self._busy):
             del self._busy[route]
             self._flush(route, self.flows[route], send, now)
@@ -277,16 +279,16 @@ class Endpoint:
         flow.flush(send, place, now)
         if not flow.up:
             self.down.setdefault(route, now)
-        self._look_again(flow)
+        self._schedule(flow)
 
-    def greet(self, now: float) -> None:
-        """Have `flush` send something to everybody: whoever is not there is `down` afterwards."""
+    def probe_connections(self, now: float) -> None:
+        """Queue a frame to every peer, so that `flush` finds lost connections: `down`."""
         for route, flow in self.flows.items():
             if flow.met and flow.up and route.peer not in self.left:
-                self._introduce_self(route, now)
+                self._send_hello(route, now)
 
-    def look(self, cut: Callable[[Place], bool], now: float) -> None:
-        """Note which flows' connections have ended, where sending does not show that: `down`."""
+    def check_connections(self, cut: Callable[[ConnectionId], bool], now: float) -> None:
+        """Record flows whose connection has ended where sending does not show it: `down`."""
         for route, place in self._place.items():
             if cut(place):
                 self.down.setdefault(route, now)
@@ -294,7 +296,7 @@ class Endpoint:
                 self.down.pop(route, None)
 
     def unconnected(self, now: float) -> dict[int, float]:
-        """Return for how many seconds all flows of a peer have been `down`, where they are."""
+        """Return for how many seconds all flows of a peer have been `down`."""
         since: dict[int, float] = {}
         for route in self.flows.keys() if self.down else ():
             down = self.down.get(route, NEVER)
@@ -306,35 +308,35 @@ class Endpoint:
         }
 
     def due(self) -> float:
-        """When `tick` is to be called at the latest, if nothing arrives before."""
+        """When to call `tick` at the latest, if nothing arrives before."""
         return self._next
 
     def resume(self, now: float) -> None:
-        """Count no silence of peers from before ``now``: this process was stopped until then."""
+        """Ignore silence of peers before ``now``: this process was suspended until then."""
         for flow in self.flows.values():
             flow.resume(now)
 
     def tick(self, now: float) -> None:
-        """Let time pass: ask, tell, and find out who is lost."""
+        """Run timers: requests, acknowledgements, and detection of lost peers."""
         if now < self._next:
             return
         self._next = NEVER
         for route, flow in self.flows.items():
             if route.peer in self.lost:
                 continue
-            # Whoever has left still wants to hear that its last words have arrived.
+            # A peer that has left still needs the acknowledgement of its last message.
             if route.peer not in self.left and flow.tick(now):
                 self._lose(route, flow)
                 continue
             if flow.up and (flow.pending or flow.tell_at <= now):
                 self._busy[route] = None
-            # And nothing is due for one that has left when its connections have ended.
-            told = flow.tell_at if flow.up else NEVER
-            due = told if route.peer in self.left else flow.due
+            # Nothing is due for a peer that has left and disconnected.
+            ack_at = flow.tell_at if flow.up else NEVER
+            due = ack_at if route.peer in self.left else flow.due
             self._next = min(self._next, max(due, now))
 
-    def tell(self, now: float) -> None:
-        """Have `flush` say at once what has arrived: this end will not be here later."""
+    def acknowledge(self, now: float) -> None:
+        """Queue acknowledgements at once, because this process shuts down."""
         for route, flow in self.flows.items():
             if flow.up and flow.tell(now):
                 self._busy[route] = None
@@ -345,8 +347,8 @@ class Endpoint:
         return bool(self._busy)
 
     @property
-    def unmet(self) -> list[Route]:
-        """The flows whose peer has not been heard of."""
+    def unheard(self) -> list[Route]:
+        """Flows whose peer has not been heard."""
         return [route for route, flow in self.flows.items() if not flow.met]
 
     def _accept(self, arrival: Arrival, now: float) -> None:
@@ -354,15 +356,15 @@ class Endpoint:
         if not arrival.whole:
             raise Malformed("parts")
         if not len(arrival.head) and arrival.payload is None:
-            if route is not None:  # the peer has accepted a connection and cannot know whose
-                self._introduce_self(route, now)
+            if route is not None:  # the peer accepted a connection and cannot identify it
+                self._send_hello(route, now)
             return
         header = unpack(arrival.head)
         if route is None or not self.flows[route].names(header):
             self._check_sender(header, arrival)
-            route = self._introduced(route, header, arrival.place)
+            route = self._route_of_new(route, header, arrival.place)
         payload = _payload(header, arrival)
-        self.lost.pop(route.peer, None)  # it was stopped, or the network was cut, and goes on
+        self.lost.pop(route.peer, None)  # it was stopped or cut off, and continues
         flow, kind = self.flows[route], header.type
         renewed = kind == _HELLO and self._place.get(route) != arrival.place
         if flow.accept(header, now, renewed):
@@ -377,7 +379,7 @@ class Endpoint:
             self._bind(route, arrival.place)
         if self.down and flow.up:
             self.down.pop(route, None)
-        self._plan(route, flow)
+        self._update_timer(route, flow)
 
     def _check_sender(self, header: Header, arrival: Arrival) -> None:
         own = self.membership
@@ -388,51 +390,51 @@ class Endpoint:
         if arrival.peer is not None and arrival.peer != header.sender:
             raise Malformed("key")
 
-    def _introduced(self, known: Route | None, header: Header, place: Place) -> Route:
+    def _route_of_new(self, known: Route | None, header: Header, place: ConnectionId) -> Route:
         """Return the flow that the first frame of a new connection names."""
         if known is not None:
-            raise Malformed("key")  # a member that says it is another
+            raise Malformed("key")  # a member that claims to be another one
         route = Route(header.sender, place.interface, place.urgency)
         if header.type != _HELLO or route not in self.flows:
             raise Malformed("stranger")
         return route
 
-    def _bind(self, route: Route, place: Place) -> None:
+    def _bind(self, route: Route, place: ConnectionId) -> None:
         if self._place.get(route) == place:
             return
-        # What is read late from the connection before this one is still the peer's.
+        # Frames read late from the former connection are still the peer's.
         self._route.pop(self._former.pop(route, place), None)
         if route in self._place:
             self._former[route] = self._place[route]
         self._place[route], self._route[place] = place, route
 
-    def _introduce_self(self, route: Route, now: float) -> None:
+    def _send_hello(self, route: Route, now: float) -> None:
         flow = self.flows[route]
         flow.hello(now)
-        self._plan(route, flow)
+        self._update_timer(route, flow)
 
-    def _plan(self, route: Route, flow: Flow) -> None:
-        """Remember when the flow wants to be looked at again."""
+    def _update_timer(self, route: Route, flow: Flow) -> None:
+        """Schedule the flow's next timer."""
         if flow.pending and flow.up:
             self._busy[route] = None
-        self._look_again(flow)
+        self._schedule(flow)
 
-    def _look_again(self, flow: Flow) -> None:
+    def _schedule(self, flow: Flow) -> None:
         due = flow.due
         if due < self._next:
             self._next = due
 
     def _lose(self, route: Route, flow: Flow) -> None:
         several = len({each.interface for each in self.flows if each.peer == route.peer}) > 1
-        where = f" over {self.card(route.interface)}" if several else ""
+        where = f" over {self.describe_interface(route.interface)}" if several else ""
         self.lost[route.peer] = (
-            f"gave no sign{where} for {self.limits.silence:g} s; {flow.unarrived} messages to it "
-            f"({flow.waiting_bytes} bytes) may not have arrived"
+            f"has been silent{where} for {self.limits.silence:g} s; {flow.unarrived} messages to "
+            f"it ({flow.waiting_bytes} bytes) may not have arrived"
         )
 
 
 def _payload(header: Header, arrival: Arrival) -> memoryview:
-    """Return the payload, which has to be as long as the header says."""
+    """Return the payload, whose length must match the header."""
     size = header.size
     if arrival.payload is None:
         payload = memoryview(arrival.head)[size:]

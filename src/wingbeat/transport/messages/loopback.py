@@ -1,4 +1,4 @@
-"""A network in memory that loses, delays, reorders and repeats frames, from a seed. For tests."""
+"""An in-memory network that loses, delays, reorders and repeats frames, with a seed. For tests."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
+from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What may happen to a frame: probabilities from 0 to 1, and seconds.
+    """Faults of frames: probabilities from 0 to 1, and seconds.
 
     Attributes:
-        drop: that it is lost.
-        repeat: that it arrives twice.
-        cut: that it arrives cut short.
-        delay: up to how many seconds it takes.
-        reorder: whether a frame may overtake another; if not, those of one flow keep their order.
+        drop: probability of loss.
+        repeat: probability of duplication.
+        cut: probability of truncation.
+        delay: upper limit of the delay in seconds.
+        reorder: whether frames may overtake each other within a flow.
     """
 
     drop: float = 0.0
@@ -35,16 +35,16 @@ class Faults:
 
 
 Name = tuple[int, int]
-"""A process's number and one of its interfaces."""
+"""Number of a process, and one of its interfaces."""
 
 
 class Network:
-    """Joins the carriers of several processes.
+    """Connects the carriers of several processes.
 
     Args:
-        faults: what happens to frames.
-        seed: of everything that happens by chance.
-        clock: seconds; a test may pass one of its own and let time pass by itself.
+        faults: faults of frames.
+        seed: seed of all random choices.
+        clock: returns seconds; a test may pass a virtual clock.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Network:
         return LoopbackCarrier(self, number)
 
     def cut_off(self, a: int, b: int) -> None:
-        """Lose everything between two processes until `join`."""
+        """Lose all frames between two processes until `join`."""
         with self.changed:
             self.broken.add(frozenset((a, b)))
 
@@ -81,12 +81,12 @@ class Network:
             self.broken.discard(frozenset((a, b)))
 
     def next_at(self) -> float | None:
-        """When the next frame arrives anywhere; None if none is on its way."""
+        """When the next frame arrives anywhere; None if none is in flight."""
         with self.changed:
             return min((mail[0][0] for mail in self._mail.values() if mail), default=None)
 
     def post(self, source: Name, target: Name, urgency: int, parts: Sequence[bytes]) -> bool:
-        """Let a frame travel, with whatever happens to it; False if nobody listens there."""
+        """Send a frame subject to faults; False if the receiver has left."""
         with self.changed:
             if target[0] not in self._mail:
                 return False
@@ -100,7 +100,7 @@ class Network:
             return True
 
     def take(self, number: int, seconds: float) -> Arrival | None:
-        """Return the next frame for a process; waits up to ``seconds`` of its clock."""
+        """Return the next frame of a process; wait up to ``seconds`` of its clock."""
         deadline = self.clock() + seconds
         with self.changed:
             while True:
@@ -114,13 +114,13 @@ class Network:
                 self.changed.wait(min(1.0, until - now))
 
     def interrupt(self, number: int) -> None:
-        """Let a process's `take` return at once."""
+        """End a process's wait in `take`."""
         with self.changed:
             self.interrupted.add(number)
             self.changed.notify_all()
 
     def leave(self, number: int) -> None:
-        """Take a process off the network."""
+        """Remove a process from the network."""
         with self.changed:
             self.ended += self._mail.pop(number, None) is not None
             self.changed.notify_all()
@@ -137,39 +137,41 @@ class Network:
         if not self.faults.reorder:
             flow = (source, target, urgency)
             at = self._latest[flow] = max(at, self._latest.get(flow, at))
-        place = Place(target[1], urgency, source)
+        place = ConnectionId(target[1], urgency, source)
         payload = parts[1] if len(parts) > 1 else None
         arrival = Arrival(place, parts[0], payload, source[0])
         heapq.heappush(self._mail[target[0]], (at, next(self._count), arrival))
 
 
 class LoopbackCarrier:
-    """`Carrier` on a `Network` in memory."""
+    """`Carrier` on an in-memory `Network`."""
 
     def __init__(self, network: Network, number: int) -> None:
         self._network = network
         self._number = number
 
     @property
-    def turned_away(self) -> Counter[str]:
-        """As `Carrier.turned_away`: nobody is."""
+    def refused_connections(self) -> Counter[str]:
+        """As `Carrier.refused_connections`: always empty."""
         return Counter()
 
     @property
     def ended(self) -> int:
-        """As `Carrier.ended`: of all processes."""
+        """As `Carrier.ended`, of all processes."""
         return self._network.ended
 
-    def cut(self, place: Place) -> bool:  # noqa: ARG002
-        """As `Carrier.cut`: sending shows it."""
+    def is_disconnected(self, place: ConnectionId) -> bool:  # noqa: ARG002
+        """As `Carrier.is_disconnected`: sending shows it here."""
         return False
 
-    def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
-        """As `Carrier.place`."""
-        return None if peer < self._number else Place(interface, urgency, (peer, theirs))
+    def connect(
+        self, peer: int, interface: int, urgency: int, *, theirs: int
+    ) -> ConnectionId | None:
+        """As `Carrier.connect`."""
+        return None if peer < self._number else ConnectionId(interface, urgency, (peer, theirs))
 
-    def send(self, place: Place, parts: Sequence[Buffer]) -> bool:
-        """As `Carrier.send`; what is sent is copied."""
+    def send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
+        """As `Carrier.send`; the frame is copied."""
         name = place.name
         assert isinstance(name, tuple)
         source = (self._number, place.interface)

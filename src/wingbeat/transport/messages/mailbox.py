@@ -1,55 +1,278 @@
-"""Where a thread posts messages to other processes and takes theirs."""
+"""Mailboxes: where a thread posts messages to other processes and receives theirs."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from wingbeat.transport.messages.absent import Absent
-from wingbeat.transport.messages.alone import alone
-from wingbeat.transport.messages.card import Card
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.messages.carrier import Carrier
-from wingbeat.transport.messages.compose import NO_IDS, compose
 from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
-from wingbeat.transport.messages.flow import NEVER, Posted
-from wingbeat.transport.messages.joints import Joints
-from wingbeat.transport.messages.keeper import AWAKE_S, BUSY_S, IDLE_S, forget, start
-from wingbeat.transport.messages.parting import part
-from wingbeat.transport.messages.routes import Routes
+from wingbeat.transport.messages.frames import NEVER, NO_IDS, Posted, compose, leave_frame
 
-CLOSING = 5.0
-"""Seconds that a peer may take to hear that this end leaves."""
+if TYPE_CHECKING:
+    from wingbeat.transport.messages.peers import Connector, PeerInfo
 
-UNCONNECTED_S = 1.0
-"""Seconds in which a process whose connection has ended may make it anew: a living one does."""
+
+class Routes:
+    """The routes of one process.
+
+    Args:
+        routes: all routes.
+        own: number of this process.
+        name: returns the name of a process in messages.
+
+    Attributes:
+        me: name of this process in messages.
+    """
+
+    def __init__(self, routes: Iterable[Route], own: int, name: Callable[[int], str]) -> None:
+        self.name = name
+        self.me = name(own)
+        self.renew(routes)
+
+    def renew(self, routes: Iterable[Route]) -> None:
+        """Replace the routes."""
+        self._by_peer: dict[int, list[Route]] = {}
+        for route in routes:
+            self._by_peer.setdefault(route.peer, []).append(route)
+        self._default = {peer: _default_route(found) for peer, found in self._by_peer.items()}
+        self._interfaces = {
+            peer: tuple(dict.fromkeys(route.interface for route in found))
+            for peer, found in self._by_peer.items()
+        }
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Numbers of the reachable peers."""
+        return tuple(self._by_peer)
+
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        """The own interfaces that reach ``peer``.
+
+        Raises:
+            UsageError: there is no route to it.
+        """
+        self.check([peer])
+        return self._interfaces[peer]
+
+    def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
+        """Return a message's route; the first interface and the last class if None.
+
+        Raises:
+            UsageError: there is no such route.
+        """
+        usual = self._default.get(peer) or _default_route(self._to(peer))
+        if interface is None and urgency is None:
+            return usual
+        route = Route(
+            peer,
+            usual.interface if interface is None else interface,
+            usual.urgency if urgency is None else urgency,
+        )
+        routes = self._by_peer[peer]
+        if route not in routes:
+            raise UsageError(
+                f"interface={interface!r}, urgency={urgency!r} to {self.name(peer)}: allowed are "
+                f"interfaces {sorted({r.interface for r in routes})} and classes "
+                f"{sorted({r.urgency for r in routes})}"
+            )
+        return route
+
+    def check(self, peers: Iterable[int]) -> None:
+        """Raise a `UsageError` if there is no route to one of them."""
+        for peer in peers:
+            self._to(peer)
+
+    def names(self, peers: Iterable[int]) -> str:
+        """Return the names of these processes."""
+        return ", ".join(self.name(peer) for peer in sorted(peers))
+
+    def _to(self, peer: int) -> list[Route]:
+        if peer not in self._by_peer:
+            raise UsageError(
+                f"{self.me} has no connection to {self.name(peer)}; allowed: "
+                f"{self.names(self.peers) or 'none'}"
+            )
+        return self._by_peer[peer]
+
+
+def _default_route(routes: list[Route]) -> Route:
+    first = routes[0].interface
+    return max((r for r in routes if r.interface == first), key=lambda r: r.urgency)
+
+
+class LostPeers:
+    """The peers of an endpoint that will not answer: lost ones, and ones that left."""
+
+    def __init__(self, endpoint: Endpoint, routes: Routes) -> None:
+        self._endpoint, self._routes = endpoint, routes
+        self._reported: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._endpoint.lost or self._endpoint.left)
+
+    def error(self, what: str) -> PeerError:
+        """Return a `PeerError` that begins with this process's name."""
+        return PeerError(f"{self._routes.me}: {what}")
+
+    def check(self, peer: int, what: str) -> None:
+        """Raise a `PeerError` if ``peer`` is gone, so that this process cannot do ``what``."""
+        if peer in self._endpoint.lost:
+            raise self.error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
+        if peer in self._endpoint.left:
+            raise self.error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
+
+    def check_waiting(self, wanted: frozenset[int] | None) -> None:
+        """Raise a `PeerError` if no message can come, or once for each lost peer."""
+        if wanted is not None:
+            for peer in wanted:
+                self.check(peer, "wait for a message of it")
+            return
+        self._reported &= self._endpoint.lost.keys()  # others were heard again
+        for peer in self._endpoint.lost.keys() - self._reported:
+            self._reported.add(peer)
+            self.check(peer, "wait for messages")
+        peers = self._routes.peers
+        if self._endpoint.left.union(self._endpoint.lost).issuperset(peers):
+            raise self.error(f"all peers have left: {self._routes.names(peers)}")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def exclusive(method: Method) -> Method:
+    """Make a mailbox method exclusive to one thread at a time.
+
+    It raises a `UsageError` once the mailbox is closed, and the original error once it is broken.
+    """
+
+    @functools.wraps(method)
+    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if self._closed:
+                raise UsageError(
+                    f"{self._routes.me}: this mailbox is closed: cannot {method.__name__}"
+                )
+            if self._broken is not None:
+                raise self._broken
+            return method(self, *args, **kwargs)
+
+    return cast("Method", inner)
+
+
+BUSY_POLL_S, IDLE_POLL_S = 0.005, 0.02
+"""Seconds between two turns of the background poller: while frames are expected, and otherwise."""
+
+ACTIVE_S = 1.0
+"""Seconds after a frame for which more are expected."""
+
+
+class Polled(Protocol):
+    """What the background poller drives."""
+
+    def poll_in_background(self) -> float:
+        """Process what is due; return the seconds until the next turn."""
+
+
+def start_poller(polled: weakref.ref[Polled], ended: threading.Event) -> threading.Thread:
+    """Start the background poller. It ends when ``ended`` is set or its owner is collected."""
+    thread = threading.Thread(
+        target=_poll_until_ended, args=(polled, ended), name="wingbeat-mail", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def stop_polling(ended: threading.Event, carrier: Carrier) -> None:
+    """Stop the poller and close the carrier, when a mailbox is closed or collected."""
+    ended.set()
+    carrier.close()
+
+
+def _poll_until_ended(polled: weakref.ref[Polled], ended: threading.Event) -> None:
+    period = BUSY_POLL_S
+    while not ended.wait(period):
+        own = polled()
+        if own is None:
+            return
+        period = own.poll_in_background()
+        del own
+
+
+def shut_down(
+    endpoint: Endpoint,
+    carrier: Carrier,
+    pump: Callable[[float], None],
+    clock: Callable[[], float],
+    seconds: float,
+) -> set[int]:
+    """Shut down gracefully within ``seconds``: wait until all messages have arrived, and notify the
+    peers.
+
+    Args:
+        endpoint: the flows.
+        carrier: carries their frames.
+        pump: sends and receives until the given time at the latest.
+        clock: returns seconds.
+        seconds: upper limit of the duration.
+
+    Returns:
+        The peers at which not all messages have arrived.
+    """
+    gone = endpoint.left | set(endpoint.lost)
+    flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
+    now = clock()
+    for route in flows:
+        endpoint.post(route, leave_frame(), carrier.send, now)
+    deadline = now + seconds
+    # A peer that has left reads no more: the notification need not arrive there.
+    while any(
+        not flow.empty and not (flow.ended and flow.only_leave)
+        for route, flow in flows.items()
+        if route.peer not in endpoint.lost
+    ):
+        if clock() >= deadline:
+            break
+        pump(deadline)
+    endpoint.acknowledge(clock())
+    endpoint.flush(carrier.send, clock())
+    return {route.peer for route, flow in flows.items() if not flow.only_leave}
+
+
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds in which a peer must acknowledge that this process leaves."""
+
+RECONNECT_S = 1.0
+"""Seconds in which a live process renews a lost connection."""
 
 _LINGER_S = 1.0
-"""Seconds that the last words may take to leave, after everything else has arrived."""
+"""Seconds for the last frames to leave, after everything else has arrived."""
 
-STOPPED_S = 1.0
-"""Seconds without a turn of the keeper after which this process counts as having been stopped."""
+SUSPENDED_S = 1.0
+"""Seconds without a turn of the poller after which this process counts as having been suspended."""
 
-_AT_ONCE = 64
-"""Frames that are taken in before anything else is looked at: more may come without end."""
+_MAX_FRAMES_PER_TURN = 64
+"""Frames received before anything else is checked: more may come without end."""
 
 
 class Mailbox:
-    """One process's end of the message layer. `open_mailbox` makes one.
+    """One process's end of the message layer, made by `open_mailbox`.
 
-    For one thread at a time: one that waits keeps the others out. While no method of it runs, a
-    thread of its own, the keeper, tells the peers what has arrived, and sends again what was lost;
-    so nobody waits for a process that computes.
+    One thread at a time: a thread that waits blocks the others. While no method runs, a background
+    poller sends acknowledgements and retransmissions, so a process that computes delays no peer.
 
     Args:
-        endpoint: the flows, which this mailbox drives.
-        carrier: what carries their frames.
-        name: what messages call a process of that number.
-        clock: seconds, for all deadlines.
-        joints: makes and ends connections later on; None where all peers stay the same.
+        endpoint: the flows.
+        carrier: carries their frames.
+        name: returns the name of a process in messages.
+        clock: returns seconds.
+        connector: makes and ends connections later on; None if the peers never change.
     """
 
     def __init__(
@@ -59,57 +282,57 @@ class Mailbox:
         *,
         name: Callable[[int], str] = "rank {}".format,
         clock: Callable[[], float] = time.monotonic,
-        joints: Joints | None = None,
+        connector: Connector | None = None,
     ) -> None:
-        self._endpoint, self._joints = endpoint, joints
+        self._endpoint, self._connector = endpoint, connector
         self._carrier = carrier
         self._clock = clock
         self._closed = False
         self._broken: Exception | None = None
-        self._heard = 0.0
-        self._ran, self._stopped = time.monotonic(), False
-        self._ended_before = 0
+        self._last_frame = 0.0
+        self._last_turn, self._was_suspended = time.monotonic(), False
+        self._ended_connections = 0
         self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
-        self._absent = Absent(endpoint, self._routes)
+        self._lost_peers = LostPeers(endpoint, self._routes)
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        # The keeper must not keep alive what nobody else uses.
-        self._forgotten = weakref.finalize(self, forget, self._ended, carrier)
-        # Not as the interpreter ends: another thread may be using the sockets, and libzmq ends a
-        # process in which that happens. The system closes them.
-        self._forgotten.atexit = False
-        self._keeper = start(weakref.ref(self), self._ended)
+        # The poller must not keep an unused mailbox alive.
+        self._finalizer = weakref.finalize(self, stop_polling, self._ended, carrier)
+        # Not at interpreter exit: another thread may be using the sockets, in which case libzmq
+        # aborts the process. The system closes them.
+        self._finalizer.atexit = False
+        self._poller = start_poller(weakref.ref(self), self._ended)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The numbers of those whom messages can be posted to."""
+        """Numbers of the peers."""
         return self._routes.peers
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest payload that can be posted."""
+        """Limit of a payload, in bytes."""
         return self._endpoint.limits.message
 
     @property
     def refused(self) -> Counter[str]:
-        """How many frames were dropped, by the reason; see docs/developers/messages.md."""
+        """Number of dropped frames, by reason; see docs/developers/messages.md."""
         return self._endpoint.refused
 
     @property
-    def turned_away(self) -> Counter[str]:
-        """How many connections were refused before a frame was read, by the reason."""
-        return self._carrier.turned_away
+    def refused_connections(self) -> Counter[str]:
+        """Number of connections refused before a frame was read, by reason."""
+        return self._carrier.refused_connections
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
-        """The numbers of the own interfaces that reach ``peer``."""
+        """Numbers of the own interfaces that reach ``peer``."""
         return self._routes.interfaces(peer)
 
-    @alone
+    @exclusive
     def room(self, peer: int, *, interface: int | None = None, urgency: int | None = None) -> int:
-        """Bytes that can be posted without a wait."""
+        """Bytes of the window that can be posted without a wait."""
         return self._endpoint.flows[self._routes.choose(peer, interface, urgency)].room
 
-    @alone
+    @exclusive
     def post(
         self,
         peer: int,
@@ -123,47 +346,47 @@ class Mailbox:
         urgency: int | None = None,
         seconds: float | None = None,
     ) -> Posted:
-        """Send a message; waits only while the flow's window is full.
+        """Send a message. Waits only while the flow's window is full.
 
         Args:
-            peer: whose number.
-            kind: what it is, 0 to 2**32 - 1, as the users number it.
-            payload: anything with a contiguous buffer. It is not copied if it is large, and must
-                not change until the returned `Posted` is `done`.
+            peer: number of the receiver.
+            kind: kind of the message, 0 to 2**32 - 1, as its users number it.
+            payload: any object with a contiguous buffer. Large payloads are not copied and must not
+                change until the returned `Posted` is `done`.
             ids: four numbers from 0 to 2**32 - 1, for the users.
-            dtype: what the payload consists of, of `DTYPES`.
+            dtype: dtype of the payload, one of `DTYPES`.
             spans: (start, length) pairs, in elements, up to 255.
-            interface: own interface to send over; the first that reaches the peer if None.
-            urgency: the class, 0 the most urgent; the least urgent if None.
-            seconds: how long to wait for room; as long as a peer may be silent if None.
+            interface: own interface to send over; None: the first that reaches the peer.
+            urgency: the class, 0 the most urgent; None: the least urgent.
+            seconds: timeout of the wait for the window; None: `Limits.silence`.
 
         Raises:
             UsageError: a value that cannot be sent.
-            PeerError: the peer is lost, has left, or took nothing meanwhile.
+            PeerError: the peer is lost, has left, or did not free its window in time.
         """
         route = self._routes.choose(peer, interface, urgency)
         endpoint = self._endpoint
-        if self._absent:
-            self._absent.check(peer, "post to it")
+        if self._lost_peers:
+            self._lost_peers.check(peer, "post to it")
         message = compose(kind, payload, ids, dtype, spans, most=endpoint.limits.message)
         if endpoint.flows[route].room < message.size:
             self._wait_for_room(route, message.size, seconds)
         endpoint.post(route, message, self._carrier.send, self._clock())
         return message
 
-    @alone
+    @exclusive
     def receive(self, seconds: float | None = None, *, of: Iterable[int] | None = None) -> Message:
-        """Wait for the next message, the most urgent first, and take it.
+        """Wait for the next message, the most urgent first, and return it.
 
         Args:
-            seconds: the longest wait; as long as a peer may be silent if None.
-            of: whose messages count; everyone's if None.
+            seconds: timeout; None: `Limits.silence`.
+            of: peers whose messages count; None: all.
 
         Raises:
-            PeerError: none came in time, or who should send one is lost or has left.
+            PeerError: no message came in time, or an expected sender is lost or has left.
         """
         wanted = None if of is None else frozenset(of)
-        message = self._take(wanted)
+        message = self._take_message(wanted)
         if message is not None:
             return message
         seconds = self._endpoint.limits.silence if seconds is None else seconds
@@ -171,148 +394,148 @@ class Mailbox:
         if wanted is not None:
             self._routes.check(wanted)
         while True:
-            if self._absent:
-                self._absent.check_waiting(wanted)
+            if self._lost_peers:
+                self._lost_peers.check_waiting(wanted)
             self._pump(deadline, until_message=wanted is None)
-            message = self._take(wanted)
+            message = self._take_message(wanted)
             if message is not None:
                 return message
             if self._clock() >= deadline:
                 names = self._routes.names(self.peers if wanted is None else wanted)
-                raise self._absent.error(f"no message from {names} within {seconds:g} s")
+                raise self._lost_peers.error(f"no message from {names} within {seconds:g} s")
 
-    @alone
+    @exclusive
     def next(self, seconds: float, *, keep: bool = False) -> Message | None:
-        """Wait for what comes next, and return a message if that is one.
+        """Wait for the next event, and return a message if it is one.
 
-        For a thread that only serves the mailbox: None after ``seconds``, after an interruption,
-        or when something else has come, so that it can look what else there is to do. Of peers
-        that are gone `lost` and `left` tell. With ``keep`` see `poll`.
+        For a thread that only serves the mailbox. Returns None after ``seconds``, after an
+        interruption, or after another event. `lost` and `left` name peers that are gone. For
+        ``keep`` see `poll`.
         """
-        message = self._take(None, keep)
+        message = self._take_message(None, keep)
         if message is None:
             self._pump(self._clock() + seconds, until_message=True)
-            message = self._take(None, keep)
+            message = self._take_message(None, keep)
         return message
 
     def interrupter(self) -> Callable[[], None]:
-        """Return a function that ends a wait in `next`, for other threads."""
+        """Return a function for other threads that ends a wait in `next`."""
         return self._carrier.interrupter()
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """What to say of peers that have fallen silent, by their numbers."""
-        return dict(self._endpoint.lost)  # the keeper may find out about more meanwhile
+        """An explanation for each silent peer, by number."""
+        return dict(self._endpoint.lost)  # the poller may add peers meanwhile
 
     @property
     def left(self) -> frozenset[int]:
         """The peers that have closed their mailboxes."""
         return frozenset(self._endpoint.left)
 
-    @alone
+    @exclusive
     def unconnected(self) -> Mapping[int, float]:
-        """Return who is not connected any more, and for how many seconds: a process that has died.
+        """Return the peers without connections, with the seconds since: their processes have ended.
 
-        Or one whose connections have broken, over all interfaces, which it makes anew within
-        moments. Nobody has to fall silent for that, so a process that is slow, or stopped, is not
-        among them. But connections end as well of a peer that has not answered for a minute, or
-        for as long as a peer may be silent if that is longer: its process is stopped, or the
-        network is cut.
+        Or all their connections have broken, over all interfaces; a live process renews them within
+        moments. Detection does not depend on silence, so a slow or stopped process is not among
+        them. But a connection also ends if its peer has not answered for a minute, or for
+        `Limits.silence` if that is longer: its process is stopped or the network is cut.
         """
         endpoint, ended = self._endpoint, self._carrier.ended
-        if ended != self._ended_before:
-            self._ended_before = ended
-            endpoint.greet(self._clock())
-            self._go_over(self._clock())
+        if ended != self._ended_connections:
+            self._ended_connections = ended
+            endpoint.probe_connections(self._clock())
+            self._run_timers(self._clock())
         now = self._clock()
         if ended:
-            endpoint.look(self._carrier.cut, now)
+            endpoint.check_connections(self._carrier.is_disconnected, now)
         return endpoint.unconnected(now)
 
-    @alone
+    @exclusive
     def drop(self, peer: int) -> None:
-        """Have nothing more to do with a peer whose process has ended."""
-        if self._joints is not None and peer in self.peers:
-            self._joints.part(self._endpoint, peer)
+        """Remove a peer whose process has ended."""
+        if self._connector is not None and peer in self.peers:
+            self._connector.disconnect(self._endpoint, peer)
             self._routes.renew(self._endpoint.flows)
 
-    @alone
-    def join(self, peer: int, card: Card) -> None:
-        """Connect to a process that has come in the place of one that was dropped.
+    @exclusive
+    def join(self, peer: int, info: PeerInfo) -> None:
+        """Connect to a process that replaces one that was dropped.
 
         Raises:
-            UsageError: it was opened differently.
+            UsageError: its mailbox has different options.
         """
-        if self._joints is not None:
-            self._joints.join(self._endpoint, peer, card)
+        if self._connector is not None:
+            self._connector.connect(self._endpoint, peer, info)
             self._routes.renew(self._endpoint.flows)
 
-    @alone
+    @exclusive
     def poll(self, *, of: Iterable[int] | None = None, keep: bool = False) -> Message | None:
-        """Take the next message if one is there; does not wait.
+        """Return the next message if there is one. Does not wait.
 
-        With ``keep`` it counts against the window of its flow until it is let `free`.
+        With ``keep`` it counts against the window of its flow until `free`.
         """
         wanted = None if of is None else frozenset(of)
-        message = self._take(wanted, keep)
+        message = self._take_message(wanted, keep)
         if message is None:
             self._pump(self._clock())
-            message = self._take(wanted, keep)
+            message = self._take_message(wanted, keep)
         return message
 
-    @alone
+    @exclusive
     def free(self, message: Message) -> None:
-        """Let a message that was kept count no longer, as its memory is not needed any more."""
+        """Return a kept message's bytes to the window."""
         self._endpoint.free(message, self._clock())
 
-    @alone
+    @exclusive
     def wait(self, posted: Iterable[Posted], seconds: float | None = None) -> None:
         """Wait until these messages have arrived, so that their payloads may change.
 
         Raises:
-            PeerError: one has not arrived in time; names whom it was for.
+            PeerError: one has not arrived in time; names its receiver.
         """
         waiting = list(posted)
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
         while True:
-            # The last is looked at first: as long as it waits, the others need not be gone through.
+            # Check the last one first: while it waits, the others need no check.
             while waiting and waiting[-1].arrived:
                 waiting.pop()
             if not waiting:
                 return
             if self._endpoint.lost or self._endpoint.left:
                 for peer in self._peers_of(waiting):
-                    self._absent.check(peer, "wait for it to receive a message")
+                    self._lost_peers.check(peer, "wait for it to receive a message")
             if self._clock() >= deadline:
                 late = [each for each in waiting if not each.arrived]
-                raise self._absent.error(
+                raise self._lost_peers.error(
                     f"{len(late)} messages have not arrived at "
                     f"{self._routes.names(self._peers_of(late))} within {seconds:g} s"
                 )
             self._pump(deadline)
 
-    @alone
-    def meet(self, seconds: float) -> None:
-        """Wait until every peer has been heard on every interface and in every class.
+    @exclusive
+    def wait_connected(self, seconds: float) -> None:
+        """Wait until every peer was heard on every interface and in every class.
 
         Raises:
             PeerError: one was not; names it and the interface.
         """
         deadline = self._clock() + seconds
-        while unmet := self._endpoint.unmet:
+        while unheard := self._endpoint.unheard:
             if self._clock() >= deadline:
-                route = unmet[0]
-                raise self._absent.error(
-                    f"{self._routes.name(route.peer)} did not answer over "
-                    f"{self._endpoint.card(route.interface)} within {seconds:g} s: check that it "
-                    "runs and that a firewall lets the two speak, or name the interfaces that join "
-                    "all hosts: init(interfaces=[...])"
+                route = unheard[0]
+                interface = self._endpoint.describe_interface(route.interface)
+                raise self._lost_peers.error(
+                    f"{self._routes.name(route.peer)} did not answer over {interface} within "
+                    f"{seconds:g} s: check that it runs and that no firewall blocks the "
+                    "connection, or name the interfaces that connect all hosts: "
+                    "init(interfaces=[...])"
                 )
             self._pump(deadline)
 
-    def close(self, seconds: float = CLOSING) -> None:
-        """Leave: see that all has arrived, tell the peers, and close the connections.
+    def close(self, seconds: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until all messages have arrived, notify the peers, and close the connections.
 
         Raises:
             PeerError: messages have not arrived within ``seconds``; the connections are closed.
@@ -322,16 +545,16 @@ class Mailbox:
                 return
             self._closed = True
             try:
-                late = part(self._endpoint, self._carrier, self._pump, self._clock, seconds)
+                late = shut_down(self._endpoint, self._carrier, self._pump, self._clock, seconds)
                 if late:
-                    raise self._absent.error(
+                    raise self._lost_peers.error(
                         f"not all messages have arrived at {self._routes.names(late)} within "
                         f"{seconds:g} s of close()"
                     )
             finally:
                 self._carrier.close(_LINGER_S)
                 self._end()
-        self._keeper.join()
+        self._poller.join()
 
     def __enter__(self) -> Mailbox:
         return self
@@ -343,39 +566,39 @@ class Mailbox:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the connections as they are. The peers are not told; may be called again."""
+        """Close the connections at once, without notifying the peers. May be called again."""
         with self._lock:
             self._closed = True
             self._end()
 
     def _end(self) -> None:
-        """End keeper and connections; called with the lock."""
+        """Stop poller and carrier; called with the lock."""
         self._ended.set()
-        self._forgotten()
+        self._finalizer()
 
-    def go_on(self) -> float:
-        """Do what is to be done while the user does something else; when to look again."""
-        self._note_stop()
+    def poll_in_background(self) -> float:
+        """Process what is due in the background; return the seconds until the next turn."""
+        self._detect_suspension()
         if not self._lock.acquire(blocking=False):
-            return BUSY_S  # whoever is in here does it
+            return BUSY_POLL_S  # the thread inside processes it
         try:
             if self._closed:
-                return IDLE_S
+                return IDLE_POLL_S
             try:
                 self._pump(self._clock())
-            except Exception as error:  # nobody hears it here; the user does with the next call
+            except Exception as error:  # raised by the next call of the user
                 self._broken = error
                 self._ended.set()
-            awake = self._endpoint.due() < NEVER or self._clock() < self._heard + AWAKE_S
-            return BUSY_S if awake else IDLE_S
+            awake = self._endpoint.due() < NEVER or self._clock() < self._last_frame + ACTIVE_S
+            return BUSY_POLL_S if awake else IDLE_POLL_S
         finally:
             self._lock.release()
 
     def _pump(self, deadline: float, *, until_message: bool = False) -> None:
-        """Send what is to be sent and take in what comes, until ``deadline`` at the latest.
+        """Send pending frames and receive until ``deadline`` at the latest.
 
-        With ``until_message`` what comes after the next message is left where it is: memory that
-        was just written to and is used at once is still in the processor's cache.
+        With ``until_message``, frames after the next message are not read yet: memory that was just
+        written and is used at once is still in the processor's cache.
         """
         endpoint, carrier = self._endpoint, self._carrier
         now = self._clock()
@@ -384,43 +607,43 @@ class Mailbox:
         arrival = carrier.receive(min(deadline, endpoint.due()) - now)
         now = self._clock()
         if arrival is not None:
-            self._heard = now
-            for _ in range(_AT_ONCE):
+            self._last_frame = now
+            for _ in range(_MAX_FRAMES_PER_TURN):
                 endpoint.accept(arrival, now)
                 if until_message and endpoint.waiting:
                     break
                 arrival = carrier.receive(0.0)
                 if arrival is None:
                     break
-        self._go_over(now)
+        self._run_timers(now)
 
-    def _note_stop(self) -> None:
-        """Note whether this process was stopped (SIGSTOP, a paused machine) until just now.
+    def _detect_suspension(self) -> None:
+        """Detect that this process was suspended (SIGSTOP, a paused machine).
 
-        By the system's own clock, whatever the deadlines go by.
+        Uses the system's clock, not the deadlines' clock.
         """
-        before, self._ran = self._ran, time.monotonic()
-        self._stopped |= self._ran - before > STOPPED_S
+        before, self._last_turn = self._last_turn, time.monotonic()
+        self._was_suspended |= self._last_turn - before > SUSPENDED_S
 
-    def _go_over(self, now: float) -> None:
-        """Do what is due, and send what that has led to."""
+    def _run_timers(self, now: float) -> None:
+        """Run due timers and send the resulting frames."""
         endpoint = self._endpoint
-        self._note_stop()
-        if self._stopped:  # peers were not silent: nobody listened
-            self._stopped = False
+        self._detect_suspension()
+        if self._was_suspended:  # this process did not listen, so peers were not silent
+            self._was_suspended = False
             endpoint.resume(now)
         if now >= endpoint.due():
             endpoint.tick(now)
         if endpoint.busy:
             endpoint.flush(self._carrier.send, now)
 
-    def _take(self, of: frozenset[int] | None, keep: bool = False) -> Message | None:
+    def _take_message(self, of: frozenset[int] | None, keep: bool = False) -> Message | None:
         if not self._endpoint.waiting:
             return None
         now = self._clock()
         message = self._endpoint.take(now, of, keep=keep)
         if message is not None and now >= self._endpoint.due():
-            self._go_over(now)
+            self._run_timers(now)
         return message
 
     def _wait_for_room(self, route: Route, size: int, seconds: float | None) -> None:
@@ -428,11 +651,11 @@ class Mailbox:
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
         while flow.room < size:
-            self._absent.check(route.peer, "wait for it to take messages")
+            self._lost_peers.check(route.peer, "wait for it to take messages")
             if self._clock() >= deadline:
-                raise self._absent.error(
-                    f"{self._routes.name(route.peer)} took nothing for {seconds:g} s: "
-                    f"{flow.waiting_bytes} bytes wait for it; allowed are {flow.window}"
+                raise self._lost_peers.error(
+                    f"{self._routes.name(route.peer)} consumed nothing for {seconds:g} s: "
+                    f"{flow.waiting_bytes} of {flow.window} bytes of its window are in use"
                 )
             self._pump(deadline)
 

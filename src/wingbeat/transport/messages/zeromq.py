@@ -1,14 +1,16 @@
-"""Frames over ZeroMQ: one ROUTER socket for each interface and class, one connection for each peer.
+"""Frames over ZeroMQ: one ROUTER socket for each interface and class, one connection per peer.
 
-Of two processes the one with the lower number connects, so there is one connection of each
-interface and class between them; the other learns whose it is from the first frame. DSCP is set for
-each socket, so a class is honoured wherever the network knows classes. What the kernel has read is
-handed over where it is, and what is sent is read where it lies, unless it is encrypted.
+Of two processes the one with the lower number connects, so there is one connection for each
+interface and class between them; the other process identifies it by its first frame. DSCP is set on
+each socket, so classes are honoured wherever the network supports them. Received memory is passed
+on without a copy, and sent memory is read in place unless it is encrypted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
 import threading
 from collections import Counter, OrderedDict
@@ -18,49 +20,207 @@ from typing import Any, NamedTuple
 
 import zmq
 from zmq.backend import Socket as BareSocket
+from zmq.utils import z85
 
 from wingbeat.errors import UsageError, WingbeatError
-from wingbeat.transport.dscp import tos_of
-from wingbeat.transport.messages.admission import Admission
-from wingbeat.transport.messages.alarm import Alarm
-from wingbeat.transport.messages.card import in_brackets
-from wingbeat.transport.messages.carrier import Arrival, Buffer, Place
-from wingbeat.transport.messages.endpoint import INLINE
-from wingbeat.transport.messages.flow import MOST_UNDER_WAY
-from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.background import BackgroundThread
+from wingbeat.transport.interfaces import bracketed
+from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId, tos_of
+from wingbeat.transport.messages.endpoint import MAX_INLINE_BYTES
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, MAX_IN_FLIGHT
+
+
+class Wakeup:
+    """A pipe to the own process: any thread sets it, and the polling thread watches it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        self._is_set = False
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable while it is set."""
+        return self._read_fd
+
+    def set(self) -> None:
+        """End the wait. Further calls before `clear`, or after `close`, have no effect."""
+        with self._lock:
+            if not self._is_set and not self._closed:
+                self._is_set = True
+                os.write(self._write_fd, b"!")
+
+    def clear(self) -> None:
+        """Reset it for the next wait."""
+        with self._lock:
+            if self._is_set and not self._closed:
+                self._is_set = False
+                os.read(self._read_fd, 1)
+
+    def close(self) -> None:
+        """Close the pipe. May be called again."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._read_fd)
+                os.close(self._write_fd)
+
+
+_HANDLER = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+_FAILED: dict[int, str] = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "key",
+}
+_BEGUN = (int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_CONNECTED))
+_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_ENDED = int(zmq.EVENT_DISCONNECTED)
+
+
+class ZapHandler:
+    """Authenticates connections by their public keys (ZAP, RFC 27) in a thread of its own.
+
+    Handshakes must proceed while the user's thread computes. It also counts connections that fail
+    before their first frame.
+
+    Attributes:
+        ended: number of connections that have ended.
+        cut: endpoints whose last connection has ended, as the connecting side names them.
+    """
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self._failed: Counter[str] = Counter()
+        self._begun = self._succeeded = self.ended = 0
+        self.cut: set[str] = set()
+        self._keys: Mapping[bytes, int] = {}
+        self._context = context
+        self._ended = False
+        self._handler = context.socket(zmq.ROUTER)
+        self._handler.linger = 0
+        self._handler.bind(_HANDLER)
+        self._stop_sender, self._stop_receiver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._stop_receiver.bind(f"inproc://wingbeat-zap-{id(self)}")
+        self._stop_sender.connect(f"inproc://wingbeat-zap-{id(self)}")
+        self._watched: list[Any] = []
+        self._thread = BackgroundThread(self._run, "wingbeat-zap")
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Number of failed connections, by reason.
+
+        Connections without a complete handshake, ended or not, count as "unfinished".
+        """
+        failed = Counter(self._failed)
+        unfinished = self._begun - self._succeeded - sum(failed.values())
+        return failed + Counter(unfinished=max(0, unfinished))
+
+    def allow(self, keys: Mapping[bytes, int]) -> None:
+        """Accept connections that prove one of these keys, as the peer of that number."""
+        self._keys = dict(keys)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """The exception that ended the thread, so that no peer can connect; empty if none did."""
+        return self._thread.failure
+
+    def watch(self, socket: Any) -> None:
+        """Count failed handshakes and ended connections of a socket. Call it before `allow`."""
+        events = _SUCCEEDED | _ENDED
+        for event in (*_FAILED, *_BEGUN):
+            events |= event
+        self._watched.append(socket.get_monitor_socket(events))
+
+    def close(self) -> None:
+        """End the thread. May be called again."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._thread.ident is not None:
+            self._stop_sender.send(b"")
+            self._thread.join()
+        for socket in (self._handler, self._stop_sender, self._stop_receiver, *self._watched):
+            socket.close(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._handler, self._stop_receiver, *self._watched):
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stop_receiver in ready:
+                return
+            if self._handler in ready:
+                self._answer(self._handler.recv_multipart())
+            for watched in self._watched:
+                if watched in ready:
+                    self._count(watched)
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Answer one request: accept a known key and return its peer's number."""
+        try:
+            sender, _, version, number, _, _, _, mechanism, key = request[:9]
+        except ValueError:
+            return
+        peer = None
+        if version == _VERSION and mechanism == b"CURVE":
+            peer = self._keys.get(z85.encode(key))
+        verdict = (b"400", b"unknown key", b"") if peer is None else (b"200", b"OK", b"%d" % peer)
+        reply = [sender, b"", _VERSION, number, *verdict, b""]
+        with contextlib.suppress(zmq.ZMQError):
+            self._handler.send_multipart(reply, zmq.DONTWAIT)
+
+    def _count(self, watched: Any) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            event_frame, endpoint = watched.recv_multipart(zmq.DONTWAIT)
+            event = int.from_bytes(event_frame[:2], "little")
+            if event == _ENDED:
+                self.cut.add(endpoint.decode())
+            elif event == _SUCCEEDED:
+                self.cut.discard(endpoint.decode())
+            self._begun += event in _BEGUN
+            self._succeeded += event == _SUCCEEDED
+            self.ended += event == _ENDED
+            if event in _FAILED:
+                self._failed[_FAILED[event]] += 1
+
 
 SEND_BUFFER = 1 << 18
-"""Bytes of a socket's buffer in the kernel: what is in there cannot be overtaken."""
+"""Bytes of a socket's buffer in the kernel. Urgent frames cannot overtake what is in it."""
 
-QUEUED = 4 * MOST_UNDER_WAY
-"""Frames that wait for one connection at most; what is sent beyond that is lost until they leave.
+MAX_QUEUED_FRAMES = 4 * MAX_IN_FLIGHT
+"""Frames queued for one connection. Further frames are lost until some have left.
 
-ZeroMQ counts frames that have left in steps of half the limit. The other half holds what a flow has
-under way, and the same once more after a cut. So only a peer that has this process send without
-end, and reads nothing, reaches it.
+ZeroMQ counts sent frames in steps of half the limit. The other half holds the frames in flight of a
+flow, and the same again after a reconnection. So only a peer that requests without end and reads
+nothing addresses it.
 """
 
-SEALED = 64
-"""Bytes, with some to spare, by which encryption makes a part larger: its limit counts them."""
+ENCRYPTION_OVERHEAD = 64
+"""Upper bound of the bytes that encryption adds to a part."""
 
 HEARTBEAT_S = 60.0
 """Seconds without an answer after which ZeroMQ ends a connection."""
 
-CLOSING_S = 5.0
-"""Seconds that ZeroMQ may take to close its connections, in addition to the linger."""
+CLOSE_S = 5.0
+"""Seconds that ZeroMQ may take to close its connections, after the linger time."""
 
 _log = logging.getLogger(__name__)
 
-_KNOWN = 4096
-"""Connections that a socket remembers; of more it asks again whose they are."""
+_MAX_CONNECTIONS = 4096
+"""Connections remembered for each socket. Older ones are identified again."""
 
-_PATIENCES = (1000, 100, 10, 1)
-"""Milliseconds that a wait at a single socket may take; a caller who wants more calls again."""
+_WAITS_MS = (1000, 100, 10, 1)
+"""Milliseconds of a wait on a single socket; longer waits are several calls."""
 
-# Joined once: an enum's operators take as long as a call.
+# Computed once: operators of an enum cost as much as a call.
 _MORE, _LAST = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.DONTWAIT)
 
-# What `zmq.Socket.send` ends in, without what it does for kinds of sockets that are not used here.
+# The call below `zmq.Socket.send`, without its cases for socket types not used here.
 _send = BareSocket.send
 
 
@@ -73,52 +233,55 @@ class Keys:
 
     @staticmethod
     def make() -> Keys:
-        """Draw a new pair."""
+        """Generate a new pair."""
         return Keys(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Where a peer listens: TCP endpoints by interface and class, and its public key."""
+class PeerAddress:
+    """TCP endpoints of a peer by interface and class, and its public key."""
 
     endpoints: tuple[tuple[str, ...], ...]
     public: bytes | None = None
 
 
-class Known(NamedTuple):
-    """A connection, and whose key was proved for it."""
+class _Connection(NamedTuple):
+    """A connection, and the peer whose key was proved for it."""
 
-    place: Place
+    id: ConnectionId
     peer: int | None
 
 
-class Listener:
-    """One socket, for one interface and class, and the connections that have spoken on it."""
+class _Listener:
+    """The socket of one interface and class, and the connections that have sent on it."""
 
     def __init__(self, interface: int, urgency: int, socket: zmq.Socket[bytes]) -> None:
         self.interface, self.urgency, self.socket = interface, urgency, socket
-        self.places: OrderedDict[bytes, Known] = OrderedDict()
-        self.patience = -1
+        self.connections: OrderedDict[bytes, _Connection] = OrderedDict()
+        self.wait_ms = -1
 
-    def place(self, name: bytes, peer: int | None) -> Known:
-        """Remember a connection; who connects without end makes this forget the oldest."""
-        if len(self.places) >= _KNOWN:
-            self.places.popitem(last=False)
-        known = self.places[name] = Known(Place(self.interface, self.urgency, name), peer)
+    def remember(self, name: bytes, peer: int | None) -> _Connection:
+        """Remember a connection; forget the oldest one if there are too many."""
+        if len(self.connections) >= _MAX_CONNECTIONS:
+            self.connections.popitem(last=False)
+        known = self.connections[name] = _Connection(
+            ConnectionId(self.interface, self.urgency, name), peer
+        )
         return known
 
 
-_CONTEXT, _IO_THREAD, _ADMISSION, _SOCKET, _ALARM = 3, 2, 3, 4, 2
-"""File descriptors of libzmq's context, of each thread of it that reads and writes, of `Admission`,
-of each socket that listens (its own two and the two of its monitor), and of `Alarm`."""
+_CONTEXT, _IO_THREAD, _ZAP, _SOCKET, _WAKEUP = 3, 2, 3, 4, 2
+"""File descriptors of libzmq's context, of each of its I/O threads, of `ZapHandler`, of each
+listening socket (two, and two of its monitor), and of `Wakeup`.
+"""
 
-_FREES = 7
-"""File descriptors of the context by which pyzmq hears that a buffer has been sent."""
+_FREE_PIPE = 7
+"""File descriptors by which pyzmq learns that a zero-copy buffer has been sent."""
 
 
-def opens(sockets: int, peers: int, *, encrypted: bool) -> int:
-    """Return how many file descriptors a `ZeroMQCarrier` with connections to all peers takes."""
-    own = _CONTEXT + _IO_THREAD * _io_threads(encrypted) + _ADMISSION + _ALARM + _FREES
+def descriptors_needed(sockets: int, peers: int, *, encrypted: bool) -> int:
+    """Return the file descriptors of a `ZeroMQCarrier` with connections to all peers."""
+    own = _CONTEXT + _IO_THREAD * _io_threads(encrypted) + _ZAP + _WAKEUP + _FREE_PIPE
     return own + sockets * (_SOCKET + peers)
 
 
@@ -130,15 +293,15 @@ class ZeroMQCarrier:
     """`Carrier` over ZeroMQ.
 
     Args:
-        number: this process's.
-        addresses: IPv4 addresses of the interfaces to listen on.
-        classes: how many, 1 to 4.
+        number: number of this process.
+        addresses: addresses of the interfaces to listen on.
+        classes: number of traffic classes, 1 to 4.
         message: bytes of the largest payload; a connection that sends a larger one is closed.
-        keys: to encrypt with and to be known by; None sends in the clear.
+        keys: key pair for encryption and authentication; None: no encryption.
         heartbeat: seconds without an answer after which a connection ends.
 
     Attributes:
-        reach: what the peers have to know.
+        address: what peers need to connect.
     """
 
     def __init__(
@@ -159,14 +322,14 @@ class ZeroMQCarrier:
             io_threads=_io_threads(keys is not None)
         )
         self._context.max_sockets = 1024
-        self._admission = Admission(self._context)
-        self._peers: dict[int, Reach] = {}
-        self._connected: dict[int, list[Place]] = {}
-        self._ends: dict[Place, str] = {}
-        self._said_full = False
+        self._zap = ZapHandler(self._context)
+        self._peers: dict[int, PeerAddress] = {}
+        self._connected: dict[int, list[ConnectionId]] = {}
+        self._endpoints: dict[ConnectionId, str] = {}
+        self._warned_full = False
         self._sockets: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
-        self._alarm: Alarm | None = None
+        self._wakeup: Wakeup | None = None
         try:
             for urgency in range(classes):
                 for interface, address in enumerate(addresses):
@@ -176,86 +339,89 @@ class ZeroMQCarrier:
         except BaseException:
             self.close()
             raise
-        ends = [
+        endpoints = [
             tuple(self._sockets[i, u].get_string(zmq.LAST_ENDPOINT) for u in range(classes))
             for i in range(len(addresses))
         ]
-        self.reach = Reach(tuple(ends), None if keys is None else keys.public)
-        # Looked at in this order: the urgent classes first.
-        self._listeners = [Listener(i, u, socket) for (i, u), socket in self._sockets.items()]
+        self.address = PeerAddress(tuple(endpoints), None if keys is None else keys.public)
+        # Read in this order: the most urgent classes first.
+        self._listeners = [_Listener(i, u, socket) for (i, u), socket in self._sockets.items()]
         self._only = self._listeners[0] if len(self._listeners) == 1 else None
 
     @property
-    def turned_away(self) -> Counter[str]:
-        """How many connections were refused before a frame was read, by the reason."""
-        return self._admission.refused
+    def refused_connections(self) -> Counter[str]:
+        """As `Carrier.refused_connections`."""
+        return self._zap.refused
 
     @property
     def ended(self) -> int:
-        """How many connections have ended by now; peers may have made new ones since."""
-        return self._admission.ended
+        """As `Carrier.ended`."""
+        return self._zap.ended
 
-    def cut(self, place: Place) -> bool:
-        """Whether a connection that this process has made there has ended, and is not made anew."""
-        return self._ends.get(place) in self._admission.cut
+    def is_disconnected(self, place: ConnectionId) -> bool:
+        """As `Carrier.is_disconnected`."""
+        return self._endpoints.get(place) in self._zap.cut
 
-    def admit(self, peers: Mapping[int, Reach]) -> None:
-        """Say who may connect, and where they listen. Until then nobody may."""
+    def allow(self, peers: Mapping[int, PeerAddress]) -> None:
+        """Set which peers may connect, and where they listen. Before that no peer may."""
         self._peers = dict(peers)
-        self._admission.admit({reach.public: n for n, reach in peers.items() if reach.public})
+        self._zap.allow({address.public: n for n, address in peers.items() if address.public})
 
-    def forget(self, peer: int) -> None:
-        """Let a peer whose process has ended connect no more, nor try to connect to it."""
+    def disconnect(self, peer: int) -> None:
+        """Disconnect a peer whose process has ended."""
         for place in self._connected.pop(peer, ()):
-            self._sockets[place[:2]].disconnect(self._ends.pop(place))
-        self.admit({n: reach for n, reach in self._peers.items() if n != peer})
+            self._sockets[place[:2]].disconnect(self._endpoints.pop(place))
+        self.allow({n: address for n, address in self._peers.items() if n != peer})
 
-    def know(self, peer: int, reach: Reach) -> None:
-        """Let a new process connect, which listens there."""
-        self.admit({**self._peers, peer: reach})
+    def allow_peer(self, peer: int, address: PeerAddress) -> None:
+        """Allow a new process to connect, which listens at ``address``."""
+        self.allow({**self._peers, peer: address})
 
     @property
     def interfaces(self) -> frozenset[int]:
-        """The numbers of the interfaces that it listens on."""
+        """Numbers of the interfaces that it listens on."""
         return frozenset(interface for interface, _ in self._sockets)
 
-    def keep(self, interfaces: Collection[int]) -> None:
-        """Stop listening on all other interfaces: no peer is reached over them."""
+    def close_other_interfaces(self, interfaces: Collection[int]) -> None:
+        """Stop listening on all other interfaces: no peer uses them."""
         for listener in list(self._listeners):
             if listener.interface not in interfaces:
                 self._listeners.remove(listener)
                 self._poller.unregister(listener.socket)
                 del self._sockets[listener.interface, listener.urgency]
                 listener.socket.close(linger=0)
-        alone = len(self._listeners) == 1 and self._alarm is None
+        alone = len(self._listeners) == 1 and self._wakeup is None
         self._only = self._listeners[0] if alone else None
 
-    def place(self, peer: int, interface: int, urgency: int, *, theirs: int) -> Place | None:
-        """Connect to a peer's interface number ``theirs``; None if the peer connects to us."""
+    def connect(
+        self, peer: int, interface: int, urgency: int, *, theirs: int
+    ) -> ConnectionId | None:
+        """As `Carrier.connect`."""
         if peer < self._number:
             return None
-        socket, reach = self._sockets[interface, urgency], self._peers[peer]
-        # libzmq ends the process if a peer has claimed the same name for a connection of its own.
+        socket, address = self._sockets[interface, urgency], self._peers[peer]
+        # libzmq aborts the process if a peer claims the same routing id for a connection of its
+        # own.
         name = secrets.token_bytes(16)
         socket.set(zmq.CONNECT_ROUTING_ID, name)
         if self._keys is not None:
             socket.curve_server = 0
-            socket.curve_serverkey = reach.public
-        endpoint = reach.endpoints[theirs][urgency]
+            socket.curve_serverkey = address.public
+        endpoint = address.endpoints[theirs][urgency]
         socket.connect(endpoint)
-        made = Place(interface, urgency, name)
+        made = ConnectionId(interface, urgency, name)
         self._connected.setdefault(peer, []).append(made)
-        self._ends[made] = endpoint
+        self._endpoints[made] = endpoint
         return made
 
-    def send(self, place: Place, parts: Sequence[Buffer]) -> bool:
-        """As `Carrier.send`; a frame for a connection that has `QUEUED` frames is lost."""
+    def send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
+        """As `Carrier.send`. A frame for a connection with a full queue is lost."""
         interface, urgency, name = place
         socket = self._sockets[interface, urgency]
         try:
             _send(socket, name, _MORE)
         except zmq.Again:
-            self._say_full(place)
+            self._warn_full(place)
             return True
         except zmq.ZMQError as err:
             if err.errno == zmq.EHOSTUNREACH:
@@ -268,136 +434,134 @@ class ZeroMQCarrier:
             _send(socket, parts[1], _LAST, copy=False)
         return True
 
-    def _say_full(self, place: Place) -> None:
-        """Warn of a connection that takes nothing, once: its peer may cause this without end."""
-        if not self._said_full:
-            self._said_full = True
+    def _warn_full(self, place: ConnectionId) -> None:
+        """Warn once about a full queue: its peer may cause this without end."""
+        if not self._warned_full:
+            self._warned_full = True
             _log.warning(
-                "process %d: a connection on interface %d, class %d, takes no frames; %d wait for "
-                "it, and more are dropped until its peer reads them: a peer asks and does not read",
+                "process %d: the queue of a connection on interface %d, class %d, is full (%d "
+                "frames); further frames are dropped until its peer reads them",
                 self._number,
                 place.interface,
                 place.urgency,
-                QUEUED,
+                MAX_QUEUED_FRAMES,
             )
 
     def receive(self, seconds: float) -> Arrival | None:
         """As `Carrier.receive`.
 
         Raises:
-            WingbeatError: the thread that admits connections has ended by an exception.
+            WingbeatError: the authentication thread was ended by an exception.
         """
         if seconds <= 0:
-            return self._look()
+            return self._receive_ready()
         if self._only is not None:
-            return self._wait_at(self._only, seconds)
+            return self._wait_single(self._only, seconds)
         if not self._poller.poll(int(min(seconds, 3600.0) * 1e3) + 1):
-            self._check_admission()
+            self._check_zap()
             return None
-        if self._alarm is not None:
-            self._alarm.heard()
-        return self._look()
+        if self._wakeup is not None:
+            self._wakeup.clear()
+        return self._receive_ready()
 
     def interrupter(self) -> Callable[[], None]:
-        """Return a function for other threads: a `receive` that waits, or waits next, ends."""
-        if self._alarm is None:
-            self._alarm = Alarm()
-            self._poller.register(self._alarm.fileno(), zmq.POLLIN)
-            self._only = None  # a wait at one socket hears nothing else
-        return self._alarm.ring
+        """As `Carrier.interrupter`."""
+        if self._wakeup is None:
+            self._wakeup = Wakeup()
+            self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+            self._only = None  # a wait on one socket would not see it
+        return self._wakeup.set
 
     def close(self, linger: float = 0.0) -> None:
-        """Close every connection, ``linger`` seconds later if frames still leave.
-
-        May be called again.
-        """
+        """As `Carrier.close`."""
         if self._context.closed:
             return
-        self._admission.close()
-        if self._alarm is not None:
-            self._alarm.close()
+        self._zap.close()
+        if self._wakeup is not None:
+            self._wakeup.close()
         for socket in self._sockets.values():
             socket.close(linger=round(1e3 * linger))
         ending = threading.Thread(target=self._context.term, name="wingbeat-closing", daemon=True)
         ending.start()
-        ending.join(linger + CLOSING_S)
+        ending.join(linger + CLOSE_S)
         if ending.is_alive():
             _log.warning(
-                "process %d: connections are not closed after %g s; their ports stay taken until "
-                "it ends",
+                "process %d: connections are not closed after %g s; their ports stay in use until "
+                "it exits",
                 self._number,
-                linger + CLOSING_S,
+                linger + CLOSE_S,
             )
 
-    def _look(self) -> Arrival | None:
+    def _receive_ready(self) -> Arrival | None:
         for listener in self._listeners:
             try:
                 name = listener.socket.recv(_LAST)
             except zmq.Again:
                 continue
             return self._read(listener, name)
-        self._check_admission()
+        self._check_zap()
         return None
 
-    def _check_admission(self) -> None:
-        """Raise what has ended the admission's thread; called where no frame waits to be read."""
-        if self._admission.failure:
-            raise WingbeatError(f"process {self._number}: {self._admission.failure}")
+    def _check_zap(self) -> None:
+        """Raise the failure of the authentication thread. Called when no frame is ready."""
+        if self._zap.failure:
+            raise WingbeatError(f"process {self._number}: {self._zap.failure}")
 
-    def _wait_at(self, listener: Listener, seconds: float) -> Arrival | None:
-        """Wait at the only socket there is, which takes one call in place of two.
+    def _wait_single(self, listener: _Listener, seconds: float) -> Arrival | None:
+        """Wait on the only socket, with one call rather than two.
 
-        For one of a few lengths, perhaps sooner than asked: to set another takes time as well.
+        Uses one of a few timeouts, perhaps shorter than asked for: setting a new one takes time.
         """
-        for patience in _PATIENCES:
-            if 1e3 * seconds >= patience:
+        for wait_ms in _WAITS_MS:
+            if 1e3 * seconds >= wait_ms:
                 break
-        if patience != listener.patience:
-            listener.socket.rcvtimeo = listener.patience = patience
+        if wait_ms != listener.wait_ms:
+            listener.socket.rcvtimeo = listener.wait_ms = wait_ms
         try:
             name = listener.socket.recv()
         except zmq.Again:
-            self._check_admission()
+            self._check_zap()
             return None
         return self._read(listener, name)
 
-    def _read(self, listener: Listener, name: bytes) -> Arrival:
+    def _read(self, listener: _Listener, name: bytes) -> Arrival:
         receive = listener.socket.recv
         head = receive(copy=False)
-        place = listener.places.get(name)
-        if place is None:
-            place = listener.place(name, self._user(head))
+        connection = listener.connections.get(name)
+        if connection is None:
+            connection = listener.remember(name, self._proved_peer(head))
         if not head.more:
-            return Arrival(place.place, head.buffer, None, place.peer)
+            return Arrival(connection.id, head.buffer, None, connection.peer)
         payload, whole = receive(copy=False), True
         while payload.more:
             payload, whole = receive(copy=False), False
-        return Arrival(place.place, head.buffer, payload.buffer, place.peer, whole)
+        return Arrival(connection.id, head.buffer, payload.buffer, connection.peer, whole)
 
-    def _user(self, frame: Any) -> int | None:
-        """Whose key was proved for the connection that a frame came on."""
+    def _proved_peer(self, frame: Any) -> int | None:
+        """Return the peer whose key was proved for the connection of a frame."""
         if self._keys is None:
             return None
         try:
             return int(frame.get("User-Id"))
         except (zmq.ZMQError, ValueError):
-            return None  # this end has connected, and has checked the peer's key by that
+            return None  # this end connected, which verified the peer's key
 
     def _listen(self, address: str, urgency: int, message: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
         tos = tos_of(urgency, self._classes)
         options = {
             zmq.ROUTER_MANDATORY: 1,
-            zmq.PROBE_ROUTER: 1,  # tells a peer that its connection has been made anew
-            zmq.MAXMSGSIZE: max(message, LARGEST + INLINE) + SEALED * (self._keys is not None),
-            zmq.SNDHWM: QUEUED,
+            zmq.PROBE_ROUTER: 1,  # notifies a peer that its connection is renewed
+            zmq.MAXMSGSIZE: max(message, MAX_HEADER_BYTES + MAX_INLINE_BYTES)
+            + ENCRYPTION_OVERHEAD * (self._keys is not None),
+            zmq.SNDHWM: MAX_QUEUED_FRAMES,
             zmq.RCVHWM: 1000,
             zmq.SNDBUF: SEND_BUFFER,
             zmq.TOS: tos,
-            # Where it is set IPv4's addresses are written as IPv6's, and their classes are lost.
+            # If set, IPv4 addresses are written as IPv6, which loses their traffic class.
             zmq.IPV6: int(":" in address),
-            # The default is to wait without end. A connection that the peer has ended keeps what
-            # held then, whatever `close` says later, and with it the whole context.
+            # The default is to wait forever. A connection that the peer has ended keeps the value
+            # from then, whatever `close` sets later, and blocks the whole context.
             zmq.LINGER: 0,
             zmq.RECONNECT_IVL: 50,
             zmq.RECONNECT_IVL_MAX: 1000,
@@ -406,15 +570,17 @@ class ZeroMQCarrier:
         }
         for option, value in options.items():
             socket.set(option, value)
-        socket.copy_threshold = INLINE  # a header is copied: it costs less than to lend it
+        socket.copy_threshold = (
+            MAX_INLINE_BYTES  # copying a header costs less than a zero-copy send
+        )
         if self._keys is not None:
             socket.curve_secretkey = self._keys.secret
             socket.curve_publickey = self._keys.public
             socket.curve_server = 1
             socket.zap_domain = b"wingbeat"
-        self._admission.watch(socket)
+        self._zap.watch(socket)
         try:
-            socket.bind(f"tcp://{in_brackets(address)}:*")
+            socket.bind(f"tcp://{bracketed(address)}:*")
         except zmq.ZMQError as err:
             socket.close()
             raise UsageError(

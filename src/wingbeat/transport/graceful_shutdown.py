@@ -1,0 +1,333 @@
+"""Graceful shutdown of a worker: at the end of its script, after an exception, and after SIGTERM.
+
+A worker publishes how it exits, closes its connections, and rank 0 exits last because it serves the
+store. After SIGTERM all ranks stop after the same step, save, and exit with status 143.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import zmq.utils.garbage  # noqa: F401  (see `close_at_exit`)
+
+from wingbeat.errors import UsageError
+from wingbeat.observe.log import log
+from wingbeat.transport.failures import (
+    ANSWER_TIMEOUT_S,
+    TERMINATED,
+    has_exited,
+    publish_exit,
+    publish_failure,
+)
+from wingbeat.transport.store import AtomicStore
+from wingbeat.transport.text import parse_number
+from wingbeat.transport.world import World, current
+
+STORE_LINGER_S = 10.0
+"""Seconds for which rank 0, when it is done, serves the store to workers that still train."""
+
+_EXIT_POLL_S = 0.02
+
+
+def close_world(world: World) -> None:
+    """Close a world. Before that, publish whether this rank has finished or failed."""
+    error = pending_exception()
+    if error is not None:
+        # Before anything is closed: a peer that loses this rank reads it.
+        publish_failure(world.store, world.rank, error)
+    # The last callback: all queued messages are sent, and nothing is closed yet. A rank stopped by
+    # SIGTERM has not finished: it had no fewer batches than its peers.
+    world.on_close(
+        lambda: publish_exit(
+            world.store, world.rank, not is_failing() and not _ExitHandler.terminated
+        )
+    )
+    world.close()
+
+
+def close_at_exit(world: World, shutdown: Callable[[], None]) -> None:
+    """Call ``shutdown`` when this process exits.
+
+    Threads that still use gloo's sockets while the interpreter exits would crash it. ``shutdown``
+    runs before pyzmq ends the thread that releases zero-copy buffers: atexit runs functions in
+    reverse order, and pyzmq's module is imported first.
+    """
+    _ExitHandler.of = _ExitHandler(world, shutdown)
+    atexit.unregister(_run_at_exit)
+    atexit.register(_run_at_exit)
+    if multiprocessing.parent_process() is not None:
+        # A forked child of multiprocessing does not run atexit functions. At these finalizers the
+        # exception that ends it is still visible.
+        multiprocessing.util.Finalize(None, _run_at_exit, exitpriority=1)
+
+
+class _ExitHandler:
+    """What to do when this process exits. Only the last `init` counts."""
+
+    of: _ExitHandler | None = None
+    begun = False
+    terminated = False
+
+    def __init__(self, world: World, shutdown: Callable[[], None]) -> None:
+        self.pid = os.getpid()
+        self.store, self.size, self.shutdown = world.store, world.size, shutdown
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.serves = world.rank == 0 and not agent
+
+
+def _run_at_exit() -> None:
+    this, _ExitHandler.of = _ExitHandler.of, None
+    if this is None or this.pid != os.getpid():  # threads are not inherited by a fork
+        return
+    _ExitHandler.begun = True
+    failed = is_failing()
+    this.shutdown()
+    if not this.serves:
+        return
+    # A peer that finds a closed connection reads the reason in the store, which ends with this
+    # process.
+    deadline = time.monotonic() + (ANSWER_TIMEOUT_S if failed else STORE_LINGER_S)
+    with contextlib.suppress(KeyboardInterrupt):
+        for rank in range(1, this.size):
+            while not has_exited(this.store, rank) and time.monotonic() < deadline:
+                time.sleep(_EXIT_POLL_S)
+
+
+def exit_after_sigterm() -> NoReturn:
+    """Exit in good order after SIGTERM, once all state is saved."""
+    _ExitHandler.terminated = True
+    raise SystemExit(TERMINATED)
+
+
+def is_failing() -> bool:
+    """Whether an exception is about to end this process or the block that shuts down."""
+    return pending_exception() is not None
+
+
+def pending_exception() -> BaseException | None:
+    """Return the exception that is about to end this process or the block that shuts down."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0, TERMINATED):
+            return None
+        return error.__context__ or error  # as in `except ...: sys.exit(1)`
+    if error is None and _ExitHandler.begun:
+        # The interpreter sets it for atexit functions, which run after `except`.
+        return getattr(sys, "last_value", None)
+    return error
+
+
+GRACE_S = 25.0
+"""Seconds after SIGTERM: below the 30 that torchrun, SLURM and Kubernetes wait before SIGKILL."""
+
+_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks whether another rank received the signal."""
+
+_AGREEMENT_S = 5.0
+"""Seconds in which all ranks publish their step counts."""
+
+_POLL_S = 0.02
+
+_MAX_DIGITS = 15
+"""Decimal digits of a step count that another rank may publish."""
+
+
+def on_terminate(save: Callable[[], object], *, grace: float = GRACE_S) -> None:
+    """Register a function that saves the job's state when its scheduler sends SIGTERM.
+
+    When any rank receives SIGTERM, every rank finishes a step, calls ``save()``, and exits with
+    ``SystemExit(143)``, 128 plus the signal's number. ``save`` runs in the training thread, before
+    the next forward of a model in training: after ``optimizer.step()`` and what follows it in the
+    loop. Where each step needs all workers, it runs after the same step on all ranks; with
+    `Canary`, `Ripples`, `ADPSGD`, `LocalSGD` and `DiLoCo` after the current step of each rank. So
+    it may call what all ranks have to call, such as ``optimizer.state_dict()`` of a sharded
+    optimizer or `consensus`.
+
+    All ranks have to call this in the main thread after `init`; a second call replaces ``save`` and
+    ``grace``. A signal handler that was installed before is called too. Without this call SIGTERM
+    ends the process at once.
+
+    Args:
+        save: takes no arguments.
+        grace: seconds after SIGTERM within which the step and ``save`` have to end. Then the
+            process exits with status 143 in any case and writes so to standard error. Set less
+            than the scheduler waits before SIGKILL.
+
+    Raises:
+        UsageError: called before `init`, outside of the main thread, or with invalid arguments.
+    """
+    global _installed
+    world = current()
+    if not callable(save):
+        raise UsageError(f"on_terminate(save={save!r}): pass a function without arguments")
+    if not isinstance(grace, (int, float)) or not 0 < grace < float("inf"):
+        raise UsageError(f"grace={grace!r}: allowed are seconds above 0")
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "on_terminate() was called outside of the main thread, but Python installs signal "
+            "handlers only there: call it in the main thread"
+        )
+    if _installed is not None and _installed.world is world:
+        _installed.save, _installed.grace = save, grace
+        return
+    _installed = SigtermHandler(world, save, grace)
+    _installed.install()
+
+
+class SigtermHandler:
+    """Handles SIGTERM in one process.
+
+    The first rank that receives the signal publishes it in the store, which all ranks check once a
+    second. Each rank then publishes its step count and completes no step until all have. The job
+    stops after one step more than the highest count. So no rank stops before a step for which
+    others need it, and without a signal nothing is exchanged.
+
+    Args:
+        world: all workers.
+        save: saves the state.
+        grace: seconds after the signal until this process exits.
+
+    Attributes:
+        after: step count after which the job stops; None while no rank received the signal.
+    """
+
+    def __init__(self, world: World, save: Callable[[], object], grace: float) -> None:
+        self.world, self.save, self.grace = world, save, grace
+        self.after: int | None = None
+        store = world.store if world.group_store is None else world.group_store()
+        assert isinstance(store, AtomicStore), "every store of a world is"
+        self._store: AtomicStore = store
+        self._pid = os.getpid()
+        self._count, self._is_between = 0, False
+        self._counting = threading.Lock()
+        self._signalled, self._closed = threading.Event(), threading.Event()
+        self._doing = "it was completing a step; nothing was saved"
+        self._former: Any = signal.SIG_DFL
+        self._thread = threading.Thread(target=self._run, name="wingbeat-sigterm", daemon=True)
+
+    def install(self) -> None:
+        """Install the signal handler until the world is closed."""
+        self._former = signal.signal(signal.SIGTERM, self._on_signal)
+        self.world.on_close(self.close)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore the former handler, unless this process is exiting because of the signal."""
+        if self.after is not None:
+            return
+        self._closed.set()
+        self._signalled.set()  # ends the thread's wait
+        ours = signal.getsignal(signal.SIGTERM) == self._on_signal
+        if ours and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._former)
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        if os.getpid() != self._pid or self._closed.is_set():  # in a fork, or after `shutdown`
+            signal.signal(signum, self._former)
+            os.kill(os.getpid(), signum)
+            return
+        self._signalled.set()
+        if callable(self._former):
+            self._former(signum, frame)
+
+    def count_step(self) -> None:
+        """Count a completed step."""
+        with self._counting:
+            self._count += 1
+        self._is_between = True
+
+    def stop_if_due(self, *, lockstep: bool) -> None:
+        """Exit here if the job stops. Called between two steps.
+
+        Args:
+            lockstep: whether all ranks have to stop after the same step.
+
+        Raises:
+            SystemExit: the job stops and the state is saved; the code is 143.
+        """
+        if not self._is_between:
+            return
+        self._is_between = False
+        after = self.after
+        if after is not None and (self._count >= after or not lockstep):
+            self._leave()
+
+    def _leave(self) -> None:
+        rank = self.world.rank
+        log.info("rank %d: SIGTERM: saving after step %d", rank, self._count)
+        self._doing = "save() was running"
+        self.save()
+        self._doing = "it was leaving; save() had returned"
+        exit_after_sigterm()
+
+    def _run(self) -> None:
+        while not self._signalled.wait(_CHECK_INTERVAL_S):
+            if self._store.has("terminate"):
+                break
+        if self._closed.is_set():
+            return
+        deadline = time.monotonic() + self.grace
+        with self._counting:
+            self.after = self._agree()
+        if self._closed.wait(max(0.0, deadline - time.monotonic())):
+            return
+        # As bytes: the thread that hangs may hold the lock of `sys.stderr`.
+        os.write(
+            2,
+            f"wingbeat: rank {self.world.rank} ends {self.grace:g} s after SIGTERM, while "
+            f"{self._doing}\n".encode(),
+        )
+        os._exit(TERMINATED)
+
+    def _agree(self) -> int:
+        """Return the step count after which all ranks stop; no step completes meanwhile."""
+        store, rank = self._store, self.world.rank
+        most, deadline = self._count, time.monotonic() + _AGREEMENT_S
+        with contextlib.suppress(RuntimeError, TimeoutError):  # rank 0 has exited
+            store.set("terminate", str(rank))
+            store.set(f"terminate/steps/{rank}", str(self._count))
+            for other in range(self.world.size):
+                key = f"terminate/steps/{other}"
+                while not store.has(key) and time.monotonic() < deadline:
+                    if has_exited(store, other):
+                        break
+                    time.sleep(_POLL_S)
+                if store.has(key):
+                    most = max(most, self._read(store.get(key, _CHECK_INTERVAL_S), f"rank {other}"))
+            return self._read(store.claim("terminate/after", str(most + 1)), "the store")
+        return most + 1
+
+    def _read(self, text: str, who: str) -> int:
+        """Parse a step count. If it is invalid, return this rank's own count, or the next one."""
+        if (steps := parse_number(text, _MAX_DIGITS)) is not None:
+            return steps
+        log.warning(
+            "rank %d: %s published an invalid step count after SIGTERM: %r; it is ignored",
+            self.world.rank, who, text[:80],
+        )  # fmt: skip
+        return self._count + (who == "the store")
+
+
+_installed: SigtermHandler | None = None
+
+
+def count_step() -> None:
+    """Count a completed step, if `on_terminate` was called."""
+    if _installed is not None:
+        _installed.count_step()
+
+
+def stop_if_due(*, lockstep: bool) -> None:
+    """Exit here if the job stops and `on_terminate` was called. Called between two steps."""
+    if _installed is not None:
+        _installed.stop_if_due(lockstep=lockstep)

@@ -1,0 +1,156 @@
+"""Frames: the wire header of a message, its checks, and how a message is composed.
+
+Header and flow control are C++ (``native/src/header.h``, ``native/src/flow.h``): every message
+passes through them at each end. A flow carries messages to and from one peer, over one interface,
+in one class.
+
+The header is little-endian, without gaps, of `HEADER_BYTES` bytes, then ``spans`` times two
+numbers of 8 bytes::
+
+     0   4  magic         b"wgbt"
+     4   1  version       of this layout
+     5   1  type          a `Type`
+     6   1  dtype         an index in `DTYPES`
+     7   1  spans         number of ranges that follow, 0 to 255
+     8   8  session       a random number that the sender drew when it started
+    16   4  sender        its number in the job
+    20   4  receiver      number of the receiver
+    24   8  sequence      number of a message in its flow, from 1
+    32   8  arrived       all messages of the reverse flow up to this number have arrived
+    40   8  taken         bytes of the reverse flow that the sender has consumed
+    48   4  kind          kind of the message, as its users number it
+    52  16  ids           four numbers of 4 bytes whose meaning depends on the kind
+    68   4  length        bytes of the payload
+    72   4  checksum      CRC-32 of the rest of the header, ranges included
+    76      ranges        start and length of each, in elements of the dtype
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from wingbeat import _native
+from wingbeat.errors import UsageError
+from wingbeat.transport.messages.carrier import Buffer
+
+NEVER = math.inf
+
+Flow = _native.Flow
+Posted = _native.Posted
+
+MAX_IN_FLIGHT = _native.MOST_UNDER_WAY
+"""Messages of one flow that its connection has accepted and that have not arrived."""
+
+
+DTYPES = ("", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+"""Dtypes of a payload; empty if unspecified."""
+
+MAX_SPANS = 255
+HEADER_BYTES = 76
+"""Bytes of a header without ranges."""
+MAX_HEADER_BYTES = HEADER_BYTES + 16 * MAX_SPANS
+"""Bytes of a header with the most ranges."""
+
+
+class Type(enum.IntEnum):
+    """Type of a frame."""
+
+    HELLO = 1
+    """Introduces the sender with its acknowledgements; asks for WELCOME."""
+    WELCOME = 2
+    """The answer to HELLO."""
+    DATA = 3
+    """A message of the users."""
+    ACKNOWLEDGE = 4
+    """Acknowledgements only: ``arrived`` and ``taken``."""
+    MISSING = 5
+    """As ACKNOWLEDGE, and requests retransmission of everything after ``arrived``."""
+    ASK = 6
+    """Asks whether everything up to ``sequence`` has arrived."""
+    LEAVE = 7
+    """The last message of the flow: the sender has shut down in good order."""
+
+
+Malformed = _native.Malformed
+"""A frame that no process of this job sent; ``str`` of it is one of `REASONS` or of a flow's
+reasons.
+"""
+
+REASONS = ("size", "magic", "version", "checksum", "type", "dtype", "length")
+"""Why a header is rejected, in the order of the checks."""
+
+Header = _native.Header
+"""The fields of the layout above; ``spans`` are (start, length) pairs. `pack` returns the bytes."""
+
+unpack = _native.unpack
+"""Read and check the header at the beginning of some bytes; raises `Malformed`."""
+
+
+# Looked up once: access to an enum member is slow.
+_DATA, _LEAVE = int(Type.DATA), int(Type.LEAVE)
+_DTYPES = {name: number for number, name in enumerate(DTYPES)}
+
+NO_IDS = (0, 0, 0, 0)
+
+
+def compose(
+    kind: int,
+    payload: Any,
+    ids: Sequence[int],
+    dtype: str,
+    spans: Iterable[tuple[int, int]],
+    *,
+    most: int,
+) -> Posted:
+    """Check the arguments of `Mailbox.post` and make a message of them.
+
+    Args:
+        kind: 0 to 2**32 - 1.
+        payload: any object with a contiguous buffer.
+        ids: four numbers from 0 to 2**32 - 1.
+        dtype: one of `DTYPES`.
+        spans: (start, length) pairs of numbers from 0 to 2**64 - 1, up to 255.
+        most: limit of the payload in bytes.
+
+    Raises:
+        UsageError: a value that cannot be sent.
+    """
+    view = _byte_view(payload, most)
+    number = _DTYPES.get(dtype)
+    if number is None:
+        raise UsageError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES[1:])} or ''")
+    ranges = tuple(spans)
+    if len(ranges) > MAX_SPANS:
+        raise UsageError(f"{len(ranges)} spans; allowed are up to {MAX_SPANS}")
+    try:
+        return Posted(_DATA, kind, ids, number, ranges, view)
+    except (TypeError, OverflowError):
+        raise UsageError(
+            f"kind={kind!r}, ids={ids!r}, spans={ranges!r:.80}: allowed are a kind and four ids "
+            "from 0 to 2**32 - 1, and (start, length) pairs of numbers from 0 to 2**64 - 1"
+        ) from None
+
+
+def leave_frame() -> Posted:
+    """Return the last message of a flow."""
+    return Posted(_LEAVE, 0, NO_IDS, 0, (), b"")
+
+
+def _byte_view(payload: Any, most: int) -> Buffer:
+    if type(payload) is bytes and len(payload) <= most:
+        return payload
+    try:
+        view = memoryview(payload)
+        # An empty view cannot be cast, and an array without elements has no bytes.
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, BufferError) as err:
+        raise UsageError(
+            f"payload of type {type(payload).__name__}: {err}; allowed are objects with a "
+            "contiguous buffer: bytes, a NumPy array, tensor.numpy()"
+        ) from None
+    if len(view) > most:
+        raise UsageError(f"a payload of {len(view)} bytes; allowed are {most}: post it in pieces")
+    return view

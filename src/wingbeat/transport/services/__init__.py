@@ -1,1 +1,0 @@
-"""Processes that a worker starts beside itself and that speak messages with all. No torch."""

@@ -1,0 +1,225 @@
+"""What the store holds counts only if it was written with the job's key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient, MembershipLog
+from wingbeat.methods.bounded_staleness.view import initial_view, without_worker
+from wingbeat.methods.model_averaging.rendezvous import RejoinLog, StatusTable
+from wingbeat.transport import torch_store
+from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit
+from wingbeat.transport.rendezvous import check_job
+from wingbeat.transport.services import answer_request
+from wingbeat.transport.torch_store import (
+    MAX_VALUE_BYTES,
+    TAG_PREFIX,
+    Authenticator,
+    PollingStore,
+    RejectedValue,
+    TorchStore,
+    job_key,
+)
+
+KEY = b"sixteen or more characters"
+
+
+def sealed(raw: dist.Store, kind: type[TorchStore] = TorchStore) -> TorchStore:
+    return kind(raw, Authenticator(KEY, "0/0/job"))
+
+
+def forgeries(name: str, value: str) -> list[str | bytes]:
+    """What a stranger may write who can read the store but has no key."""
+    other = Authenticator(b"another key of the kind", "0/0/job").sign(name, value)
+    elsewhere = Authenticator(KEY, "0/0/job").sign(f"{name}1", value)
+    another_job = Authenticator(KEY, "0/0/another").sign(name, value)
+    right = Authenticator(KEY, "0/0/job").sign(name, value)
+    changed = [
+        right + "1",
+        right[:-1],
+        right.upper(),
+        right[1:],
+        f"{TAG_PREFIX}:{value}",
+        TAG_PREFIX,
+    ]
+    return [value, other, elsewhere, another_job, *changed, "", "?", b"\xff\xfe"]
+
+
+def test_a_value_comes_back_as_it_was_written() -> None:
+    raw = dist.HashStore()
+    for kind in (TorchStore, PollingStore):
+        store = sealed(raw, kind)
+        for value in ("", "1", "a:b", f"{TAG_PREFIX}x", "ä\n" * 1000):
+            store.set("key", value)
+            assert (store.has("key"), store.get("key", 1.0), store.peek("key")) == (
+                True,
+                value,
+                value,
+            )
+            assert raw.get("key").decode().startswith(TAG_PREFIX)
+
+
+@pytest.mark.parametrize("kind", [TorchStore, PollingStore])
+@pytest.mark.parametrize("forged", forgeries("key", "7"), ids=str)
+def test_a_forged_value_is_as_if_it_were_not_there(
+    kind: type[TorchStore], forged: str | bytes
+) -> None:
+    raw = dist.HashStore()
+    raw.set("key", forged)
+    store = sealed(raw, kind)
+    assert not store.has("key")
+    with pytest.raises(TimeoutError, match="key: "):
+        store.get("key", 0.02)
+    assert store.claim("key", "7") == "7", "it is written over"
+    assert store.get("key", 1.0) == "7"
+    assert store.claim("key", "8") == "7"
+
+
+def test_a_reader_waits_for_the_right_value_behind_a_forged_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raw = dist.HashStore()
+    raw.set("key", "forged")
+    store = sealed(raw)
+    later = threading.Timer(0.2, sealed(raw).set, ("key", "right"))
+    later.start()
+    with caplog.at_level(logging.WARNING, "wingbeat"):
+        assert store.get("key", 60.0) == "right"
+    later.join()
+    assert [r.message for r in caplog.records] == [
+        "the value of key in the store is rejected: its authentication tag is wrong or "
+        "missing: it was not written with this job's key"
+    ]
+
+
+def test_replace_takes_the_value_that_is_meant() -> None:
+    store = sealed(dist.HashStore())
+    store.set("key", "a")
+    assert store.replace("key", "b", "c") == "a"
+    assert store.replace("key", "a", "c") == "c"
+
+
+def test_who_forges_a_value_again_and_again_is_named_with_the_key() -> None:
+    raw = dist.HashStore()
+
+    class Busy:
+        """Writes another forged value after each look."""
+
+        number = 0
+
+        def compare_set(self, key: str, expected: Any, value: str) -> bytes:
+            raw.set(key, f"forged {self.number}")
+            self.number += 1
+            return raw.compare_set(key, expected, value)
+
+    with pytest.raises(RejectedValue, match="key: another process keeps writing it"):
+        sealed(Busy()).claim("key", "a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("authenticator", [None, Authenticator(KEY, "")])
+def test_what_is_too_large_is_not_read(
+    authenticator: Authenticator | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MAX_VALUE_BYTES == 16 << 20
+    monkeypatch.setattr(torch_store, "MAX_VALUE_BYTES", 1000)
+    raw = dist.HashStore()
+    TorchStore(raw, authenticator).set("key", "x" * 1001)
+    with pytest.raises(TimeoutError, match=r"key: 10\d\d bytes, more than 1000|key: 1073 bytes"):
+        TorchStore(raw, authenticator).get("key", 0.02)
+
+
+# -- what readers make of it ------------------------------------------------------------------
+
+
+def test_forged_membership_entry_removes_no_worker() -> None:
+    raw = dist.HashStore()
+    text = LogEntry(2, without_worker(initial_view(3), 1)).to_json()
+    for make, evicted in ((TorchStore, [1]), (sealed, [])):
+        store = make(raw)
+        client = MembershipClient(store, "room", 0, MembershipLog(3))
+        raw.set("membership/room/0", text)
+        client.synchronize()
+        assert [event.change.worker for event in client.take_events()] == evicted
+    # A proposal is written in place of the forged entry.
+    client.propose(without_worker(initial_view(3), 2))
+    client.synchronize()
+    assert [event.change.worker for event in client.take_events()] == [2]
+
+
+def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:
+    raw = dist.HashStore()
+    store = sealed(raw)
+    blame = FailureAttribution(store, 0, 3, 0.1)
+    raw.set("left/1", "finished")
+    raw.set("waited/1", "2 all-reduce")
+    assert not has_exited(store, 1)
+    assert not has_finished(store, 1)
+    assert blame.awaited_by(1) is None
+    assert blame.operation(1) == ""
+    publish_exit(store, 1, finished=True)
+    assert has_finished(store, 1)
+
+
+def test_a_forged_rejoin_or_loss_does_not_reach_the_generator_or_the_status_table() -> None:
+    raw = dist.HashStore()
+    store = sealed(raw)
+    raw.set("room/rejoin/0", json.dumps([1, 1]))
+    raw.set("room/lost/1", "1")
+    raw.set("room/fallback/1", "7")
+    raw.set("room/status/1", "[1, true, 1, 1]")
+    log, table = RejoinLog(store, "room", 3), StatusTable(store, "room", 3)
+    log.poll()
+    assert log.next_rejoin() is None
+    assert (table.lost(), table.fallbacks([1]), table.statuses()) == (set(), {}, {})
+
+
+def test_a_service_is_told_that_nothing_is_there() -> None:
+    raw = dist.HashStore()
+    raw.set("key", "forged")
+    assert answer_request('{"read": "key"}', sealed(raw)) == ("null", False)
+    raw.set("key", b"\xff")
+    assert answer_request('{"read": "key"}', TorchStore(raw)) == ("null", False), (
+        "also without a key"
+    )
+
+
+# -- the key ----------------------------------------------------------------------------------
+
+
+def test_a_short_key_is_refused_and_not_shown() -> None:
+    assert job_key({}) is None
+    assert job_key({"WINGBEAT_JOB_KEY": "x" * 16}) == b"x" * 16
+    with pytest.raises(
+        UsageError, match="WINGBEAT_JOB_KEY has 6 characters: set at least 16"
+    ) as caught:
+        job_key({"WINGBEAT_JOB_KEY": "secret"})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [(KEY, None), (None, KEY), (KEY, b"another key of the kind")])
+def test_workers_with_different_keys_are_refused_soon(
+    keys: tuple[bytes | None, bytes | None],
+) -> None:
+    raw = dist.HashStore()
+    stores = [TorchStore(raw, None if key is None else Authenticator(key, "0/0")) for key in keys]
+    check_job(stores[0], 0, 2, "", 60.0, "node1:29500")
+    begin = time.monotonic()
+    with pytest.raises(RendezvousError, match="WINGBEAT_JOB_KEY"):
+        check_job(stores[1], 1, 2, "", 60.0, "node1:29500")
+    assert time.monotonic() - begin < 30
+
+
+def test_rank_0_writes_over_a_forged_name_of_the_job() -> None:
+    raw = dist.HashStore()
+    raw.set("job", json.dumps(["evil", False, 2]))
+    store = TorchStore(raw, Authenticator(KEY, "0/0"))
+    assert check_job(store, 0, 2, "mine", 1.0, "") == "mine"
+    assert check_job(store, 1, 2, "mine", 1.0, "") == "mine"
