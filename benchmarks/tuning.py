@@ -152,10 +152,10 @@ def search(options: argparse.Namespace, name: str, start_mb: float) -> dict[str,
         "search": name,
         "start_mb": start_mb,
         "iterations": iterations,
-        "tried_mb": [s.nbytes / mega for s in result.samples],
-        "iterations_per_s": [s.throughput for s in result.samples],
+        "tried_mb": [s.bucket_bytes / mega for s in result.samples],
+        "iterations_per_s": [s.iterations_per_s for s in result.samples],
         "chosen_mb": result.chosen_bytes / mega,
-        "trial_cost_s": list(result.costs_s),
+        "trial_cost_s": list(result.decision_s),
         "says": result.explain(),
     }
 

@@ -494,7 +494,7 @@ def test_a_codec_that_is_not_faster_is_switched_off_on_all_workers(kind, caplog)
             def restart(self) -> None:
                 pass
 
-        control._stopwatch = Watch()
+        control._timer = Watch()
         steps = 0
         while control.deciding():
             pull(model, optimizer, [steps], world.rank)
