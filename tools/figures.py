@@ -173,7 +173,9 @@ def measure(figure: Figure) -> int:
     raw.unlink(missing_ok=True)
     about, stolen, began = machine.describe(), machine.StolenShare(), time.monotonic()
     print(f"$ {figure.command}", flush=True)
-    code = subprocess.run(figure.words(figure.command, raw), cwd=ROOT, check=False).returncode
+    code = subprocess.run(
+        figure.words(figure.command, raw.relative_to(ROOT)), cwd=ROOT, check=False
+    ).returncode
     if code not in (0, 1) or not raw.exists():
         raw.unlink(missing_ok=True)  # some benchmarks write what they have after each part
         print(f"{figure.name}: no figures: the command ended with {code}", file=sys.stderr)

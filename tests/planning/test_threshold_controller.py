@@ -246,11 +246,11 @@ def test_coarse_threshold_divides_by_kind_or_warns(
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         found = on(geryon(threshold="coarse"), 3)
         served = on(geryon(threshold="coarse", update="server"), 3)
-    assert [own["used"] for own in [*found, *served]] == [[None] * 3] * 4
+    assert [own["used"] for own in [*found, *served]] == [[()] * 3] * 4
     for got, want in zip(served[0]["weights"], found[0]["weights"], strict=True):
         assert torch.equal(got, want)
     assert not caplog.text, "a scalar parameter stands beside linear layers"
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         on(geryon(threshold="coarse", mb=1), 3)
-    assert caplog.text.count("is of fully connected layers alone") == 1
-    assert "none is of" in caplog.text
+    assert caplog.text.count("has only fully connected layers") == 1
+    assert "none has only" in caplog.text

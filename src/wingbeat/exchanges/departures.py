@@ -1,4 +1,4 @@
-"""What is said of workers that are gone while the others train on, and of those that failed."""
+"""A record of lost workers and their failures, which is logged while the others train."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ from wingbeat.transport.world import World
 _SILENT = "gave no sign in time, or has ended without a word"
 
 _POLL_S = 0.05
-"""Seconds between two looks into the store."""
+"""Seconds between two reads of the store."""
 
 _STORE_S = 1.0
-"""Seconds that the store may take, when this worker ends, to say how others have."""
+"""Seconds to wait for the store when this worker ends."""
 
 
 class Departures:
-    """One worker's record of who is gone, and by which exception.
+    """One worker's record of lost workers, and of the exceptions that ended them.
 
-    The store may be gone with the worker that is asked about, and its answer late: it is asked in a
-    thread of its own.
+    The store is read in a thread: it may be lost with the worker, or answer late.
 
     Args:
-        store: where a worker that an exception ends has published it; None to ask nobody.
-        me: what messages call this worker.
-        size: how many workers there are.
-        name: what messages call the worker of a rank.
+        store: where a failed worker has published its exception; None to read nothing.
+        me: name of this worker in messages.
+        size: number of workers.
+        name: formats the name of a rank in messages.
         say: logs a line.
 
     Attributes:
-        gone: how each worker ended that is gone and was needed.
+        gone: by rank, how each lost worker that was needed has ended.
     """
 
     def __init__(
@@ -61,12 +60,12 @@ class Departures:
         self._asking: list[threading.Thread] = []
 
     def lost(self, worker: int, how: str = "") -> None:
-        """Log that a worker is gone, with the exception if one has ended it; returns at once.
+        """Log that a worker is lost, with the exception that ended it; does not block.
 
         Args:
             worker: its rank.
-            how: what was seen of its end, as a predicate; empty if nothing was, so that it may
-                have finished.
+            how: the reason, as a predicate; empty if it is unknown, and the worker may have
+                finished.
         """
         if worker in self.gone:
             return
@@ -83,29 +82,26 @@ class Departures:
             thread.start()
 
     def back(self, worker: int) -> None:
-        """Log that a worker is back; nothing if it was not gone."""
+        """Log that a lost worker has joined again."""
         if self.gone.pop(worker, None) is not None:
             self._say(f"{self._me}: {self._name(worker)} is back")
 
     def how(self, worker: int) -> str:
-        """Return how a worker that is gone has ended; it asks the store, and waits for it."""
+        """Return how a lost worker has ended; reads the store, and blocks."""
         failure = "" if self._store is None else published_failure(self._store, worker)
         return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
 
     def blame(self) -> str | None:
-        """Say which worker failed by itself, and how; None if none says so.
+        """Return the worker that failed first, and its exception; None if none is known.
 
-        It asks the store, and waits for its answer.
+        Reads the store, and blocks.
         """
         if self._store is None or (found := first_failed(self._store, range(self._size))) is None:
             return None
         return f"{self._name(found[0])} failed with {found[1]}"
 
     def close(self) -> None:
-        """Log in one line who is gone and did not come back; nothing if nobody is.
-
-        Nor if this worker ends by an exception itself.
-        """
+        """Log the workers that are still lost in one line, unless this worker has failed."""
         if graceful_shutdown.is_failing():
             return
         for thread in self._asking:
@@ -116,7 +112,7 @@ class Departures:
             self._say(f"{self._me}: trained to the end without all workers: {said}")
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
-        """Find out how a worker has ended, and log it."""
+        """Read how a worker has ended, and log it."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not (failure := published_failure(store, worker)):
             over = has_exited(store, worker) or time.monotonic() >= deadline
@@ -133,7 +129,7 @@ class Departures:
 
     def _warn(self, worker: int) -> None:
         how = self.gone.get(worker)
-        if how is not None:  # else it is back
+        if how is not None:  # otherwise it has joined again
             self._say(f"{self._me}: {self._name(worker)} {how}; the others go on without it")
 
 
@@ -141,7 +137,7 @@ _made: weakref.WeakKeyDictionary[World, Departures] = weakref.WeakKeyDictionary(
 
 
 def departures_of(world: World) -> Departures:
-    """Return the record of a job's worker: one, however many models it trains."""
+    """Return the record of this worker in its job, shared by all models that it trains."""
     while world.parent is not None:
         world = world.parent
     if world not in _made:

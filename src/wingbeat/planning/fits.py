@@ -40,6 +40,9 @@ class Fit:
             limit is None where there are no more amounts than coefficients. Empty for
             `PiecewiseLinear`.
         samples: (amount, seconds) as measured.
+
+    Raises:
+        UsageError: a value is out of range, or an interval is of no coefficient of the curve.
     """
 
     curve: Linear | Linearithmic | PiecewiseLinear

@@ -519,6 +519,9 @@ class Planner:
         """Return rank 0's plans by a rule, or all that are to be tried: at least one.
 
         Other workers do not plan: their floating point may differ.
+
+        Raises:
+            PeerError: rank 0 failed or sent a malformed plan.
         """
         world, workload = self._collectives.world, self.workload(found)
         mine: Any = None

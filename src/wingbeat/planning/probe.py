@@ -87,6 +87,9 @@ class PlanTiming:
         rules: names of the rules that make it.
         stops: the positions before which its buckets end, in ready order; rising.
         iteration_s: median of its iterations, each the mean of all workers.
+
+    Raises:
+        UsageError: the stops do not rise, or the time is out of range.
     """
 
     rules: tuple[str, ...]

@@ -106,17 +106,17 @@ def test_compression_reduces_bytes_in_both_directions(wire, back, up, down) -> N
         sync.distribute(model, optimizer, how, world=world)
         client = engine(model).runtime.exchange._client
         out, post = [0, 0], client._mailbox.post
-        take = client._take
+        handle = client._handle
 
         def posting(peer: int, kind: int, payload: Any = b"", **more: Any) -> Any:
             out[0] += memoryview(payload).nbytes
             return post(peer, kind, payload, **more)
 
-        def taking(message: Any) -> None:
+        def handling(message: Any) -> None:
             out[1] += len(message.payload)
-            take(message)
+            handle(message)
 
-        client._mailbox.post, client._take = posting, taking
+        client._mailbox.post, client._handle = posting, handling
         model(torch.randn(4, shape[1])).square().sum().backward()
         optimizer.step()
         sync.synchronize(model)
@@ -142,7 +142,7 @@ def test_uncut_slices_fit_float32_sums(wire: Any, back: str) -> None:
         sync.synchronize(model)
         optimizer.state_dict()
         for started in engine(model).runtime.exchange._servers._started:
-            assert started._config.most > MEMORY_FACTOR * 4 * model.weight.numel()
+            assert started._config.max_sum_bytes > MEMORY_FACTOR * 4 * model.weight.numel()
         return model.weight.detach().clone()
 
     first, second = on(2, body)

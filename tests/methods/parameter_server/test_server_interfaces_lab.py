@@ -71,7 +71,9 @@ TRAIN = """if True:
                 optimizer.zero_grad()
                 backward(model, turn, rank)
                 if turn == 3 and rank == victim:  # when all that it has pushed has arrived
-                    while client._new or client._outbox.waiting or not all(f.empty for f in flows):
+                    own = client._submitted, client._queue.queued
+                    while any(own) or not all(f.empty for f in flows):
+                        own = client._submitted, client._queue.queued
                         time.sleep(0.01)
                     subprocess.run(["ip", "link", "set", "eth1", "down"], check=True)
                     cut = time.monotonic()

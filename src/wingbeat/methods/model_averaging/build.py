@@ -147,10 +147,10 @@ _in_groups: Any = weakref.WeakKeyDictionary()
 
 
 def _copy_state(session: GroupSession, state: LiveState, *, join: bool) -> None:
-    """Copy a peer's state if groups have gone on without this worker."""
+    """Copy a peer's state if groups have continued without this worker."""
     if session.must_fetch:
         log.warning(
-            "groups went on without this worker, which took too long: it copies a peer's model"
+            "groups continued without this worker, which took too long: it copies a peer's model"
         )
         state.put(session.fetch_state(join=join))
 

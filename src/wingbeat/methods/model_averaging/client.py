@@ -58,7 +58,7 @@ _REASONS = {
 
 
 class GeneratorLost(Exception):
-    """The generator has died, left or cannot be reached; the text says how."""
+    """The generator has died, left or cannot be reached; the text states how."""
 
 
 class GeneratorConnection:
@@ -147,8 +147,8 @@ class Client:
     """Takes part in the groups that the generator makes. For one thread.
 
     When the generator is lost, all workers continue with the static schedule from its first step,
-    or with groups of all workers if these are the rules, each as soon as it finds out. Members of a
-    group wait for those that have not found out yet.
+    or with groups of all workers if these are the rules, each as soon as it detects the loss.
+    Members of a group wait for those that have not detected it yet.
 
     Args:
         mailbox: is connected to the generator.
@@ -165,7 +165,7 @@ class Client:
 
     Attributes:
         fallback: why groups are made without the generator; None if they are not.
-        excluded: whether groups have gone on without this worker since it last synchronized, or
+        excluded: whether groups have continued without this worker since it last synchronized, or
             copied a peer's state.
         stale: whether it was silent for so long that it must copy a peer's state before it is in a
             group again. Until then steps end without an average.
@@ -173,8 +173,8 @@ class Client:
             group again. Until then steps end without an average.
         on_lost: called with each worker that is lost.
         on_back: called with each worker that is active again.
-        on_fetch: called with a worker that wants this one's state, and their connection id, while
-            this worker waits for a group.
+        on_fetch: called with a worker that requests this one's state, and their connection id,
+            while this worker waits for a group.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Client:
 
         Args:
             receive: receives it from a worker over the connection with an id. Its last argument
-                says whether the worker is still active. Returns None if it was lost.
+                returns whether the worker is still active. Returns None if it was lost.
             join: whether this worker is active from now on, instead of from its next request.
 
         Raises:
@@ -321,7 +321,7 @@ class Client:
             stream.happened("left" if kind == Kind.REMOVED else "joined", (worker,))
 
     def _note_exclusion(self, reason: int) -> None:
-        """Note that groups have gone on without this worker.
+        """Note that groups have continued without this worker.
 
         Raises:
             PeerError: it copies a peer's state.
@@ -421,7 +421,7 @@ class Client:
                     self._run(decoded, reducer)
             case Kind.REMOVED if ids[0] == self._worker:
                 self._note_exclusion(ids[2])
-                # All groups of this worker go on without it. A request makes it active again,
+                # All groups of this worker continue without it. A request makes it active again,
                 # unless the generator has sent this before it had received the last request.
                 if ids[1] == self._requests:
                     self._member = Member(self._worker, self._rules)

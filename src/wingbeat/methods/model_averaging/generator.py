@@ -34,7 +34,7 @@ from wingbeat.methods.model_averaging.rules import Layout, Rules
 
 
 class ProtocolError(Exception):
-    """A message is malformed, or not allowed in the current state; the text says why."""
+    """A message is malformed, or not allowed in the current state; the text states why."""
 
 
 class Run(NamedTuple):
@@ -86,7 +86,7 @@ class Generator:
         return worker in self._pool or worker in self._synchronizing
 
     def is_late(self, worker: int) -> bool:
-        """Whether groups go on without ``worker``, while synchronization waits for it."""
+        """Whether groups continue without ``worker``, while synchronization waits for it."""
         return worker in self._late
 
     def waiting_for(self, worker: int) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class Generator:
         return runs
 
     def mark_late(self, worker: int) -> list[Run]:
-        """Let groups go on without a worker that lives; return the groups that run now.
+        """Let groups continue without a worker that lives; return the groups that run now.
 
         It is active again after `add`. Until then, or until `remove`, there is no group of all
         workers: its model may differ from the others'.
@@ -170,8 +170,8 @@ class Generator:
     def remove(self, worker: int) -> list[Run]:
         """Remove a worker that has died or left; return the groups that run now.
 
-        Its groups go on without it. Those that run start a new epoch with the members that have not
-        acknowledged them.
+        Its groups continue without it. Those that run start a new epoch with the members that have
+        not acknowledged them.
         """
         self._late.discard(worker)
         return self._remove(worker)
@@ -437,10 +437,10 @@ class Kind(enum.IntEnum):
     ADDED = 8
     """The first number is a worker that is active again."""
     REFUSED = 9
-    """The receiver has violated the protocol; the payload says how. Nothing else follows."""
+    """The receiver has violated the protocol; the payload states how. Nothing else follows."""
     FETCH_STATE = 10
-    """The sender wants a peer's state. The first number is 0, or 1 more than a peer that was lost;
-    the second is 1 if the sender is active from now on."""
+    """The sender requests a peer's state. The first number is 0, or 1 more than a peer that was
+    lost; the second is 1 if the sender is active from now on."""
     SEND_STATE = 11
     """The first number is the worker that sends its state to the second; the third is their
     connection id. If both are the same, no worker has a state to send."""

@@ -49,7 +49,7 @@ _STATE_FACTOR, _STATE_EXTRA = 8, 64 << 20
 
 
 class StateSender:
-    """Sends states to other workers, each in a thread, while training goes on."""
+    """Sends states to other workers, each in a thread, while training continues."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -123,7 +123,7 @@ def receive_state(
 
 
 class SenderLost(Exception):
-    """The sender of a state was lost; the text says how."""
+    """The sender of a state was lost; the text states how."""
 
 
 class _Receiver:
@@ -375,7 +375,7 @@ def _layout(world: World, serial: int) -> Layout:
 
 
 class GroupAverager:
-    """Averages with groups in a thread, while training goes on. An `Averager`."""
+    """Averages with groups in a thread, while training continues. An `Averager`."""
 
     def __init__(self, session: GroupSession, buffer: torch.Tensor, world: World) -> None:
         self.buffer = buffer

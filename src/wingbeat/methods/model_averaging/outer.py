@@ -143,7 +143,7 @@ class OuterUpdate(LocalUpdate):
 
         Raises:
             ValueError: the numbers do not belong to this training.
-            PeerError: the others went on without this worker.
+            PeerError: the others continued without this worker.
         """
         steps, *turn = numbers
         super().take_over([steps])

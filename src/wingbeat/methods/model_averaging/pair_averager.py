@@ -599,7 +599,7 @@ class PairAverager:
         completed. Workers that are lost or have left are left out.
 
         Raises:
-            PeerError: a worker did not call it in time, or the others went on without this one.
+            PeerError: a worker did not call it in time, or the others continued without this one.
         """
         self.end()
         if self._exchange is None:

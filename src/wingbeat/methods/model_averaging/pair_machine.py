@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
     """Kinds of messages, and who sends them."""
 
     REQUEST = 1
-    """Active: wants an average."""
+    """Active: requests an average."""
     GRANT = 2
     """Passive: serves the receiver, and no other worker, until `DONE`."""
     CHUNK = 3
@@ -240,7 +240,7 @@ class PairMachine:
             self._round -= 1
 
     def leave(self) -> None:
-        """Start no other average. A granted one goes on."""
+        """Start no other average. A granted one continues."""
         self._open, self._leaving = False, True
         if self.requested is not None and not self.requested.granted:
             self.requested = None  # the responder sees that this worker leaves

@@ -40,7 +40,7 @@ class WorkerPool:
         self.requests = [0] * layout.workers
         self._position = list(range(layout.workers))
         # Idle workers by number of requests, so that a division skips filtered workers without
-        # looking at them. Only divisions need them.
+        # visiting them. Only divisions need them.
         self._tracks_idle = rules.division
         self._idle: dict[int, dict[int, None]] = {}
         self._counts: list[int] = []

@@ -50,7 +50,7 @@ class Status(NamedTuple):
 
 
 class StatusTable:
-    """The status of all workers, and who is lost or has left. Empty while the store is down."""
+    """The status of all workers, and which are lost or have left. Empty while the store is down."""
 
     def __init__(self, store: Store, room: str, workers: int) -> None:
         self._store, self._room, self._workers = store, room, workers

@@ -11,7 +11,7 @@ GROUP_SIZE = 3
 """Size of random groups (Ripples, section 7.1.3)."""
 
 THRESHOLD = 4
-"""C_thres. The paper states no value; see "Groups of the moment" in ``docs/design.md``."""
+"""C_thres. The paper states no value; see ``docs/developers/decisions/0020-group-generator.md``."""
 
 FORGET = 32
 """Requests of the fastest worker after which all counters are halved."""

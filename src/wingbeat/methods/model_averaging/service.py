@@ -121,7 +121,7 @@ class AdaptiveTimeout:
             self._usual_s[worker] = max(now - since, decay * self._usual_s[worker])
 
     def reset(self, worker: int) -> None:
-        """Forget the step times of ``worker``: a restarted process may differ."""
+        """Drop the step times of ``worker``: a restarted process may differ."""
         self._usual_s[worker], self._since[worker], self._steps[worker] = 0.0, None, 0
         self._paused.discard(worker)
 
@@ -236,7 +236,7 @@ class GroupService:
         self._stale: set[int] = set()  # they were silent, and have not copied a state since
         self._probed: set[int] = set()
         self._synchronizing: set[int] = set()  # their group of all workers is not done
-        self._behind: set[int] = set()  # groups have gone on without them
+        self._behind: set[int] = set()  # groups have continued without them
         self._missed: set[int] = set()  # others have synchronized without them
         self._fetching: set[int] = set()
         self._kept_alive_at = self._checked_at

@@ -89,7 +89,7 @@ class Reducer(Protocol):
         Args:
             run: the group.
             connection: the id of its connections, which are reused if they are open.
-            arrival: whether missing members will arrive. A member may have died, or may never hear
+            arrival: whether missing members will arrive. A member may have died, or may never learn
                 of the group because the generator has died.
 
         Returns:
@@ -150,7 +150,7 @@ def _opposite(host: int, hosts: int, cycle: int) -> int:
 
 
 def isolation_text(worker: int, others: str) -> str:
-    """Return the error of a synchronization of one worker alone; ``others`` says why."""
+    """Return the error of a synchronization of one worker alone; ``others`` states why."""
     return (
         f"rank {worker}: no other worker takes part in the mean of all models: {others}; this "
         "rank's weights are its own alone: start the job again from a checkpoint, or save them "
@@ -161,7 +161,7 @@ def isolation_text(worker: int, others: str) -> str:
 class StaticClient:
     """Averages with the groups of a schedule that all workers know. For one thread.
 
-    Lost workers are left out. Workers learn of losses from the status table. It also says which
+    Lost workers are left out. Workers learn of losses from the status table. It also shows which
     workers synchronize, and so make no step, and which are past a step that others could not
     complete; groups run without both.
 
@@ -289,7 +289,7 @@ class StaticClient:
                 return
 
     def _should_retry(self, members: tuple[int, ...], lost: int, first: int, number: int) -> bool:
-        """Find out why a group failed; return whether to try again."""
+        """Determine why a group failed; return whether to try again."""
         self._status = self._status._replace(failed=number)
         self._publish()
         self._refresh()
