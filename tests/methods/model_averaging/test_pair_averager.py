@@ -247,7 +247,7 @@ def test_synchronize_can_be_repeated_after_a_timeout() -> None:
             exchange = averager._exchange
             exchange._timeout = 0.02
             for _ in range(2):
-                with pytest.raises(PeerError, match=r"rank 0 lives, .* for 0\.2 s"):
+                with pytest.raises(PeerError, match=r"rank 0 is alive, .* for 0\.2 s"):
                     averager.synchronize()
             averager.end()  # of what was amid then
             averager.begin(ALL)  # a step in between

@@ -224,7 +224,7 @@ def test_missing_average_is_logged_and_raises_after_the_timeout(
         PeerError, match=r"rank 0: rank 1 is alive, but an average did not come .* 50"
     ):
         exchange.end()
-    assert "rank 0: has waited for an average of rank 1 for 50 s; it lives" in caplog.text
+    assert "rank 0: has waited for an average of rank 1 for 50 s; it is alive" in caplog.text
 
 
 def test_awaited_worker_receives_keepalives() -> None:

@@ -215,7 +215,7 @@ def read_peer_info(
 
 
 def check_same_options(me: str, own: PeerInfo, them: str, theirs: PeerInfo) -> None:
-    """Refuse to connect processes that opened their mailboxes with different options."""
+    """Raise a `UsageError` if two processes opened their mailboxes with different options."""
     for what, a, b in (
         ("classes", len(own.listens[0]), len(theirs.listens[0])),
         ("encrypted", bool(own.key), bool(theirs.key)),
