@@ -129,7 +129,7 @@ def work(home: Path, row: str, life: int) -> None:
     import wingbeat
     from wingbeat import strategies
     from wingbeat.bench import digits
-    from wingbeat.sync import bounded_exchange
+    from wingbeat.engine import bounded_exchange
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)

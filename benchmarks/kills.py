@@ -402,7 +402,7 @@ def launch(args: argparse.Namespace) -> int:
 
     refuse_unwritable(args.json)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "sklearn.datasets", "wingbeat", "wingbeat.sync", "wingbeat.exchanges.servers"]
+        ["torch", "sklearn.datasets", "wingbeat", "wingbeat.engine", "wingbeat.exchanges.servers"]
     )
     done: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="wingbeat-kills-") as folder:

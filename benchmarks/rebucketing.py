@@ -38,7 +38,7 @@ from torch import nn
 
 import wingbeat
 from wingbeat.bench import attach, contenders, digits
-from wingbeat.sync.upgrade import engine_of
+from wingbeat.engine.upgrade import engine_of
 
 ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}

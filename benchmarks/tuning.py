@@ -43,8 +43,8 @@ from wingbeat import lab, paced
 from wingbeat.bench import attach, machine
 from wingbeat.bench.links import scaled
 from wingbeat.bench.printed import Printed
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.lab.spec import LabSpec
-from wingbeat.sync.upgrade import engine_of
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
 SEARCHES = ("bo", "random", "grid")

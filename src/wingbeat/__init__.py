@@ -13,6 +13,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wingbeat.engine import consensus as consensus
+    from wingbeat.engine import distribute as distribute
+    from wingbeat.engine import flush as flush
+    from wingbeat.engine import join as join
+    from wingbeat.engine import no_sync as no_sync
+    from wingbeat.engine import release as release
     from wingbeat.session import CanarySession as CanarySession
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
@@ -36,12 +42,6 @@ if TYPE_CHECKING:
     from wingbeat.strategies import TicTac as TicTac
     from wingbeat.strategies import TopKSGD as TopKSGD
     from wingbeat.strategies import VanillaPS as VanillaPS
-    from wingbeat.sync import consensus as consensus
-    from wingbeat.sync import distribute as distribute
-    from wingbeat.sync import flush as flush
-    from wingbeat.sync import join as join
-    from wingbeat.sync import no_sync as no_sync
-    from wingbeat.sync import release as release
     from wingbeat.transport import init as init
     from wingbeat.transport import on_terminate as on_terminate
     from wingbeat.transport import shutdown as shutdown
@@ -78,14 +78,14 @@ _HOME = {
     "Strategy": "wingbeat.strategies",
     "TopK": "wingbeat.wires",
     "TopKSGD": "wingbeat.strategies",
-    "consensus": "wingbeat.sync",
-    "distribute": "wingbeat.sync",
-    "flush": "wingbeat.sync",
+    "consensus": "wingbeat.engine",
+    "distribute": "wingbeat.engine",
+    "flush": "wingbeat.engine",
     "init": "wingbeat.transport",
-    "join": "wingbeat.sync",
-    "no_sync": "wingbeat.sync",
+    "join": "wingbeat.engine",
+    "no_sync": "wingbeat.engine",
     "on_terminate": "wingbeat.transport",
-    "release": "wingbeat.sync",
+    "release": "wingbeat.engine",
     "shutdown": "wingbeat.transport",
 }
 

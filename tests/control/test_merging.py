@@ -14,7 +14,6 @@ import torch
 
 import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
-from wingbeat import sync
 from wingbeat.control import control, drift, planner, rules
 from wingbeat.control.merging import LayerMerging
 from wingbeat.control.passes import Passes
@@ -67,7 +66,7 @@ def _train(
 ) -> tuple[list[torch.Tensor], list[list[int]], Any]:
     """Weights, the buckets' sizes in each iteration, and the engine's report."""
     model = net()
-    model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+    model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
     sizes = []
     for step in range(iterations):
         optimizer.zero_grad()
@@ -146,7 +145,7 @@ def test_under_dear_a_plan_is_priced_in_both_halves(
 def test_what_is_measured_is_what_competes_with_backward(strategy: Any, way: str) -> None:
     def body(world: Any) -> tuple[str, str]:
         model = net()
-        model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        model, _ = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
         plans = engine(model).control.merging._planner
         return plans.way, plans.key()["way"]
 
@@ -166,7 +165,7 @@ def test_under_dear_exchanges_are_over_when_the_last_reduce_scatter_is() -> None
     def ends(strategy: Any) -> list[int]:
         def body(world: Any) -> list[int]:
             model = net()
-            model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+            model, _ = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
             passes, late, found = engine(model).passes, Late(), []
             passes.begin()
             passes.launched(late)
@@ -263,7 +262,7 @@ def test_what_is_owed_stays_with_its_parameter_when_layers_merge() -> None:
         # Nothing moves: what was pulled and has not travelled is in the residuals.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         strategy = wingbeat.OMGS(density=0.02, warmup=0, steps=STEPS)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         sent = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         buckets = []
         for step in range(steps):
@@ -403,7 +402,7 @@ def test_densities_by_group_travel_in_one_bucket() -> None:
         strategy = wingbeat.TopKSGD(density=0.01, warmup=0, groups=groups)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         backward(model, 0, 0)
         return {
             n: int((p.grad != 0).sum()) for n, p in model.named_parameters() if p.grad is not None
@@ -463,7 +462,9 @@ def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path)
 
     def body(world: Any, coded: bool) -> dict[str, Any]:
         model = net()
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        model, optimizer = wingbeat.distribute(
+            model, sgd(model.parameters()), strategy, world=world
+        )
         engine(model).control.trial.decide(coded)
         for step in range(PLANNED + 1):
             optimizer.zero_grad()
@@ -488,7 +489,7 @@ def test_planned_bytes_are_those_that_travel(groups: dict[str, float]) -> None:
         strategy = wingbeat.OMGS(wire=wire, merge="one")
         layers = {"first": torch.nn.Linear(300, 200), "head": torch.nn.Linear(200, 300)}
         model = torch.nn.Sequential(OrderedDict(layers))
-        sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
         model(torch.ones(2, 300)).sum().backward()
         [bucket] = engine(model).buckets
         encoded = engine(model).compression._encoded(bucket)

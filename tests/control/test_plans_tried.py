@@ -15,7 +15,6 @@ import torch
 
 import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
-from wingbeat import sync
 from wingbeat.control import control, drift, plan_trial, planner
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import Samples
@@ -93,7 +92,7 @@ class Run:
         optimizer = sgd(model.parameters())
         if lr is not None:
             optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         self.buckets: list[int] = []
         self.deciding: list[bool] = []
         self.sent = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -201,7 +200,7 @@ def test_weights_are_ddps_through_a_trial(strategy: Any, monkeypatch: pytest.Mon
 
 def _dense(world: Any) -> dict[str, torch.Tensor]:
     model = net()
-    model, optimizer = sync.distribute(
+    model, optimizer = wingbeat.distribute(
         model, sgd(model.parameters()), wingbeat.AllReduce(), world=world
     )
     for step in range(PLANNED + TRIAL):
@@ -315,7 +314,7 @@ def test_decisions_keep_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def again(world: Any) -> tuple[list[int], bool]:
         model = net()
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), omgs(), world=world)
+        model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), omgs(), world=world)
         own = engine(model).control
         own.keep(known[world.rank])
         buckets = []
@@ -381,7 +380,7 @@ def test_workers_with_different_numbers_of_batches(monkeypatch: pytest.MonkeyPat
 
     def body(world: Any) -> tuple[dict[str, torch.Tensor], int]:
         model = net()
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), omgs(), world=world)
+        model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), omgs(), world=world)
         with model.join():
             for step in range(PLANNED + (5 if world.rank == 1 else TRIAL)):
                 optimizer.zero_grad()

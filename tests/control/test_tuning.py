@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import wingbeat
-from wingbeat import Strategy, parts, sync
+from wingbeat import Strategy, parts
 from wingbeat.collectives import Collectives
 from wingbeat.control.tuning import SizeTuning, _key_of
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.plans.tuner import SETTLING, Tuner
-from wingbeat.sync.upgrade import engine_of
 from wingbeat.topologies import name_of
 from wingbeat.transport import loopback
 
@@ -55,7 +55,7 @@ def _train(
     settings = {"plan": "bo", "mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB}
     settings |= {"edge_mb": 0} if preset is wingbeat.DeAR else {"first_mb": 0.5 * KB}
     strategy = preset(**{**settings, "trials": TRIALS, "steps": STEPS, **options})
-    model, adam = sync.distribute(model, adam, strategy, world=world)
+    model, adam = wingbeat.distribute(model, adam, strategy, world=world)
     engine = engine_of(model)
     assert engine is not None
     sizes = []
@@ -177,7 +177,7 @@ def test_a_topology_from_a_file_is_used_at_once(tmp_path: Path) -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         sizes = {"mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "edge_mb": 0}
         strategy = wingbeat.DeAR(**sizes, trials=TRIALS, steps=STEPS, **options)
-        model, sgd = sync.distribute(model, sgd, strategy, world=world)
+        model, sgd = wingbeat.distribute(model, sgd, strategy, world=world)
         engine = engine_of(model)
         assert engine is not None
         tuning = engine.control.tuning
@@ -229,7 +229,7 @@ def test_an_optimizer_that_evaluates_the_loss_several_times_can_have_tuned_bucke
         lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
         sizes = {"mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "first_mb": 0.5 * KB}
         strategy = wingbeat.AllReduce(plan=plan, trials=TRIALS, steps=STEPS, **sizes)
-        model, lbfgs = sync.distribute(model, lbfgs, strategy, world=world)
+        model, lbfgs = wingbeat.distribute(model, lbfgs, strategy, world=world)
         rng = torch.Generator().manual_seed(world.rank)
         x = torch.randn(8, 12, generator=rng).double()
 
@@ -567,7 +567,7 @@ def test_a_worker_that_fails_in_a_backward_stays_in_step() -> None:
         strategy = wingbeat.DeAR(
             mb=4 * KB, min_mb=0.5 * KB, max_mb=8 * KB, edge_mb=0, trials=3, steps=2
         )
-        model, sgd = sync.distribute(model, sgd, strategy, world=world)
+        model, sgd = wingbeat.distribute(model, sgd, strategy, world=world)
         engine = engine_of(model)
         assert engine is not None
         sizes = []

@@ -14,7 +14,6 @@ from torch import nn
 import wingbeat
 from helpers.training import engine, on
 from helpers.waiting import PATIENCE, until
-from wingbeat import sync
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.exchanges import hosting
 from wingbeat.servers.config import ServerConfig
@@ -37,11 +36,11 @@ def trained(world: Any, **options: Any) -> Any:
     model = nn.Linear(5, 3)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     how = wingbeat.Geryon(encrypted=False, **options)
-    sync.distribute(model, optimizer, how, world=world)
+    wingbeat.distribute(model, optimizer, how, world=world)
     for _ in range(2):
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
-    sync.flush(model)
+    wingbeat.flush(model)
     return model
 
 
@@ -74,7 +73,7 @@ def test_no_server_is_started_for_an_optimizer_that_servers_cannot_have(
         model = nn.Linear(5, 3)
         optimizer = torch.optim.LBFGS(model.parameters())
         with pytest.raises(UsageError) as caught:
-            sync.distribute(model, optimizer, wingbeat.Geryon(), world=world)
+            wingbeat.distribute(model, optimizer, wingbeat.Geryon(), world=world)
         return str(caught.value)
 
     for text in on(2, body):
@@ -88,7 +87,7 @@ def test_more_slices_than_a_server_has_room_for_are_refused_before_any_is_pushed
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         how = wingbeat.Geryon(encrypted=False, servers=1, slice=slice_)
         with pytest.raises(UsageError) as caught:
-            sync.distribute(model, optimizer, how, world=world)
+            wingbeat.distribute(model, optimizer, how, world=world)
         return str(caught.value)
 
     for text in on(2, lambda world: body(world, 20_000, 1)):

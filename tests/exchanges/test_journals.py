@@ -11,7 +11,6 @@ import torch
 import wingbeat
 from helpers.disk import room_for
 from helpers.training import net, on, sgd, train
-from wingbeat import sync
 from wingbeat.exchanges.journals import FOLDER, opened
 from wingbeat.stale.audit import audit, read
 from wingbeat.stale.pace import Pace
@@ -68,11 +67,13 @@ def test_training_is_written_down_and_stands_the_audit(
         torch.manual_seed(0)
         model = net()
         strategy = wingbeat.Canary(s=3, p=None, encrypted=False)
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        model, optimizer = wingbeat.distribute(
+            model, sgd(model.parameters()), strategy, world=world
+        )
         for step in range(5):
             train(model, optimizer, [step])
         model.flush()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
 
     on(2, body)
     paths = sorted(tmp_path.iterdir())

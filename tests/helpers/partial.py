@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Handle
+from wingbeat.engine.gradients.backlog import Backlog
+from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.gradients.backlog import Backlog
-from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.schedules.events import Operation
 
 SHAPES = ((3, 4), (5,), (), (2, 3))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import wingbeat
-from wingbeat import sync
 
 SIZE = 4
 TINY_MB = 0.0001
@@ -46,7 +45,7 @@ def made(world: Any, strategy: Any = None, dtype: torch.dtype = torch.float32) -
     model = Sums(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     strategy = wingbeat.Ako(mb=TINY_MB, first_mb=TINY_MB) if strategy is None else strategy
-    return sync.distribute(model, optimizer, strategy, world=world)
+    return wingbeat.distribute(model, optimizer, strategy, world=world)
 
 
 def step(model: Any, optimizer: Any, numbers: dict[str, Tensor]) -> None:

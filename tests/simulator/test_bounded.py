@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.paced.model import PacedModel
 from wingbeat.paced.profile import load_profile
 from wingbeat.simulator import Links, Model, Work

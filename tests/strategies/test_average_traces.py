@@ -11,7 +11,6 @@ import torch
 
 import wingbeat
 from helpers.training import engine, net, on, train
-from wingbeat import sync
 from wingbeat.observe.events import AVERAGES, Event, stream
 from wingbeat.transport.world import World
 
@@ -35,11 +34,11 @@ def trained(strategy: Any, size: int, events: list[Event]) -> list[dict[str, Any
     def body(world: World) -> dict[str, Any]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(STEPS))
         wingbeat.consensus(model)
         [section] = engine(model).runtime.exchange.sections()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return dict(section.cells)
 
     found = on(size, body, timeout=60)
@@ -103,7 +102,7 @@ def test_who_leaves_is_seen_once_by_each(recorded: list[Event]) -> None:
     def body(world: World) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync.distribute(model, optimizer, wingbeat.Ripples(encrypted=False), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.Ripples(encrypted=False), world=world)
         train(model, optimizer, range(2))
         if world.rank == 2:
             engine(model).update._averager.grouping._mailbox.abandon()
@@ -112,7 +111,7 @@ def test_who_leaves_is_seen_once_by_each(recorded: list[Event]) -> None:
         wingbeat.consensus(model)
         [section] = engine(model).runtime.exchange.sections()
         assert section.cells["absent"] == "2"
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
 
     on(3, body, timeout=60)
     events = stream.take()

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
 from helpers.waiting import is_collected
-from wingbeat import sync
 from wingbeat.bench import digits
 from wingbeat.errors import PeerError, UsageError
 
@@ -33,7 +32,7 @@ def canary(**options: Any) -> wingbeat.Canary:
 def made(world: Any, strategy: Any = None, make: Any = sgd, model: Any = None) -> tuple[Any, Any]:
     model = net() if model is None else model
     strategy = canary(s=0) if strategy is None else strategy
-    return sync.distribute(model, make(model.parameters()), strategy, world=world)
+    return wingbeat.distribute(model, make(model.parameters()), strategy, world=world)
 
 
 def courier(model: Any) -> Any:
@@ -148,7 +147,7 @@ def test_with_nobody_ahead_it_is_the_synchronous_result_bit_for_bit(
             scheduler.step()
         state = copy.deepcopy(optimizer.state_dict()["state"])  # nobody waits for the others
         found = weights(model), state
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     model, optimizer = one_process(5, size)
@@ -166,7 +165,7 @@ def test_gradients_that_accumulate_under_no_sync_are_sent_once() -> None:
             model(given(2 * step + 1, world.rank)).backward()
             optimizer.step()
         found = weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     wanted = total([(step, rank) for step in range(4) for rank in range(2)], 2)
@@ -185,7 +184,7 @@ def test_parameters_that_some_do_not_use_and_that_nobody_does() -> None:
                 assert torch.equal(model.spare.weight, before["spare.weight"])
         found = weights(model)
         assert not torch.equal(found["spare.weight"], before["spare.weight"])
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     first, *others = on(2, body)
@@ -209,7 +208,7 @@ def test_gradients_that_are_set_to_zero_are_gradients(used: bool) -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world)
         found = trained(model, optimizer, [world.rank])
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     model = net()
@@ -234,7 +233,7 @@ def test_every_gradient_is_applied_once_and_all_end_equal(s: int | None) -> None
                 iterate(model, optimizer, given(10 * epoch + step, world.rank))
             model.flush()
             found.append(weights(model))
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         assert type(model) is Layers
         return found
 
@@ -276,7 +275,7 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
         model.flush()
         machine = courier(model).machine
         found = weights(model), list(machine.dropped), machine.pulls
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     return on(2, body)
@@ -366,7 +365,7 @@ def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made()
             iterate(model, optimizer, given(step, world.rank, sizes))
         model.flush()
         found = weights(model), optimizer.residual_state_dict()["residuals"]
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (mine, kept), (theirs, other) = on(2, body)
@@ -409,7 +408,7 @@ def test_the_digits_are_learnt() -> None:
         assert staleness.cells["iteration"] >= 100
         assert len(exchanged.cells) == 1 + 4, "a row number, and a cell for each colayer"
         found = digits.accuracy(model, test_images, test_answers), weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (accuracy, mine), (_, theirs) = on(2, body)
@@ -435,7 +434,7 @@ def test_state_that_is_loaded_is_what_training_goes_on_from() -> None:
         iterate(model, optimizer, given(7, world.rank))
         model.flush()
         found = weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     for found in on(2, body):
@@ -460,7 +459,7 @@ def test_buffers_are_each_workers_own_until_all_meet() -> None:
         before = model[1].running_mean.clone()
         model.flush()
         found = before, model[1].running_mean.clone()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (own, mine), (other, theirs) = on(2, body)
@@ -585,7 +584,7 @@ def test_where_nobody_is_ahead_all_is_as_with_an_all_reduce(make: Any, play: Any
             play(model, optimizer, batch(step, world.rank))
         model.flush()
         found = weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (wanted, _) = on(2, lambda world: body(world, wingbeat.AllReduce()))
@@ -795,7 +794,7 @@ def test_release_after_a_refusal_ends_what_was_sent(act: Callable[[Any, Any], No
         model, optimizer = made(world, canary(s=None))
         with pytest.raises(UsageError):
             act(model, optimizer)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         model, optimizer = made(world, canary(s=None), model=model)
         train(model, optimizer, range(2))
         model.flush()

@@ -11,7 +11,8 @@ SCRIPT = """if True:
     import os, signal, sys, time, torch, wingbeat
     from torch import nn
     from wingbeat.bench import digits
-    from wingbeat.sync import bounded_exchange, bundling
+    from wingbeat.engine import bounded_exchange
+    from wingbeat.sync import bundling
     torch.set_num_threads(1)
     dies, moment = sys.argv[2], {"said": "own", "decided": "follow"}.get(sys.argv[2])
     world = wingbeat.init(timeout=60)

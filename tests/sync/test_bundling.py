@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.sync.bundling import Bundling, width_of
 from wingbeat.transport import loopback
 from wingbeat.types import Fusion

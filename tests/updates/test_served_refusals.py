@@ -16,7 +16,6 @@ from helpers.training import (
     on,
     train,
 )
-from wingbeat import sync
 from wingbeat.errors import MismatchError, UsageError
 
 
@@ -94,7 +93,7 @@ def test_what_cannot_be_done_is_refused_before_a_server_starts(make: Make, words
         optimizer = make(model.parameters())
         kind = type(optimizer)
         with pytest.raises(UsageError, match=words) as caught:
-            sync.distribute(model, optimizer, strategy(), world=world)
+            wingbeat.distribute(model, optimizer, strategy(), world=world)
         assert "\n" not in str(caught.value)
         assert type(optimizer) is kind
 
@@ -108,7 +107,7 @@ def test_optimizers_that_differ_between_ranks() -> None:
         groups = [{"params": params[:2]}, {"params": params[2:]}]
         optimizer = torch.optim.SGD(params if world.rank else groups, lr=0.1)
         with pytest.raises(MismatchError, match="param groups"):
-            sync.distribute(model, optimizer, strategy(), world=world)
+            wingbeat.distribute(model, optimizer, strategy(), world=world)
 
     on(2, body)
 

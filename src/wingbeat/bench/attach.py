@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat import sync
 from wingbeat.bench import ddp, tracing
 from wingbeat.bench.attached import Attached
 from wingbeat.bench.contenders import Contender
 from wingbeat.bench.tracing import CommHook
-from wingbeat.sync.upgrade import engine_of
+from wingbeat.engine import abandon, bounded_exchange, distribute, release
+from wingbeat.engine.upgrade import engine_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -59,15 +59,15 @@ def _attach_strategy(
 ) -> Attached:
     assert contender.strategy is not None
     optimizer = make_optimizer(model.parameters())
-    model, optimizer = sync.distribute(model, optimizer, contender.strategy)
+    model, optimizer = distribute(model, optimizer, contender.strategy)
 
     def detach() -> None:
-        sync.release(model, optimizer)
+        release(model, optimizer)
 
     flush: Callable[[], None] = getattr(model, "flush")  # noqa: B009 - `distribute` adds it
     engine = engine_of(model)
     assert engine is not None
-    bounded = sync.bounded_exchange(model)
+    bounded = bounded_exchange(model)
     made = Attached(model, optimizer, detach, flush, engine.compression, engine.control)
     if bounded is not None:
         made.applied, made.fired = lambda: bounded.applied, lambda: bounded.fired
@@ -128,7 +128,7 @@ def attached(
     try:
         yield made
     except BaseException:  # what has failed is to be said, and not what follows from that
-        sync.abandon(made.model, made.optimizer)
+        abandon(made.model, made.optimizer)
         raise
     made.detach()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from wingbeat.control.control import Control
 from wingbeat.control.decisions import Decisions
-from wingbeat.gradients.compression import Compression
+from wingbeat.engine.gradients.compression import Compression
 
 
 @dataclass

@@ -11,8 +11,8 @@ import torch
 
 from wingbeat.bench import protocol
 from wingbeat.collectives import Collectives, Handle
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.exchanges.collective import CollectiveExchange
-from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport.world import World
 
 

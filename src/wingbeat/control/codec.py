@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from wingbeat.control.trial import Trial
-from wingbeat.gradients.compression import Compression
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.observe.log import log
 
 

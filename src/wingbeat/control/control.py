@@ -17,8 +17,8 @@ from wingbeat.control.merging import LayerMerging
 from wingbeat.control.stopwatch import Stopwatch
 from wingbeat.control.thresholds import Prioritised, ThresholdTuning
 from wingbeat.control.tuning import SizeTuning
-from wingbeat.gradients.bucketing import Bucketing
-from wingbeat.gradients.compression import Compression
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.types import Choices
 
 

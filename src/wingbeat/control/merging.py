@@ -22,9 +22,9 @@ from wingbeat.control.passes import Passes, slowest
 from wingbeat.control.plan_trial import PlanTrial
 from wingbeat.control.planner import Planner
 from wingbeat.control.rules import TRIED, Candidate
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucketing import Bucketing
-from wingbeat.gradients.compression import Compression
 from wingbeat.observe.log import log
 from wingbeat.plans import merge
 from wingbeat.plans.merge.runs import plan_of, stops_of

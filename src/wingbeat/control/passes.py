@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.bucket import UnderWay
 from wingbeat.errors import PeerError
-from wingbeat.gradients.bucket import UnderWay
 from wingbeat.probe.backward import BackwardTimes, combine
 
 FIGURES = 2

@@ -12,10 +12,10 @@ from wingbeat.collectives import Collectives
 from wingbeat.control.rules import Candidate, candidates
 from wingbeat.costs import Workload
 from wingbeat.costs.fit import Fit, best_fit
+from wingbeat.engine.gradients.bucket import Slot
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucket import Slot
-from wingbeat.gradients.bucketing import Bucketing
-from wingbeat.gradients.compression import Compression
 from wingbeat.observe.log import log
 from wingbeat.plans import merge
 from wingbeat.plans.merge.runs import plan_of, stops_of

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from wingbeat.collectives import Collectives
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.observe.log import log
 from wingbeat.plans import planfile
 from wingbeat.plans.thresholds import saved

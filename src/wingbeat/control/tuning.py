@@ -13,8 +13,8 @@ from typing import Any
 
 from wingbeat.collectives import Collectives
 from wingbeat.control.drift import Drift
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.observe.log import log
 from wingbeat.plans import planfile, saved
 from wingbeat.plans.bounds import largest_kind, one_plan, within

@@ -12,8 +12,8 @@ from wingbeat.wires import TopK
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Handle
-    from wingbeat.gradients.bucket import Bucket
-    from wingbeat.gradients.compression import Compression
+    from wingbeat.engine.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.compression import Compression
     from wingbeat.observe.meter import Section
     from wingbeat.types import Span
 

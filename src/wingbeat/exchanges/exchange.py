@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from wingbeat.schedules.events import Operation
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
     from wingbeat.types import Span
 

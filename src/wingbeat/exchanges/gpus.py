@@ -23,7 +23,7 @@ from wingbeat.types import Serving
 from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
     from wingbeat.types import Span
 

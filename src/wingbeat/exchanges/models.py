@@ -9,7 +9,7 @@ from wingbeat.schedules.events import Operation
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
 
 

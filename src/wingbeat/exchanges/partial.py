@@ -21,13 +21,13 @@ import torch
 
 from wingbeat.collectives import Collectives, Gathered
 from wingbeat.collectives.cast import narrower
+from wingbeat.engine.gradients.backlog import Backlog
 from wingbeat.errors import UsageError
-from wingbeat.gradients.backlog import Backlog
 from wingbeat.schedules.events import Operation
 from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
 
 LOST = math.inf

@@ -21,8 +21,8 @@ from wingbeat.stale.messages import Entry, Round
 from wingbeat.stale.pace import IN_FLIGHT, Pace
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
-    from wingbeat.gradients.steps import Steps
+    from wingbeat.engine.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.steps import Steps
 
 _DIGITS = 20
 """Of a number of steps, at most."""

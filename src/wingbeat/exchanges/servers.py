@@ -33,7 +33,7 @@ from wingbeat.types import Serving, Span
 from wingbeat.wires import Coded
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
 
 FLOAT32 = 4
 

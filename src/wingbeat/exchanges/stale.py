@@ -41,9 +41,9 @@ _TOLD_S = 5.0
 """Seconds that a script may have ended before it is logged why its process has not."""
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
-    from wingbeat.gradients.compression import Compression
-    from wingbeat.gradients.steps import Steps
+    from wingbeat.engine.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.compression import Compression
+    from wingbeat.engine.gradients.steps import Steps
     from wingbeat.observe.meter import Section
 
 

@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as whole
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from wingbeat.engine import kept
+from wingbeat.engine.engine import Engine
+from wingbeat.engine.returned import refuse_loading
+from wingbeat.engine.updates.local import LocalUpdate
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
-from wingbeat.sync import kept
-from wingbeat.sync.engine import Engine
-from wingbeat.sync.returned import refuse_loading
-from wingbeat.sync.upgrade import engine_of
-from wingbeat.updates.local import LocalUpdate
 
 __all__ = ["load", "state"]
 

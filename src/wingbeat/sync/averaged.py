@@ -16,29 +16,29 @@ from wingbeat.codecs.bf16 import Bf16Codec
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.regions import regions
 from wingbeat.collectives import wire_dtype
+from wingbeat.engine.gradients.bucket import Slot
+from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.views import ShownGradients
+from wingbeat.engine.hooks import WeakCall
+from wingbeat.engine.live import LiveState
+from wingbeat.engine.runtime import Runtime
+from wingbeat.engine.updates.agreement import Agreement
+from wingbeat.engine.updates.averager import Averager
+from wingbeat.engine.updates.flat import FlatModel, is_narrow, room_dtype
+from wingbeat.engine.updates.local import LocalUpdate
+from wingbeat.engine.updates.per_element import ElementState
+from wingbeat.engine.updates.update import Training
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.exchanges.grouping import Grouping
 from wingbeat.exchanges.groups import GroupAverager
 from wingbeat.exchanges.lossy import Lossy
 from wingbeat.exchanges.models import ModelExchange
 from wingbeat.exchanges.pairs import PairAverager
-from wingbeat.gradients.bucket import Slot
-from wingbeat.gradients.compression import Compression
-from wingbeat.gradients.views import ShownGradients
 from wingbeat.groups.rules import rules_of
 from wingbeat.observe.log import log
-from wingbeat.sync.hooks import WeakCall
-from wingbeat.sync.live import LiveState
-from wingbeat.sync.runtime import Runtime
 from wingbeat.transport.world import World
 from wingbeat.types import Averaging, Fusion, Span
-from wingbeat.updates.agreement import Agreement
-from wingbeat.updates.averager import Averager
-from wingbeat.updates.flat import FlatModel, is_narrow, room_dtype
-from wingbeat.updates.local import LocalUpdate
 from wingbeat.updates.outer import OuterUpdate, copies_of
-from wingbeat.updates.per_element import ElementState
-from wingbeat.updates.update import Training
 from wingbeat.wires import Coded, TopK
 
 

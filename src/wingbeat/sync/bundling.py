@@ -16,9 +16,9 @@ import torch
 
 from wingbeat import plans
 from wingbeat.control.passes import Passes
+from wingbeat.engine.gradients.bucket import Bucket
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.gradients.bucket import Bucket
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.types import Plan, PlannedBucket
 
 SAMPLE = 4096

@@ -11,13 +11,13 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from wingbeat.engine.gradients.views import SentGradients, replaced
+from wingbeat.engine.updates.alike import Alike, Place
+from wingbeat.engine.updates.update import Closure, Host, Training
+from wingbeat.engine.updates.whole import WholeUpdate
 from wingbeat.errors import UsageError
-from wingbeat.gradients.views import SentGradients, replaced
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Step, UpdateCommand
-from wingbeat.updates.alike import Alike, Place
-from wingbeat.updates.update import Closure, Host, Training
-from wingbeat.updates.whole import WholeUpdate
 
 _OTHERS = "or use wingbeat.AllReduce()"
 

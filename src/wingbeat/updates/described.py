@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wingbeat.engine.updates.deferred import refuse_evaluating
+from wingbeat.engine.updates.elementwise import Division, prove
+from wingbeat.engine.updates.stepper import GroupSnapshot
 from wingbeat.errors import UsageError
 from wingbeat.servers.applying import HOOKS, rebuilt
 from wingbeat.servers.values import encode
-from wingbeat.updates.deferred import refuse_evaluating
-from wingbeat.updates.elementwise import Division, prove
-from wingbeat.updates.stepper import GroupSnapshot
 
 OPTION = 'update="server"'
 

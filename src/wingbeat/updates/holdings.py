@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.updates.update import Training
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.servers.documents import Document
 from wingbeat.servers.partition import Slice
 from wingbeat.servers.values import decode, dtype_of, encode
-from wingbeat.updates.update import Training
 
 Whole = dict[int, dict[str, Any]]
 """What the optimizer remembers, by the slot's index and the name; values of all elements."""

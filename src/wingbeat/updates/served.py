@@ -14,8 +14,12 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from wingbeat.gradients.bucket import Bucket
-from wingbeat.gradients.views import Views, keep_displaced
+from wingbeat.engine.gradients.bucket import Bucket
+from wingbeat.engine.gradients.views import Views, keep_displaced
+from wingbeat.engine.updates.divided import DividedUpdate
+from wingbeat.engine.updates.sharing import SCALER
+from wingbeat.engine.updates.stepper import State
+from wingbeat.engine.updates.update import Closure, Training
 from wingbeat.observe.events import stream
 from wingbeat.schedules.events import (
     Defer,
@@ -33,11 +37,7 @@ from wingbeat.servers.notes import bits_of
 from wingbeat.servers.partition import Slice
 from wingbeat.servers.values import encode
 from wingbeat.updates.described import OPTION, settings_of
-from wingbeat.updates.divided import DividedUpdate
 from wingbeat.updates.holdings import Holding, Holdings, Whole
-from wingbeat.updates.sharing import SCALER
-from wingbeat.updates.stepper import State
-from wingbeat.updates.update import Closure, Training
 
 
 class Remote(Protocol):

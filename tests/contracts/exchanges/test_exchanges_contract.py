@@ -12,13 +12,13 @@ import torch
 from helpers import late
 from helpers.training import on
 from wingbeat.collectives import Collectives
+from wingbeat.engine.gradients.backlog import Backlog
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.gradients.backlog import Backlog
-from wingbeat.gradients.bucket import Bucket, Slot
-from wingbeat.gradients.compression import Compression
 from wingbeat.schedules.events import Operation
 from wingbeat.transport import loopback
 from wingbeat.wires import Half, LowRank, Sketch, TopK

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from wingbeat import sync
-from wingbeat.sync.upgrade import KEPT, engine_of
+from wingbeat.engine import distribute, release
+from wingbeat.engine.upgrade import KEPT, engine_of
 
 
 def change(
@@ -25,9 +25,9 @@ def change(
         UsageError: what `wingbeat.distribute` refuses.
     """
     before = optimizer.state_dict().get(KEPT)
-    sync.release(module, optimizer)
+    release(module, optimizer)
     what()
-    sync.distribute(module, optimizer, strategy)
+    distribute(module, optimizer, strategy)
     if before:
         state = optimizer.state_dict()
         state[KEPT] = _with(state.get(KEPT) or {}, before)

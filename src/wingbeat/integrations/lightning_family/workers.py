@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wingbeat.engine.kept import PARTS
+from wingbeat.engine.upgrade import KEPT
 from wingbeat.errors import UsageError
-from wingbeat.sync.kept import PARTS
-from wingbeat.sync.upgrade import KEPT
 from wingbeat.transport import World, current, init
 
 _KINDS = ("residuals", "velocity")

@@ -1,0 +1,76 @@
+"""What a worker that comes back to a job of averaged models takes over from one that is there."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.updates.local import LocalUpdate
+from wingbeat.engine.updates.update import Training
+from wingbeat.errors import PeerError
+from wingbeat.exchanges.copied import Copy, written
+from wingbeat.observe.log import log
+from wingbeat.transport.text import first_line
+
+
+class LiveState:
+    """A worker's model, the state of its optimizer, and how far its update is.
+
+    Where averages are made beside training, it is of no one moment: some parameters may be a step
+    further than others, as they are on two workers anyway.
+
+    Args:
+        training: whose; its model is not kept alive.
+        update: what makes its steps; not kept alive.
+    """
+
+    def __init__(self, training: Training, update: LocalUpdate) -> None:
+        self._bucketing = weakref.ref(training.bucketing)
+        self._optimizer = weakref.ref(training.optimizer)
+        self._update = weakref.ref(update)
+
+    def written(self) -> bytes | None:
+        """Return all of it as bytes; None if the model is gone, or has what cannot be sent."""
+        bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
+        if bucketing is None or optimizer is None or update is None:
+            return None
+        params = [slot.param for slot in bucketing.slots]
+        kept, numbers = update.handed()
+        try:
+            return written([*_tensors(bucketing), *kept], params, optimizer, numbers)
+        except (PeerError, RuntimeError) as error:
+            # It concerns only the one that asks; a state that changes meanwhile, too.
+            log.warning("%s", first_line(error))
+            return None
+
+    def put(self, payload: Any) -> None:
+        """Take over what another worker has `written`, and go on as it does.
+
+        Raises:
+            PeerError: it is none of this model; or the others went on without this worker.
+        """
+        bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
+        assert bucketing is not None, "who comes back has a model"
+        assert optimizer is not None, "who comes back has an optimizer"
+        assert update is not None, "who comes back makes steps"
+        kept, _ = update.handed()
+        params = [slot.param for slot in bucketing.slots]
+        copy = Copy(payload, [*_tensors(bucketing), *kept], params)
+        numbers = copy.last
+        try:
+            if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
+                raise ValueError("no list of numbers")
+            copy.put(optimizer)
+            update.take_over(numbers)
+        except ValueError as error:
+            raise PeerError(
+                f"a state has come with {numbers!r:.40} for the steps that were made ({error}); "
+                "check that all workers run the same script"
+            ) from None
+
+
+def _tensors(bucketing: Bucketing) -> list[torch.Tensor]:
+    return [*(slot.param.detach() for slot in bucketing.slots), *bucketing.others]

@@ -1,0 +1,154 @@
+"""Whether workers that are to hold the same weights do: what something else has made of them."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from wingbeat.engine.updates.update import Training
+from wingbeat.errors import RendezvousError
+
+_TOLERANCE = 1e-4
+"""Of a tensor's norm. Processors of different kinds may round a step's results differently."""
+
+_LOOK_S = 0.2
+"""Seconds between two looks at whether who is waited for still takes part."""
+
+Sums = dict[str, list[float]]
+
+
+class Place(Protocol):
+    """Where all workers have applied the same."""
+
+    @property
+    def room(self) -> str:
+        """The model's in the store, on all workers the same."""
+
+    @property
+    def made(self) -> int:
+        """How many rounds were applied here."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that take part now."""
+
+
+class Alike:
+    """Compares parameters, and what the optimizer remembers of them, by checksums in the store.
+
+    Only where these differ are sums compared, parameter by parameter. Who ends meanwhile is left
+    out.
+
+    Args:
+        training: of the model.
+        place: where it is.
+    """
+
+    def __init__(self, training: Training, place: Place) -> None:
+        self._training, self._place = training, place
+        self._last, self._calls = -1, 0
+
+    def different(self) -> str | None:
+        """Return the name of what differs between workers, who all call this; None if nothing.
+
+        Raises:
+            RendezvousError: one of them does not; names it.
+        """
+        mine = 0
+        for _, tensors in self._held():
+            for tensor in tensors:
+                mine = checksum(tensor, mine)
+        if len(set(self._exchange(mine).values())) == 1:
+            return None
+        first, *others = self._exchange(self._sums()).values()
+        return next(
+            (name for name in first if any(_far(first[name], o[name]) for o in others)), None
+        )
+
+    def of_frozen(self) -> int | None:
+        """Return whose frozen parameters all are to have; None if all have the same.
+
+        Raises:
+            RendezvousError: a worker does not call this; names it.
+        """
+        frozen = self._training.bucketing.frozen
+        mine = 0
+        for _, param in frozen:
+            mine = checksum(param, mine)
+        found = self._exchange(mine) if frozen else {}
+        return min(found) if len(set(found.values())) > 1 else None
+
+    def _held(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        state = self._training.optimizer.state
+        for slot in self._training.bucketing.slots:
+            yield f"parameter {slot.name!r}", [slot.param]
+            kept = sorted(state.get(slot.param, {}).items())
+            tensors = [value for _, value in kept if isinstance(value, torch.Tensor)]
+            yield f"the optimizer's state of parameter {slot.name!r}", tensors
+
+    def _sums(self) -> Sums:
+        return {
+            name: [number for tensor in tensors for number in _sum_and_norm(tensor)]
+            for name, tensors in self._held()
+        }
+
+    def _exchange(self, value: Any) -> dict[int, Any]:
+        """Return the values of all who take part, by rank."""
+        world, made = self._training.collectives.world, self._place.made
+        # Who has come back has not counted calls, but knows how many rounds were applied.
+        self._last, self._calls = made, self._calls + 1 if made == self._last else 0
+        key = f"{self._place.room}/{made}/{self._calls}"
+        world.store.set(f"{key}/{world.rank}", json.dumps(value))
+        found = ((rank, self._awaited(f"{key}/{rank}", rank)) for rank in self._place.members)
+        return {rank: json.loads(text) for rank, text in found if text is not None}
+
+    def _awaited(self, key: str, rank: int) -> str | None:
+        """Return what a rank has set under ``key``; None if it takes part no more."""
+        world = self._training.collectives.world
+        deadline = time.monotonic() + world.timeout
+        while True:
+            try:
+                return world.store.get(key, min(_LOOK_S, world.timeout))
+            except TimeoutError:
+                if rank not in self._place.members:
+                    return None
+                if time.monotonic() > deadline:
+                    raise RendezvousError(
+                        f"rank {world.rank}: rank {rank} did not compare its weights within "
+                        f"{world.timeout:g} s, as all do in model.flush(), and in the first step "
+                        "after load_state_dict(): call these on all ranks"
+                    ) from None
+
+
+def checksum(tensor: torch.Tensor, before: int = 0) -> int:
+    """Return a checksum of a tensor's bits, and of what ``before`` is one of."""
+    plain = tensor.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(plain.view(torch.uint8).numpy().data, before)
+
+
+def _sum_and_norm(tensor: torch.Tensor) -> list[float]:
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    plain = plain.double()
+    return [float(plain.sum()), float(plain.norm())]
+
+
+def _far(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether the sums and norms of as many tensors are further apart than rounding explains.
+
+    >>> _far([1.0, 2.0], [1.0001, 2.0]), _far([1.0, 2.0], [1.1, 2.0]), _far([1.0, 2.0], [])
+    (False, True, True)
+    """
+    if len(some) != len(others):
+        return True
+    for place, (one, other) in enumerate(zip(some, others, strict=True)):
+        norm = some[place | 1]
+        if one != other and one == one and not abs(one - other) <= _TOLERANCE * norm:
+            return True
+    return False
