@@ -18,8 +18,8 @@ from wingbeat.engine.buffers import (
     BufferSync,
     ByteBuffer,
     Spec,
-    _parsed,
-    _text_of,
+    _parse,
+    _serialise,
     broadcast_now,
 )
 from wingbeat.errors import UsageError
@@ -49,7 +49,7 @@ def test_bytes_hold_tensors_of_any_dtype_and_shape() -> None:
         assert torch.equal(one, other)
 
 
-def test_only_what_nobody_has_changed_is_taken_over() -> None:
+def test_unpack_overwrites_only_unchanged_tensors() -> None:
     new, before = [torch.ones(2), torch.ones(2)], [torch.zeros(2), torch.zeros(2)]
     packed, where = ByteBuffer(new), ByteBuffer(before)
     packed.pack(new)
@@ -60,7 +60,7 @@ def test_only_what_nobody_has_changed_is_taken_over() -> None:
     assert before[1].tolist() == [5.0, 0.0]
 
 
-def test_equality_is_that_of_bits() -> None:
+def test_equality_compares_bits() -> None:
     tensors = [torch.tensor([float("nan"), 0.0]), torch.zeros(2, 3)]
     packed = ByteBuffer(tensors)
     packed.pack(tensors)
@@ -72,7 +72,7 @@ def test_equality_is_that_of_bits() -> None:
 
 @pytest.mark.parametrize("limit", [1, 20, 1 << 20])
 @pytest.mark.parametrize("root", [0, 2])
-def test_everyone_gets_the_roots_tensors_in_batches_of_any_size(limit: int, root: int) -> None:
+def test_broadcast_in_batches_of_any_size_copies_the_roots_tensors(limit: int, root: int) -> None:
     def body(world: Any) -> list[Tensor]:
         tensors = [t.clone() if world.rank == root else torch.zeros_like(t) for t in _mixed()]
         broadcast_now(tensors, Collectives(world), root, limit)
@@ -102,14 +102,14 @@ def test_ignored_buffers_are_named_in_full() -> None:
         buffers = BufferSync(holder, {"mine"}, Collectives(world))
         assert holder in buffers.owners()
         assert nn.BatchNorm1d(2) not in buffers.owners()
-        buffers.ask(0)
+        buffers.request(0)
         buffers.apply()
         return [float(b[0]) for b in (holder.seen, holder.mine, holder.inner.mine)]
 
     assert on(2, body) == [[1.0, 1.0, 1.0], [1.0, 2.0, 1.0]]
 
 
-def test_news_come_from_whoever_is_asked() -> None:
+def test_status_comes_from_the_requested_root() -> None:
     """After `join` has changed the root, also where nothing has been sent by it before."""
 
     def body(world: Any) -> list[float]:
@@ -119,18 +119,18 @@ def test_news_come_from_whoever_is_asked() -> None:
         for root in (0, 2):
             holder.seen.fill_(10.0 * root + world.rank)
             buffers.start(root)
-            buffers.ask(root)
+            buffers.request(root)
             buffers.apply()
             found.append(float(holder.seen[0]))
         holder.seen.fill_(50.0 + world.rank)
-        buffers.ask(1)
+        buffers.request(1)
         buffers.apply()
         return [*found, float(holder.seen[0])]
 
     assert on(3, body) == [[0.0, 22.0, 51.0]] * 3
 
 
-def test_what_a_backward_sends_is_taken_from_its_own_root() -> None:
+def test_buffers_after_a_backward_come_from_its_root() -> None:
     """Also if it is another one than that of the forward before."""
 
     def body(world: Any) -> list[float]:
@@ -183,7 +183,7 @@ def test_hooks_of_the_user_see_buffers_that_are_synchronised(strategy: Any) -> N
     assert on(2, body) == [[0.0, 1.0, 2.0]] * 2
 
 
-def test_what_each_worker_keeps_for_itself_may_differ() -> None:
+def test_ignored_buffers_may_differ() -> None:
     """In shape, too."""
 
     def body(world: Any) -> list[float]:
@@ -208,13 +208,13 @@ def test_a_buffer_may_be_given_a_tensor_of_another_shape_or_dtype(new: Tensor) -
         holder: Any = Holder(1.0 + world.rank)
         buffers = BufferSync(holder, (), Collectives(world))
         buffers.start(0)
-        buffers.ask(0)
+        buffers.request(0)
         buffers.apply()
         found = []
         for value in (4.0, 6.0):
             holder.mine = new + value + world.rank / 3
             buffers.start(0)
-            buffers.ask(0)
+            buffers.request(0)
             buffers.apply()
             found.append(holder.mine)
         return found
@@ -223,7 +223,7 @@ def test_a_buffer_may_be_given_a_tensor_of_another_shape_or_dtype(new: Tensor) -
         assert_same([first, second], [new + 4.0, new + 6.0])
 
 
-def test_what_is_written_after_a_backward_stays_until_the_next_forward() -> None:
+def test_buffers_written_after_a_backward_stay_until_the_next_forward() -> None:
     def body(world: Any) -> list[float]:
         holder = Holder(1.0)
         buffers = BufferSync(holder, (), Collectives(world))
@@ -232,7 +232,7 @@ def test_what_is_written_after_a_backward_stays_until_the_next_forward() -> None
         holder.seen.fill_(7.0 + world.rank)
         buffers.apply()
         here = float(holder.seen[0])
-        buffers.ask(0)
+        buffers.request(0)
         buffers.apply()
         return [here, float(holder.seen[0])]
 
@@ -303,7 +303,7 @@ def test_running_statistics_after_two_backwards_of_one_forward(strategy: Any) ->
         torch.testing.assert_close(one, wanted)
 
 
-@pytest.mark.parametrize("act", [lambda b: b.start(), lambda b: b.ask(0), lambda b: b.apply()])
+@pytest.mark.parametrize("act", [lambda b: b.start(), lambda b: b.request(0), lambda b: b.apply()])
 def test_without_buffers_nothing_is_exchanged(act: Callable[[BufferSync], None]) -> None:
     def body(world: Any) -> None:
         buffers = BufferSync(nn.Linear(2, 2), (), Collectives(world))
@@ -322,7 +322,7 @@ def _taken_over(change: Callable[[Any, int], None]) -> list[Any]:
         change(holder, world.rank)
         try:
             for _ in range(2):
-                buffers.ask(0)
+                buffers.request(0)
                 buffers.apply()
         except UsageError as err:
             return str(err)
@@ -394,7 +394,7 @@ def test_a_buffer_that_has_no_place_on_another_rank_is_refused_by_name_and_shape
     assert "already exists" in second
 
 
-def test_what_a_backward_sends_does_not_count_where_a_forward_has_replaced_a_buffer() -> None:
+def test_buffers_replaced_by_a_forward_invalidate_the_broadcast_after_backward() -> None:
     def body(world: Any) -> list[float]:
         holder: Any = Holder(1.0)
         buffers = BufferSync(holder, (), Collectives(world))
@@ -404,14 +404,14 @@ def test_what_a_backward_sends_does_not_count_where_a_forward_has_replaced_a_buf
         buffers.start(0)
         buffers.apply()
         kept = float(holder.seen[0])
-        buffers.ask(0)
+        buffers.request(0)
         buffers.apply()
         return [kept, float(holder.seen[0]), len(holder.mine)]
 
     assert on(2, body) == [[3.0, 3.0, 5.0], [4.0, 3.0, 5.0]]
 
 
-def test_leveling_takes_over_shapes_too() -> None:
+def test_level_copies_shapes_too() -> None:
     def body(world: Any) -> list[float]:
         holder: Any = Holder(1.0 + world.rank)
         buffers = BufferSync(holder, (), Collectives(world), lockstep=False)
@@ -444,13 +444,13 @@ LAYOUT = '[[["seen","float32",[2],true]],["seen"]]'
 )
 def test_a_malformed_list_of_buffers_is_refused(said: str) -> None:
     with pytest.raises(ValueError, match="tensor"):
-        _parsed(torch.tensor(list(said.encode()), dtype=torch.uint8))
+        _parse(torch.tensor(list(said.encode()), dtype=torch.uint8))
 
 
-def test_a_list_of_buffers_says_what_it_was_made_of() -> None:
+def test_a_serialised_layout_parses_to_the_same() -> None:
     specs = [Spec("seen", torch.float32, (2,), True), Spec("n", torch.bool, (), False)]
     names = frozenset({"seen", "n", "again"})
-    assert _parsed(_text_of(specs, names)) == (specs, names)
+    assert _parse(_serialise(specs, names)) == (specs, names)
 
 
 def test_a_larger_model_is_not_searched_for_buffers_more_often(

@@ -87,7 +87,7 @@ def test_a_run_goes_on_with_another_number_of_workers(sizes: tuple[int, ...], pa
 
 @pytest.mark.parametrize("strategy", [wingbeat.AllReduce(), wingbeat.DeAR(plan="fixed")])
 @pytest.mark.parametrize("parts", [False, True])
-def test_other_strategies_take_over(strategy: Any, parts: bool) -> None:
+def test_other_strategies_load_the_shards(strategy: Any, parts: bool) -> None:
     kept, whole = _go_on(3, range(3), lambda model, optimizer: None, parts)
 
     def body(world: Any) -> Any:
@@ -122,7 +122,7 @@ def test_the_whole_state_dict_is_that_of_plain_torch() -> None:
     assert_same(whole, _reference(range(6)), 1e-5)
 
 
-def test_a_run_of_another_bucket_size_takes_the_parts() -> None:
+def test_a_run_of_another_bucket_size_loads_the_shards() -> None:
     kept, _ = _go_on(2, range(3), lambda model, optimizer: None, parts=True)
 
     def body(world: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_run_of_another_bucket_size_takes_the_parts() -> None:
         assert_same(found, _reference(range(6)), 1e-5)
 
 
-def test_loading_drops_what_was_there() -> None:
+def test_loading_replaces_existing_state() -> None:
     kept, _ = _go_on(2, range(0), lambda model, optimizer: None, parts=True)
 
     def body(world: Any) -> None:
@@ -258,7 +258,9 @@ def test_state_follows_the_parameter_to_another_precision() -> None:
     st.sampled_from([TINY_MB, 0.001, 25.0]),
     st.booleans(),
 )
-def test_parts_of_any_worlds_make_the_same_whole(sizes: list[int], mb: float, spare: bool) -> None:
+def test_shards_of_any_number_of_workers_make_the_same_whole(
+    sizes: list[int], mb: float, spare: bool
+) -> None:
     """State is moved from world to world, and read whole at the end."""
 
     def first(world: Any) -> Any:
@@ -304,7 +306,7 @@ def test_a_scalar_parameter_does_not_make_a_counter_one_value_for_each_element()
         assert_same(state, whole)
 
 
-def test_gradients_pending_are_no_obstacle() -> None:
+def test_shards_can_be_exported_with_pending_gradients() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world)
         train(model, optimizer, range(2))

@@ -174,11 +174,11 @@ STEP_OF_TWO = {"all": {"tensor": ["float32", [2], [1.0], False]}}
         [[{"step": 1.0}, [0]]],
     ],
 )
-def test_what_a_peer_says_about_its_state_is_checked(sent: Any) -> None:
+def test_malformed_state_of_a_peer_is_refused(sent: Any) -> None:
     _hear(sent, "rank 1 sent a malformed optimizer state")
 
 
-def test_peers_that_remember_otherwise_are_named() -> None:
+def test_peers_with_other_state_are_named() -> None:
     _hear([[{"exp_avg": {"each": "float32"}}, [1]]], "another optimizer state of .*'first.weight'")
 
 

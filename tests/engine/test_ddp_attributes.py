@@ -67,7 +67,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_accumulating_by_the_attribute_is_accumulating_under_no_sync(
+def test_require_backward_grad_sync_false_accumulates_as_no_sync(
     name: str, sent: list[int]
 ) -> None:
     """The same weights for the same bytes."""
@@ -85,7 +85,7 @@ def test_accumulating_by_the_attribute_is_accumulating_under_no_sync(
         assert nbytes["always"] > 3 * nbytes["attribute"]
 
 
-def test_the_attribute_is_no_part_of_the_model() -> None:
+def test_require_backward_grad_sync_is_not_in_the_state_dict() -> None:
     def body(world: Any) -> None:
         model, optimizer = _made(world, "dear")
         model.require_backward_grad_sync = False
@@ -99,7 +99,7 @@ def test_the_attribute_is_no_part_of_the_model() -> None:
     on(2, body)
 
 
-def test_what_ddp_says_of_itself_is_said() -> None:
+def test_ddp_attributes_have_the_values_of_ddp() -> None:
     def body(world: Any) -> None:
         model, _ = _made(world, "dear")
         assert model.find_unused_parameters
@@ -128,7 +128,7 @@ def test_what_ddp_says_of_itself_is_said() -> None:
         ("_get_ddp_logging_data", "wingbeat top"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(name: str, instead: str) -> None:
+def test_missing_ddp_attributes_are_refused_by_name(name: str, instead: str) -> None:
     def body(world: Any) -> None:
         model, _ = _made(world, "allreduce")
         with pytest.raises(MissingAttributeError, match=rf"model\.{name} is an .*: .*{instead}"):

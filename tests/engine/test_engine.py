@@ -84,7 +84,7 @@ def _taken(lock: Any) -> bool:
         return pool.submit(ask).result()
 
 
-def test_gradients_and_updates_are_taken_one_at_a_time() -> None:
+def test_gradients_and_updates_are_serialised() -> None:
     """Several threads run autograd, and any may read a parameter whose update is due."""
 
     def body(world: Any) -> None:
@@ -103,8 +103,8 @@ def test_gradients_and_updates_are_taken_one_at_a_time() -> None:
         model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         watched.append(engine(model))
         model.use_spare = True  # so that the first bucket is not complete at the end only
-        launch = watched[0].launch
-        watched[0].launch = lambda bucket: (
+        launch = watched[0]._launch
+        watched[0]._launch = lambda bucket: (
             seen.append(("launch", _taken(watched[0].lock))),
             launch(bucket),
         )
@@ -116,7 +116,7 @@ def test_gradients_and_updates_are_taken_one_at_a_time() -> None:
     on(2, body)
 
 
-def test_forwards_without_sync_leave_buffers_to_their_worker() -> None:
+def test_forwards_under_no_sync_do_not_synchronise_buffers() -> None:
     def body(world: Any) -> None:
         model: Any = nn.BatchNorm1d(6)
         alone = nn.BatchNorm1d(6)
@@ -130,7 +130,7 @@ def test_forwards_without_sync_leave_buffers_to_their_worker() -> None:
     on(2, body)
 
 
-def test_compiled_code_stays_in_one_piece() -> None:
+def test_compiled_code_has_no_graph_breaks() -> None:
     """Parameters are brought up to date before it, and not each where it is read."""
     torch.compiler.reset()
     calls: list[int] = []

@@ -35,7 +35,7 @@ def flat(model: Any, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("delay", [0, 1])
-def test_who_takes_over_a_state_makes_the_outer_step_that_is_under_way(
+def test_a_worker_that_copies_state_makes_the_outer_step_under_way(
     delay: int, momentum: float
 ) -> None:
     """Rank 1 is as if it had been away; afterwards both share one model, and the same velocity."""
@@ -79,7 +79,7 @@ def test_who_takes_over_a_state_makes_the_outer_step_that_is_under_way(
     assert (steps, other[2]) == (5, 5)
 
 
-def test_who_takes_over_a_state_between_two_turns_shares_what_it_was_given() -> None:
+def test_a_worker_that_copies_state_between_turns_shares_it() -> None:
     """Its model has moved from the shared one since, and is not taken for it."""
     models: dict[int, Any] = {}
     both = threading.Barrier(2)
@@ -153,9 +153,7 @@ def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> No
         "localsgd:every=2,wire=topk@0.5,encrypted=false",
     ],
 )
-def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path: Path) -> None:
     """As a script does that loads its checkpoint whenever there is one."""
     back = threading.Event()
 
@@ -209,7 +207,7 @@ def test_who_comes_back_loads_no_older_state_over_what_it_was_given(
         "localsgd:every=2,wire=topk@0.5,encrypted=false",
     ],
 )
-def test_who_was_too_slow_shares_the_others_model_again(
+def test_a_worker_left_out_copies_the_others_model(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has missed outer steps: what it makes of later ones alone is another model for ever."""

@@ -45,7 +45,7 @@ def trained(folder: Path, script: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_is_killed_and_started_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
+def test_a_killed_and_restarted_run_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
     (script,) = re.findall(
         r"```python\n(# train\.py\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
     )

@@ -12,13 +12,13 @@ from wingbeat.engine.runtime import Runtime
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.observe.meter import Meter
-from wingbeat.schedules.events import Hear, Wait
+from wingbeat.schedules.events import Await, Wait
 
 WAIT_S = 0.01
 
 
 class _Slow:
-    """A bucket, and an agreement, that make one wait; and may fail."""
+    """A bucket, and an intent exchange, that block; and may fail."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.index, self.handle = fails, 0, self
@@ -38,24 +38,24 @@ class _Slow:
         self.settled += 1
         self._wait()
 
-    def hear(self) -> str:
+    def await_all(self) -> str:
         return self._wait()
 
 
 def _runtime(slow: _Slow) -> Runtime:
-    parts: Any = SimpleNamespace(buckets=[slow], reads_only=lambda _: False)
+    parts: Any = SimpleNamespace(buckets=[slow], preserves_gradients=lambda _: False)
     unused = cast(Any, None)
     return Runtime(unused, unused, parts, unused, parts, cast(Any, slow), unused, meter=Meter("x"))
 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(
-    "command", [Wait(0, whole=False), Wait(0, whole=False, read_only=True), Hear()]
+    "command", [Wait(0, whole=False), Wait(0, whole=False, read_only=True), Await()]
 )
 def test_a_wait_is_counted_however_it_ends(command: Any, fails: bool) -> None:
     slow = _Slow(fails)
     runtime = _runtime(slow)
-    perform = runtime._hear if isinstance(command, Hear) else runtime._wait
+    perform = runtime._await if isinstance(command, Await) else runtime._wait
     stream.start(worker=0)
     try:
         if fails:
@@ -67,11 +67,11 @@ def test_a_wait_is_counted_however_it_ends(command: Any, fails: bool) -> None:
         events = stream.stop()
     assert runtime.meter.waited_ns >= 1e9 * WAIT_S
     [event] = events
-    assert (event.what, event.bucket) == ("wait", -1 if isinstance(command, Hear) else 0)
+    assert (event.what, event.bucket) == ("wait", -1 if isinstance(command, Await) else 0)
     assert event.end_ns - event.begin_ns == runtime.meter.waited_ns
 
 
-def test_a_sum_that_is_only_read_need_not_have_been_sent_on() -> None:
+def test_a_read_only_wait_does_not_wait_for_forwarding() -> None:
     slow = _Slow()
     runtime = _runtime(slow)
     runtime._wait(Wait(0, whole=False, read_only=True))

@@ -108,7 +108,7 @@ def steps(job: Job) -> list[str]:
 @pytest.mark.parametrize(
     "strategy", ["geryon:update=server", "dear:plan=fixed,shard_optimizer=true"]
 )
-def test_a_run_that_is_stopped_and_started_again_ends_as_one_that_is_not(
+def test_a_stopped_and_restarted_run_ends_as_an_uninterrupted_one(
     strategy: str, tmp_path: Path
 ) -> None:
     """With the optimizer's state, also where servers or other ranks have it."""

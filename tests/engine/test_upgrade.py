@@ -202,7 +202,7 @@ def test_a_class_made_from_an_upgraded_one_has_its_methods() -> None:
     on(2, body)
 
 
-def test_a_subclass_hook_of_the_user_hears_of_no_class_of_ours() -> None:
+def test_init_subclass_of_the_user_is_not_called_for_upgraded_classes() -> None:
     known = list(Registering.known)
 
     def body(world: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from wingbeat.engine.updates.averager import Averager
+from wingbeat.engine.updates.local import Averager
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.exchanges.pairs import PairAverager
 from wingbeat.pairs.protocol import Kind

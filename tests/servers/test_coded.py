@@ -30,7 +30,7 @@ WIRES: list[Any] = [
     Half(),
     GROUPED,
 ]
-KEPT = [wire for wire in WIRES if getattr(wire, "feedback", False)]
+EXTRA = [wire for wire in WIRES if getattr(wire, "feedback", False)]
 KEY = (0, 7)
 ROWS, COLS = 40, 32
 N = ROWS * COLS + 700 + 5
@@ -117,7 +117,7 @@ def test_what_a_sum_lacks_is_added_to_the_next_or_given_away_once(wire: Any) -> 
         applied += read(made, done)
     rest = sums.take(KEY)
     assert sums.take(KEY) is None
-    if wire not in KEPT:
+    if wire not in EXTRA:
         assert rest is None
         return
     assert rest is not None
@@ -131,7 +131,7 @@ def test_what_a_sum_lacks_is_added_to_the_next_or_given_away_once(wire: Any) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(KEPT),
+    st.sampled_from(EXTRA),
     st.lists(st.sampled_from([CODED, "float32", "float16", "bfloat16", "float64"]), min_size=1),
     st.booleans(),
     st.data(),
@@ -167,7 +167,7 @@ def test_nothing_is_lost_whatever_the_rounds_travel_as(
     assert bool(((applied - given_).abs() <= 1e-3 + slack).all())
 
 
-@pytest.mark.parametrize("wire", KEPT, ids=repr)
+@pytest.mark.parametrize("wire", EXTRA, ids=repr)
 def test_what_is_not_finite_comes_through_and_is_not_kept(wire: Any) -> None:
     made, sums = Pushed(wire), sums_of(wire)
     bad = grads(0)
@@ -253,7 +253,7 @@ def test_memory_is_counted_and_limited(wire: Any, dense: bool) -> None:
     """A sum being made, two that were sent, and what they lack."""
     made = Pushed(wire)
     nbytes = 4 * N if dense else len(made.encode(grads(0)))
-    need = 4 * N + 2 * nbytes + (4 * N if wire in KEPT and not dense else 0)
+    need = 4 * N + 2 * nbytes + (4 * N if wire in EXTRA and not dense else 0)
     assert_turns(sums_of(wire, most=need + EACH, dense=dense), made, need)
     with pytest.raises(Refused, match="the server has room for"):
         assert_turns(sums_of(wire, most=need - 1, dense=dense), made, need)

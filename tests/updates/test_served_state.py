@@ -24,7 +24,7 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat.engine.updates.shards import DividedState
+from wingbeat.engine.updates.divided import DividedState
 from wingbeat.errors import UsageError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.engine.gradients.bucket import UnderWay
+from wingbeat.engine.gradients.bucket import PendingOperation
 from wingbeat.errors import PeerError
 from wingbeat.probe.backward import BackwardTimes, combine
 
@@ -71,7 +71,7 @@ class Passes:
             if self._began:
                 self._spans.append(time.perf_counter() - self._began)
 
-    def launched(self, last: UnderWay | None) -> None:
+    def launched(self, last: PendingOperation | None) -> None:
         """All exchanges of a backward have been started; ``last`` is that of the last bucket."""
         if self._goes_on and last is not None:
             began, self._began = self._began, 0.0  # the next backward may begin before that

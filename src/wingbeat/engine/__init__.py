@@ -1,6 +1,6 @@
-"""When, relative to forward and backward: hooks on a model and its optimizer."""
+"""Hooks on a model and its optimizer, gradients in buckets, and the optimizer's updates."""
 
-from wingbeat.engine.entry import (
+from wingbeat.engine.api import (
     abandon,
     begin_step,
     bounded_exchange,

@@ -1,4 +1,4 @@
-"""Buffers (such as BatchNorm's running statistics) follow one worker's, as DDP's do."""
+"""Synchronises buffers, such as BatchNorm's running statistics, with one worker's, as DDP does."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ T = TypeVar("T")
 _ALIGN = 16
 
 _LONGEST_LAYOUT = 16 << 20
-"""Bytes of a layout's text; that of 100,000 buffers has less."""
+"""Bytes of a layout's text; that of 100,000 buffers is shorter."""
 
 _AS_SENT, _VALUES, _LAYOUT = 0, 1, 2
-"""What the root says when a forward begins: that its buffers are what it has sent after the last
-backward, that their values follow, or their names, shapes and dtypes and then their values."""
+"""The root's status when a forward begins: its buffers are what it has sent after the last
+backward; or their values follow; or their names, shapes and dtypes, and then their values."""
 
 
 class ByteBuffer:
-    """Tensors of any dtype laid end to end as bytes, to travel in one message.
+    """Tensors of any dtype, end to end as bytes, to be sent in one message.
 
     Args:
-        tensors: what to make room for; only their dtypes and shapes count.
-        device: where the bytes are; default: where the first tensor is.
+        tensors: only their dtypes and shapes are used.
+        device: of the bytes; default: of the first tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
@@ -50,7 +50,7 @@ class ByteBuffer:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy the tensors into the bytes; where there is none, they stay as they are."""
+        """Copy the tensors into the bytes; leave those of None unchanged."""
         for tensor, view in zip(tensors, self.views, strict=True):
             if tensor is not None:
                 view.copy_(tensor)
@@ -59,16 +59,16 @@ class ByteBuffer:
     def unpack(
         self, tensors: Sequence[torch.Tensor | None], where: ByteBuffer | None = None
     ) -> None:
-        """Copy the bytes into the tensors; with ``where`` only into those that are as in it."""
+        """Copy the bytes into the tensors; with ``where`` only into those that are equal to it."""
         unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
         for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
             if as_before and tensor is not None:
-                # Not as a change that autograd sees: batch norm keeps its buffers for backward and
-                # does not use them in it, so there may be a second forward before that.
+                # Through `data`, so that autograd sees no change: batch norm saves its buffers for
+                # backward without using them, and a second forward may come before that.
                 tensor.data.copy_(view)
 
     def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
-        """For each of the tensors, whether it is what was packed, bit for bit."""
+        """For each of the tensors, whether it equals what was packed, bit for bit."""
         return [
             tensor is not None
             and tensor.dtype == view.dtype
@@ -79,7 +79,7 @@ class ByteBuffer:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: NaN equals itself, and zero is not minus zero."""
+    """The same memory as bytes, so that NaN equals itself, and 0 differs from -0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -102,11 +102,7 @@ def broadcast_now(
 
 
 class Spec(NamedTuple):
-    """What workers say about a buffer: its full name, and what is behind it.
-
-    Attributes:
-        persistent: whether it is a part of the state dict.
-    """
+    """A buffer's full name, dtype and shape, and whether it is in the state dict."""
 
     name: str
     dtype: torch.dtype
@@ -119,20 +115,20 @@ class Spec(NamedTuple):
 
 
 class BufferSync:
-    """Keeps a model's buffers those of one worker, the root, as DDP's forward does.
+    """Copies one worker's buffers, the root's, to all workers, as DDP's forward does.
 
-    The root's buffers travel in the background, behind the gradients. As they may be written to
-    between that and the next forward, a forward that is to be synchronised begins with two numbers
-    from the root: whether what it holds now is what it sent. If not, it sends its buffers again;
-    and their names, shapes and dtypes before, if these are not what all know of it.
+    The root's buffers are sent in the background, after the gradients. As they may be written to
+    before the next forward, a synchronised forward begins with a status from the root: whether its
+    buffers are what it sent. If not, it sends them again, preceded by their names, shapes and
+    dtypes if these have changed.
 
-    A buffer of another shape or dtype than the root's becomes the root's if it is persistent. If
-    it is not, as caches are not, each worker keeps its own.
+    A persistent buffer of another shape or dtype than the root's is replaced by the root's. If it
+    is not persistent, like a cache, each worker keeps its own.
 
     Args:
-        model: whose buffers; looked up anew each time, as forwards make and replace them.
-        ignored: names of buffers that each worker keeps for itself.
-        collectives: what gradients travel by.
+        model: its buffers are looked up each time, because forwards make and replace them.
+        ignored: names of buffers that are not synchronised.
+        collectives: those of the gradients.
         lockstep: whether workers wait for each other in each iteration; if not, each keeps its own
             buffers, until `level`.
     """
@@ -157,11 +153,11 @@ class BufferSync:
         self._device = next((p.device for p in (*model.parameters(), *model.buffers())), None)
         self._sent: ByteBuffer | None = None
         self._before: ByteBuffer | None = None
-        self._whole = torch.ones(1, dtype=torch.uint8)
-        self._news = torch.zeros(2, dtype=torch.int64)
+        self._valid = torch.ones(1, dtype=torch.uint8)
+        self._status = torch.zeros(2, dtype=torch.int64)
         self._text = torch.empty(0, dtype=torch.uint8)
         self._handle: Handle | None = None
-        self._asked: Handle | None = None
+        self._requested: Handle | None = None
         self._root = 0
         self._exchanges = lockstep and collectives.world.size > 1
         if self._exchanges and any(_may_hold(place) for place in found):
@@ -172,7 +168,7 @@ class BufferSync:
 
     @property
     def _me(self) -> int:
-        """This rank and the root, as they are numbered among all workers."""
+        """This rank among all workers."""
         return self._collectives.world.ranks[self._rank]
 
     @property
@@ -180,7 +176,7 @@ class BufferSync:
         return self._collectives.world.ranks[self._root]
 
     def _open(self) -> None:
-        # The news must not queue behind gradients.
+        # The status must not queue behind gradients.
         self._own = type(self._collectives)(self._collectives.world.open_channel(), "mesh")
 
     @property
@@ -193,10 +189,10 @@ class BufferSync:
         return {place.module for place in self._places() if not place.shared}
 
     def start(self, root: int = 0) -> None:
-        """Send rank ``root``'s buffers to everyone, in the background.
+        """Broadcast rank ``root``'s buffers of the known layout in the background.
 
-        They are those that all know of. If a forward has replaced one by a tensor of another
-        shape, nothing of this counts, and the next forward says so.
+        If a forward has replaced one by a tensor of another shape, the message is marked invalid,
+        and the next forward's status says so.
         """
         if self._own is None:
             return
@@ -205,36 +201,36 @@ class BufferSync:
         now = self._fitting()
         sent = self._packed()
         if self._rank == root:
-            self._whole.fill_(None not in now)
-            sent.pack([self._whole, *now])
+            self._valid.fill_(None not in now)
+            sent.pack([self._valid, *now])
         else:
             if self._before is None:
-                self._before = self._room()
+                self._before = self._allocate()
             self._before.pack([None, *now])
         label = "buffers after backward"
         self._handle = self._collectives.broadcast(sent.flat, root, label=label)
 
-    def ask(self, root: int) -> None:
-        """Hear from ``root`` whether its buffers are others by now; every worker must call it."""
-        if self._own is None and not self._begun_late():
+    def request(self, root: int) -> None:
+        """Request the status of ``root``'s buffers; every worker must call it."""
+        if self._own is None and not self._opened_late():
             return
         assert self._own is not None
         self.apply()
         self._root = root
         if self._rank == root:
-            news, places = _AS_SENT, self._places()
+            status, places = _AS_SENT, self._places()
             if _specs(places) != self._layout:
-                news = _LAYOUT
+                status = _LAYOUT
                 self._describe()
             elif self._sent is None or not all(
-                self._sent.equal([self._whole, *self._fitting(places)])
+                self._sent.equal([self._valid, *self._fitting(places)])
             ):
-                news = _VALUES
-            self._news[0], self._news[1] = news, self._text.numel()
-        self._asked = self._own.broadcast(self._news, root, label="news of buffers")
+                status = _VALUES
+            self._status[0], self._status[1] = status, self._text.numel()
+        self._requested = self._own.broadcast(self._status, root, label="status of buffers")
 
-    def _begun_late(self) -> bool:
-        """Whether the model had no buffers before, and every worker's has some now.
+    def _opened_late(self) -> bool:
+        """Whether every worker's model has its first buffers now.
 
         Raises:
             RendezvousError: a worker's has none; names it.
@@ -249,41 +245,41 @@ class BufferSync:
         return True
 
     def apply(self) -> None:
-        """Wait for what is under way, if anything, and take it over."""
+        """Wait for a broadcast or status, if one is under way, and copy the root's buffers."""
         handle, self._handle = self._handle, None
         if handle is not None and self._sent is not None:
             handle.wait()
-            # What somebody has written since, given another shape or removed (as `prune.remove`
-            # does with masks), is this worker's until the next forward.
+            # Buffers that were written since, reshaped or removed (as `prune.remove` does with
+            # masks), stay this worker's until the next forward.
             if self._rank != self._root and self._before is not None and self._sent.flat[0]:
                 self._sent.unpack([None, *self._fitting()], self._before)
-        asked, self._asked = self._asked, None
-        if asked is None or self._own is None:
+        requested, self._requested = self._requested, None
+        if requested is None or self._own is None:
             return
-        asked.wait()
-        news, nbytes = self._news.tolist()
-        if news == _LAYOUT:
-            self._hear_layout(self._own, nbytes)
-        if news != _AS_SENT:
+        requested.wait()
+        status, nbytes = self._status.tolist()
+        if status == _LAYOUT:
+            self._receive_layout(self._own, nbytes)
+        if status != _AS_SENT:
             sent = self._packed()
             if self._rank == self._root:
-                self._whole.fill_(1)
-                sent.pack([self._whole, *self._fitting()])
+                self._valid.fill_(1)
+                sent.pack([self._valid, *self._fitting()])
             self._own.broadcast(sent.flat, self._root, label="buffers").wait()
         if self._rank != self._root and self._sent is not None:
-            self._take_over(self._sent.views[1:])
+            self._copy_from_root(self._sent.views[1:])
 
     def level(self) -> None:
-        """Take over rank 0's now; every worker must call it."""
+        """Copy rank 0's buffers now; every worker must call it."""
         if not self._layout and not _specs(self._places()):
-            return  # where workers come back alone, there is nobody to send to
+            return  # workers that were restarted alone have no peers to send to
         with torch.no_grad():
             self._root = 0
             if self._rank == 0:
                 self._describe()
-                self._news[1] = self._text.numel()
-            self._collectives.broadcast(self._news, 0, label="news of buffers").wait()
-            self._hear_layout(self._collectives, int(self._news[1]))
+                self._status[1] = self._text.numel()
+            self._collectives.broadcast(self._status, 0, label="status of buffers").wait()
+            self._receive_layout(self._collectives, int(self._status[1]))
             values = [
                 torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
                 if own is None
@@ -292,48 +288,44 @@ class BufferSync:
             ]
             broadcast_now(values, self._collectives, root=0)
             if self._rank != 0:
-                self._take_over(values)
+                self._copy_from_root(values)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return today's buffers, each once."""
+        """Return the present buffers, each once."""
         places = self._places()
         return [place.tensor for place in places if place.tensor is not None and not place.shared]
 
     def _fitting(self, places: Iterable[Place] = ()) -> list[torch.Tensor | None]:
-        """Return this worker's buffer for each of the layout; None where it has another or none."""
+        """Return this worker's buffer for each of the layout; None where it does not fit."""
         named = {place.name: place.tensor for place in places or self._places()}
         tensors = ((spec, named.get(spec.name)) for spec in self._layout)
         return [tensor if spec.fits(tensor) else None for spec, tensor in tensors]
 
     def _packed(self) -> ByteBuffer:
-        """Return the room for what the root sends, which stays while its layout does."""
+        """Return the memory for the root's message, which is kept while the layout stays."""
         if self._sent is None:
-            self._sent = self._room()
+            self._sent = self._allocate()
         return self._sent
 
-    def _room(self) -> ByteBuffer:
-        """Make room for a byte that says whether the rest counts, and for what the layout names."""
+    def _allocate(self) -> ByteBuffer:
+        """Allocate a byte that says whether the rest is valid, and the buffers of the layout."""
         meta = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self._layout]
-        return ByteBuffer([self._whole, *meta], self._device)
+        return ByteBuffer([self._valid, *meta], self._device)
 
     def _describe(self) -> None:
-        """Write down which buffers this worker has, to be sent."""
+        """Write this worker's layout, to be sent."""
         places = self._places()
-        self._text = _text_of(_specs(places), _named(places))
+        self._text = _serialise(_specs(places), _named(places))
 
-    def _hear_layout(self, collectives: Collectives, nbytes: int) -> None:
-        """Take over the root's layout, which it sends in so many bytes.
-
-        Raises:
-            PeerError: what arrives is none.
-        """
+    def _receive_layout(self, collectives: Collectives, nbytes: int) -> None:
+        """Receive the root's layout, of so many bytes; raise a `PeerError` if it is invalid."""
         try:
             if not 0 < nbytes <= _LONGEST_LAYOUT:
                 raise ValueError(nbytes)
             if self._rank != self._root:
                 self._text = torch.empty(nbytes, dtype=torch.uint8)
             collectives.broadcast(self._text, self._root, label="layout of buffers").wait()
-            self._layout, self._known = _parsed(self._text)
+            self._layout, self._known = _parse(self._text)
         except ValueError:
             raise PeerError(
                 f"rank {self._me}: rank {self._peer} sent a malformed list of buffers; all workers "
@@ -341,12 +333,8 @@ class BufferSync:
             ) from None
         self._sent = self._before = None
 
-    def _take_over(self, values: Sequence[torch.Tensor]) -> None:
-        """Give this worker's buffers the root's values.
-
-        Raises:
-            UsageError: a persistent buffer that only this worker has, or that has no place here.
-        """
+    def _copy_from_root(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy the root's values to this worker's buffers."""
         found = {place.name: place for place in self._places()}
         self._refuse_only_here(found.values())
         for spec, value in zip(self._layout, values, strict=True):
@@ -357,11 +345,7 @@ class BufferSync:
                 self._replace(spec, value if own is None else value.to(own.device))
 
     def _replace(self, spec: Spec, value: torch.Tensor) -> None:
-        """Register the root's buffer here.
-
-        Raises:
-            UsageError: there is no module of that name, or its attribute is no buffer.
-        """
+        """Register the root's buffer here; raise a `UsageError` if there is no place for it."""
         prefix, _, key = spec.name.rpartition(".")
         try:
             module = self._model.get_submodule(prefix)
@@ -375,7 +359,7 @@ class BufferSync:
             ) from None
 
     def _refuse_only_here(self, places: Iterable[Place]) -> None:
-        """Raise a `UsageError` if a persistent buffer here is none of the root's."""
+        """Raise a `UsageError` if only this worker has a persistent buffer."""
         for place in places:
             if place.tensor is None or not place.persistent or place.name in self._known:
                 continue
@@ -392,8 +376,8 @@ class Place(NamedTuple):
 
     Attributes:
         name: in full.
-        shared: whether another name, which comes before, has the same tensor.
-        persistent: whether it is a part of the state dict.
+        shared: whether an earlier name has the same tensor.
+        persistent: whether it is in the state dict.
     """
 
     name: str
@@ -404,7 +388,7 @@ class Place(NamedTuple):
 
 
 def _places(model: torch.nn.Module, ignored: Collection[str]) -> Iterator[Place]:
-    """Yield all names of buffers, also those without a tensor, which ``named_buffers`` omits."""
+    """Yield all names of buffers, also of None, which ``named_buffers`` omits."""
     modules: set[int] = set()
     tensors: set[int] = set()  # the hash of a tensor takes longer than all the rest
     stack = [("", model)]
@@ -433,16 +417,16 @@ def _specs(places: Iterable[Place]) -> list[Spec]:
 
 
 def _named(places: Iterable[Place]) -> frozenset[str]:
-    """Return the names that have a tensor, shared ones too."""
+    """Return the names with a tensor, shared ones too."""
     return frozenset(place.name for place in places if place.tensor is not None)
 
 
 def _may_hold(place: Place) -> bool:
-    """Whether a buffer may get a tensor; those of torch's own layers without one never do."""
+    """Whether a buffer may hold a tensor; None in torch's own layers stays None."""
     return place.tensor is not None or not type(place.module).__module__.startswith("torch.nn.")
 
 
-def _text_of(layout: Sequence[Spec], known: Collection[str]) -> torch.Tensor:
+def _serialise(layout: Sequence[Spec], known: Collection[str]) -> torch.Tensor:
     said = [
         [spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), spec.persistent]
         for spec in layout
@@ -451,12 +435,8 @@ def _text_of(layout: Sequence[Spec], known: Collection[str]) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _parsed(text: torch.Tensor) -> tuple[list[Spec], frozenset[str]]:
-    """Return a layout, and all names of buffers that the root has.
-
-    Raises:
-        ValueError: the text says something else.
-    """
+def _parse(text: torch.Tensor) -> tuple[list[Spec], frozenset[str]]:
+    """Parse a layout, and the names of all buffers of the root; raise a `ValueError` if invalid."""
     try:
         said, known = json.loads(bytes(text.tolist()))
         layout = [

@@ -1,7 +1,12 @@
-"""An optimizer's state in parts, one for each worker, made and loaded without communication.
+"""Optimizer state in shards, one for each worker, and extra training state.
 
-A part says which elements of which parameters it has, so that a run with any number of workers
-can take what it needs from all parts of an earlier run.
+Shards are exported and loaded without communication. A shard names the elements of parameters that
+it has, so that a run with any number of workers can load from all shards of an earlier run.
+
+The extra state is in an optimizer's state dict under one key: this worker's residuals, where the
+wire keeps any; under ``"averages"`` the number of steps, on which averages of models depend, and
+the outer optimizer's tensors by parameter name; where workers' models may differ, under ``"saved"``
+the rank that has saved it, the number of ranks, and whether their models differed.
 """
 
 from __future__ import annotations
@@ -9,18 +14,23 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from wingbeat.codecs.feedback import check_tensors
 from wingbeat.engine.engine import Engine
+from wingbeat.engine.updates.local import LocalUpdate
 from wingbeat.engine.updates.stepper import State
 from wingbeat.errors import UsageError
+from wingbeat.observe.log import log
 from wingbeat.types import Span
+from wingbeat.updates.bounded import BoundedUpdate
+from wingbeat.updates.outer import SHARED, START, VELOCITY, OuterUpdate
 
-FORMAT = "wingbeat optimizer shard, version 1"
+SHARD_FORMAT = "wingbeat optimizer shard, version 1"
 _FIELDS: dict[str, type] = {
     "rank": int,
     "world_size": int,
@@ -35,10 +45,10 @@ Part = dict[str, Any]
 
 @dataclass
 class _Held:
-    """Elements of one parameter that this worker has the optimizer's state for.
+    """Elements of one parameter whose optimizer state this worker has.
 
-    ``state[key]`` is that state, if the optimizer has updated the parameter yet; its tensors with
-    a value for each element, those named by ``each``, are of ``key``'s shape.
+    ``state[key]`` is that state, if the optimizer has updated the parameter yet; its tensors with a
+    value for each element, for whose names ``each`` is true, have the shape of ``key``.
     """
 
     param: torch.Tensor
@@ -53,11 +63,11 @@ class _Held:
         return self.state.get(self.key, {})
 
 
-def export(engine: Engine) -> Part:
-    """Return this worker's part of the optimizer's state; its tensors are the live ones.
+def export_shard(engine: Engine) -> Part:
+    """Return this worker's shard of the optimizer's state; its tensors are not copies.
 
     Raises:
-        UsageError: the workers have no parts, because each has the whole.
+        UsageError: the state is not sharded.
     """
     shards = engine.update.shards
     if engine.world.size > 1 and shards is None:
@@ -69,7 +79,7 @@ def export(engine: Engine) -> Part:
     names = _names(engine)
     held = [h for h in _held(engine, engine.world.rank) if h.values]
     return {
-        "format": FORMAT,
+        "format": SHARD_FORMAT,
         "rank": engine.world.rank,
         "world_size": engine.world.size,
         "steps": 0 if shards is None else shards.steps,
@@ -79,16 +89,18 @@ def export(engine: Engine) -> Part:
     }
 
 
-def load(engine: Engine, parts: list[Part], load_whole: Callable[[dict[str, Any]], None]) -> None:
-    """Take this worker's state from all the parts of an earlier run.
+def load_shards(
+    engine: Engine, parts: list[Part], load_whole: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load this worker's state from all shards of an earlier run.
 
     Args:
         engine: of any strategy and number of workers.
-        parts: what `export` returned on each worker of that run, in any order.
+        parts: the results of `export_shard` on each worker of that run, in any order.
         load_whole: the optimizer's own ``load_state_dict``.
 
     Raises:
-        UsageError: the parts are not those of one moment of one run of this model.
+        UsageError: the shards are not of one moment of one run of this model.
     """
     _check(parts, engine)
     load_whole({"state": {}, "param_groups": parts[0]["param_groups"]})
@@ -102,14 +114,14 @@ def load(engine: Engine, parts: list[Part], load_whole: Callable[[dict[str, Any]
         if shards:
             held.state[held.key] = _cut(shards, held, saved_dtypes[name])
     if engine.update.shards is None:
-        engine.update.loaded()  # who has the state elsewhere takes it from the optimizer
+        engine.update.on_load_state_dict()  # servers copy the state from the optimizer
 
 
-# -- what this worker has ----------------------------------------------------------------
+# -- this worker's shard ------------------------------------------------------------------
 
 
 def _held(engine: Engine, rank: int) -> Iterator[_Held]:
-    """Yield what this worker holds; of what all of them hold, only rank 0 counts."""
+    """Yield the state that this worker exports; rank 0 exports what all of them have."""
     state: State = engine.optimizer.__dict__["state"]
     inside: set[torch.Tensor] = set()
     shards = engine.update.shards
@@ -125,7 +137,7 @@ def _held(engine: Engine, rank: int) -> Iterator[_Held]:
 
 
 def _keys_of_each(state: State, params: Iterable[torch.Tensor]) -> set[str]:
-    """Names of the state that has a value for each element, as all its shapes tell."""
+    """Names of state with a value for each element, judged by the shapes of all parameters."""
     shaped: dict[str, bool] = {}
     for param in params:
         for key, value in state.get(param, {}).items():
@@ -167,7 +179,7 @@ def _packed_groups(engine: Engine) -> list[dict[str, Any]]:
     ]
 
 
-# -- what the parts have -----------------------------------------------------------------
+# -- all shards of an earlier run ----------------------------------------------------------
 
 
 def _in_order(name: str, parts: list[Part]) -> list[dict[str, Any]]:
@@ -177,7 +189,7 @@ def _in_order(name: str, parts: list[Part]) -> list[dict[str, Any]]:
 
 def _cut(shards: list[dict[str, Any]], held: _Held, saved_dtype: str) -> dict[str, Any]:
     """Put together the state of the elements in ``held.span``."""
-    # Of whole parameters it may be lists of tensors, in which training goes on.
+    # State of whole parameters may contain lists of tensors, which training changes.
     state = {key: copy.deepcopy(value) for key, value in shards[0]["all"].items()}
     span, like = held.span, held.param
     for key in shards[0]["each"]:
@@ -200,7 +212,7 @@ def _check(parts: list[Part], engine: Engine) -> None:
             "returned on every worker"
         )
     for position, part in enumerate(parts):
-        well_formed = isinstance(part, dict) and part.get("format") == FORMAT
+        well_formed = isinstance(part, dict) and part.get("format") == SHARD_FORMAT
         if not well_formed or any(type(part.get(k)) is not kind for k, kind in _FIELDS.items()):
             raise UsageError(
                 f"load_shards(parts): parts[{position}] was not made by "
@@ -275,7 +287,7 @@ def _shown(entry: Any) -> str:
 
 
 def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
-    """Make sure that the parts have each element of a parameter once, or none of them."""
+    """Check that the shards have each element of a parameter once, or none of them."""
     try:
         shards = _in_order(name, parts)
         keys = [(list(shard["each"]), list(shard["all"])) for shard in shards]
@@ -302,3 +314,140 @@ def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
                 f"{what}; pass what shard_state_dict() returned at one moment of one run"
             )
         end = shard["stop"]
+
+
+# -- the extra state -----------------------------------------------------------------------
+
+PARTS = "parts"
+"""The key of all workers' residuals in merged state."""
+
+AVERAGES = "averages"
+SAVED = "saved"
+
+AVERAGES_FORMAT = "wingbeat averages, version 1"
+
+_WHERE = "load_state_dict(): averages"
+
+
+def export_extra(engine: Engine) -> dict[str, Any]:
+    """Return copies of the extra state; empty if there is none."""
+    state = dict(engine.compression.state_dict() or {})
+    update = engine.update
+    if isinstance(update, LocalUpdate) and update.keeps:
+        state[AVERAGES] = {"format": AVERAGES_FORMAT, "steps": update.steps, **update.tensors()}
+    several = engine.world.size > 1
+    if several and isinstance(update, (LocalUpdate, BoundedUpdate)) and update.is_own:
+        state[SAVED] = [engine.world.rank, engine.world.size, update.differs]
+    return state
+
+
+def check_extra(engine: Engine, state: Any) -> None:
+    """Raise a `UsageError` unless ``state`` is extra state of this model, or None."""
+    parts = _parts(state)
+    if parts is None:
+        engine.compression.check(_residuals(state))
+    else:
+        engine.compression.check_parts(parts, "load_state_dict")
+    averages, update = _averages(state), engine.update
+    if averages is None or not isinstance(update, LocalUpdate):
+        return
+    steps = averages.get("steps")
+    if averages.get("format") != AVERAGES_FORMAT or type(steps) is not int or steps < 0:
+        raise UsageError(
+            f"{_WHERE}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
+            "number of steps"
+        )
+    if isinstance(update, OuterUpdate):
+        for kind in _kinds(averages):
+            _check_names(kind, averages[kind], update.shapes)
+            check_tensors(averages[kind], update.shapes, f"{_WHERE}: {kind!r}")
+
+
+def load_extra(engine: Engine, state: Any) -> None:
+    """Load extra state that was checked; reset it if None. Log what the state lacks."""
+    _log_missing(engine, state)
+    parts = _parts(state)
+    if parts is None or engine.compression.residuals is None:
+        engine.compression.load_state_dict(_residuals(state) if parts is None else None)
+    else:
+        engine.compression.load_parts(parts)
+    update = engine.update
+    if isinstance(update, LocalUpdate):
+        averages = _averages(state) or {}
+        tensors = {kind: averages[kind] for kind in _kinds(averages)}
+        update.resume(averages.get("steps", 0), tensors)
+
+
+def _log_missing(engine: Engine, state: Any) -> None:
+    """Log in one line, on one rank, what ``state`` lacks."""
+    match state.get(SAVED) if isinstance(state, dict) else None:
+        case [int(saver), int(size), bool(differed)]:
+            pass
+        case _:
+            return
+    update, world = engine.update, engine.world
+    if isinstance(update, BoundedUpdate):
+        if differed and world.rank == 0:
+            log.warning(
+                "load_state_dict(): this state was saved between two calls of model.flush(), with "
+                "rounds of gradients under way, which are in no state: training goes on without "
+                "them; call model.flush() on all ranks before you save"
+            )
+    elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
+        own = "its optimizer's own state"
+        if differed:
+            own += " and what its model had moved since wingbeat.consensus() are"
+        else:
+            own += " is"
+        log.warning(
+            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to go on as without "
+            "a stop, save and load model and optimizer on every rank",
+            world.rank, saver, own,
+        )  # fmt: skip
+
+
+def merge_extra(states: Sequence[Any]) -> dict[str, Any] | None:
+    """Merge all workers' results of `export_extra`, to load on any number of workers."""
+    parts = [part for part in map(_residuals, states) if part]
+    averages = _averages(states[0])
+    found = {PARTS: parts} if parts else {}
+    return found | ({AVERAGES: averages} if averages is not None else {}) or None
+
+
+def _residuals(state: Any) -> Any:
+    """Return the residuals; None if there are only averages."""
+    if not isinstance(state, dict):
+        return state
+    return {key: value for key, value in state.items() if key not in (AVERAGES, SAVED)} or None
+
+
+def _parts(state: Any) -> Any:
+    """Return all workers' residuals; None if the state has only one worker's, or none."""
+    return state.get(PARTS) if isinstance(state, dict) else None
+
+
+def _averages(state: Any) -> dict[str, Any] | None:
+    averages = state.get(AVERAGES) if isinstance(state, dict) else None
+    if averages is not None and not isinstance(averages, dict):
+        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it anew")
+    return averages
+
+
+def _kinds(averages: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of tensors in the state; a run without an outer optimizer has none."""
+    found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
+    if found and not {SHARED, VELOCITY} <= set(found):
+        raise UsageError(
+            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it anew"
+        )
+    return found
+
+
+def _check_names(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> None:
+    if not isinstance(values, dict) or values.keys() != shapes.keys():
+        others = sorted(set(values) ^ set(shapes), key=str) if isinstance(values, dict) else []
+        raise UsageError(
+            f"{_WHERE}: {kind!r} is not of the trained parameters of this model"
+            f"{f' ({others[0]!r} is in one of them only)' if others else ''}; load a state of the "
+            "same model"
+        )

@@ -1,4 +1,4 @@
-"""What a worker that comes back to a job of averaged models takes over from one that is there."""
+"""The state that a restarted worker copies from another one, where models are averaged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from wingbeat.transport.text import first_line
 
 
 class LiveState:
-    """A worker's model, the state of its optimizer, and how far its update is.
+    """A worker's model, the state of its optimizer, and the progress of its update.
 
-    Where averages are made beside training, it is of no one moment: some parameters may be a step
-    further than others, as they are on two workers anyway.
+    Where averages are made in the background, it is not of one moment: some parameters may be a
+    step ahead of others, as between two workers.
 
     Args:
-        training: whose; its model is not kept alive.
-        update: what makes its steps; not kept alive.
+        training: its model is not kept alive.
+        update: not kept alive.
     """
 
     def __init__(self, training: Training, update: LocalUpdate) -> None:
@@ -33,7 +33,7 @@ class LiveState:
         self._update = weakref.ref(update)
 
     def written(self) -> bytes | None:
-        """Return all of it as bytes; None if the model is gone, or has what cannot be sent."""
+        """Serialise the state; None if the model no longer exists, or cannot be serialised."""
         bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
         if bucketing is None or optimizer is None or update is None:
             return None
@@ -42,20 +42,20 @@ class LiveState:
         try:
             return written([*_tensors(bucketing), *kept], params, optimizer, numbers)
         except (PeerError, RuntimeError) as error:
-            # It concerns only the one that asks; a state that changes meanwhile, too.
+            # Only the requester is concerned, also if the state changes meanwhile.
             log.warning("%s", first_line(error))
             return None
 
     def put(self, payload: Any) -> None:
-        """Take over what another worker has `written`, and go on as it does.
+        """Load the state that another worker has `written`, and continue like it.
 
         Raises:
-            PeerError: it is none of this model; or the others went on without this worker.
+            PeerError: it is of another model; or the others went on without this worker.
         """
         bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
-        assert bucketing is not None, "who comes back has a model"
-        assert optimizer is not None, "who comes back has an optimizer"
-        assert update is not None, "who comes back makes steps"
+        assert bucketing is not None
+        assert optimizer is not None
+        assert update is not None
         kept, _ = update.handed()
         params = [slot.param for slot in bucketing.slots]
         copy = Copy(payload, [*_tensors(bucketing), *kept], params)

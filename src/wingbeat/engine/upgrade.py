@@ -1,8 +1,8 @@
-"""The user's own model and optimizer, given new methods in place.
+"""The user's model and optimizer get new methods in place.
 
 Their classes are swapped for subclasses, as torch's ``fully_shard`` does: the objects, their
 attributes and the keys of their state dicts stay the same, so that one line of a training
-script is enough. Copies and pickles of them are plain objects again.
+script is enough. Copies and pickles of them are plain objects.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import Any
 
 import torch
 
-from wingbeat.engine import checkpoint, kept
+from wingbeat.engine import checkpoint
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucketing import IGNORED
-from wingbeat.engine.gradients.convert import refuse_conversion, refuse_new_layout
-from wingbeat.engine.gradients.pending import PendingGradient
+from wingbeat.engine.gradients.views import PendingGradient
 from wingbeat.engine.hooks import ModuleHook
-from wingbeat.engine.joining import joined
-from wingbeat.engine.returned import refuse_loading
-from wingbeat.engine.updates.given import Given
-from wingbeat.engine.wrapped import refuse_wrapping
+from wingbeat.engine.join_context import joined
+from wingbeat.engine.model_checks import (
+    refuse_conversion,
+    refuse_ddp_wrapping,
+    refuse_loading,
+    refuse_new_layout,
+)
+from wingbeat.engine.updates.stepper import StepArguments
 from wingbeat.errors import MissingAttributeError, UsageError
 
 _KEY = "_wingbeat"
@@ -47,21 +50,21 @@ _OF_DDP = {
     "_register_builtin_comm_hook": "choose what gradients travel as by the strategy's wire=",
     "_register_fused_optim": "wingbeat.DeAR() updates parameters as they are needed",
 }
-"""What a DistributedDataParallel has and a model of wingbeat has not, and what to use."""
+"""Attributes of DistributedDataParallel that a model of wingbeat has not, and what to use."""
 
-KEPT = "wingbeat"
-"""Where an optimizer's state dict has residuals, and what averages of models go on with."""
+EXTRA = "wingbeat"
+"""The key of `checkpoint.export_extra` in an optimizer's state dict."""
 
 
 class _Upgraded(type):
-    """Of the classes made here: ``extra``'s methods come before those of the user's class.
+    """The metaclass of upgraded classes: ``extra``'s methods precede those of the user's class.
 
-    The user's class is the first base all the same: an object's class can only be exchanged for
-    one of the same layout in memory, which is that of the first base.
+    The user's class is still the first base: an object's class can only be exchanged for one of the
+    same layout in memory, which is that of the first base.
     """
 
     def mro(cls) -> list[type]:
-        """Put what the second base brings right behind the class itself."""
+        """Put the second base and its bases right after the class itself."""
         first, *others = super().mro()
         if _PLAIN not in cls.__dict__:
             return [first, *others]
@@ -69,16 +72,16 @@ class _Upgraded(type):
         return [first, *added, *(each for each in others if each not in added)]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """What is made by ``type(model)(...)``, as a method ``clone`` does, is a plain object."""
+        """Make a plain object by ``type(model)(...)``, as a method ``clone`` does."""
         plain = cls.__dict__.get(_PLAIN)
         return super().__call__(*args, **kwargs) if plain is None else plain(*args, **kwargs)
 
 
 class _Distributed:
-    """What both have in common: an engine, which copies and pickles are without."""
+    """An object with an engine, which its copies and pickles do not have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # The user's classes may keep a list of their subclasses: that made here is none of theirs.
+        # The user's classes may register their subclasses: not the one made here.
         if _PLAIN not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
@@ -91,13 +94,13 @@ class _Distributed:
 
     @property
     def _engine(self) -> Engine:
-        # Not from __dict__: a class made from this one may find its attributes elsewhere.
+        # Not from __dict__: a subclass may find its attributes elsewhere.
         engine: Engine = getattr(self, _KEY)
         return engine
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Like the plain object's own, so that copies and pickles need nothing of this library, and
-        # objects that refer to themselves come out as such.
+        # As the plain object does, so that copies and pickles do not need this library, and objects
+        # that refer to themselves stay so.
         self._engine.settle()
         with self._whole():
             made: Any = super().__reduce_ex__(max(2, int(protocol)))
@@ -105,19 +108,19 @@ class _Distributed:
             plain = plain_class(self)
             args = tuple(plain if arg is type(self) else arg for arg in args)
             if make is copyreg.__newobj__ and len(args) == 1:  # type: ignore[attr-defined]
-                # What pickle would refuse for an object of another class.
+                # Pickle would refuse the other form for an object of another class.
                 make, args = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
             if rest and isinstance(rest[0], dict):
                 rest[0] = {key: value for key, value in rest[0].items() if key != _KEY}
             return (make, args, *rest)
 
     def _whole(self) -> contextlib.AbstractContextManager[None]:
-        """Let all that is copied be here inside: a model is, whoever has the optimizer's state."""
+        """Make the whole state present inside; a model's always is."""
         return contextlib.nullcontext()
 
 
 class _Model(_Distributed):
-    """What `distribute` changes of a model's own methods."""
+    """Changes to a model's own methods."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """As `torch.nn.Module.named_parameters`, with values and gradients made current."""
@@ -126,14 +129,14 @@ class _Model(_Distributed):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.nn.Module.zero_grad`, without waiting for what is under way."""
+        """As `torch.nn.Module.zero_grad`, without waiting for exchanges."""
         self._engine.zero_grad(set_to_none)
         _zero(_plain_parameters(self), set_to_none)
         if plain_class(self).zero_grad is not torch.nn.Module.zero_grad:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As `torch.nn.Module._apply`, for what leaves parameters the kind that they are.
+        """As `torch.nn.Module._apply`, if ``fn`` keeps the kind of parameters.
 
         Raises:
             UsageError: ``fn`` would change a parameter's dtype or device, or its memory format
@@ -145,7 +148,7 @@ class _Model(_Distributed):
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def __prepare_scriptable__(self) -> Any:
-        """What `torch.jit.script` compiles: the plain model, with parameters that are current."""
+        """Return the plain model, with current parameters, to `torch.jit.script`."""
         self._engine.settle()
         return _without_hooks(self, {})
 
@@ -161,11 +164,7 @@ class _Model(_Distributed):
             ) from None
 
     def join_hook(self, **_options: Any) -> Any:
-        """What torch's ``Join([model])`` asks a model for.
-
-        Raises:
-            UsageError: always.
-        """
+        """Raise a `UsageError`: torch's ``Join([model])`` calls this."""
         raise UsageError(
             "torch.distributed.algorithms.Join([model]) is for DistributedDataParallel: write "
             "`with model.join():`, which takes the same options"
@@ -175,19 +174,19 @@ class _Model(_Distributed):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         found = self.__dict__.get(IGNORED)
         if found is None:
-            refuse_wrapping()
+            refuse_ddp_wrapping()
         return found
 
 
 class DistributedModel(_Model):
-    """What `distribute` adds to a model's class.
+    """The methods that `distribute` adds to a model's class.
 
     A model that has an attribute of one of these names keeps it; then `wingbeat.no_sync(model)`,
     `wingbeat.join(model)` and `wingbeat.flush(model)` do the same.
     """
 
     find_unused_parameters = True
-    """As of DDP: parameters without a gradient are found, whatever it is set to."""
+    """As of DDP: parameters without a gradient are always found."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication, as DDP's ``no_sync``."""
@@ -225,7 +224,7 @@ class DistributedModel(_Model):
         return bool(self._engine.buffer_sync.tensors())
 
     def _set_static_graph(self) -> None:
-        """As of DDP: a promise that needs nothing here, as any graph is right."""
+        """As of DDP; has no effect, because any graph is supported."""
 
     def join(
         self,
@@ -253,7 +252,7 @@ class DistributedModel(_Model):
         )
 
     def flush(self) -> None:
-        """Apply updates that are still under way; happens by itself where it is needed.
+        """Apply deferred updates; done automatically where they are needed.
 
         Under bounded staleness all ranks must call it, and all hold the same weights afterwards.
         """
@@ -261,9 +260,9 @@ class DistributedModel(_Model):
 
 
 class DistributedOptimizer(_Distributed):
-    """What `distribute` adds to an optimizer's class.
+    """The methods that `distribute` adds to an optimizer's class.
 
-    `torch.compile` leaves these methods alone: it may run what it compiles twice, or not at all.
+    `torch.compile` does not compile them: it may run compiled code twice, or not at all.
     """
 
     def _whole(self) -> contextlib.AbstractContextManager[None]:
@@ -277,27 +276,27 @@ class DistributedOptimizer(_Distributed):
         has it otherwise. Its value is returned.
 
         Args:
-            args: as the optimizer's own ``step`` takes them, the same on all workers. With others
+            args: of the optimizer's own ``step``, the same on all workers. With arguments other
                 than a closure the step is made at once, on whole gradients.
-            kwargs: the same, by name.
+            kwargs: of the optimizer's own ``step``.
 
         Raises:
             UsageError: there are arguments other than a closure, and the strategy does not call
                 the optimizer's own ``step`` at this moment.
         """
         engine = self._engine
-        # A scheduler made before `distribute` had wrapped the old step to know that it ran.
+        # A scheduler made before `distribute` has wrapped the old step to detect calls.
         engine.optimizer.__dict__["_opt_called"] = True
-        return engine.step(Given(plain_class(self).step, args, kwargs))
+        return engine.step(StepArguments(plain_class(self).step, args, kwargs))
 
-    # Schedulers patch `step` unless they find this mark; the line above serves them instead.
+    # Schedulers patch `step` unless they find this mark; `_opt_called` replaces the patch.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # The optimizer's hooks are run by its own step, which the engine calls.
+    # The optimizer's own step, which the engine calls, runs its hooks.
     step.hooked = True  # type: ignore[attr-defined]
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`, without waiting for what is under way."""
+        """As `torch.optim.Optimizer.zero_grad`, without waiting for exchanges."""
         self._engine.zero_grad(set_to_none)
         groups = self._engine.optimizer.__dict__["param_groups"]
         _zero((p for group in groups for p in group["params"]), set_to_none)
@@ -325,34 +324,34 @@ class DistributedOptimizer(_Distributed):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`: the whole state, in torch's own format.
 
-        With ``shard_optimizer`` the workers gather it, so every rank must call this. Where the
-        wire keeps residuals, this worker's are in it under the key ``"wingbeat"``; and where models
-        are averaged, how many steps were made, and the outer optimizer of `DiLoCo`.
+        With ``shard_optimizer`` the workers gather it, so every rank must call this. Under the key
+        ``"wingbeat"`` it contains this worker's residuals, where the wire keeps any; and where
+        models are averaged, the number of steps, and the outer optimizer of `DiLoCo`.
 
         Raises:
             RendezvousError: with ``shard_optimizer``, a rank did not call it.
         """
         with self._engine.whole_state():
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        beside = kept.export(self._engine)
-        return {**state, KEPT: beside} if beside else state
+        extra = checkpoint.export_extra(self._engine)
+        return {**state, EXTRA: extra} if extra else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `torch.optim.Optimizer.load_state_dict`, with what `state_dict` has beside.
+        """As `torch.optim.Optimizer.load_state_dict`, with the extra state of `state_dict`.
 
         Raises:
             UsageError: that is damaged or of another model; nothing has changed then.
         """
-        beside = state_dict.get(KEPT) if isinstance(state_dict, dict) else None
-        kept.check(self._engine, beside)
+        extra = state_dict.get(EXTRA) if isinstance(state_dict, dict) else None
+        checkpoint.check_extra(self._engine, extra)
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        kept.load(self._engine, beside)
+        checkpoint.load_extra(self._engine, extra)
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """Return this worker's residuals, what was not sent of gradients; nobody else is asked.
+        """Return this worker's residuals, its unsent gradients, without communication.
 
-        `state_dict` contains it as well. Save every worker's, and load them all with
-        `load_residuals` in a run with another number of workers.
+        `state_dict` contains them too. Save every worker's, and load them all with `load_residuals`
+        in a run with another number of workers.
 
         Raises:
             UsageError: the strategy's wire keeps no residuals.
@@ -373,42 +372,42 @@ class DistributedOptimizer(_Distributed):
             parts: what ``residual_state_dict()`` returned on every worker, in any order.
 
         Raises:
-            UsageError: a part is missing, occurs twice, or belongs to something else; or this
-                worker has just come back to the others.
+            UsageError: a part is missing, occurs twice, or is of another model; or this worker was
+                just restarted.
         """
         refuse_loading(self._engine, "load_residuals()")
         self._engine.settle()
         self._engine.compression.load_parts(parts)
 
     def shard_state_dict(self) -> dict[str, Any]:
-        """Return this worker's part of the state, with ``shard_optimizer``; nobody else is asked.
+        """Return this worker's part of the state, with ``shard_optimizer``, without communication.
 
         Save every worker's part, and load them all with `load_shards`. As in torch's own state
-        dict, tensors are those that training goes on with.
+        dict, tensors are not copies.
 
         Raises:
             UsageError: the strategy does not divide the state.
         """
-        return checkpoint.export(self._engine)
+        return checkpoint.export_shard(self._engine)
 
     def load_shards(self, parts: list[dict[str, Any]]) -> None:
-        """Load the state that another run saved in parts, of any number of workers.
+        """Load the state that a run of any number of workers has saved in parts.
 
         Args:
             parts: what ``shard_state_dict()`` returned on every worker, in any order.
 
         Raises:
-            UsageError: a part is missing, occurs twice, or belongs to something else; or this
-                worker has just come back to the others.
+            UsageError: a part is missing, occurs twice, or is of another model; or this worker was
+                just restarted.
         """
         refuse_loading(self._engine, "load_shards()")
-        checkpoint.load(self._engine, parts, super().load_state_dict)  # type: ignore[misc]
+        checkpoint.load_shards(self._engine, parts, super().load_state_dict)  # type: ignore[misc]
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Refused, as the plan is made, where nobody is there who distributes the model anew.
+        """Add a param group where a trainer distributes the model again (Lightning).
 
         Raises:
-            UsageError: so it is.
+            UsageError: nothing does so; the plan is made already.
         """
         if self._engine.add_group is not None:
             self._engine.add_group(group)
@@ -419,13 +418,92 @@ class DistributedOptimizer(_Distributed):
         )
 
 
+_SUPPORTS = "_step_supports_amp_scaling"
+
+
+class DeferringOptimizer(DistributedOptimizer):
+    """The methods of an optimizer whose gradients and updates are deferred.
+
+    Other optimizers keep plain attributes, because steps read them often.
+    """
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups. A read between backward and step makes gradients whole first.
+
+        A GradScaler's read does not: placeholders suffice.
+        """
+        # The optimizer's own code, on some of its parameters, has whole gradients.
+        if not self._engine.scaled and not self._engine.stepper.in_parts:
+            self._engine.settle_gradients()
+        groups: list[dict[str, Any]] = self._engine.optimizer.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if not self._engine.stepper.stepping:
+            self._engine.flush()
+        self._engine.optimizer.__dict__["param_groups"] = groups
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state by parameter; deferred updates are applied first.
+
+        With ``shard_optimizer`` it is on different workers, with ``update="server"`` on the
+        servers, and `state_dict` gathers it. It can be set where the optimizer is not divided.
+
+        Raises:
+            UsageError: it is set where no worker has all of it.
+        """
+        return self._engine.visible_state()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._engine.update.option and not self._engine.stepper.stepping:
+            raise UsageError(
+                f"optimizer.state = ... with {self._engine.update.option}: no worker has all of "
+                "it; call optimizer.load_state_dict() on every rank"
+            )
+        self._engine.visible_state()
+        self._engine.optimizer.__dict__["state"] = state
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether ``step`` unscales gradients itself; read by a GradScaler in each of its steps.
+
+        If not, the scaler does, on the blocks that each worker has reduced.
+        """
+        usual = getattr(plain_class(self), _SUPPORTS, False)
+        supports = bool(vars(self._engine.optimizer).get(_SUPPORTS, usual))
+        self._engine.scaled, self._engine.asked = not supports, True
+        return supports
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supports: bool) -> None:
+        vars(self._engine.optimizer)[_SUPPORTS] = supports
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        # A deferred update must not see attributes that are set after its step. Objects of derived
+        # classes (Lightning's) get attributes in each batch, which updates do not read.
+        if key != "__class__":
+            engine = self._engine
+            inner: object = engine.optimizer
+            if inner is self and not engine.stepper.stepping:
+                engine.flush()
+        super().__setattr__(key, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        with self._engine.stepper.inside():
+            super().__setstate__(state)  # type: ignore[misc]
+
+
 def upgrade(target: Any, extra: type, engine: Engine) -> None:
-    """Swap ``target``'s class for a subclass with the methods of ``extra``."""
+    """Replace ``target``'s class by a subclass with the methods of ``extra``."""
     plain = type(target)
     target.__dict__[_KEY] = engine
     # A scheduler's wrapper around the old step would hide ours.
     target.__dict__.pop("step", None)
-    # The name stays: libraries choose a loss, or what to write into a checkpoint, by it.
+    # The name stays: libraries choose a loss, or the content of a checkpoint, by it.
     qualified = f"Distributed{plain.__name__}"
     namespace = {"__doc__": plain.__doc__, "__qualname__": qualified, _PLAIN: plain}
     bases = (plain, _without_taken(extra, target))
@@ -434,7 +512,7 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
 
 
 def _without_taken(extra: type, target: Any) -> type:
-    """Leave out what the model has itself: a layer called ``join``, say, is no context manager."""
+    """Leave out names that the model has itself, as a layer called ``join``."""
     taken = [name for name in _ADDED if hasattr(target, name)]
     if extra is not DistributedModel or not taken:
         return extra
@@ -442,7 +520,7 @@ def _without_taken(extra: type, target: Any) -> type:
 
 
 def downgrade(target: Any) -> None:
-    """Give ``target`` its old class back."""
+    """Restore ``target``'s class."""
     plain = plain_class(target)
     del target.__dict__[_KEY]
     target.__class__ = plain
@@ -460,7 +538,6 @@ def plain_class(target: Any) -> Any:
 
 
 def _refuse_unsynchronised(name: str, sync: bool) -> None:
-    """Raise a `UsageError` if buffers are not to be synchronised any more."""
     if not sync:
         raise UsageError(
             f"model.{name} = {sync!r}: buffers stay synchronised; to leave some out, name them by "
@@ -470,7 +547,7 @@ def _refuse_unsynchronised(name: str, sync: bool) -> None:
 
 
 def _without_hooks(module: Any, made: dict[int, Any]) -> Any:
-    """Return plain modules with the same tensors and attributes, and without the engine's hooks."""
+    """Return plain modules with the same tensors and attributes, without the engine's hooks."""
     if id(module) in made or isinstance(module, torch.jit.ScriptModule):
         return made.get(id(module), module)
     plain: Any = plain_class(module) if isinstance(module, _Model) else type(module)
@@ -491,7 +568,7 @@ def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> None:
-    # Nothing here reads a parameter, so those whose update is due need not be asked.
+    # Nothing here reads a parameter, so deferred updates need not be applied.
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             grad = param.grad
@@ -499,7 +576,7 @@ def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> None:
                 continue
             if set_to_none:
                 param.grad = None
-            elif isinstance(grad, PendingGradient):  # another parameter's, or an old one
+            elif isinstance(grad, PendingGradient):  # of another parameter, or an old one
                 param.grad = torch.zeros_like(param)
             elif grad.grad_fn:
                 grad.detach_().zero_()

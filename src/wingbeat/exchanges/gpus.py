@@ -25,7 +25,6 @@ from wingbeat.wires import Coded
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
-    from wingbeat.types import Span
 
 _DOES = {
     Operation.ALL_REDUCE: "all_reduce",
@@ -105,10 +104,6 @@ class GpuServers:
         what = _DOES[operation]
         work = getattr(self._group(urgency), what)(bucket.flat)
         bucket.handle = Handle([NativeJob(work, what, self._world.rank)])
-
-    def owned(self, bucket: Bucket) -> Span:
-        """As with servers of their own: nothing is updated in parts."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def sections(self) -> Sequence[Section]:
         """NCCL does not say how many bytes each class has sent."""

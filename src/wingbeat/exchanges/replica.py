@@ -21,8 +21,7 @@ from wingbeat.stale.messages import Entry, Round
 from wingbeat.stale.pace import IN_FLIGHT, Pace
 
 if TYPE_CHECKING:
-    from wingbeat.engine.gradients.bucket import Bucket
-    from wingbeat.engine.gradients.steps import Steps
+    from wingbeat.engine.gradients.bucket import Bucket, StepCounter
 
 _DIGITS = 20
 """Of a number of steps, at most."""
@@ -244,7 +243,7 @@ class SummedReplica:
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
         step: Callable[[], Any],
-        steps: Steps,
+        steps: StepCounter,
         workers: int,
         name: Callable[[int], str] = "rank {}".format,
         others: Sequence[torch.Tensor] = (),

@@ -139,10 +139,6 @@ class ServerExchange:
         for number in self._requests.begin(operation, bucket.index):
             self._begin(KINDS[operation], self._buckets[number])
 
-    def owned(self, bucket: Bucket) -> Span:
-        """Servers leave nothing whole on one worker alone."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
-
     def sections(self) -> Sequence[Section]:
         """Return bytes by class and by server, and what was refused of what has come."""
         client = self._client

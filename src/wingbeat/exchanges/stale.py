@@ -32,7 +32,7 @@ from wingbeat.stale.worker import Worker
 from wingbeat.transport import leaving
 from wingbeat.transport.store import Ledger
 from wingbeat.transport.world import World
-from wingbeat.types import Span, Staleness
+from wingbeat.types import Staleness
 
 PATIENCE_S = 10.0
 """Seconds without a sign, at least, after which a worker is missed."""
@@ -41,9 +41,8 @@ _TOLD_S = 5.0
 """Seconds that a script may have ended before it is logged why its process has not."""
 
 if TYPE_CHECKING:
-    from wingbeat.engine.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket, StepCounter
     from wingbeat.engine.gradients.compression import Compression
-    from wingbeat.engine.gradients.steps import Steps
     from wingbeat.observe.meter import Section
 
 
@@ -149,7 +148,7 @@ class StaleExchange:
         compression: Compression,
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
-        steps: Steps,
+        steps: StepCounter,
         others: Sequence[torch.Tensor] = (),
     ) -> None:
         self._steps, self._started, self._ended = steps, 0, False
@@ -395,14 +394,6 @@ class StaleExchange:
                     "clipping, or more than one backward a step: give all workers as many "
                     "batches, or use wingbeat.AllReduce() and model.join()"
                 )
-
-    def prioritise(self, thresholds: Sequence[float]) -> None:
-        """There are no classes."""
-        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Nothing is left whole on one worker alone."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     @property
     def room(self) -> str:

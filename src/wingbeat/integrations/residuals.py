@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.engine.returned import refuse_loading
+from wingbeat.engine.model_checks import refuse_loading
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing

@@ -21,12 +21,9 @@ from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.hooks import WeakCall
 from wingbeat.engine.live import LiveState
-from wingbeat.engine.runtime import Runtime
-from wingbeat.engine.updates.agreement import Agreement
-from wingbeat.engine.updates.averager import Averager
-from wingbeat.engine.updates.flat import FlatModel, is_narrow, room_dtype
-from wingbeat.engine.updates.local import LocalUpdate
-from wingbeat.engine.updates.per_element import ElementState
+from wingbeat.engine.runtime import IntentExchange, Runtime
+from wingbeat.engine.updates.flat import ElementState, FlatModel, buffer_dtype, is_narrow
+from wingbeat.engine.updates.local import Averager, LocalUpdate
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.exchanges.grouping import Grouping
@@ -84,7 +81,7 @@ def runtime_of(
         bucketing,
         ShownGradients(bucketing),
         update,
-        Agreement(training.collectives, len(bucketing.slots)),
+        IntentExchange(training.collectives, len(bucketing.slots)),
         training.steps,
     )
     update.waited = WeakCall(runtime.waited)
@@ -220,7 +217,7 @@ def _flat(
     copies = 0
     if averaging.outer is not None:
         each = [param for part in params for param in part]
-        narrow = is_narrow(each, room_dtype([*each, *buffers(), *frozen]))
+        narrow = is_narrow(each, buffer_dtype([*each, *buffers(), *frozen]))
         copies = copies_of(averaging.outer[1], narrow=narrow)
     return FlatModel(params, buffers, copies, state, frozen)
 

@@ -12,9 +12,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from wingbeat.engine.gradients.views import SentGradients, replaced
-from wingbeat.engine.updates.alike import Alike, Place
-from wingbeat.engine.updates.update import Closure, Host, Training
-from wingbeat.engine.updates.whole import WholeUpdate
+from wingbeat.engine.updates.consistency import ConsistencyCheck, Place
+from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Step, UpdateCommand
@@ -87,7 +86,7 @@ class BoundedUpdate(WholeUpdate):
         self._views, self._rounds = views, rounds
         self._moved = False
         self._left: dict[str, _Marks] | None = None  # by a step; None where all hold the same
-        self._alike = Alike(training, rounds)
+        self._alike = ConsistencyCheck(training, rounds)
         self._loaded = self._leaving = False
 
     def step(self, host: Host, closure: Closure) -> Any:
@@ -105,7 +104,7 @@ class BoundedUpdate(WholeUpdate):
             )
         if self._rounds.apart:
             where = "under bounded staleness (Canary)"
-            self._training.stepper.given.refuse_others(where, "wingbeat.Canary(s=0)")
+            self._training.stepper.arguments.refuse_others(where, "wingbeat.Canary(s=0)")
         host.recover()
         slots, owns = self._training.bucketing.slots, self._training.stepper.owns
         if not self._views.sent:
@@ -247,7 +246,7 @@ class BoundedUpdate(WholeUpdate):
                 self._level_frozen()
         return meets
 
-    def leave(self) -> None:
+    def before_detach(self) -> None:
         """End the iteration that a refusal has left open, as its gradients have been sent."""
         self._leaving = True
         if self._views.sent:

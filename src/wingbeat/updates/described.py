@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from wingbeat.engine.updates.deferred import refuse_evaluating
-from wingbeat.engine.updates.elementwise import Division, prove
 from wingbeat.engine.updates.stepper import GroupSnapshot
+from wingbeat.engine.updates.trials import Division, prove_elementwise
 from wingbeat.errors import UsageError
 from wingbeat.servers.applying import HOOKS, rebuilt
 from wingbeat.servers.values import encode
@@ -77,7 +77,7 @@ def describe(optimizer: torch.optim.Optimizer, snapshot: GroupSnapshot) -> Descr
     }
     replica = rebuilt(json.loads(json.dumps(description)))
     division = Division(OPTION, "the servers", _INSTEAD, replica)
-    each = prove(optimizer, kind.step, division)
+    each = prove_elementwise(optimizer, kind.step, division)
     return Described(json.dumps({**description, "each": each}), each)
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from wingbeat.engine.updates.averager import Averager
 from wingbeat.engine.updates.flat import FlatModel
-from wingbeat.engine.updates.local import LocalUpdate, Tensors
+from wingbeat.engine.updates.local import Averager, LocalUpdate, Tensors
 from wingbeat.engine.updates.update import Closure, Host, Training
 from wingbeat.errors import UsageError
 from wingbeat.schedules.local import Local

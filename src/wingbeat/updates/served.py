@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from wingbeat.engine.gradients.bucket import Bucket
-from wingbeat.engine.gradients.views import Views, keep_displaced
-from wingbeat.engine.updates.divided import DividedUpdate
-from wingbeat.engine.updates.sharing import SCALER
+from wingbeat.engine.gradients.views import ShownGradients, clone_displaced
+from wingbeat.engine.updates.divided import SCALER, DividedUpdate
 from wingbeat.engine.updates.stepper import State
 from wingbeat.engine.updates.update import Closure, Training
 from wingbeat.observe.events import stream
@@ -101,7 +100,7 @@ class ServedUpdate(DividedUpdate):
         self,
         training: Training,
         schedule: Schedule,
-        views: Views,
+        views: ShownGradients,
         remote: Remote,
         each: dict[str, bool],
     ) -> None:
@@ -158,7 +157,7 @@ class ServedUpdate(DividedUpdate):
         buckets = self._training.bucketing.buckets
         for bucket in buckets:
             bucket.settle()
-        keep_displaced(self._training.bucketing)
+        clone_displaced(self._training.bucketing)
         for bucket in buckets:
             self._leave_kept(bucket)
             for slot in bucket.slots:
@@ -193,13 +192,13 @@ class ServedUpdate(DividedUpdate):
 
     def _leave_kept(self, bucket: Bucket) -> None:
         """Take other memory for the buffer if somebody still has gradients in it."""
-        if bucket.is_kept():
-            bucket.renew()
-            self._views.renewed(bucket)
+        if bucket.is_referenced():
+            bucket.reallocate()
+            self._views.on_new_buffer(bucket)
 
     def _take_over(self, bucket: Bucket) -> None:
         """Take over the bucket's new parameters."""
-        self._due.remove(bucket)
+        self._pending.remove(bucket)
         fresh = {slot.index for slot in self._fresh.pop(bucket.index)}
         landing = self._remote.landing.get(bucket.index, bucket.flat)
         offset = 0
@@ -219,7 +218,7 @@ class ServedUpdate(DividedUpdate):
         return self._holdings
 
     @torch.no_grad()
-    def planned(self) -> None:
+    def on_new_buckets(self) -> None:
         """Give the servers parameters and state of the slices that this worker owns."""
         old, world = self._holdings, self._training.collectives.world
         new = Holdings(
@@ -238,7 +237,7 @@ class ServedUpdate(DividedUpdate):
         self._give(whole)
 
     @torch.no_grad()
-    def loaded(self) -> None:
+    def on_load_state_dict(self) -> None:
         """The optimizer has loaded a whole state: give it to the servers."""
         self._give(self._taken())
 

@@ -29,7 +29,7 @@ KEEPING = [(name, True) for name in STRATEGIES if name != "dear-sharded"]
 
 
 @pytest.mark.parametrize(("name", "keep"), [*((n, False) for n in STRATEGIES), *KEEPING])
-def test_buffers_are_used_again_unless_gradients_are_kept(name: str, keep: bool) -> None:
+def test_buffers_are_reused_unless_gradients_are_referenced(name: str, keep: bool) -> None:
     def body(world: World) -> None:
         model = net()
         params = list(model.parameters())
@@ -55,7 +55,7 @@ def test_buffers_are_used_again_unless_gradients_are_kept(name: str, keep: bool)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_values_put_into_a_gradient_count(name: str) -> None:
+def test_values_assigned_to_a_gradient_are_exchanged(name: str) -> None:
     """``p.grad.data = ...`` leaves the object in place, but takes its memory away."""
 
     def body(world: World) -> Any:
@@ -82,7 +82,7 @@ def test_values_put_into_a_gradient_count(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_gradients_that_are_left_after_release_have_memory_of_their_own(name: str) -> None:
+def test_gradients_after_release_have_their_own_memory(name: str) -> None:
     """One that is kept does not keep a whole bucket."""
 
     def body(world: World) -> None:
@@ -102,9 +102,7 @@ def test_gradients_that_are_left_after_release_have_memory_of_their_own(name: st
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1 / 3, 0.1, 1 / 7, 1e-30])
-def test_gradients_are_scaled_to_the_bits_that_a_number_gives(
-    dtype: torch.dtype, scale: float
-) -> None:
+def test_gradients_are_scaled_as_by_a_python_number(dtype: torch.dtype, scale: float) -> None:
     made = torch.randn(1001, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     param = torch.nn.Parameter(torch.zeros(1001, dtype=dtype))
     slot = Slot(0, "p", param)

@@ -23,7 +23,7 @@ class _OnItsWay:
         self.waits += 1
 
 
-def test_buckets_are_let_go_when_the_links_are_done_with_them() -> None:
+def test_old_buckets_are_freed_when_their_collectives_are_done() -> None:
     """Their memory may be anybody's afterwards."""
 
     def body(world: Any) -> None:
@@ -59,19 +59,19 @@ def _hearing(answer: Any) -> Bucketing:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
     world: Any = _World(answer)
     bucketing = Bucketing(model, Fusion(), world)
-    bucketing.tell()
+    bucketing.publish_order()
     return bucketing
 
 
-def test_the_order_of_rank_0_is_taken_over_once() -> None:
+def test_the_order_of_rank_0_is_adopted_once() -> None:
     bucketing = _hearing([[2, 0], [1]])
     assert bucketing.learning
-    bucketing.hear()
+    bucketing.adopt_order()
     assert list(bucketing.ready_order) == [2, 0, 1]
     assert bucketing.stale
     assert not bucketing.learning
     bucketing._world.answer = None  # type: ignore[attr-defined]
-    bucketing.hear()
+    bucketing.adopt_order()
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_the_order_of_rank_0_is_taken_over_once() -> None:
         None,
     ],
 )
-def test_what_is_no_order_is_refused(answer: Any) -> None:
+def test_a_malformed_order_is_refused(answer: Any) -> None:
     bucketing = _hearing(answer)
     with pytest.raises(PeerError, match="rank 1: rank 0 sent a malformed parameter order"):
-        bucketing.hear()
+        bucketing.adopt_order()
     assert list(bucketing.ready_order) == [2, 1, 0]

@@ -119,7 +119,7 @@ def assert_nothing_lost(results: list[Any], steps: int, size: int) -> None:
 
 
 @pairs(PULLED)
-def test_what_has_not_arrived_is_in_a_residual(kind, wire) -> None:
+def test_gradients_that_were_not_sent_are_in_a_residual(kind, wire) -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
         pull(model, optimizer, range(6), world.rank)
@@ -131,7 +131,7 @@ def test_what_has_not_arrived_is_in_a_residual(kind, wire) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_its_share_of_the_training_nothing_is_encoded_and_nothing_is_left(kind) -> None:
+def test_after_its_share_nothing_is_encoded_and_no_residual_is_left(kind) -> None:
     """Three steps of six, the same on all workers; backwards that only accumulate do not count."""
 
     def body(world: Any) -> Any:
@@ -189,7 +189,9 @@ def test_dense_groups_are_exact(kind) -> None:
 
 @pytest.mark.parametrize("new_buckets", [False, True])
 @pairs([*PULLED, ENDING])
-def test_what_is_left_of_a_parameter_waits_until_it_is_used_again(kind, wire, new_buckets) -> None:
+def test_the_residual_of_an_unused_parameter_is_sent_when_it_is_used(
+    kind, wire, new_buckets
+) -> None:
     """Nobody uses what workers send for a parameter that has no gradient anywhere."""
     idle = {1: {1, 2, 3}, 4: {2}}  # parameters and the steps in which nobody uses them
 
@@ -240,7 +242,7 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
 
 @pytest.mark.parametrize("after", [1, 2, 5])
 @pairs([*LOSSY[1:3], GROUPED])
-def test_another_number_of_workers_takes_over_what_is_owed(kind, wire, after) -> None:
+def test_another_number_of_workers_loads_all_residuals(kind, wire, after) -> None:
 
     def before(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy(kind, wire))
@@ -272,7 +274,7 @@ def test_another_number_of_workers_takes_over_what_is_owed(kind, wire, after) ->
         torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_checkpoint_of_each_worker_goes_on_bit_for_bit() -> None:
+def test_a_checkpoint_of_each_worker_continues_bit_for_bit() -> None:
     wire = TopK(density=0.05, warmup=6, auto_disable=False)
 
     def straight(world: Any) -> Any:
@@ -347,7 +349,7 @@ def test_training_ends_near_where_dense_training_does(kind, wire) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_that_nobody_uses_stay_as_they_are(kind) -> None:
+def test_parameters_that_no_worker_uses_do_not_change(kind) -> None:
     """Who has used a parameter travels unrounded."""
 
     def body(world: Any) -> Any:
@@ -401,7 +403,7 @@ def test_while_the_codec_is_off_momentum_correction_is_momentum() -> None:
     assert_same(off, on(2, lambda w: body(w, "fp32", 0.9))[0], 1e-5)
 
 
-def test_one_worker_has_the_momentum_that_many_have() -> None:
+def test_one_worker_alone_applies_momentum_correction() -> None:
     def body(world: Any, wire: Any, momentum: float) -> Any:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
@@ -442,7 +444,7 @@ def test_a_scaler_sees_what_overflowed_and_training_goes_on(kind, wire) -> None:
 
 
 @pytest.mark.parametrize("wire", ALWAYS, ids=repr)
-def test_dear_clips_what_has_been_reduced(wire) -> None:
+def test_dear_clips_reduced_blocks(wire) -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed_pull(world, strategy("dear", wire))
         optimizer.zero_grad()
@@ -459,7 +461,7 @@ def test_dear_clips_what_has_been_reduced(wire) -> None:
     assert 0.2 < total < 1.05
 
 
-def test_shards_take_sketched_gradients_and_whole_parameters() -> None:
+def test_shards_use_sketched_gradients_and_dense_parameters() -> None:
     def body(world: Any) -> Any:
         how = wingbeat.DeAR(
             plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(auto_disable=False)
@@ -534,7 +536,7 @@ def test_wires_that_cannot_work_are_refused() -> None:
     on(2, differing)
 
 
-def test_shards_pay_what_is_owed_to_their_own_block() -> None:
+def test_shards_add_the_residual_of_their_own_block() -> None:
     """Nothing encodes a reduced block a second time when parameters are what is gathered."""
 
     def body(world: Any) -> Any:
@@ -574,7 +576,7 @@ def test_loading_shards_leaves_loaded_residuals_alone() -> None:
     assert any(on(SIZE, body))
 
 
-def test_a_residual_keeps_what_half_precision_has_no_room_for() -> None:
+def test_a_residual_keeps_the_rounding_error_of_half_precision() -> None:
     """With the codec off, a residual too small for the gradients' dtype is not rounded away."""
 
     def body(world: Any) -> Any:
@@ -691,7 +693,7 @@ class _Watched:
         self._calls.append("wait")
 
 
-def test_what_is_owed_is_not_read_while_a_codec_is_at_work_on_it() -> None:
+def test_residuals_are_not_read_while_a_codec_writes_them() -> None:
     """Gradients that were dropped are on the links still, and are encoded there once more."""
 
     def body(world: Any) -> tuple[list[str], int]:
@@ -710,7 +712,7 @@ def test_what_is_owed_is_not_read_while_a_codec_is_at_work_on_it() -> None:
         assert calls == ["wait"] * buckets
 
 
-def test_a_state_without_residuals_begins_with_nothing_owed() -> None:
+def test_a_state_without_residuals_resets_them() -> None:
     def body(world: Any) -> dict[str, torch.Tensor]:
         model, optimizer = distributed_pull(
             world, strategy("allreduce", Sketch(auto_disable=False))

@@ -167,7 +167,7 @@ def test_schedules_give_the_same_weights_on_all_workers(habit: Any) -> None:
 
 
 @pytest.mark.parametrize("interfaces", [1, 2])
-def test_what_is_not_sent_waits_and_buckets_may_change(interfaces: int) -> None:
+def test_unsent_gradients_survive_a_change_of_buckets(interfaces: int) -> None:
     """At lr 1 the weights and what residuals lack are all that was ever put in."""
 
     def body(world: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,7 +198,7 @@ def test_what_is_not_sent_waits_and_buckets_may_change(interfaces: int) -> None:
 
 
 @pytest.mark.parametrize("kind", list(STRATEGIES))
-def test_a_run_that_stops_goes_on_to_the_bit(kind: str) -> None:
+def test_a_resumed_run_continues_bit_for_bit(kind: str) -> None:
     """Residuals and the factors' starts are in the state."""
 
     def train(model: Any, optimizer: Any, steps: range, rank: int) -> None:
@@ -225,7 +225,7 @@ def test_a_run_that_stops_goes_on_to_the_bit(kind: str) -> None:
     assert all(on(2, body))
 
 
-def test_a_state_that_only_one_worker_loads_is_told_and_not_summed() -> None:
+def test_a_state_loaded_by_one_worker_is_an_error() -> None:
     def body(world: Any) -> str:
         model, optimizer = begin(world, reduced())
         usual(model, optimizer, world.rank)
@@ -256,7 +256,7 @@ def test_damaged_starts_in_a_state_are_refused() -> None:
         assert "starts is no dict of finite matrices" in said
 
 
-def test_parts_of_more_workers_are_taken_over_with_the_starts_of_all() -> None:
+def test_parts_of_more_workers_load_with_the_starts_of_all() -> None:
     def parts(world: Any) -> Any:
         model, optimizer = begin(world, reduced())
         usual(model, optimizer, world.rank)
@@ -289,7 +289,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert all(bool(p.isfinite().all()) for p in first.values())
 
 
-def test_channels_last_and_transposed_weights_are_matrices_as_they_lie() -> None:
+def test_channels_last_and_transposed_weights_are_matrices_by_their_strides() -> None:
     """Their elements are in another order in memory; a matrix of rank 1 arrives all the same."""
 
     def body(world: Any) -> torch.Tensor:

@@ -55,7 +55,7 @@ def test_all_workers_skip_the_same_steps(bad_rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_all_workers_hear_of_one_bad_element(value: float) -> None:
+def test_one_infinite_element_reaches_all_workers(value: float) -> None:
     """It is in the reduced block of one worker only, and the others have nothing to see."""
 
     def body(world: Any) -> tuple[list[torch.Tensor], list[float]]:
@@ -112,7 +112,7 @@ def test_only_an_optimizer_that_unscales_by_itself_needs_whole_gradients(
     assert list(Counter(map(id, seen)).values()) == [gathers, gathers]
 
 
-def test_a_reader_that_is_no_scaler_gets_whole_gradients() -> None:
+def test_a_read_without_a_scaler_makes_gradients_whole() -> None:
     def body(world: Any) -> float:
         model = nn.Linear(4, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -166,7 +166,7 @@ def test_a_worker_without_batches_follows_those_that_scale(size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, weights, strict=True))
 
 
-def test_an_infinity_that_one_worker_sees_counts_for_all() -> None:
+def test_an_infinity_on_one_worker_skips_the_step_on_all() -> None:
     """After the sum it is in one worker's block only."""
 
     def body(world: Any) -> tuple[float, bool]:
@@ -250,7 +250,7 @@ def _made(world: Any, make: Any = torch.optim.SGD) -> tuple[Any, Any]:
     return wingbeat.distribute(model, optimizer, wingbeat.DeAR(plan="fixed", mb=1e-5), world=world)
 
 
-def test_an_optimizer_whose_class_unscales_is_left_to_do_so() -> None:
+def test_an_optimizer_whose_class_unscales_unscales_itself() -> None:
     def body(world: Any) -> torch.Tensor:
         model, optimizer = _made(world, Unscales)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -268,7 +268,7 @@ def test_an_optimizer_whose_class_unscales_is_left_to_do_so() -> None:
     assert scales[-4:] == [64.0] * 4, "the scaler has unscaled in its place"
 
 
-def test_when_no_scaler_asks_any_more_groups_have_whole_gradients_again() -> None:
+def test_groups_without_a_scaler_have_whole_gradients_again() -> None:
     def body(world: Any) -> list[str]:
         model, optimizer = _made(world)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -289,7 +289,7 @@ def test_when_no_scaler_asks_any_more_groups_have_whole_gradients_again() -> Non
     assert _run(2, body) == [[whole, pending, pending, whole, whole]] * 2
 
 
-def test_a_rank_that_has_put_a_gradient_away_unscales_along() -> None:
+def test_a_rank_with_a_removed_gradient_takes_part_in_unscaling() -> None:
     def body(world: Any) -> list[float]:
         model, optimizer = _made(world)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

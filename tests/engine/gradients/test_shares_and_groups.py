@@ -22,7 +22,7 @@ NAMES = ("conv.weight", "conv.bias", "fc.weight")
 SHAPES = ((30, 4), (7,), (20, 10))
 SIZES = (120, 7, 200)
 N = sum(SIZES)
-KEPT: dict[str, Any] = {"auto_disable": False}
+EXTRA: dict[str, Any] = {"auto_disable": False}
 
 
 def slots_of(dtype: torch.dtype = torch.float32) -> list[Slot]:
@@ -46,7 +46,7 @@ class Worker:
     def launch(self, gradients: Tensor, used: tuple[bool, ...] = (True,) * 3) -> Any:
         """Begin an iteration and take in all gradients."""
         self.compression.count_step()
-        self.bucket.reopen()
+        self.bucket.reset()
         self.bucket.flat[:N].copy_(gradients)
         for slot, mine in zip(self.slots, used, strict=True):
             slot.used = mine
@@ -70,14 +70,14 @@ def grads(seed: int) -> Tensor:
 
 
 ENDING = [
-    Sketch(bits=2, share=0.5, total=6, **KEPT),
-    LowRank(rank=1, bits=2, share=0.5, total=6, **KEPT),
-    Sketch(bits=2, share=0.5, total=6, groups={"conv.bias": "fp32", "fc.*": 1}, **KEPT),
+    Sketch(bits=2, share=0.5, total=6, **EXTRA),
+    LowRank(rank=1, bits=2, share=0.5, total=6, **EXTRA),
+    Sketch(bits=2, share=0.5, total=6, groups={"conv.bias": "fp32", "fc.*": 1}, **EXTRA),
 ]
 
 
 @pytest.mark.parametrize("wire", ENDING, ids=repr)
-def test_what_is_left_at_the_end_of_the_share_goes_along_once(wire: Any) -> None:
+def test_residuals_at_the_end_of_the_share_are_sent_once(wire: Any) -> None:
     worker, arrived, given = Worker(wire), torch.zeros(N), torch.zeros(N)
     for step in range(6):
         given += grads(step)
@@ -93,20 +93,20 @@ def test_what_is_left_at_the_end_of_the_share_goes_along_once(wire: Any) -> None
             assert torch.equal(worker.bucket.flat[:N], grads(step))
 
 
-def test_a_share_of_nothing_is_dense_from_the_first_iteration_on() -> None:
-    worker = Worker(Sketch(share=0.0, total=5, **KEPT))
+def test_a_share_of_zero_is_dense_from_the_first_iteration() -> None:
+    worker = Worker(Sketch(share=0.0, total=5, **EXTRA))
     for step in range(3):
         assert worker.launch(grads(step)) is None
         assert torch.equal(worker.bucket.flat[:N], grads(step))
 
 
-def test_all_is_encoded_where_the_share_is_whole_however_long_it_lasts() -> None:
-    worker = Worker(Sketch(share=1.0, total=2, **KEPT))
+def test_a_share_of_one_encodes_all_iterations() -> None:
+    worker = Worker(Sketch(share=1.0, total=2, **EXTRA))
     assert all(isinstance(worker.launch(grads(step)), Encoded) for step in range(5))
 
 
-def test_a_parameter_that_is_not_used_at_the_switch_gets_what_is_left_when_it_is() -> None:
-    worker = Worker(Sketch(bits=1, share=0.5, total=2, **KEPT))
+def test_a_parameter_unused_at_the_switch_gets_its_residual_when_used() -> None:
+    worker = Worker(Sketch(bits=1, share=0.5, total=2, **EXTRA))
     how = worker.launch(grads(0))
     left = grads(0) - worker.send(how)
     idle = slice(120, 127)
@@ -122,8 +122,8 @@ def test_a_parameter_that_is_not_used_at_the_switch_gets_what_is_left_when_it_is
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-def test_a_share_goes_on_where_the_saved_run_was(feedback: bool) -> None:
-    wire = Sketch(bits=2, feedback=feedback, share=0.5, total=6, **KEPT)
+def test_a_share_continues_after_loading(feedback: bool) -> None:
+    wire = Sketch(bits=2, feedback=feedback, share=0.5, total=6, **EXTRA)
     before = Worker(wire)
     for step in range(2):
         before.send(before.launch(grads(step)))
@@ -134,10 +134,10 @@ def test_a_share_goes_on_where_the_saved_run_was(feedback: bool) -> None:
     assert after.launch(grads(3)) is None
 
 
-def test_a_run_that_keeps_nothing_sends_what_an_earlier_one_has_left_once() -> None:
-    saved = Worker(Sketch(bits=2, **KEPT))
+def test_a_run_without_residuals_sends_loaded_residuals_once() -> None:
+    saved = Worker(Sketch(bits=2, **EXTRA))
     left = grads(0) - saved.send(saved.launch(grads(0)))
-    wire = Sketch(feedback=False, share=0.5, total=9, **KEPT)
+    wire = Sketch(feedback=False, share=0.5, total=9, **EXTRA)
     worker = Worker(wire)
     worker.compression.load_state_dict(saved.compression.state_dict())
     how = worker.launch(grads(1))
@@ -151,8 +151,8 @@ def test_a_run_that_keeps_nothing_sends_what_an_earlier_one_has_left_once() -> N
 # -- groups -------------------------------------------------------------------------------
 
 
-def test_each_layer_travels_as_its_group_has_it_and_flags_as_they_are() -> None:
-    worker = Worker(Sketch(bits=3, groups={"fc.*": 6, "*.bias": "fp32"}, **KEPT))
+def test_each_layer_is_encoded_by_its_group_and_flags_are_not() -> None:
+    worker = Worker(Sketch(bits=3, groups={"fc.*": 6, "*.bias": "fp32"}, **EXTRA))
     how = worker.launch(grads(0))
     assert [(each.span, each.codec) for each in how.coding.regions] == [
         (Span(0, 120), SketchCodec(3)),
@@ -168,15 +168,15 @@ def test_each_layer_travels_as_its_group_has_it_and_flags_as_they_are() -> None:
 
 
 def test_a_bucket_of_dense_layers_alone_is_not_encoded() -> None:
-    worker = Worker(Sketch(groups={"conv.*": "fp32", "fc.*": "fp32"}, **KEPT))
+    worker = Worker(Sketch(groups={"conv.*": "fp32", "fc.*": "fp32"}, **EXTRA))
     assert worker.launch(grads(0)) is None
     assert torch.equal(worker.bucket.flat[:N], grads(0))
 
 
-def test_what_an_earlier_run_has_left_of_layers_that_are_dense_now_goes_along_once() -> None:
-    saved = Worker(Sketch(bits=1, **KEPT))
+def test_loaded_residuals_of_dense_layers_are_sent_once() -> None:
+    saved = Worker(Sketch(bits=1, **EXTRA))
     left = grads(0) - saved.send(saved.launch(grads(0)))
-    worker = Worker(Sketch(groups={"*": "fp32"}, feedback=True, **KEPT))
+    worker = Worker(Sketch(groups={"*": "fp32"}, feedback=True, **EXTRA))
     worker.compression.load_state_dict(saved.compression.state_dict())
     worker.launch(grads(1), (True, False, True))
     torch.testing.assert_close(worker.bucket.flat[:120], (grads(1) + left)[:120])
@@ -206,6 +206,6 @@ def test_float64_is_not_silently_sent_as_float32_in_a_dense_group() -> None:
 
 
 def test_a_bucket_of_bf16_with_dense_layers_in_it_loses_nothing_of_them() -> None:
-    worker = Worker(Sketch(bits=4, groups={"*.bias": "fp32"}, **KEPT), torch.bfloat16)
+    worker = Worker(Sketch(bits=4, groups={"*.bias": "fp32"}, **EXTRA), torch.bfloat16)
     how = worker.launch(grads(0))
     assert torch.equal(worker.send(how)[120:127], grads(0)[120:127].bfloat16().float())

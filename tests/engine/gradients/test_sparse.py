@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import wingbeat
 from helpers.training import on
 from wingbeat.collectives import Collectives, Rows
+from wingbeat.engine.gradients.bucket import StepCounter
 from wingbeat.engine.gradients.sparse import SparseGradients
-from wingbeat.engine.gradients.steps import Steps
 from wingbeat.errors import PeerError, UsageError
 
 STRATEGIES = [wingbeat.AllReduce(), wingbeat.DeAR()]
@@ -172,7 +172,7 @@ def _against(told: list[float], payload: list[int]) -> str:
                 sent[1, : len(payload)] = torch.tensor(payload, dtype=torch.uint8)
                 collectives.all_gather(sent.view(-1), label="sparse gradients").wait()
             return ""
-        sparse = SparseGradients({"table": table}, collectives, Steps(world.rank))
+        sparse = SparseGradients({"table": table}, collectives, StepCounter(world.rank))
         sparse.start(0.5, shadowing=False)
 
         def exchange() -> None:

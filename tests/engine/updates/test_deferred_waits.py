@@ -63,7 +63,7 @@ class _Watched:
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_who_writes_to_gradients_waits_until_the_links_have_read_them(writes: bool) -> None:
+def test_an_update_that_writes_to_gradients_waits_until_they_are_sent(writes: bool) -> None:
     """As found out in its first steps: for the whole collective, not only for its result."""
 
     def body(world: Any) -> list[str]:
@@ -127,14 +127,14 @@ def test_one_bucket_whose_gradients_are_written_to_is_enough() -> None:
         assert set(_waits(lambda model, f=first: make(model, f), 4)) == {"wait"}
 
 
-def test_an_optimizer_has_two_steps_to_show_that_it_leaves_gradients_alone() -> None:
+def test_two_steps_prove_that_an_optimizer_does_not_write_to_gradients() -> None:
     """Of those that keep something of the first, many touch gradients in the second only."""
     waits = [_waits(lambda model: torch.optim.SGD(model.parameters()), last) for last in (1, 2)]
     assert waits == [["wait"] * 2, ["wait_received"] * 2]
 
 
 @pytest.mark.parametrize("last_is_here", [False, True])
-def test_one_call_of_the_optimizer_updates_what_has_come(last_is_here: bool) -> None:
+def test_one_call_of_the_optimizer_updates_all_arrived_buckets(last_is_here: bool) -> None:
     """In the order in which forward needs it, up to the first bucket that is still to come."""
     called: list[list[str]] = []
 

@@ -16,14 +16,14 @@ def params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
 
 
-def test_fragments_lie_one_behind_the_other() -> None:
+def test_fragments_are_contiguous() -> None:
     model = FlatModel([params((2, 3), ()), params((4,))])
     assert model.spans == [Span(0, 7), Span(7, 11)]
     assert model.part(0, 2) == Span(0, 11)
     assert model.flat.dtype is torch.float32
 
 
-def test_what_is_read_can_be_written() -> None:
+def test_write_restores_what_read_copied() -> None:
     first, second = params((2, 3), ()), params((4,), dtype=torch.bfloat16)
     model = FlatModel([first, second])
     before = [p.detach().clone() for p in (*first, *second)]
@@ -47,7 +47,7 @@ def test_float64_loses_nothing() -> None:
     assert torch.equal(precise[0], before)
 
 
-def test_strides_and_data_are_those_of_now() -> None:
+def test_read_follows_present_strides_and_data() -> None:
     param = nn.Parameter(torch.arange(6.0).view(2, 3).t())
     model = FlatModel([[param]])
     model.read()
@@ -57,7 +57,7 @@ def test_strides_and_data_are_those_of_now() -> None:
     assert param.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_buffers_are_behind_the_fragments_and_others_are_refused() -> None:
+def test_buffers_follow_the_fragments_and_changed_shapes_are_refused() -> None:
     kept = {"mean": torch.ones(2)}
     model = FlatModel([params((3,))], lambda: list(kept.values()))
     model.read(0, 1)
@@ -81,7 +81,7 @@ def test_a_number_is_last() -> None:
     assert model.trained == Span(0, 3)
 
 
-def test_it_tells_whether_parameters_are_what_they_were() -> None:
+def test_holds_compares_parameters_with_values() -> None:
     first, second = params((2, 3)), params((4,), dtype=torch.bfloat16)
     model = FlatModel([first, second])
     model.read()

@@ -32,7 +32,7 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat.engine.updates.shards import DividedState
+from wingbeat.engine.updates.divided import DividedState
 from wingbeat.errors import MismatchError, UsageError
 
 
@@ -49,7 +49,7 @@ def test_the_weights_and_the_state_are_those_without_shards(
     compare(size, make, _plain, mb=mb)
 
 
-def test_unused_parameters_are_left_alone_until_somebody_uses_them() -> None:
+def test_unused_parameters_are_not_updated_until_a_worker_uses_them() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         for step in range(8):
             # Nobody, then the last rank alone, then nobody, then everyone.
@@ -189,7 +189,7 @@ def test_gradients_read_on_one_rank_are_whole(reader: int) -> None:
     compare(3, adamw, body, tolerance=1e-6)
 
 
-def test_ranks_that_do_different_things_are_told_so() -> None:
+def test_ranks_with_different_actions_raise() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(2))
@@ -345,7 +345,7 @@ class _Handle:
         self._handle.wait_received()
 
 
-def test_parameters_enter_a_buffer_that_the_links_are_done_with() -> None:
+def test_parameters_are_placed_after_the_buffers_collective_is_done() -> None:
     """A slow peer may not have read its part of the gradients yet when this worker has its own."""
 
     def body(world: Any) -> int:
@@ -400,7 +400,7 @@ def test_hooks_of_all_optimizers_run_once_a_step_and_see_the_users_optimizer() -
         assert [sizes for where, sizes in calls if where == thread] == [whole] * 6
 
 
-def test_another_optimizer_hears_that_a_step_has_used_gradients_up() -> None:
+def test_another_optimizer_is_refused_gradients_that_a_step_has_used_up() -> None:
     """It would find none, and train nothing."""
 
     def body(world: Any) -> None:

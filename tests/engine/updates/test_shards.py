@@ -149,7 +149,7 @@ def test_each_worker_remembers_its_part_only_after_the_buckets_have_changed() ->
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_worker_remembers_its_part_only(size: int) -> None:
+def test_each_worker_has_its_part_of_the_state_only(size: int) -> None:
     def body(world: Any) -> tuple[int, int, int]:
         model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 30))
         model, optimizer = distributed(world, torch.optim.AdamW, model, mb=0.005)

@@ -1,4 +1,4 @@
-"""An optimizer run on some of its parameters, with the settings of an earlier moment."""
+"""Steps of an optimizer on some parameters, and the arguments of a call of step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from wingbeat.engine.updates.given import Given
-from wingbeat.engine.updates.stepper import Stepper
+from wingbeat.engine.updates.stepper import StepArguments, Stepper
 from wingbeat.errors import UsageError
 
 
@@ -28,7 +27,7 @@ def _partial(optimizer: torch.optim.Optimizer) -> Stepper:
     return Stepper(optimizer, type(optimizer).step)
 
 
-def test_settings_are_those_of_the_snapshot() -> None:
+def test_a_step_uses_the_settings_of_the_snapshot() -> None:
     """Also a learning rate that is a tensor, which a scheduler changes in place."""
     first, second = _params()
     rate = torch.tensor(0.5)
@@ -42,7 +41,7 @@ def test_settings_are_those_of_the_snapshot() -> None:
     assert torch.equal(second.detach(), torch.full((3,), 0.75))
 
 
-def test_only_what_is_named_is_updated() -> None:
+def test_a_step_updates_only_the_given_parameters() -> None:
     first, second = _params()
     optimizer = torch.optim.SGD([first, second], lr=1.0)
     groups = optimizer.param_groups
@@ -56,7 +55,7 @@ def test_only_what_is_named_is_updated() -> None:
 @pytest.mark.parametrize(
     "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
 )
-def test_hooks_of_all_optimizers_are_noticed(register: Any) -> None:
+def test_global_hooks_are_detected(register: Any) -> None:
     partial = _partial(torch.optim.SGD(_params()))
     assert not partial.hooked
     handle = register(lambda *_: None)
@@ -68,7 +67,7 @@ def test_hooks_of_all_optimizers_are_noticed(register: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
-def test_hooks_of_one_optimizer_are_noticed_and_not_run_in_parts(when: str) -> None:
+def test_hooks_of_one_optimizer_are_detected_and_not_run_in_parts(when: str) -> None:
     params = _params()
     optimizer = torch.optim.SGD(params)
     partial = _partial(optimizer)
@@ -81,7 +80,7 @@ def test_hooks_of_one_optimizer_are_noticed_and_not_run_in_parts(when: str) -> N
     assert calls == [optimizer]
 
 
-def test_hooks_of_all_optimizers_are_run_once_around_a_step_in_parts() -> None:
+def test_global_hooks_run_once_around_a_step_in_parts() -> None:
     params = _params()
     optimizer = torch.optim.SGD(params)
     partial = _partial(optimizer)
@@ -129,7 +128,7 @@ def test_the_optimizers_own_code_may_call_itself() -> None:
     assert not partial.stepping
 
 
-def test_a_parameter_that_was_moved_to_another_group_is_noticed() -> None:
+def test_a_parameter_moved_to_another_group_is_detected() -> None:
     first, second = _params()
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1.0)
     partial = _partial(optimizer)
@@ -147,9 +146,90 @@ def test_the_arguments_of_a_call_are_forgotten_after_it_also_where_it_raises() -
     stepper = _partial(torch.optim.SGD(_params(), lr=0.5))
 
     def served() -> None:
-        with stepper.calling(Given(kwargs={"bs": 64})):
-            raise RuntimeError(f"others: {stepper.given.others}")
+        with stepper.calling(StepArguments(kwargs={"bs": 64})):
+            raise RuntimeError(f"others: {stepper.arguments.others}")
 
     with pytest.raises(RuntimeError, match="others: True"):
         served()
-    assert not stepper.given.others
+    assert not stepper.arguments.others
+
+
+def usual(self: Any, closure: Any = None, bs: int = 1) -> None:
+    """As most optimizers have it."""
+
+
+def behind(self: Any, bs: int, closure: Any = None) -> None:
+    """The closure comes second."""
+
+
+def without(self: Any, bs: Any) -> None:
+    """No closure at all."""
+
+
+def anything(self: Any, *args: Any, **kwargs: Any) -> None:
+    """As a wrapper around another step."""
+
+
+def evaluate() -> float:
+    return 1.0
+
+
+def other() -> float:
+    return 2.0
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "kwargs"),
+    [
+        (usual, (evaluate,), {}),
+        (usual, (evaluate, 3), {}),
+        (usual, (), {"closure": evaluate}),
+        (usual, (), {"bs": 3, "closure": evaluate}),
+        (behind, (3, evaluate), {}),
+        (anything, (evaluate, 3), {"bs": 3}),
+    ],
+)
+def test_a_closure_is_found_and_replaced_in_its_position(
+    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    given = StepArguments(step, args, kwargs)
+    assert given.closure is evaluate
+    assert given.others == (len(args) + len(kwargs) > 1)
+    assert given.with_closure(evaluate) == (args, kwargs)
+    replaced, named = given.with_closure(other)
+    assert [*replaced, *named.values()].count(other) == 1
+    assert evaluate not in (*replaced, *named.values())
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "kwargs"),
+    [
+        (usual, (None, 3), {}),
+        (usual, (), {"bs": 3}),
+        (behind, (3,), {}),
+        (without, (evaluate,), {}),
+        (anything, (3,), {}),
+    ],
+)
+def test_arguments_without_a_closure_are_passed_unchanged(
+    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    given = StepArguments(step, args, kwargs)
+    assert given.closure is None
+    assert given.others
+    assert given.with_closure(None) == (args, kwargs)
+
+
+def test_a_call_without_arguments_accepts_a_closure() -> None:
+    assert not StepArguments().others
+    assert not StepArguments(usual, (None,)).others
+    assert StepArguments().with_closure(None) == ((), {})
+    assert StepArguments().with_closure(other) == ((other,), {})
+
+
+def test_arguments_are_refused_by_their_text_in_one_line() -> None:
+    given = StepArguments(usual, (None,), {"bs": "two\nlines"})
+    with pytest.raises(UsageError, match=r"step\(None, bs='two.*use wingbeat.DeAR\(\)") as caught:
+        given.refuse_others("with shard_optimizer", "wingbeat.DeAR()")
+    assert "\n" not in str(caught.value)
+    StepArguments(usual, (evaluate,)).refuse_others("with shard_optimizer", "wingbeat.DeAR()")

@@ -1,52 +1,56 @@
-"""Which parameters share a bucket at the moment, in which order, and which module needs them."""
+"""The plan in force: which parameters share a bucket, and which modules need them."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
 
 from wingbeat import plans
-from wingbeat.engine.gradients.bucket import Bucket, Slot
-from wingbeat.engine.gradients.layers import convolutional, fully_connected
+from wingbeat.engine.gradients.bucket import Bucket, Slot, dtype_name
 from wingbeat.errors import PeerError
 from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Where DDP's users name what is not to be synchronised."""
+"""The attribute in which DDP's users name parameters and buffers that are not synchronised."""
+
+_DENSE = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)
+"""Torch's fully connected layers. Materialised lazy layers and parametrized ones are subclasses."""
 
 
 class Bucketing:
-    """The plan in force, as buckets with buffers; and how the next one comes about.
+    """The buckets of the plan in force, and how the next plan is made.
 
-    The order in which gradients become ready is the one that rank 0 saw in the first backward, so
-    that all workers hold the same plan. Forward needs parameters in the reverse order: a gradient
-    is ready when backward has passed the parameter's first use. Where workers are not in lockstep,
-    the order stays that in which the parameters are defined, reversed.
+    The ready order is the one that rank 0 observed in the first backward, so that all workers hold
+    the same plan. Forward order is its reverse: a gradient is ready when backward has passed the
+    parameter's first use. Without lockstep the order is the reversed order of definition.
 
     Args:
         model: whose parameters.
         fusion: the rule by which buckets are made.
         world: the workers.
-        lockstep: whether all make the same iterations.
-        sparse: names of parameters whose gradients have no place in a bucket.
+        lockstep: whether all workers make the same iterations.
+        sparse: names of parameters with sparse gradients, which are not put into buckets.
 
     Attributes:
         slots: one for each trained parameter with a dense gradient, in the order of
             ``model.named_parameters()``.
-        frozen: the names of parameters that need no gradient, and these.
-        others: the model's tensors that are not trained, and buffers, but those to be ignored.
+        frozen: names and parameters that require no gradient.
+        others: untrained parameters and buffers that are synchronised.
         buckets: in the order in which their gradients become ready.
-        forward_buckets: the same, in the order in which forward needs their parameters.
+        forward_buckets: the same buckets, in the order in which forward needs their parameters.
         fusion: the rule by which they are made, unless a plan is given.
-        strided: whether gradients are laid out as their parameters are.
-        stale: whether the rule or an order has changed since, so that `rebuild` is due.
+        strided: whether gradients have the memory format of their parameters.
+        stale: whether the rule or the order has changed, so that `rebuild` is due.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: nn.Module,
         fusion: Fusion,
         world: World,
         *,
@@ -75,82 +79,81 @@ class Bucketing:
         self._world = world
         self.fusion = fusion
         self._plan: Plan | None = None
-        # Without lockstep nobody waits for what rank 0 has seen: definition order, reversed, stays.
-        self._seen: list[int] | None = [] if lockstep else None
-        self._told = not lockstep
+        self._observed: list[int] | None = [] if lockstep else None
+        self._agreed = not lockstep
         self._ready_order = list(reversed(range(len(self.slots))))
         self._unused: list[int] = []
-        self._buckets_of: dict[torch.nn.Module, list[Bucket]] = {}
+        self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self.stale = False
         self.strided = False
 
-    def needed_by(self, module: torch.nn.Module) -> Sequence[Bucket]:
-        """Return the buckets whose parameters the module is known to read in forward."""
+    def needed_by(self, module: nn.Module) -> Sequence[Bucket]:
+        """Return the buckets whose parameters the module reads in forward."""
         return self._buckets_of.get(module, ())
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are: a device other than the CPU, if one of them is on one."""
+        """The first device that is not the CPU, if a parameter is on one."""
         devices = [slot.param.device for slot in self.slots]
         found = [device for device in devices if device.type != "cpu"] or devices
         return found[0] if found else torch.device("cpu")
 
-    # -- learning the order ---------------------------------------------------------------
+    # -- the ready order ------------------------------------------------------------------
 
     @property
     def learning(self) -> bool:
         """Whether the workers have not agreed on an order yet."""
-        return not self._told
+        return not self._agreed
 
-    def ready(self, index: int) -> None:
-        """Note that the gradient of slot ``index`` is ready."""
-        if self._seen is not None:
-            self._seen.append(index)
+    def observe_ready(self, index: int) -> None:
+        """Record that the gradient of slot ``index`` is ready."""
+        if self._observed is not None:
+            self._observed.append(index)
 
-    def tell(self) -> None:
-        """After the first backward: tell the others the order that rank 0 saw.
+    def publish_order(self) -> None:
+        """After the first backward: publish the order that rank 0 observed.
 
-        Also after one that an exception cut short here, because the others wait for it.
+        Also after a backward that an exception cut short, because the other workers wait for it.
         """
-        seen, self._seen = self._seen, None
-        if seen is not None and self._world.rank == 0:
-            unused = sorted(set(range(len(self.slots))) - set(seen), reverse=True)
-            self._world.publish("order", [seen, unused])
+        observed, self._observed = self._observed, None
+        if observed is not None and self._world.rank == 0:
+            unused = sorted(set(range(len(self.slots))) - set(observed), reverse=True)
+            self._world.publish("order", [observed, unused])
 
-    def hear(self) -> None:
-        """Before the second backward: take over the order that rank 0 saw, on every rank.
+    def adopt_order(self) -> None:
+        """Before the second backward: adopt the order that rank 0 observed, on every rank.
 
-        Nobody waits for it at the end of the first: several models may take part in one backward,
-        and end it in another order on each rank.
+        Workers do not wait for it at the end of the first backward: several models may take part in
+        one backward, and end it in different orders on each rank.
 
         Raises:
-            PeerError: what rank 0 sent is no order of the parameters.
+            PeerError: rank 0 sent something that is not an order of the parameters.
         """
-        if self._seen is not None or self._told:
+        if self._observed is not None or self._agreed:
             return
-        self._told = True
+        self._agreed = True
         answer = self._world.read("order", 0)
         try:
-            seen, unused = ([int(i) for i in part] for part in answer)
-            if sorted([*seen, *unused]) != list(range(len(self.slots))):
+            observed, unused = ([int(i) for i in part] for part in answer)
+            if sorted([*observed, *unused]) != list(range(len(self.slots))):
                 raise ValueError
         except (TypeError, ValueError):
             raise PeerError(
                 f"rank {self._world.rank}: rank 0 sent a malformed parameter order"
             ) from None
-        self._ready_order = [*seen, *unused]
+        self._ready_order = [*observed, *unused]
         self._unused = unused
         self.stale = True
 
     # -- the plan -------------------------------------------------------------------------
 
     def use(self, fusion: Fusion) -> None:
-        """Fuse by another rule from the next `rebuild` on; all workers alike."""
+        """Make buckets by another rule from the next `rebuild` on; same on all workers."""
         self.fusion = fusion
         self.stale = True
 
     def follow(self, plan: Plan) -> None:
-        """Follow a plan from the next `rebuild` on, whatever the rule; all workers alike."""
+        """Use a given plan from the next `rebuild` on; same on all workers."""
         self._plan = plan
         self.stale = True
 
@@ -160,23 +163,19 @@ class Bucketing:
         return self._ready_order
 
     def rebuild(self) -> None:
-        """Make buckets anew, between iterations; gradients stay in the old ones until taken in."""
+        """Make new buckets between iterations; gradients stay in the old ones until copied."""
         for bucket in self.buckets:
             bucket.settle()
         self.build()
 
     def build(self) -> None:
-        """Make the buckets of the rule and the orders in force."""
+        """Make the buckets of the rule and the order in force."""
         plan = self._plan or plans.make(self.fusion, self.specs, self._ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
             for i, bucket in enumerate(plan.buckets)
         ]
         self.stale = False
-        self.order_forward()
-
-    def order_forward(self) -> None:
-        """Find out which buckets are needed first, and which each module waits for."""
         unused = set(self._unused)
         order = [i for i in reversed(self._ready_order) if i not in unused]
         position = {slot: place for place, slot in enumerate([*order, *self._unused])}
@@ -190,49 +189,98 @@ class Bucketing:
         }
 
 
-def synchronised(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the named parameters that the workers hold in common.
+# -- parameters ---------------------------------------------------------------------------
 
-    Those are all but the ones that the model names as DDP's
-    ``_set_params_and_buffers_to_ignore_for_model`` has it.
-    """
+
+def synchronised(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the named parameters that the workers hold in common: all but `ignored` ones."""
     left_out = ignored(model)
     return ((name, p) for name, p in model.named_parameters() if name not in left_out)
 
 
-def ignored(model: torch.nn.Module) -> set[str]:
-    """Return the names of parameters and buffers that each worker keeps for itself."""
+def ignored(model: nn.Module) -> set[str]:
+    """Return the names passed to DDP's ``_set_params_and_buffers_to_ignore_for_model``."""
     return set(model.__dict__.get(IGNORED, ()))
 
 
 def _readers(
-    model: torch.nn.Module, slot_of: Mapping[torch.Tensor, Slot]
-) -> Iterator[tuple[torch.nn.Module, list[Slot]]]:
-    """Yield each module that has parameters of its own, and these.
+    model: nn.Module, slot_of: Mapping[torch.Tensor, Slot]
+) -> Iterator[tuple[nn.Module, list[Slot]]]:
+    """Yield each module that reads parameters of its own, and their slots.
 
-    What is compiled reads all of what is in it, and nobody can watch it do so.
+    A compiled module reads all parameters inside it, and no hook sees which one when.
     """
     for module in model.modules():
-        opaque = is_opaque(module)
-        params = module.parameters() if opaque else module._parameters.values()
+        compiled = is_compiled(module)
+        params = module.parameters() if compiled else module._parameters.values()
         slots = [slot_of[param] for param in params if param is not None and param in slot_of]
         if slots:
             yield module, slots
 
 
-def is_opaque(module: torch.nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward is compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return isinstance(module, torch.jit.ScriptModule) or compiled or hasattr(module, "_orig_mod")
 
 
 def spec_of(name: str, param: torch.Tensor, layer: str = "") -> TensorSpec:
-    """Describe a parameter, of a layer of that kind, for the plan."""
+    """Describe a parameter, and the kind of layer it belongs to, for the plan."""
     return TensorSpec(
         name,
         tuple(param.shape),
-        str(param.dtype).removeprefix("torch."),
+        dtype_name(param.dtype),
         param.element_size(),
         str(param.device),
         layer,
     )
+
+
+# -- kinds of layers ----------------------------------------------------------------------
+
+
+def fully_connected(model: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters that only fully connected layers have.
+
+    A parameter that is tied to another kind of layer, as an output layer is to an embedding, is
+    needed when that layer runs, and does not count.
+    """
+    dense: set[torch.Tensor] = set()
+    others: set[torch.Tensor] = set()
+    parametrizations = {
+        inner
+        for module in model.modules()
+        if isinstance(module, parametrize.ParametrizationList)
+        for inner in module.modules()
+    }
+    for module in model.modules():
+        if module not in parametrizations:  # these count for the layer that they parametrize
+            (dense if is_fully_connected(module) else others).update(_own(module))
+    return dense - others
+
+
+def convolutional(model: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters of torch's convolutions, and of layers derived from them."""
+    convolutions = (module for module in model.modules() if isinstance(module, _ConvNd))
+    return {param for module in convolutions for param in _own(module)}
+
+
+def is_fully_connected(module: nn.Module) -> bool:
+    """Whether a layer multiplies its input by a matrix.
+
+    Torch's layers, and layers derived from them, are known. Any other layer is fully connected if
+    it has no submodules, and its parameter of most dimensions is a matrix (GPT-2's ``Conv1D``).
+    """
+    if isinstance(module, _DENSE):
+        return True
+    bases = [base for base in type(module).__mro__ if base is not nn.Module]
+    if any(base.__module__.startswith("torch.nn.") for base in bases) or any(module.children()):
+        return False
+    return max((param.dim() for param in _own(module)), default=0) == 2
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's direct parameters, and the originals of parametrized ones."""
+    yield from module.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What each bucket's gradients travel as, and its codec's residuals."""
+"""What each bucket's gradients travel as, and the residuals of its codec."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ from wingbeat.wires import HALF_BYTES, Coded, Half, LowRank, TopK, matrix_of, ow
 
 
 class Compression:
-    """Tells how a bucket travels; keeps residuals, and counts steps.
+    """Chooses the wire format of each bucket, keeps residuals, and counts steps.
+
+    Args:
+        wire: what gradients travel as.
+        slots: all trained parameters.
+        collectives: of all workers.
+        sums: whether all-reduces sum gradients, so that low-rank factors can be summed too.
 
     Attributes:
-        coded: the codec's settings; None for a mere dtype.
+        coded: the codec's settings; None for a plain dtype.
         factored: whether gradients travel as factors that all-reduces sum.
         on: whether gradients may go through the codec at present, if there is one.
-        residuals: what this worker's gradients still lack; None where nothing is kept.
-        collect: adds to residuals here what others keep of them while training goes on.
+        residuals: what was not sent of this worker's gradients; None where nothing is kept.
+        collect: adds to the residuals what others hold of them during training.
     """
 
     collect: Callable[[], None] | None = None
@@ -43,14 +49,6 @@ class Compression:
         *,
         sums: bool = False,
     ) -> None:
-        """Keep nothing yet.
-
-        Args:
-            wire: what gradients travel as.
-            slots: of all trained parameters.
-            collectives: of all workers.
-            sums: whether all-reduces sum gradients, so that factors can be summed too.
-        """
         self.coded = None if isinstance(wire, str) else wire
         self.factored = sums and self.coded is not None and self.coded.summed
         self._starts: dict[str, torch.Tensor] = {}
@@ -79,13 +77,13 @@ class Compression:
 
     @property
     def coding(self) -> bool:
-        """Whether gradients go through the codec in this iteration: its share is not over."""
+        """Whether gradients go through the codec in this iteration."""
         ends = None if self.coded is None else self.coded.ends_after
         return self.on and (ends is None or max(0, self._step) < ends)
 
     @property
     def settled(self) -> bool:
-        """Whether gradients already travel as they will to the end: no warm-up is going on."""
+        """Whether the codec's warm-up is over."""
         wire = self.coded if self.on else None
         return not isinstance(wire, TopK) or self._step > wire.warmup
 
@@ -98,22 +96,22 @@ class Compression:
 
     @torch.no_grad()
     def launching(self, bucket: Bucket) -> WireFormat | None:
-        """Return what the bucket, whose gradients are complete, travels as this time.
+        """Return the wire format of a bucket whose gradients are complete.
 
-        While the codec is off, residuals go along with the gradients; and so they do, once, where
-        nothing keeps any.
+        While the codec is off, residuals are added to the gradients. Where the codec keeps none,
+        residuals that are left over are added once.
         """
         if self.coded is None:
             return self._dtype
         encoded = self._encoded(bucket)
         if encoded is None or encoded.residual is None:
-            self._give_what_is_left(bucket)
+            self._add_left_over(bucket)
         if encoded is None:
             return None
         velocity = self.velocity(bucket)
         kept = [each for each in (encoded.residual, velocity) if each is not None]
         if kept:
-            self._give_back(bucket)
+            self._restore_held(bucket)
             if not bucket.dense:
                 self._held[bucket] = [each for flat in kept for each in _hold_back(bucket, flat)]
         if self.coding and not self._saves_nothing(bucket):
@@ -127,13 +125,13 @@ class Compression:
         return None
 
     def encoded(self, bucket: Bucket) -> Encoded | None:
-        """Return how a bucket is encoded, where it always is; None where it travels as it is."""
+        """Return how a bucket is always encoded; None where it travels as it is."""
         made = None if self.coded is None else self._encoded(bucket)
-        assert not isinstance(made, Factors), "who asks does not sum factors"
+        assert not isinstance(made, Factors), "this exchange does not sum factors"
         return made
 
     def add_own_residual(self, bucket: Bucket, own: Span) -> None:
-        """Add the residual of the block ``own`` to it now, where no second encoding will do so."""
+        """Add the residual of the block ``own`` to it, where no second encoding will do so."""
         if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
             part = slice(own.start, min(own.stop, bucket.numel))
             _add_residual(bucket.flat[part], bucket.wire.residual[part])
@@ -141,8 +139,8 @@ class Compression:
     def _saves_nothing(self, bucket: Bucket) -> bool:
         return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
 
-    def _give_what_is_left(self, bucket: Bucket) -> None:
-        """Add what other buckets, or an earlier run, have left of gradients, and forget it."""
+    def _add_left_over(self, bucket: Bucket) -> None:
+        """Add, and drop, residuals that other buckets or an earlier run have left."""
         for slot in bucket.slots:
             known = self.residuals if slot.used else None
             residual = None if known is None else known.take(slot.name)
@@ -150,13 +148,13 @@ class Compression:
                 slot.view.add_(residual.view(slot.param.shape).to(slot.view.device))
 
     def changes_alone(self) -> bool:
-        """Whether there is anything that `alone` would add to gradients."""
+        """Whether `alone` would change gradients."""
         kept = self.residuals
         return kept is not None and (self.momentum > 0 or not kept.empty)
 
     @torch.no_grad()
     def alone(self, slot: Slot) -> None:
-        """Give a gradient that travels nowhere its momentum, and its residual of an earlier run."""
+        """Apply momentum and the residual of an earlier run where there is only one worker."""
         grad = slot.param.grad
         if self.residuals is None or grad is None or grad.layout is not torch.strided:
             return
@@ -170,12 +168,12 @@ class Compression:
             grad.add_(residual.view(grad.shape).to(grad.device))
 
     def velocity(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return where momentum correction gathers momentum, as long as the bucket's buffer."""
+        """Return the velocity of momentum correction, as long as the bucket's buffer."""
         if self.momentum == 0 or self.residuals is None:
             return None
         return self.residuals.velocity_for(*arrangement(bucket))
 
-    def _give_back(self, bucket: Bucket) -> None:
+    def _restore_held(self, bucket: Bucket) -> None:
         for part, held in self._held.pop(bucket, ()):
             part.add_(held)
 
@@ -187,10 +185,10 @@ class Compression:
             step = min(step, self.coded.warmup)
         known = self._made.get(bucket)
         if known is None or (known[0] != step and isinstance(self.coded, TopK)):
-            known = self._made[bucket] = (step, self._made_for(bucket, self.coded, step))
+            known = self._made[bucket] = (step, self._make(bucket, self.coded, step))
         return known[1]
 
-    def _made_for(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | Factors | None:
+    def _make(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | Factors | None:
         matrices = list(_matrices(bucket, wire)) if self.factored else []
         found = [] if self.factored else list(_regions(bucket, wire, step))
         if not matrices and all(isinstance(region.codec, Dense) for region in found):
@@ -204,25 +202,25 @@ class Compression:
         return Factors(matrices, flat.numel(), workers, residual, self._starts, flat.device)
 
     def count_step(self) -> None:
-        """Count an iteration: a warm-up goes by it."""
+        """Count an iteration, on which warm-up depends."""
         self._step += 1
 
     def follow(self, root: int) -> None:
-        """All workers have taken over the weights of rank ``root``, which residuals do not mind."""
+        """All workers have copied the weights of rank ``root``; residuals stay valid."""
 
     # -- state ----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Bring residuals up to date, between iterations: no codec is at work on them any more."""
+        """Bring residuals up to date between iterations, when no codec works on them."""
         for bucket in list(self._made):
             if bucket.handle is not None:
                 bucket.handle.wait()
-            self._give_back(bucket)
+            self._restore_held(bucket)
         if self.collect is not None:
             self.collect()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return this worker's residuals and the steps made; None where neither counts."""
+        """Return this worker's residuals and the number of steps; None where none are kept."""
         if self.residuals is None:
             return None
         self.settle()
@@ -232,18 +230,14 @@ class Compression:
         return state
 
     def check(self, state: Any) -> None:
-        """Raise a `UsageError` unless ``state`` is a part of a run of this model, or None."""
+        """Raise a `UsageError` unless ``state`` is None, or one worker's state of this model."""
         if self.residuals is not None and state is not None:
             self.residuals.check(state, "load_state_dict(): residuals")
             _step_of(state)
             check_starts(state, "load_state_dict(): residuals")
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take over this worker's part of a run, or begin without residuals.
-
-        Raises:
-            UsageError: the part is damaged or of another model.
-        """
+        """Load this worker's state; None resets the residuals. Raises as `check`."""
         self.check(state)
         if self.residuals is None:
             return
@@ -259,8 +253,8 @@ class Compression:
             self.residuals.clear()
         if (state.get("rank"), state.get("world_size")) != (world.rank, world.size):
             log.info(
-                "the state is rank %s's of %s workers: what gradients were still to be sent on "
-                "other ranks is not in it; optimizer.load_residuals(parts) takes all of them",
+                "the state is rank %s's of %s workers and does not contain the unsent gradients of "
+                "other ranks; optimizer.load_residuals(parts) loads those of all ranks",
                 state.get("rank"),
                 state.get("world_size"),
             )
@@ -269,7 +263,7 @@ class Compression:
     def check_parts(self, parts: Any, where: str) -> None:
         """Raise a `UsageError` that begins with ``where`` unless these are all parts of one run.
 
-        Where no residuals are kept, nothing is looked at.
+        Where no residuals are kept, nothing is checked.
         """
         if self.residuals is None:
             return
@@ -285,7 +279,7 @@ class Compression:
         check_complete(parts)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Take over this worker's share of the residuals of all workers of an earlier run.
+        """Load this worker's share of the residuals of all workers of an earlier run.
 
         Raises:
             UsageError: no residuals are kept, or a part is missing, damaged or of another model.
@@ -305,7 +299,7 @@ class Compression:
 
 
 def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `UsageError` where momentum correction would not do what it is for."""
+    """Raise a `UsageError` where momentum correction would not work."""
     wire = choices.wire
     if not isinstance(wire, TopK) or wire.momentum == 0:
         return
@@ -330,7 +324,7 @@ def _step_of(state: dict[str, Any]) -> int:
 
 
 def _add_residual(part: torch.Tensor, residual: torch.Tensor) -> None:
-    """Add the residual; what the gradients' dtype has no room for stays in it."""
+    """Add the residual; the rounding error of the gradients' dtype stays in it."""
     total = part.float() + residual
     part.copy_(total)
     residual.copy_(total - part.float()).nan_to_num_(0.0, 0.0, 0.0)
@@ -339,9 +333,9 @@ def _add_residual(part: torch.Tensor, residual: torch.Tensor) -> None:
 def _hold_back(
     bucket: Bucket, residual: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Take out the residuals of parameters without a gradient here; yield where, and how much.
+    """Zero the residuals of parameters without a gradient here; yield the places and old values.
 
-    If no worker has one, the sum is not used, and what had been sent of it would be lost.
+    If no worker has such a gradient the sum is discarded, and the residual would be lost with it.
     """
     start = 0
     for slot in bucket.slots:
@@ -354,24 +348,24 @@ def _hold_back(
 
 
 def arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
-    """Return how a bucket's residual is arranged: names, their elements, length and device."""
+    """Return the layout of a bucket's residual: names, their elements, length and device."""
     names = [slot.name for slot in bucket.slots]
     numels = [slot.param.numel() for slot in bucket.slots]
     return names, numels, bucket.flat.numel(), bucket.flat.device
 
 
 def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
-    """Yield those of the parameters; flags travel as they are: they must not be rounded."""
+    """Yield the parameters' regions, then a dense one for the flags, which must not be rounded."""
     yield from regions(wire, [(slot.name, slot.param.shape) for slot in bucket.slots], step)
     yield Region(Span(bucket.numel, bucket.flat.numel()), Dense())
 
 
 def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
-    """Yield those that are worth factors, as they lie in the buffer."""
+    """Yield the parameters that travel as factors, by their layout in the buffer."""
     start = 0
     for slot in bucket.slots:
         mine = own(wire, slot.name)
-        # Rows are what is furthest apart in memory, whatever the order of the dimensions.
+        # The dimensions with the largest strides make the rows.
         strides = slot.view.stride()
         order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
         rows, cols = matrix_of(mine, [slot.param.shape[dim] for dim in order])
@@ -381,7 +375,7 @@ def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
 
 
 def _check_groups(wire: Coded, slots: Sequence[Slot]) -> None:
-    """Raise a `UsageError` for groups that have no parameters, or such as no codec can carry."""
+    """Raise a `UsageError` for groups that match no parameter, or one that no codec can carry."""
     names = [slot.name for slot in slots]
     for pattern in unmatched(wire, names) if names else ():
         raise UsageError(

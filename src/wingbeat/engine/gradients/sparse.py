@@ -1,9 +1,9 @@
-"""Sparse gradients of embeddings: all workers' indices and values are gathered, and summed by each.
+"""Sparse gradients of embeddings: each worker gathers all indices and values, and sums them.
 
-They have no place in a bucket. Which parameters have them is known at `distribute`, as under DDP:
-the weights of ``torch.nn.Embedding`` and ``EmbeddingBag`` with ``sparse=True``. They are exchanged
-once in a backward, behind all buckets: first how many indices each worker has, then these and
-their values, in rows of bytes as long as the longest.
+They are not put into buckets. As under DDP, they are the gradients of ``torch.nn.Embedding`` and
+``EmbeddingBag`` weights with ``sparse=True``. They are exchanged once in a backward, after all
+buckets: first the number of indices of each worker, then indices and values, in rows of bytes as
+long as the longest.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 
 from wingbeat.collectives import Collectives, Rows
 from wingbeat.collectives.handle import Handle
-from wingbeat.engine.gradients.bucket import COUNTED
+from wingbeat.engine.gradients.bucket import COUNT_MODULUS, StepCounter
 from wingbeat.engine.gradients.bucketing import synchronised
-from wingbeat.engine.gradients.steps import Steps
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.types import Choices
 
 _NONE, _SPARSE, _DENSE = range(3)
-"""What a worker has as a gradient. One is dense where a layer that is not sparse has the weight."""
+"""Kinds of a worker's gradient. It is dense where the weight is tied to a dense layer."""
 
 _INDEX = torch.int64
 
@@ -38,11 +37,7 @@ def sparse_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def check_sparse(model: torch.nn.Module, choices: Choices, strategy: str) -> None:
-    """Refuse sparse gradients where gradients are exchanged in other ways than as they are.
-
-    Raises:
-        UsageError: the model has some, and the strategy (``strategy``, as its users write it) does.
-    """
+    """Raise a `UsageError` if ``strategy`` cannot gather the model's sparse gradients."""
     found = next(iter(sparse_parameters(model)), None)
     if found is None or choices.averaging is not None or gathers_sparse(choices):
         return
@@ -54,34 +49,34 @@ def check_sparse(model: torch.nn.Module, choices: Choices, strategy: str) -> Non
 
 
 def gathers_sparse(choices: Choices) -> bool:
-    """Whether sparse gradients are exchanged as such: all workers have all, as they are."""
+    """Whether a strategy gathers sparse gradients, so that all workers have all of them."""
     elsewhere = choices.servers is not None or choices.partitions is not None or choices.divides
     as_they_are = isinstance(choices.wire, str) and choices.merging is None
     return choices.lockstep and as_they_are and not elsewhere
 
 
 class _Size(NamedTuple):
-    """What one worker has of one gradient: of which kind, and how many rows of the table."""
+    """The kind of one worker's gradient, and its number of rows of the table."""
 
     kind: int
     rows: int
 
 
 class SparseGradients:
-    """The sparse gradients of one model, which are made the mean over all workers.
+    """Averages the sparse gradients of one model over all workers.
 
     Args:
         params: the parameters that have them, by name.
         collectives: of all the workers.
-        steps: how many were made; workers that have made other numbers are found out.
+        steps: this worker's step counter, which is compared with the other workers'.
 
     Attributes:
-        names: of the parameters.
-        params: these, in the same order.
+        names: names of the parameters.
+        params: the parameters, in the same order.
     """
 
     def __init__(
-        self, params: Mapping[str, torch.nn.Parameter], collectives: Collectives, steps: Steps
+        self, params: Mapping[str, torch.nn.Parameter], collectives: Collectives, steps: StepCounter
     ) -> None:
         self.names, self.params = list(params), list(params.values())
         self._collectives, self._steps = collectives, steps
@@ -92,15 +87,11 @@ class SparseGradients:
         self._handle = Handle([])
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether the model has sparse gradients."""
         return bool(self.params)
 
     def check(self, index: int) -> None:
-        """Make sure that a gradient can be exchanged.
-
-        Raises:
-            UsageError: it is laid out as no embedding's is.
-        """
+        """Raise a `UsageError` if a gradient's layout cannot be exchanged."""
         grad = self.params[index].grad
         if grad is None or grad.layout is torch.strided:
             return
@@ -113,7 +104,7 @@ class SparseGradients:
 
     @torch.no_grad()
     def start(self, scale: float, *, shadowing: bool) -> None:
-        """Take the gradients, and tell the others how much this worker has; waits for nobody.
+        """Take the gradients times ``scale``, and send their sizes; does not block.
 
         Args:
             scale: what gradients are multiplied by.
@@ -121,7 +112,7 @@ class SparseGradients:
         """
         if not self:
             return
-        self._mine, numbers = [], [0 if shadowing else self._steps.count % COUNTED + 1]
+        self._mine, numbers = [], [0 if shadowing else self._steps.count % COUNT_MODULUS + 1]
         for param in self.params:
             grad, kind = param.grad, _NONE
             if grad is not None:
@@ -133,18 +124,18 @@ class SparseGradients:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start to gather indices and values; waits until each worker has told how much it has.
+        """Wait for all workers' sizes, and start to gather indices and values.
 
         Raises:
-            PeerError: a worker failed, or told what cannot be.
+            PeerError: a worker failed, or sent an impossible size.
             UsageError: the workers have made different numbers of steps.
         """
         if self._counts is None:
             return
         world = self._collectives.world
-        told, self._counts = self._counts.wait().long().tolist(), None
-        self._steps.check([row[0] for row in told])
-        self._sizes = [self._read(rank, row[1:]) for rank, row in enumerate(told)]
+        counts, self._counts = self._counts.wait().long().tolist(), None
+        self._steps.check([row[0] for row in counts])
+        self._sizes = [self._parse_sizes(rank, row[1:]) for rank, row in enumerate(counts)]
         longest = max(self._nbytes(sizes) for sizes in self._sizes)
         device = self.params[0].device
         mine = [part.contiguous().view(torch.uint8).reshape(-1).to(device) for part in self._mine]
@@ -160,15 +151,15 @@ class SparseGradients:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Put the means into ``p.grad``; None stays where no worker has a gradient.
+        """Set ``p.grad`` to the means; leave None where no worker has a gradient.
 
         Raises:
-            PeerError: a worker failed, or has sent indices that the table does not have.
+            PeerError: a worker failed, or has sent indices out of range.
         """
         if self._rows is None:
             return
-        # Not `wait`: that may last until the next collective is done, which another worker starts
-        # only after it has gathered what another model of the same backward needs.
+        # Not `wait`: it may block until the next collective is done, which another worker starts
+        # only after it has gathered the gradients of another model of the same backward.
         self._handle.wait_received()
         rows, self._rows = self._rows, None
         parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.params]
@@ -195,9 +186,9 @@ class SparseGradients:
             ).coalesce()
             param.grad = summed.to_dense() if _DENSE in kinds else summed
 
-    # -- what others have told -------------------------------------------------------------
+    # -- checks of received values ---------------------------------------------------------
 
-    def _read(self, rank: int, numbers: Sequence[int]) -> list[_Size]:
+    def _parse_sizes(self, rank: int, numbers: Sequence[int]) -> list[_Size]:
         sizes = [_Size(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         for name, param, size in zip(self.names, self.params, sizes, strict=True):
             most = 0 if size.kind == _NONE else param.shape[0]
@@ -222,5 +213,5 @@ class SparseGradients:
 
 
 def _row_nbytes(param: torch.Tensor) -> int:
-    """Return the bytes of one row of a table."""
+
     return param[:1].numel() * param.element_size() if param.shape[0] else 0

@@ -1,4 +1,4 @@
-"""Steps on a worker's own gradients, and averages of models in between (Ripples, section 3.2)."""
+"""Steps on a worker's own gradients, with averages of models in between (Ripples, section 3.2)."""
 
 from __future__ import annotations
 
@@ -7,49 +7,87 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from wingbeat.engine.gradients.convert import check_kind
-from wingbeat.engine.updates.averager import Averager
+from wingbeat.engine.gradients.bucket import check_kind
 from wingbeat.engine.updates.flat import FlatModel
-from wingbeat.engine.updates.update import Closure, Host, Training, evaluated
-from wingbeat.engine.updates.whole import WholeUpdate
+from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate, evaluated
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.events import stream
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
 from wingbeat.schedules.local import Local
 
+if TYPE_CHECKING:
+    from wingbeat.observe.meter import Section
+    from wingbeat.types import Span
+
 Tensors = dict[str, torch.Tensor]
 
 _FORWARDS, _CHANGES = 3, 3
-"""Forwards without any step, from which on weights are looked at; and changes to be told of."""
+"""Forwards without any step after which weights are sampled; changes after which it is logged."""
 
 _SAMPLE = 8
-"""Elements of each parameter by which a change is seen."""
+"""Elements of each parameter that are sampled."""
+
+
+class Averager(Protocol):
+    """Averages one flat buffer with other workers', in the background or between steps.
+
+    Attributes:
+        buffer: all parameters, flat, contiguous, on the CPU.
+    """
+
+    buffer: torch.Tensor
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the last average, including this worker."""
+
+    def begin(self, part: Span) -> None:
+        """Begin to average a span of the buffer, which must not be used until `end`."""
+
+    def end(self) -> None:
+        """Wait until the span holds the average.
+
+        Raises:
+            PeerError: a worker failed or timed out; names it.
+        """
+
+    def taken(self) -> None:
+        """The average was adopted: the codec's residuals are sent with the next one."""
+
+    def level(self, part: Span) -> None:
+        """Average a span over all workers, which all call this; the same bits on all."""
+
+    def sections(self) -> Sequence[Section]:
+        """Return its sections of `wingbeat top`; called by other threads."""
+
+    def close(self) -> None:
+        """Leave; other workers do not wait for this one any more."""
 
 
 class LocalUpdate(WholeUpdate):
-    """Runs the optimizer's own step, and has parameters averaged with other workers'.
+    """Runs the optimizer's own step, and averages parameters with other workers.
 
-    Only the thread that trains changes parameters, inside of ``step``. What was averaged beside
-    training is added as a difference to what was sent, so that nothing that happened in between is
-    lost; where nothing did, the average itself is taken, with the same bits on all who made it.
+    Only the training thread changes parameters, inside of ``step``. An average that was made in the
+    background is added as a difference from what was sent, so that changes made meanwhile are kept;
+    if there were none the average itself is adopted, with the same bits on all its workers.
 
     Args:
-        training: what it works on.
+        training: the objects it works on.
         model: its parameters.
-        averager: with whom; its buffer is the model's.
-        schedule: when.
+        averager: averages the model's buffer.
+        schedule: decides when to average.
 
     Attributes:
-        waited: told for how many nanoseconds others were waited for.
-        left: whether it meets nobody any more.
-        renew: called after each average, or where there was none because this worker was left out:
-            then it takes over another's state.
+        waited: called with the nanoseconds that other workers were waited for.
+        left: whether it has been detached.
+        renew: called after each average, and instead of one if this worker was left out; then it
+            copies another worker's state.
     """
 
     def __init__(
@@ -60,7 +98,7 @@ class LocalUpdate(WholeUpdate):
         self.waited: Callable[[int], None] = lambda _: None
         self.renew: Callable[[], None] = lambda: None
         self._under_way: tuple[int, int] | None = None
-        self._begun = 0  # how many steps were made when that was begun
+        self._begun = 0  # number of steps when it was begun
         self._sent: torch.Tensor | None = None
         self._moved = self.left = self._cut = self._stepping = False
         self._forwards: int | None = 0  # None once a step was made
@@ -74,11 +112,11 @@ class LocalUpdate(WholeUpdate):
         ]
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Run the optimizer's own step, and what the schedule adds.
+        """Run the optimizer's own step, and the schedule's averages.
 
         Raises:
             UsageError: a parameter has another dtype, device or shape than at `distribute`.
-            PeerError: a worker was waited for in vain; names it.
+            PeerError: a worker failed or timed out; names it.
         """
         self._check_kinds()
         self._moved, self._forwards = True, None
@@ -91,11 +129,11 @@ class LocalUpdate(WholeUpdate):
             self._stepping = False
 
     def _evaluated_early(self, closure: Closure) -> Closure:
-        """Evaluate the loss before an average is waited for, as a loop with ``backward()`` does.
+        """Evaluate the loss before waiting for an average, as a loop with ``backward()`` does.
 
-        In its closure a worker may wait for all, with a metric that is summed, while another one
-        waits for an average with it. LBFGS compares losses, between which nothing may change, and
-        an optimizer of the user's may move weights before it evaluates (SAM).
+        A closure may wait for all workers, to sum a metric, while another worker waits for an
+        average with this one. LBFGS compares losses, between which weights must not change, and a
+        user's optimizer may move weights before it evaluates (SAM).
         """
         if closure is None or not self._evaluates_once:
             return closure
@@ -103,7 +141,7 @@ class LocalUpdate(WholeUpdate):
         return lambda: first.pop() if first else closure()
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
-        """Do as the schedule says; return what a whole step has returned."""
+        """Perform a command of the schedule; return the result of a whole step."""
         if isinstance(command, Average):
             self._begin(command.first, command.last)
         elif isinstance(command, Adopt):
@@ -114,11 +152,10 @@ class LocalUpdate(WholeUpdate):
         return None
 
     def level(self, *, always: bool) -> bool:
-        """Make all models their mean, on every worker the same bits.
+        """Set all workers' models to their mean, with the same bits.
 
-        Buffers of floating point, such as BatchNorm's statistics, are averaged with them, and
-        frozen parameters where workers hold others. All go on as after the same number of steps:
-        the mean, for workers may have made different numbers.
+        Floating-point buffers, such as BatchNorm's statistics, are averaged too, and frozen
+        parameters if they differ. The number of steps becomes the mean of all workers'.
 
         Raises:
             UsageError: a parameter has another dtype, device or shape than at `distribute`.
@@ -130,10 +167,10 @@ class LocalUpdate(WholeUpdate):
             self._adopt()
             self._level()
             self._moved = False
-        return False  # nothing is left for others to level
+        return False  # buffers have been averaged too
 
     def detach(self) -> None:
-        """Meet nobody any more."""
+        """Stop averaging."""
         for hook in self._hooks:
             hook.remove()
         self.left = True
@@ -143,36 +180,36 @@ class LocalUpdate(WholeUpdate):
 
     @property
     def keeps(self) -> bool:
-        """Whether training would go on in another way without what is here."""
+        """Whether a checkpoint needs the number of steps and `tensors`."""
         return self._schedule.every > 1
 
     @property
     def differs(self) -> bool:
-        """Whether this worker's model may be another than the others', who have to meet first."""
+        """Whether this worker's model may differ from the others'."""
         return self._moved
 
     @property
     def is_own(self) -> bool:
-        """Whether a state dict of now has something of this worker alone."""
+        """Whether a state dict has something of this worker alone."""
         return self._moved or not self._model.with_state
 
     @property
     def steps(self) -> int:
-        """How many this worker has made, by which its turns to average come."""
+        """The number of this worker's steps, on which its averages depend."""
         return self._schedule.made
 
     def tensors(self) -> dict[str, Tensors]:
-        """Return what training goes on with beside the model, by kind and parameter name."""
+        """Return tensors of the training state beside the model, by kind and parameter name."""
         return {}
 
     def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:  # noqa: ARG002
-        """Go on as after so many steps, with what `tensors` has returned; without it if empty."""
+        """Continue after so many steps, with the result of `tensors`; without it if empty."""
         self._schedule.resume(steps)
 
     def handed(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Return what a worker that comes back is to have beside model and optimizer.
+        """Return the state beside model and optimizer for a worker that was restarted.
 
-        Another thread asks, while an average is waited for or none is under way.
+        Called by another thread, while the training thread waits for an average or none is made.
 
         Returns:
             Tensors, which are not copied, in the same order on all workers; and the numbers for
@@ -181,10 +218,10 @@ class LocalUpdate(WholeUpdate):
         return [], [self._schedule.made]
 
     def take_over(self, numbers: Sequence[int]) -> None:
-        """Go on as the worker whose tensors, and numbers, these are.
+        """Continue like the worker whose numbers, and tensors, were received.
 
         Raises:
-            ValueError: the numbers are none of this training.
+            ValueError: the numbers are invalid.
         """
         (steps,) = numbers
         if steps < 0:
@@ -194,7 +231,7 @@ class LocalUpdate(WholeUpdate):
     # -- updates made by hand -----------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Log once if weights change from forward to forward, and no step is ever made.
+        """Log once if weights change between forwards without any step.
 
         Models are averaged in steps, so a loop that writes to parameters itself averages nothing.
         """
@@ -220,7 +257,7 @@ class LocalUpdate(WholeUpdate):
     # -- averages -----------------------------------------------------------------------------
 
     def _watch_inside(self) -> list[RemovableHandle]:
-        """Have steps refused that an optimizer in an attribute of the user's makes by itself."""
+        """Refuse steps of optimizers that the user's optimizer has in an attribute."""
         trained = {slot.param for slot in self._training.bucketing.slots}
         outer, here = self._training.optimizer, weakref.ref(self)
         kind, hooks = type(outer).__name__, []
@@ -252,7 +289,7 @@ class LocalUpdate(WholeUpdate):
         try:
             self._wait(functools.partial(self._averager.level, self._model.shared))
         except Exception:
-            # Meanwhile others may have averaged with this worker, which they have taken over.
+            # Meanwhile others may have adopted an average with this worker.
             with contextlib.suppress(PeerError):
                 self._averager.end()
                 self._model.write(0, len(self._model.spans))
@@ -268,7 +305,7 @@ class LocalUpdate(WholeUpdate):
 
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)
-        # First, for whoever comes back in the meantime has to know of it.
+        # First, because a worker that returns meanwhile needs it.
         self._under_way, self._begun = (first, last), self._schedule.made
         try:
             self._averager.begin(self._model.part(first, last))
@@ -281,7 +318,7 @@ class LocalUpdate(WholeUpdate):
             return
         try:
             self._wait(self._averager.end)
-        except Exception:  # it is over: nobody waits for it twice
+        except Exception:  # it has ended, and must not be waited for again
             self._under_way = None
             raise
         under_way, self._under_way = self._under_way, None
@@ -293,10 +330,10 @@ class LocalUpdate(WholeUpdate):
         self.renew()
 
     def _wait_again(self) -> None:
-        """Wait for what Ctrl-C has cut a wait for short: the flat model is in use until then."""
+        """Complete a wait that Ctrl-C has interrupted: the flat model is in use until then."""
         if not self._cut:
             return
-        if self._under_way is None:  # all models' mean, which this worker does not take
+        if self._under_way is None:  # the mean of all models, which this worker does not adopt
             self._wait(self._averager.end)
         self._adopt()
         self._cut = False
@@ -314,17 +351,17 @@ class LocalUpdate(WholeUpdate):
             stream.record("wait", begin, end)
 
     def _offer(self, first: int, last: int) -> None:
-        """Put into the flat model what is to be averaged: the parameters."""
+        """Copy the fragments into the flat model."""
         self._model.read(first, last)
         part = self._model.part(first, last)
         if self._schedule.beside:
             self._sent = self._model.flat[part.start : part.stop].clone()
 
     def _take(self, first: int, last: int) -> None:
-        """Take over the average of these fragments, which is in the flat model."""
+        """Adopt the average of these fragments, which is in the flat model."""
         sent, self._sent = self._sent, None
         self._model.write_state(first, last, sent)
-        # Also another optimizer, or the user, may have changed what was sent.
+        # Another optimizer, or the user, may have changed the parameters too.
         if sent is None or self._model.holds(sent, first, last):
             self._model.write(first, last)
             return
@@ -334,7 +371,7 @@ class LocalUpdate(WholeUpdate):
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step evaluates a closure once, and first: torch's own optimizers but LBFGS do."""
+    """Whether its step evaluates a closure once, and first, as torch's optimizers but LBFGS do."""
     step = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
     own = step.__module__.startswith("torch.optim.")
     return own and not isinstance(optimizer, torch.optim.LBFGS)

@@ -1,4 +1,4 @@
-"""What an optimizer remembers of one parameter, as a description in JSON and the tensors in it."""
+"""An optimizer's state of one parameter, as a JSON description and the tensors in it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SHOWN = 60
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Describe numbers, text, None and tensors, in any nest of lists, tuples and dicts.
+    """Describe numbers, text, None and tensors, in nested lists, tuples and dicts.
 
     Args:
         value: what to describe.
-        tensors: gets the tensors in it, in order.
+        tensors: the tensors in it are appended, in order.
 
     Raises:
-        TypeError: it has something else in it.
+        TypeError: it contains something else.
     """
     if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
         tensors.append(value.detach())
@@ -59,7 +59,7 @@ def rebuild(description: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def check(description: Any) -> None:
-    """Raise a `ValueError` unless `describe` can have made it."""
+    """Raise a `ValueError` unless it is the result of `describe`."""
     if type(description) in _PLAIN:
         return
     try:
@@ -83,24 +83,24 @@ def check(description: Any) -> None:
         raise ValueError(f"malformed description {str(description)[:_SHOWN]}") from None
 
 
-def room(description: Any) -> int:
-    """Return the bytes that the tensors take together, each aligned."""
+def nbytes(description: Any) -> int:
+    """Return the bytes of all tensors, each aligned."""
     return sum(size for _, size in _places(description))
 
 
-def cut(description: Any, buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors as views of a flat buffer of `room` bytes."""
+def views(description: Any, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors as views of a flat buffer of `nbytes` bytes."""
     out, start = [], 0
     for (dtype, shape, _), size in _places(description):
         kind = dtype_of(dtype)
-        nbytes = math.prod(shape) * kind.itemsize
-        out.append(buffer[start : start + nbytes].view(kind).view(shape))
+        stop = start + math.prod(shape) * kind.itemsize
+        out.append(buffer[start:stop].view(kind).view(shape))
         start += size
     return out
 
 
 def on_host(description: Any) -> list[bool]:
-    """Say of each tensor whether it lies in the host's memory, whatever its parameter does."""
+    """Return for each tensor whether it is in the host's memory."""
     return [not on_device for (_, _, on_device), _ in _places(description)]
 
 
@@ -109,8 +109,8 @@ def _places(description: Any) -> Iterator[tuple[Any, int]]:
         return
     [(kind, inside)] = description.items()
     if kind == "tensor":
-        nbytes = math.prod(inside[1]) * dtype_of(inside[0]).itemsize
-        yield inside, -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = math.prod(inside[1]) * dtype_of(inside[0]).itemsize
+        yield inside, -(-size // _ALIGNMENT) * _ALIGNMENT
     else:
         for item in inside:
             yield from _places(item[1] if kind == "dict" else item)

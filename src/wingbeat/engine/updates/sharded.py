@@ -1,6 +1,6 @@
-"""A divided optimizer: each worker updates its own blocks, and takes over the others' parameters.
+"""A divided optimizer: each worker updates its own blocks, and gathers the others' parameters.
 
-What starts when is the schedule's (`wingbeat.schedules.sharded`).
+The schedule decides what starts when (`wingbeat.schedules.sharded`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from typing import Any, ClassVar
 import torch
 
 from wingbeat.engine.gradients.bucket import Bucket
-from wingbeat.engine.gradients.views import Views
-from wingbeat.engine.updates import elementwise, tensorwise
+from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.updates.deferred import refuse_evaluating
-from wingbeat.engine.updates.divided import DividedUpdate, check_divisible
-from wingbeat.engine.updates.owned import OwnedTensors
-from wingbeat.engine.updates.shards import Piece, Shards, take_parameter
-from wingbeat.engine.updates.sharing import share_gradients, share_settings, taken_over
+from wingbeat.engine.updates.divided import (
+    DividedUpdate,
+    adopt_settings,
+    check_divisible,
+    share_gradients,
+    share_settings,
+)
+from wingbeat.engine.updates.shards import Piece, Shards, copy_parameter
 from wingbeat.engine.updates.stepper import State
+from wingbeat.engine.updates.tensor_shards import TensorShards
+from wingbeat.engine.updates.trials import prove_elementwise, prove_tensorwise
 from wingbeat.engine.updates.update import Closure, Training
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import stream
@@ -35,10 +40,7 @@ from wingbeat.schedules.events import (
 
 
 class ShardedUpdate(DividedUpdate):
-    """Updates this worker's blocks in ``step()``; others are taken over as they are needed.
-
-    Attributes:
-        shards: this worker's part of the parameters and of the optimizer's state.
+    """Updates this worker's blocks in ``step()``; the others' are copied as they are needed.
 
     Raises:
         UsageError: the optimizer cannot be divided, or parameters share memory.
@@ -50,22 +52,23 @@ class ShardedUpdate(DividedUpdate):
         "shard_optimizer: each worker has a part of it; call optimizer.state_dict() on every rank "
         "for all of it, or optimizer.shard_state_dict()"
     )
+    shards: Shards
 
-    def __init__(self, training: Training, schedule: Schedule, views: Views) -> None:
+    def __init__(self, training: Training, schedule: Schedule, views: ShownGradients) -> None:
         refuse_evaluating(training.optimizer)
-        each = _how_divided(training.optimizer)
+        each = _elementwise_state(training.optimizer)
         super().__init__(training, schedule, views)
         check_divisible(training)
         slots = training.bucketing.slots
-        kind = Shards if each is not None else OwnedTensors
+        kind = Shards if each is not None else TensorShards
         self.shards = kind(
             training.optimizer, training.stepper, training.collectives, slots, each or {}
         )
 
-    # -- what the schedule says ------------------------------------------------------------
+    # -- commands of the schedule ----------------------------------------------------------
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
-        """Do one part of a step, or take over what others have done."""
+        """Perform one part of a step, or copy what others have updated."""
         buckets = self._training.bucketing.buckets
         match command:
             case UpdateOwn(number, used):
@@ -81,17 +84,17 @@ class ShardedUpdate(DividedUpdate):
                 self._forget(spent)
             case Update(number):
                 with stream.timed("update", bucket=number):
-                    self._take_over(buckets[number])
+                    self._copy_parameters(buckets[number])
 
     def _share(self, answer: Any) -> None:
         shared = share_settings(self._training, answer)
         if self._schedule.phase is Phase.WHOLE:
             share_gradients(self._training, answer)
         if answer.follows(self._training.collectives.world.rank):
-            self._snapshot = taken_over(self._training, answer, shared)
+            self._snapshot = adopt_settings(self._training, answer, shared)
 
     def _update_own(self, bucket: Bucket, used: frozenset[int]) -> None:
-        """Run the optimizer on this worker's pieces of ``bucket``, where gradients are known."""
+        """Run the optimizer on this worker's pieces of ``bucket`` that have a gradient."""
         pairs = []
         for piece in self.shards.pieces_in(bucket):
             piece.refresh()
@@ -116,10 +119,10 @@ class ShardedUpdate(DividedUpdate):
         return grad.reshape(-1)[piece.span.start : piece.span.stop].view(shape)
 
     def _place(self, bucket: Bucket) -> None:
-        """Put this worker's parameters in the place of its gradients.
+        """Write this worker's parameters over its gradients.
 
-        In their own dtype, whatever the wire of the gradients is: rounded parameters would not
-        come back to what the optimizer made of them.
+        In their own dtype, whatever the wire of the gradients is: rounded parameters would differ
+        from the optimizer's.
         """
         bucket.settle()
         for piece in self.shards.pieces_in(bucket):
@@ -129,18 +132,17 @@ class ShardedUpdate(DividedUpdate):
         self.shards.steps += spent is not None
         super()._forget(spent)
 
-    def _take_over(self, bucket: Bucket) -> None:
-        """Take over the bucket's new parameters."""
-        self._due.remove(bucket)
+    def _copy_parameters(self, bucket: Bucket) -> None:
+        self._pending.remove(bucket)
         own = {piece.slot.index: piece for piece in self.shards.pieces_in(bucket)}
         for slot in self._fresh.pop(bucket.index):
-            take_parameter(slot, own.get(slot.index))
+            copy_parameter(slot, own.get(slot.index))
 
     # -- plans and state ------------------------------------------------------------------
 
     @torch.no_grad()
-    def planned(self) -> None:
-        """Move the optimizer's state to whom it belongs under the plan in force."""
+    def on_new_buckets(self) -> None:
+        """Move the optimizer's state to its owners under the plan in force."""
         buckets = self._training.bucketing.buckets
         if self.shards.built:
             self.shards.rebuild(buckets)
@@ -148,26 +150,25 @@ class ShardedUpdate(DividedUpdate):
         self.shards.build(buckets)
         self.shards.take_over()
 
-    def loaded(self) -> None:
+    def on_load_state_dict(self) -> None:
         """The optimizer has loaded a whole state: keep this worker's part."""
         self.shards.take_over()
 
     def _whole(self) -> State:
-        """Gather it; every worker must come here."""
         return self.shards.whole()
 
     def _parts(self) -> int:
         return len(self.shards.state)
 
 
-def _how_divided(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:
-    """Return which state has a value for each element; None if parameters are owned as wholes.
+def _elementwise_state(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:
+    """Return which state has a value for each element; None if only whole parameters can be owned.
 
     Raises:
-        UsageError: neither is possible.
+        UsageError: the optimizer cannot be divided.
     """
     try:
-        return elementwise.prove(optimizer, type(optimizer).step)
+        return prove_elementwise(optimizer, type(optimizer).step)
     except UsageError:
-        tensorwise.prove(optimizer)
+        prove_tensorwise(optimizer)
         return None

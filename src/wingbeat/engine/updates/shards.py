@@ -1,9 +1,9 @@
-"""This worker's part of each parameter, and what the optimizer remembers of it.
+"""This worker's part of each parameter, and the optimizer's state of it.
 
-A worker reduces one block of each bucket, so it knows the whole gradient there and nowhere else.
-The parts of parameters that lie in its blocks are what it updates; each has a stand-in, a flat
-tensor that the optimizer takes for a parameter. When the buckets change, so do the parts, and
-the optimizer's state moves between the workers.
+A worker reduces one block of each bucket, so it has whole gradients there and nowhere else. It
+updates the parts of parameters that lie in its blocks. Each part has a stand-in, a flat tensor that
+is passed to the optimizer as a parameter. When the buckets change, so do the parts, and the
+optimizer's state moves between the workers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -23,41 +23,12 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.servers.values import decode, dtype_of, encode
 from wingbeat.types import Span
 
-Memory = dict[str, dict[str, Any]]
-"""What is remembered of one parameter, by name: ``{"each": dtype}`` where there is a value for
-each element, ``{"all": value}``, in JSON, where one value is for the whole parameter."""
+OPTIMIZER_STATE = "optimizer state (shard_optimizer: every rank must ask for it)"
+"""The label of exchanges of state."""
 
-
-class DividedState(Mapping[Any, Any]):
-    """Stands for an optimizer's state that lies elsewhere: not empty, not readable.
-
-    Args:
-        count: of its parts.
-        why: where it lies, and how to have it.
-    """
-
-    def __init__(self, count: int, why: str) -> None:
-        self._count, self._why = count, why
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, _key: Any) -> NoReturn:
-        raise UsageError(f"optimizer.state with {self._why}")
-
-    def __iter__(self) -> Iterator[Any]:
-        return self[None]
-
-    def __setitem__(self, key: Any, _value: Any) -> None:
-        self[key]
-
-    def __delitem__(self, key: Any) -> None:
-        self[key]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self[name]
+StateKinds = dict[str, dict[str, Any]]
+"""A parameter's state by name, in JSON: ``{"each": dtype}`` where there is a value for each
+element, ``{"all": value}`` where one value is for the whole parameter."""
 
 
 class Piece:
@@ -65,11 +36,11 @@ class Piece:
 
     Attributes:
         slot: the parameter's place in a bucket.
-        span: which elements of the parameter, flattened.
-        place: where they lie in the bucket's buffer.
-        stand_in: shape ``(len(span),)``; what the optimizer updates. It shares the parameter's
-            memory where that is laid out in order, and has its own otherwise. Where parameters are
-            owned as wholes it has the parameter's shape, and always its memory.
+        span: its elements in the flattened parameter.
+        place: the same elements in the bucket's buffer.
+        stand_in: shape ``(len(span),)``; updated by the optimizer. It shares the parameter's memory
+            if that is contiguous. Where parameters are owned as wholes it has the parameter's
+            shape, and always its memory.
     """
 
     __slots__ = ("place", "slot", "span", "stand_in", "whole")
@@ -82,7 +53,7 @@ class Piece:
         self.stand_in = torch.nn.Parameter(self._values(), slot.param.requires_grad)
 
     def refresh(self) -> None:
-        """Take the parameter's values, which somebody may have changed or moved elsewhere."""
+        """Read the parameter's values, which the user may have changed or reallocated."""
         self.stand_in.data = self._values()
 
     def _values(self) -> torch.Tensor:
@@ -93,8 +64,8 @@ class Piece:
         return whole.view(-1)[part] if whole.is_contiguous() else whole.reshape(-1)[part].clone()
 
 
-def take_parameter(slot: Slot, own: Piece | None) -> None:
-    """Copy a parameter from its bucket, except for what was updated in place here."""
+def copy_parameter(slot: Slot, own: Piece | None) -> None:
+    """Copy a parameter from its bucket, except for the part that was updated in place."""
     if not slot.param.is_contiguous():
         slot.param.copy_(slot.view)
         return
@@ -107,7 +78,7 @@ def take_parameter(slot: Slot, own: Piece | None) -> None:
 
 
 class Layout:
-    """Where parameters lie in a bucket's buffer, and what of it is this worker's."""
+    """The parameters in a bucket's buffer, and this worker's pieces of them."""
 
     def __init__(
         self, bucket: Bucket, own: Span, stepper: Stepper, whole_tensors: bool = False
@@ -137,7 +108,7 @@ class Shards:
 
     Attributes:
         state: by stand-in, as an optimizer holds it; 1 / P of the whole on each of P workers.
-        steps: how many steps have been made, also before a restart.
+        steps: number of steps, including those before a restart.
     """
 
     def __init__(
@@ -158,7 +129,7 @@ class Shards:
         self._layouts: list[Layout] = []
 
     def pieces_in(self, bucket: Bucket) -> list[Piece]:
-        """Return the pieces that lie in a bucket of the plan in force."""
+        """Return the pieces in a bucket of the plan in force."""
         return self._layouts[bucket.index].pieces
 
     @property
@@ -180,16 +151,12 @@ class Shards:
 
     def build(self, buckets: Sequence[Bucket]) -> None:
         """Find the pieces of the first plan."""
-        self._layouts = self._laid_out(buckets)
+        self._layouts = self._lay_out(buckets)
 
     # -- whole state in and out -----------------------------------------------------------
 
     def take_over(self) -> None:
-        """Cut the state that the optimizer holds whole, as after loading, and forget the rest.
-
-        Raises:
-            UsageError: a tensor in it has another shape than its parameter.
-        """
+        """Keep this worker's part of the whole state that the optimizer has loaded."""
         whole: State = self._optimizer.__dict__["state"]
         taken = {slot.param: whole.pop(slot.param, None) for slot in self._slots}
         self.state = defaultdict(dict)
@@ -218,14 +185,11 @@ class Shards:
         return self._each.get(key, shape == own)
 
     def whole(self) -> State:
-        """Gather what all workers remember; every worker must call this.
+        """Gather the whole state; every worker must call this.
 
         Returns:
-            The state by parameter, in the optimizer's order and in new tensors, as the
-            unsharded optimizer would have it.
-
-        Raises:
-            PeerError: another worker sent something that is no description of its state.
+            The state by parameter, in the optimizer's order and in new tensors, as the unsharded
+            optimizer would have it.
         """
         parts = self._gather()
         others: State = self._optimizer.__dict__["state"]
@@ -234,25 +198,25 @@ class Shards:
         return defaultdict(dict, {key: known[key] for key in [*order, *others]})
 
     def _gather(self) -> State:
-        memories = self._agree()
+        known = self._exchange_kinds()
         gathered: dict[torch.Tensor, dict[str, Any]] = {}
-        for slot, key, value in self._travelling(self._layouts, memories):
+        for slot, key, value in self._travelling(self._layouts, known):
             whole = torch.empty_like(slot.param, dtype=value.dtype).detach()
             whole.copy_(value.view(slot.param.shape))
             gathered.setdefault(slot.param, {})[key] = whole
         parts = {
-            slot.param: self._filled(slot, memories[slot.index], gathered.get(slot.param, {}))
+            slot.param: self._filled(slot, known[slot.index], gathered.get(slot.param, {}))
             for slot in self._slots
-            if slot.index in memories
+            if slot.index in known
         }
         return defaultdict(dict, parts)
 
-    def _filled(self, slot: Slot, memory: Memory, tensors: dict[str, Any]) -> dict[str, Any]:
-        """One parameter's state in the optimizer's own order."""
+    def _filled(self, slot: Slot, kinds: StateKinds, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return one parameter's state in the optimizer's own order."""
         device = slot.param.device
         return {
             key: tensors[key] if "each" in kind else decode(kind["all"], device)
-            for key, kind in memory.items()
+            for key, kind in kinds.items()
         }
 
     # -- moving ---------------------------------------------------------------------------
@@ -260,26 +224,23 @@ class Shards:
     def rebuild(self, buckets: Sequence[Bucket]) -> None:
         """Change to the pieces of the next plan; every worker must do so at the same time.
 
-        State is gathered from those who had it and taken by those who have it next, one tensor or
-        parameter at a time, so that no worker holds much more than its part.
-
-        Raises:
-            PeerError: another worker sent something that is no description of its state.
+        State moves from its old owners to its new ones one tensor or parameter at a time, so that
+        no worker holds much more than its part.
         """
-        layouts = self._laid_out(buckets)
+        layouts = self._lay_out(buckets)
         if [a.members for a in layouts] == [a.members for a in self._layouts]:
             return
         self.state = self._move(layouts)
         self._layouts = layouts
 
     def _move(self, layouts: list[Layout]) -> State:
-        """Return the state of the pieces of these layouts; the former ones' is given up."""
-        memories = self._agree()
+        """Return the state of the pieces of these layouts; drop that of the former ones."""
+        known = self._exchange_kinds()
         next_state: State = defaultdict(dict)
         by_slot = {piece.slot.index: piece for layout in layouts for piece in layout.pieces}
         tensors: dict[int, dict[str, Any]] = {}
         for layout in self._layouts:
-            for slot, key, value in self._travelling([layout], memories):
+            for slot, key, value in self._travelling([layout], known):
                 piece = by_slot.get(slot.index)
                 if piece is not None:
                     part = value[piece.span.start : piece.span.stop].clone()
@@ -287,33 +248,33 @@ class Shards:
             for piece in layout.pieces:
                 self.state.pop(piece.stand_in, None)
         for index, piece in by_slot.items():
-            if index in memories:
+            if index in known:
                 next_state[piece.stand_in] = self._filled(
-                    piece.slot, memories[index], tensors.get(index, {})
+                    piece.slot, known[index], tensors.get(index, {})
                 )
         return next_state
 
-    def _laid_out(self, buckets: Sequence[Bucket]) -> list[Layout]:
+    def _lay_out(self, buckets: Sequence[Bucket]) -> list[Layout]:
         return [
             Layout(bucket, self._collectives.owned(bucket.flat.numel()), self._stepper)
             for bucket in buckets
         ]
 
     def _travelling(
-        self, layouts: Iterable[Layout], memories: dict[int, Memory]
+        self, layouts: Iterable[Layout], known: dict[int, StateKinds]
     ) -> Iterator[tuple[Slot, str, torch.Tensor]]:
-        """Gather the state bucket by bucket; yield each parameter's, flat, in a passing buffer."""
+        """Gather the state by bucket; yield each parameter's, flat, in a temporary buffer."""
         for layout in layouts:
             kinds = {
                 (key, kind["each"]): None
                 for index in layout.members
-                for key, kind in memories.get(index, {}).items()
+                for key, kind in known.get(index, {}).items()
                 if "each" in kind
             }
             for key, dtype in kinds:
                 buffer = self._gathered(layout, key, dtype_of(dtype))
                 for slot, place in layout.slots:
-                    if memories.get(slot.index, {}).get(key, {}).get("each") == dtype:
+                    if known.get(slot.index, {}).get(key, {}).get("each") == dtype:
                         yield slot, key, buffer[place.start : place.stop]
 
     def _gathered(self, layout: Layout, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -325,57 +286,55 @@ class Shards:
         self._collectives.all_gather(buffer, label="optimizer state").wait()
         return buffer
 
-    # -- who remembers what ---------------------------------------------------------------
+    # -- which worker has which state -----------------------------------------------------
 
-    def _agree(self) -> dict[int, Memory]:
-        """Tell all workers what is remembered of which slot.
+    def _exchange_kinds(self) -> dict[int, StateKinds]:
+        """Exchange the kinds of all workers' state, by slot.
 
-        A worker that holds nothing of a parameter cannot know: nobody else may have had a
-        gradient for it, and its state may have been loaded.
+        A worker without a piece of a parameter cannot know them: they depend on whether any worker
+        has had a gradient, and on what was loaded.
         """
         mine: list[tuple[str, int]] = []
         for piece in self.pieces:
             if piece.stand_in in self.state:
-                mine.append((json.dumps(self._memory(piece)), piece.slot.index))
-        # Many parameters are remembered alike: each kind is sent once.
+                mine.append((json.dumps(self._kinds(piece)), piece.slot.index))
+        # Many parameters have the same kinds of state, which are sent once.
         packed = [
             [json.loads(text), [index for _, index in group]]
             for text, group in itertools.groupby(sorted(mine), key=lambda pair: pair[0])
         ]
         world = self._collectives.world
-        merged: dict[int, Memory] = {}
-        what = "optimizer state (shard_optimizer: every rank must ask for it)"
-        for rank, answer in enumerate(world.exchange(what, packed)):
-            for index, memory in _checked(answer, len(self._slots), world.rank, rank):
-                known = merged.setdefault(index, memory)
-                if json.dumps(known) != json.dumps(memory):
+        merged: dict[int, StateKinds] = {}
+        for rank, answer in enumerate(world.exchange(OPTIMIZER_STATE, packed)):
+            for index, kinds in _checked(answer, len(self._slots), world.rank, rank):
+                known = merged.setdefault(index, kinds)
+                if json.dumps(known) != json.dumps(kinds):
                     raise PeerError(
                         f"rank {world.rank}: rank {rank} has another optimizer state of "
                         f"parameter {self._slots[index].name!r} than the ranks before it"
                     )
         return merged
 
-    def _memory(self, piece: Piece) -> Memory:
-        memory: Memory = {}
+    def _kinds(self, piece: Piece) -> StateKinds:
+        kinds: StateKinds = {}
         for key, value in self.state[piece.stand_in].items():
             if self.has_each(piece, key):
-                memory[key] = {"each": str(value.dtype).removeprefix("torch.")}
+                kinds[key] = {"each": str(value.dtype).removeprefix("torch.")}
                 continue
             try:
-                memory[key] = {"all": encode(value)}
+                kinds[key] = {"all": encode(value)}
             except TypeError as err:
                 raise UsageError(
                     f"optimizer state {key!r} of parameter {piece.slot.name!r}: {err}; "
                     "leave shard_optimizer out"
                 ) from None
-        return memory
+        return kinds
 
 
-def _checked(answer: Any, slots: int, rank: int, peer: int) -> Iterator[tuple[int, Memory]]:
-    """Yield what a worker has sent, slot by slot, if it makes sense."""
+def _checked(answer: Any, slots: int, rank: int, peer: int) -> Iterator[tuple[int, StateKinds]]:
     try:
-        for memory, indices in answer:
-            for kind in memory.values():
+        for kinds, indices in answer:
+            for kind in kinds.values():
                 if kind.keys() == {"each"}:
                     dtype_of(kind["each"])
                 elif kind.keys() == {"all"}:
@@ -385,7 +344,7 @@ def _checked(answer: Any, slots: int, rank: int, peer: int) -> Iterator[tuple[in
             for index in indices:
                 if not isinstance(index, int) or not 0 <= index < slots:
                     raise ValueError
-                yield index, memory
+                yield index, kinds
     except (AttributeError, KeyError, TypeError, ValueError):
         raise PeerError(
             f"rank {rank}: rank {peer} sent a malformed optimizer state: {str(answer)[:80]}"

@@ -1,37 +1,122 @@
-"""Run any torch optimizer on some of its parameters, with the settings of an earlier moment."""
+"""Runs any torch optimizer on some of its parameters, with the settings of an earlier moment."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from wingbeat.engine.updates.given import Given
-from wingbeat.engine.updates.twin import bare_step
+from wingbeat.engine.updates.trials import bare_step
 from wingbeat.errors import UsageError
 
 GroupSnapshot = list[dict[str, Any]]
 """Each param group's settings (learning rate and so on) at the moment of ``step()``."""
 
 State = defaultdict[Any, dict[str, Any]]
-"""What an optimizer remembers, by tensor and name, as ``torch.optim.Optimizer.state``."""
+"""An optimizer's state, by tensor and name, as ``torch.optim.Optimizer.state``."""
+
+_CLOSURE = "closure"
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class StepArguments:
+    """The arguments of one call of ``optimizer.step``: a closure, and others.
+
+    Args:
+        step: the optimizer's own, as its class has it.
+        args: the positional arguments, without the optimizer.
+        kwargs: the keyword arguments.
+
+    Attributes:
+        closure: evaluates the loss; None where there is none.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._args, self._kwargs = args, dict(kwargs or {})
+        self._place: int | str | None = None
+        if _CLOSURE in self._kwargs:
+            self._place = _CLOSURE
+        elif args and step is not None:
+            position = _closure_position(step)
+            self._place = position if position is not None and position < len(args) else None
+        self.closure: Callable[[], Any] | None = None
+        if isinstance(self._place, str):
+            self.closure = self._kwargs[self._place]
+        elif self._place is not None:
+            self.closure = self._args[self._place]
+        if self.closure is not None and not callable(self.closure):
+            self.closure = self._place = None  # another argument in the closure's position
+
+    @property
+    def others(self) -> bool:
+        """Whether there are arguments other than a closure."""
+        return len(self._args) + len(self._kwargs) > (self._place is not None)
+
+    def with_closure(
+        self, closure: Callable[[], Any] | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with ``closure`` in place of the closure."""
+        args, kwargs = self._args, dict(self._kwargs)
+        if isinstance(self._place, str):
+            kwargs[self._place] = closure
+        elif self._place is not None:
+            args = (*args[: self._place], closure, *args[self._place + 1 :])
+        elif closure is not None:
+            args = (closure, *args)
+        return args, kwargs
+
+    def refuse_others(self, where: str, instead: str) -> None:
+        """Refuse arguments where the optimizer's own step is not called with them.
+
+        Args:
+            where: under what they are refused.
+            instead: the strategy to use.
+
+        Raises:
+            UsageError: there are arguments other than a closure.
+        """
+        if self.others:
+            shown = [f"{value!r:.40}" for value in self._args]
+            shown += [f"{name}={value!r:.40}" for name, value in self._kwargs.items()]
+            text = ", ".join(shown).replace("\n", " ")
+            raise UsageError(
+                f"optimizer.step({text}) {where}: the optimizer is run on parts of parameters or "
+                "at another time, without the arguments of this call; set them in its "
+                f"param_groups, or use {instead}"
+            )
+
+
+def _closure_position(step: Callable[..., Any]) -> int | None:
+    params = list(inspect.signature(step).parameters.values())[1:]
+    for place, param in enumerate(params):
+        # A step that takes *args is probably called like torch's own steps.
+        if param.name == _CLOSURE or param.kind is inspect.Parameter.VAR_POSITIONAL:
+            return place
+    return None
 
 
 class Stepper:
     """Splits one ``step()`` into several, one for each bucket whose gradients have arrived.
 
-    Right for every optimizer that updates each parameter from its own gradient and state, which
-    `separable` finds out.
+    Correct for every optimizer that updates each parameter from its own gradient and state, which
+    `trials` finds out.
 
     Attributes:
-        stepping: whether the optimizer's own code is running, with all that it calls.
-        in_parts: whether it runs on some of its parameters, in groups made for that.
-        given: what the call of the user's ``step`` that is being served has for the optimizer's.
+        stepping: whether the optimizer's own code is running.
+        in_parts: whether it runs on some of its parameters, in temporary groups.
+        arguments: of the user's call of ``step`` that is being served.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
@@ -40,7 +125,7 @@ class Stepper:
         self._group_of: dict[torch.Tensor, int] = {}
         self.stepping = False
         self.in_parts = False
-        self.given = Given()
+        self.arguments = StepArguments()
         self.refresh()
 
     def refresh(self) -> None:
@@ -49,10 +134,10 @@ class Stepper:
         self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
 
     def refuse_regrouped(self) -> None:
-        """Make sure that the groups have the parameters that they had when they were read.
+        """Refuse groups whose parameters have changed since they were read.
 
         Raises:
-            UsageError: they have others, which an optimizer that is divided cannot follow.
+            UsageError: they have, which a divided optimizer cannot follow.
         """
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
         now = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
@@ -68,7 +153,7 @@ class Stepper:
         return param in self._group_of
 
     def group_of(self, param: torch.Tensor) -> int | None:
-        """Return the number of the optimizer's group that has ``param``; None if none has."""
+        """Return the number of the group that has ``param``; None if none has."""
         return self._group_of.get(param)
 
     def params(self) -> list[torch.Tensor]:
@@ -77,7 +162,7 @@ class Stepper:
 
     def snapshot(self) -> GroupSnapshot:
         """Copy the groups' settings, because a scheduler may change them before the update."""
-        self.refresh()  # somebody may have moved parameters between groups, or removed them
+        self.refresh()  # the user may have moved parameters between groups, or removed them
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
         return [
             {key: _copied(value) for key, value in group.items() if key != "params"}
@@ -85,23 +170,23 @@ class Stepper:
         ]
 
     def whole_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the optimizer's own step, on all its parameters, with what it was called with."""
-        args, kwargs = self.given.passed(closure)
+        """Run the optimizer's own step on all its parameters, with the arguments of the call."""
+        args, kwargs = self.arguments.with_closure(closure)
         with self.inside():
             return self._plain_step(self._optimizer, *args, **kwargs)
 
     @contextlib.contextmanager
-    def calling(self, given: Given) -> Iterator[None]:
-        """Serve a call of the user's ``step`` inside, which was given this."""
-        outer, self.given = self.given, given
+    def calling(self, arguments: StepArguments) -> Iterator[None]:
+        """Serve a call of the user's ``step`` inside."""
+        outer, self.arguments = self.arguments, arguments
         try:
             yield
         finally:
-            self.given = outer
+            self.arguments = outer
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Tell that it is the optimizer's own code that runs inside."""
+        """Set `stepping` inside."""
         outer, self.stepping = self.stepping, True
         try:
             yield
@@ -111,13 +196,13 @@ class Stepper:
     @property
     def hooked(self) -> bool:
         """Whether the user has hooks that run before or after a step."""
-        own = [self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"] for when in _WHEN]
+        own = [self._optimizer.__dict__[name] for name in _HOOKS]
         return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
     def run_hooks(self, when: str) -> None:
         """Run the user's step hooks, ``"pre"`` or ``"post"``, once for a step in parts.
 
-        Those of all optimizers too; in torch's order, in which these are the outermost.
+        Global hooks too, which torch runs as the outermost.
         """
         own = list(self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"].values())
         if when == "pre":
@@ -141,10 +226,10 @@ class Stepper:
         """Update stand-ins for parameters, with ``state`` as the optimizer's state.
 
         Args:
-            pairs: a parameter, which says what group's settings count, and what is updated in
-                its place, from its own ``grad``.
+            pairs: a parameter, whose group's settings are used, and the stand-in that is updated
+                from its own ``grad``.
             snapshot: the groups' settings.
-            state: what the optimizer remembers of each stand-in; filled by the first step.
+            state: of each stand-in; filled by the first step.
         """
         members: dict[int, list[torch.Tensor]] = {}
         for param, stand_in in pairs:
@@ -153,17 +238,11 @@ class Stepper:
                 members.setdefault(group, []).append(stand_in)
         groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
         inside = self._optimizer.__dict__
-        saved = {k: inside[k] for k in _SWAPPED}
-        # The user's hooks and groups belong to the whole step, not to each part of it; and only
-        # where there are hooks of all optimizers, nothing but the bare step leaves them out.
-        everyones = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        step = bare_step(self._plain_step) if everyones else self._plain_step
-        inside.update(
-            param_groups=groups,
-            state=state,
-            _optimizer_step_pre_hooks={},
-            _optimizer_step_post_hooks={},
-        )
+        saved = {key: inside[key] for key in ("param_groups", "state", *_HOOKS)}
+        # Hooks belong to the whole step, not to its parts. Only the bare step omits global hooks.
+        has_global_hooks = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        step = bare_step(self._plain_step) if has_global_hooks else self._plain_step
+        inside.update(param_groups=groups, state=state, **{name: {} for name in _HOOKS})
         outer, self.in_parts = self.in_parts, True
         try:
             with self.inside():
@@ -174,25 +253,15 @@ class Stepper:
 
 
 def _copied(value: Any) -> Any:
-    """A setting as it is now, whatever is written to it in place later."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
-_SWAPPED = (
-    "param_groups",
-    "state",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-)
-_WHEN = ("pre", "post")
-
-
 def step_outside(
     slotted: Container[torch.Tensor], stepper: Stepper, snapshot: GroupSnapshot
 ) -> None:
-    """Update at once what is in no bucket, being frozen, but has got a gradient from somewhere."""
+    """Update at once frozen parameters, which are in no bucket, that have a gradient."""
     others = [p for p in stepper.params() if p not in slotted and p.grad is not None]
     if others:
         stepper.step(others, snapshot)

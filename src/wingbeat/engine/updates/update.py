@@ -1,40 +1,42 @@
-"""What every way of applying an optimizer has in common."""
+"""The base class of updates, which run the optimizer; and updates of all parameters at once."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.engine.gradients.bucket import Bucket
+from wingbeat.engine.gradients.bucket import Bucket, StepCounter
 from wingbeat.engine.gradients.bucketing import Bucketing
-from wingbeat.engine.gradients.steps import Steps
-from wingbeat.engine.updates.shards import Shards
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.updates.stepper import Stepper
-from wingbeat.schedules.events import Event, Phase, UpdateCommand
+from wingbeat.schedules.events import Event, Phase, Step, StepCalled, UpdateCommand
+
+if TYPE_CHECKING:
+    from wingbeat.engine.updates.shards import Shards
 
 Closure = Callable[[], Any] | None
 
 
 class Host(Protocol):
-    """What an update may ask of the engine that it is part of."""
+    """The part of the engine that updates call."""
 
     @property
     def phase(self) -> Phase:
         """Where the gradients of the last backward are."""
 
-    def tell(self, event: Event, closure: Closure = None) -> Any:
-        """Do what the schedule has to say; return what a whole step has returned, if any."""
+    def dispatch(self, event: Event, closure: Closure = None) -> Any:
+        """Perform the schedule's commands for ``event``; return the result of a whole step."""
 
     def recover(self) -> None:
-        """Keep in step with the other workers if an exception cut a backward short."""
+        """Complete the collectives of a backward that an exception cut short."""
 
     def flush(self) -> None:
-        """Make every update that is due."""
+        """Apply all deferred updates."""
 
     def settle(self) -> None:
         """Make parameters current and gradients whole."""
@@ -42,100 +44,159 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """What an update works on.
+    """The objects that an update works on.
 
     Attributes:
         optimizer: the user's.
-        stepper: runs its own step on some parameters or on all.
+        stepper: runs the optimizer's own step on some parameters or on all.
         steps: counts the steps.
         bucketing: the plan in force.
         collectives: of all the workers.
-        refresh: brings parameters up to date that somebody is about to read.
+        refresh: applies the deferred updates of parameters that are about to be read.
     """
 
     optimizer: torch.optim.Optimizer
     stepper: Stepper
-    steps: Steps
+    steps: StepCounter
     bucketing: Bucketing
     collectives: Collectives
     refresh: Callable[[list[torch.Tensor]], None]
 
 
-class Update(Protocol):
-    """Who applies the optimizer, to what, and when.
+class Update:
+    """Runs the optimizer: on what, and when, differs between subclasses.
+
+    The defaults are those of an update that is made at once, on whole gradients, by every worker.
 
     Attributes:
-        defers: whether updates may be made only when somebody looks.
-        agrees: whether the workers agree on what they do before each exchange after a backward.
-        option: what asks for it, as users write it, where no worker has the whole optimizer; empty
-            where each has.
+        defers: whether updates may be made only when parameters are read.
+        agrees: whether the workers agree on their next action before each exchange after a
+            backward.
+        option: the user's option that divides the optimizer among workers or servers; empty where
+            each worker has the whole optimizer.
+        shards: this worker's part of the optimizer's state; None where each has the whole.
     """
 
-    defers: ClassVar[bool]
-    agrees: ClassVar[bool]
-    option: ClassVar[str]
+    defers: ClassVar[bool] = False
+    agrees: ClassVar[bool] = False
+    option: ClassVar[str] = ""
+    shards: Shards | None = None
 
-    @property
-    def shards(self) -> Shards | None:
-        """This worker's part of the optimizer's state; None where each has the whole."""
+    def __init__(self, training: Training) -> None:
+        self._training = training
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Do what a call of the user's ``optimizer.step`` asks for."""
+        """Serve a call of the user's ``optimizer.step``."""
+        raise NotImplementedError
 
-    def step_of_others(self, host: Host) -> None:
-        """After a backward without batches of its own, do as the other workers do."""
+    def shadow_step(self, host: Host) -> None:
+        """Step like the other workers, after a backward without batches of its own."""
+        raise NotImplementedError
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
-        """Do as the schedule says; return what a whole step has returned."""
+        """Perform a command of the schedule; return the result of a whole step."""
+        raise NotImplementedError
 
-    def reads_only(self, bucket: Bucket) -> bool:
-        """Whether the bucket's due update leaves the buffer as it is, which may be sent still."""
+    def preserves_gradients(self, bucket: Bucket) -> bool:  # noqa: ARG002
+        """Whether the deferred update does not write to the bucket, which may still be sent."""
+        return False
 
-    def as_of_step(self) -> contextlib.AbstractContextManager[None]:
-        """Let due updates be made inside as if at the moment of their step."""
+    def step_modes(self) -> contextlib.AbstractContextManager[None]:
+        """Restore the modes of the step that deferred updates belong to."""
+        return contextlib.nullcontext()
 
-    def planned(self) -> None:
-        """Other buckets are in force."""
+    def on_new_buckets(self) -> None:
+        """The plan in force has changed."""
 
-    def dropped(self, set_to_none: bool) -> None:
+    def on_zero_grad(self, set_to_none: bool) -> None:
         """The user has zeroed the gradients, or a backward was cut short."""
 
-    def lost(self) -> bool:
+    def gradients_lost(self) -> bool:
         """Whether a backward has added to gradients that a step has used up."""
+        return False
 
-    def why_lost(self, what: str) -> str:
-        """Say why ``what``, which needs gradients that a step has used up, is not possible."""
+    def lost_message(self, what: str) -> str:
+        """Return the error text for ``what``, which needs gradients that a step has used up."""
+        return what
 
     def refuse_lost(self, what: str) -> None:
         """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
 
-    def level(self, *, always: bool) -> bool:
-        """Wait until all workers hold the same parameters, where they differ for a while.
+    def level(self, *, always: bool) -> bool:  # noqa: ARG002
+        """Wait until all workers hold the same parameters, where they may differ.
 
         Args:
             always: whether also if this worker has made no step since the last time.
 
         Returns:
-            Whether all workers have met, each in this method; where they never differ nobody waits.
+            Whether all workers have met in this method.
         """
+        return False
 
-    def loaded(self) -> None:
+    def on_load_state_dict(self) -> None:
         """The optimizer has loaded a whole state."""
 
-    def whole_state(self, host: Host) -> contextlib.AbstractContextManager[None]:
+    def whole_state(self, host: Host) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         """Let the optimizer hold its whole state inside."""
+        return contextlib.nullcontext()
 
     def visible_state(self) -> Any:
-        """Return the optimizer's state for somebody to read."""
+        """Return the optimizer's state for the user to read."""
+        return self._training.optimizer.__dict__["state"]
 
     def before_forward(self) -> None:
-        """A forward of the model's begins that may be trained on."""
+        """A forward begins that may be trained on."""
 
-    def leave(self) -> None:
-        """Before `detach`, with all workers: end what a refusal may have left open."""
+    def before_detach(self) -> None:
+        """Before `detach`, with all workers: complete what an error may have left open."""
 
     def detach(self) -> None:
         """Leave the optimizer as a plain one."""
+
+
+class WholeUpdate(Update):
+    """Runs the optimizer's own step at once, on whole gradients."""
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Run the optimizer's own step."""
+        host.recover()
+        return host.dispatch(StepCalled(in_parts=False), closure)
+
+    def shadow_step(self, host: Host) -> None:
+        """Run the optimizer's own step: all workers have the same gradients."""
+        self.step(host, None)
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+        """Perform `Step`, the only command of these schedules."""
+        assert isinstance(command, Step), command
+        self._training.steps.count += 1
+        return self._training.stepper.whole_step(closure)
+
+
+class SingleWorkerUpdate(WholeUpdate):
+    """Steps with the momentum and residuals that codecs have kept in a run of many workers."""
+
+    def __init__(self, training: Training, compression: Compression) -> None:
+        super().__init__(training)
+        self._compression = compression
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Run the optimizer's own step."""
+        if closure is None:
+            self._complete_gradients()
+            return super().step(host, None)
+
+        def completed() -> Any:
+            loss = closure()
+            self._complete_gradients()
+            return loss
+
+        return super().step(host, completed)
+
+    def _complete_gradients(self) -> None:
+        if self._compression.changes_alone():
+            for slot in self._training.bucketing.slots:
+                self._compression.alone(slot)
 
 
 def evaluated(closure: Closure) -> Any:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from wingbeat.engine import distribute
+from wingbeat.engine.api import HasChoices, unwrapped
 from wingbeat.engine.engine import Engine
-from wingbeat.engine.entry import HasChoices, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations.accelerate import names

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wingbeat.engine import distribute, release
-from wingbeat.engine.upgrade import KEPT, engine_of
+from wingbeat.engine.upgrade import EXTRA, engine_of
 
 
 def change(
@@ -24,13 +24,13 @@ def change(
     Raises:
         UsageError: what `wingbeat.distribute` refuses.
     """
-    before = optimizer.state_dict().get(KEPT)
+    before = optimizer.state_dict().get(EXTRA)
     release(module, optimizer)
     what()
     distribute(module, optimizer, strategy)
     if before:
         state = optimizer.state_dict()
-        state[KEPT] = _with(state.get(KEPT) or {}, before)
+        state[EXTRA] = _with(state.get(EXTRA) or {}, before)
         optimizer.load_state_dict(state)
 
 

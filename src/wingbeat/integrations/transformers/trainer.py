@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from wingbeat.engine import consensus, release
-from wingbeat.engine.entry import HasChoices, unwrapped
+from wingbeat.engine.api import HasChoices, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
