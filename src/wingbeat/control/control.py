@@ -19,6 +19,7 @@ from wingbeat.control.thresholds import Prioritised, ThresholdTuning
 from wingbeat.control.tuning import SizeTuning
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.errors import UsageError
 from wingbeat.types import Choices
 
 
@@ -62,7 +63,7 @@ class Control:
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
-        exchange: Prioritised,
+        exchange: object,
     ) -> None:
         world = collectives.world
         self.trial: CodecTrial | None = None
@@ -79,6 +80,11 @@ class Control:
                 choices.merging, choices, bucketing, compression, collectives, self.trial is None
             )
         if choices.servers is not None and choices.servers.tuning is not None:
+            if not isinstance(exchange, Prioritised):
+                raise UsageError(
+                    f'threshold="tuned": {type(exchange).__name__} has no traffic classes; use '
+                    "wingbeat.Geryon(), or leave threshold out"
+                )
             self.thresholds = ThresholdTuning(choices, bucketing, collectives, exchange)
         self._collectives = collectives
         self._stopwatch = Stopwatch(bucketing.device)

@@ -7,7 +7,7 @@ bucket sizes. Training does not start again: a threshold only says what goes fir
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucketing import Bucketing
@@ -22,8 +22,9 @@ from wingbeat.settings import is_number
 from wingbeat.types import Choices, Serving
 
 
+@runtime_checkable
 class Prioritised(Protocol):
-    """An exchange whose classes thresholds divide."""
+    """An exchange with traffic classes; not all exchanges have any."""
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
         """Divide the classes by other thresholds from now on."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat.schedules.events import Operation
-from wingbeat.types import Span
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket
@@ -30,14 +29,6 @@ class ModelExchange:
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """There are no buckets."""
         assert not [*buckets, *forward], "gradients stay where they are"
-
-    def prioritise(self, thresholds: Sequence[float]) -> None:
-        """There are no classes."""
-        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Nothing is left whole on one worker alone."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def sections(self) -> Sequence[Section]:
         """Return what is to be seen of averages."""
