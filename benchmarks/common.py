@@ -87,6 +87,10 @@ def show(report: dict[str, Any], table: Printed) -> None:
     print(f"\n{table.text()}", flush=True)
 
 
+FAILED = 3
+"""Exit code of a measurement that was not completed; 1 means that a limit is missed."""
+
+
 def run_and_judge(path: Path, measure: Callable[[dict[str, Any]], list[str]]) -> int:
     """Measure, and print what is missed; return the exit code of a program that does only this.
 
@@ -102,7 +106,7 @@ def run_and_judge(path: Path, measure: Callable[[dict[str, Any]], list[str]]) ->
         missed = measure(report)
     except WingbeatError as err:
         print(f"{Path(sys.argv[0]).name}: {err}", file=sys.stderr)
-        return 2 if isinstance(err, UsageError) else 1
+        return 2 if isinstance(err, UsageError) else FAILED
     for line in missed:
         print(f"MISSED: {line}")
     return int(bool(missed))

@@ -10,6 +10,10 @@ a slow worker, another one in each iteration. Models are paced. Tuning is not on
 of codecs is. Options that change what is learned, or what others can read, are not judged: the
 table says what they change.
 
+Each turn has an even number of iterations: where each host has one worker, Ripples averages after
+every second step only (inter- and intra-groups alternate, and a group inside of a host is one
+worker), so that an odd number would compare different amounts of communication.
+
 Rule: on no cluster is an option that changes nothing else faster than the default by more than
 `WITHIN` (exit code 1 otherwise).
 """
@@ -200,6 +204,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="how often rows take turns (2)")
     parser.add_argument("--json", type=Path, default=Path("out/defaults.json"))
     args = parser.parse_args()
+    if args.iterations % (2 * args.rounds):
+        parser.error(
+            f"--iterations {args.iterations} in {args.rounds} rounds: a turn needs an even number "
+            f"of iterations; choose a multiple of {2 * args.rounds}"
+        )
     return run_and_judge(args.json, functools.partial(measure, args))
 
 

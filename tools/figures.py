@@ -168,7 +168,8 @@ def measure(figure: Figure) -> int:
     about, stolen, began = machine.describe(), machine.StolenShare(), time.monotonic()
     print(f"$ {figure.command}", flush=True)
     code = subprocess.run(figure.words(figure.command, raw), cwd=ROOT, check=False).returncode
-    if not raw.exists():
+    if code not in (0, 1) or not raw.exists():
+        raw.unlink(missing_ok=True)  # some benchmarks write what they have after each part
         print(f"{figure.name}: no figures: the command ended with {code}", file=sys.stderr)
         return code or 1
     report = json.loads(raw.read_text(encoding="utf-8"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 
 import pytest
@@ -29,6 +30,41 @@ class HalfDeaf(late.LateLink):
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> NeverRead:
         super().send(tensor, peer, tag)
         return NeverRead()
+
+
+class HalfArrived:
+    """A transfer of which a part has arrived: gloo ends it at its deadline, closed or not."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        self._ended = ended
+
+    def wait(self, seconds: float) -> None:
+        self._ended.wait(seconds)
+        raise RuntimeError("timed out")
+
+
+class Stuck(late.LateLink):
+    ended: threading.Event
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> HalfArrived:  # type: ignore[override]
+        return HalfArrived(self.ended)
+
+
+def test_abandoned_collective_with_a_half_arrived_transfer_close_does_not_wait() -> None:
+    members, board = late.worlds(2)
+    world, link = members[0], Stuck(board, 0, "lo0")
+    link.ended = threading.Event()
+    world.links = (link,)
+    collectives = Collectives(world)
+    handle = collectives.all_reduce(torch.ones(8), bucket=2)
+    begin = time.monotonic()
+    collectives.abandon()
+    world.close()
+    assert time.monotonic() - begin < world.timeout / 2
+    link.ended.set()
+    with pytest.raises(PeerError, match="rank 0: the world was given up here"):
+        handle.wait()
+    members[1].close()
 
 
 def test_nothing_is_started_after_shutdown() -> None:

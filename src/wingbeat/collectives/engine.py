@@ -89,6 +89,16 @@ class Collectives:
             return False
         return True
 
+    def abandon(self) -> None:
+        """Close the links of a group that is given up, without waiting for what is under way.
+
+        Buffers of collectives under way may still be written to, until the group's timeout.
+        """
+        for executor in self._executors:
+            executor.abandon()
+        for link in self.world.links:
+            link.close()
+
     def owned(self, numel: int) -> Span:
         """Return the span of a buffer of ``numel`` elements that this rank reduces."""
         return blocks_of(numel, self.world.size)[self.world.rank]

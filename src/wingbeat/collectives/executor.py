@@ -76,7 +76,7 @@ class Executor:
         self._blame = Blame(world.store, self._rank, self._ranks[-1] + 1, world.timeout, room)
         self._machine: Machine[Job] = Machine()
         self._wake = threading.Condition()
-        self._closing = False
+        self._closing = self._abandoned = False
         self._failure = failure
         self._calls = Calls(world, lane)
         self._submitted = 0
@@ -137,12 +137,20 @@ class Executor:
     def close(self) -> None:
         """End the thread once the queue is empty; wait for it, unless this is it, in a callback."""
         self.stop()
-        if self._runner == threading.get_ident():
+        if self._abandoned or self._runner == threading.get_ident():
             return
         if self._thread is not None:
             self._thread.join(self._timeout)
         with self._wake:
             self._wake.wait_for(lambda: not self._running, self._timeout)
+
+    def abandon(self) -> None:
+        """Let `close` not wait for transfers under way, whose links were closed.
+
+        Gloo ends a transfer of which a part has arrived only at its deadline. Until then the thread
+        may write to the buffers of jobs that have begun.
+        """
+        self._abandoned = True
 
     def _run(self) -> None:
         self._runner = threading.get_ident()
@@ -339,6 +347,9 @@ class Executor:
         )
 
     def _reason(self, begun: list[Job], err: Exception) -> str:
+        if self._abandoned:  # no peer has failed
+            self._break(begun, err)
+            return f"rank {self._rank}: {self._group or 'the world'} was given up here"
         if isinstance(err, LostPeer) and self._group is None and (said := self._differing(err.job)):
             self._break(begun, err)
             return said

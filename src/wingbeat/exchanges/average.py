@@ -99,9 +99,9 @@ class GroupAverage:
         try:
             handle = self._start(collectives, total)
             if not self._over(handle, coming):
-                for link in inner.links:
-                    link.close()  # What is under way ends with it.
+                collectives.abandon()
                 self.close([meeting])
+                self._sum = torch.empty_like(self._sum)  # what is under way may still write to it
                 return GIVEN_UP
             handle.wait()
         except PeerError:
