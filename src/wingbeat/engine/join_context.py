@@ -161,8 +161,8 @@ def _exchange_batches(engine: Engine, batch: _Batch) -> list[int]:
     for rank, flag in enumerate(rows):
         if flag not in list(_Batch):
             raise PeerError(
-                f"rank {engine.world.rank}: rank {rank} sent {flag!r} where it was due to say "
-                "whether it has batches left, 0 to 2; all workers have to run the same wingbeat"
+                f"rank {engine.world.rank}: rank {rank} sent {flag!r} in place of "
+                "the kind of its batch, 0 to 2; all workers have to run the same wingbeat"
             )
     return [int(flag) for flag in rows]
 

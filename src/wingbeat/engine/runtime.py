@@ -68,7 +68,7 @@ class IntentExchange:
         heads = self._rows[:, 0].tolist()
         for rank, head in enumerate(heads):
             if head not in list(Intent):
-                raise PeerError(f"rank {rank} sent {head} where an intent was due, 1 to 7")
+                raise PeerError(f"rank {rank} sent {head} in place of an intent, 1 to 7")
         union = 0
         for row in self._rows[:, 1:].tolist():
             union |= int.from_bytes(row, "little")

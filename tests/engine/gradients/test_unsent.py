@@ -177,7 +177,7 @@ def test_a_malformed_load_names_its_sender() -> None:
     _, workers = trained(2)
     workers[0].unsent.load_state_dict(workers[0].unsent.state_dict())
     workers[0].world.said = lambda value: [value, [1, True, "x"]]
-    with pytest.raises(PeerError, match="rank 0: rank 1 sent malformed news of a load"):
+    with pytest.raises(PeerError, match="rank 0: rank 1 sent a malformed report of a load"):
         workers[0].unsent.count_step()
 
 

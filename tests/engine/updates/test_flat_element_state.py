@@ -118,7 +118,7 @@ class Loose(torch.optim.SGD):
         (lambda p: Keeps(p, lambda w: w.detach().flatten().repeat(2)), "'kept' is of shape"),
         (lambda p: Keeps(p, lambda w: [w.detach()]), "'kept' is a list"),
         (lambda p: Keeps(p, lambda w: nn.Parameter(w.clone())), "'kept' is a Parameter"),
-        (Outside, "does not update what its param groups hold by itself"),
+        (Outside, "does not update the parameters of its param groups by itself"),
         (Loose, "remembers what belongs to no parameter"),
         (lambda p: torch.optim.SparseAdam(list(p)), "cannot be tried on a small tensor: Runtime"),
     ],

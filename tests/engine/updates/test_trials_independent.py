@@ -142,10 +142,10 @@ def test_a_plain_custom_optimizer_steps_independently() -> None:
         (ByNorm, "depends on the others"),
         (Counting, "outside of its state dict: made"),
         (InGroups, "in its param groups: k"),
-        (Idle, "does not update what its param groups hold"),
+        (Idle, "does not update the parameters of its param groups"),
         (Shared, "belongs to no parameter"),
-        (Remembering, "what it remembers of one parameter depends on the others"),
-        (RememberingMore, "what it remembers of one parameter depends on the others"),
+        (Remembering, "the state of one parameter depends on the others"),
+        (RememberingMore, "the state of one parameter depends on the others"),
         (Raising, "where are the others?"),
     ],
 )

@@ -133,7 +133,7 @@ WHY = [
     (CountsCalls, "it keeps state outside of its state dict: made"),
     (ByAll, "what it does to one parameter depends on the others, or on random numbers"),
     (Noisy, "what it does to one parameter depends on the others, or on random numbers"),
-    (KeepsGradients, "it keeps gradients themselves, whose memory is used again"),
+    (KeepsGradients, "it keeps gradients themselves, whose memory is reused"),
     (KeepsObjects, "its state: a type cannot be sent to the other workers"),
     (WithModes, "it keeps state in its param groups: train_mode, k"),
     (Exchanging, "it exchanges tensors with other workers by itself (allgather)"),

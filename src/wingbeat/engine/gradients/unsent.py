@@ -191,7 +191,9 @@ def judge(loaded: Sequence[tuple[int, int, int]], rank: int) -> LoadedAs:
 def _checked(answers: Sequence[Any], rank: int) -> list[tuple[int, int, int]]:
     for other, answer in enumerate(answers):
         if not isinstance(answer, list) or [type(n) for n in answer] != [int, int, int]:
-            raise PeerError(f"rank {rank}: rank {other} sent malformed news of a load: {answer!r}")
+            raise PeerError(
+                f"rank {rank}: rank {other} sent a malformed report of a load: {answer!r}"
+            )
     return [(source, step, digest) for source, step, digest in answers]
 
 

@@ -101,7 +101,7 @@ class ElementState:
                     raise self._changed(param, key, why)
                 found[key] = value
             elif _per_element(value):
-                raise self._changed(param, key, "there, and was not when it was tried")
+                raise self._changed(param, key, "present, and was absent in the trial")
         return found
 
     def described(self) -> list[list[str]]:
@@ -143,9 +143,9 @@ def _try_state(
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise _refusal(optimizer, f"it cannot be tried on a small tensor: {reason}") from None
     if torch.equal(param, first):
-        raise _refusal(optimizer, "it does not update what its param groups hold by itself")
+        raise _refusal(optimizer, "it does not update the parameters of its param groups by itself")
     if any(key is not param for key in shadow.state):
-        raise _refusal(optimizer, "it remembers what belongs to no parameter")
+        raise _refusal(optimizer, "it has state that belongs to no parameter")
     each = {}
     for key, value in shadow.state.get(param, {}).items():
         if _per_element(value):

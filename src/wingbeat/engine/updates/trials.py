@@ -171,7 +171,7 @@ def _keeps(tensors: Iterable[Any], grad: torch.Tensor) -> bool:
     )
 
 
-_KEEPS_GRADIENTS = "it keeps gradients themselves, whose memory is used again"
+_KEEPS_GRADIENTS = "it keeps gradients themselves, whose memory is reused"
 
 
 # -- steps on some parameters at a time ---------------------------------------------------
@@ -193,7 +193,7 @@ def steps_independently(optimizer: Optimizer) -> bool:
     if why_not:
         log.info(
             "optimizer %s cannot step on some of its parameters at a time (%s): gradients are "
-            "gathered before each step, which is right and hides less",
+            "gathered before each step, which is correct but overlaps less communication",
             type(optimizer).__name__,
             why_not,
         )
@@ -258,7 +258,7 @@ def _compare_orders(
         return "what it does to one parameter depends on the others, or on random numbers"
     for one, other in zip(whole_state, apart_state, strict=True):
         if one.keys() != other.keys() or not all(_same(one[k], other[k]) for k in one):
-            return "what it remembers of one parameter depends on the others"
+            return "the state of one parameter depends on the others"
     return ""
 
 
@@ -286,9 +286,9 @@ def _train_batches(
     if changed:
         raise TrialFailed(f"it keeps state outside of its state dict: {', '.join(changed)}")
     if any(p.numel() and torch.equal(p, old) for p, old in zip(params, first, strict=True)):
-        raise TrialFailed("it does not update what its param groups hold")
+        raise TrialFailed("it does not update the parameters of its param groups")
     if not all(isinstance(key, torch.Tensor) for key in shadow.state):
-        raise TrialFailed("it remembers what belongs to no parameter")
+        raise TrialFailed("it has state that belongs to no parameter")
     return shadow.state
 
 
