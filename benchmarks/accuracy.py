@@ -6,7 +6,8 @@ batches, and are judged by what the network says about data that it has not been
 digits  a convolutional network on scikit-learn's digits, moved by up to a pixel; SGD, momentum 0.9
 text    an LSTM that names the next character of the standard library's source; plain SGD, clipped
 
-Where workers' models differ their mean is judged, and each goes on from it (`wingbeat.consensus`).
+Where workers' models differ their mean is judged, and each goes on from it
+(`wingbeat.synchronize`).
 Learning rates rise, then fall to zero along a cosine, so that the end is a plateau. The text has
 no momentum: gradients that top-k holds back would lose it (Deep Gradient Compression, 3.1).
 
@@ -42,27 +43,32 @@ from torch import Tensor, nn
 
 import wingbeat
 from wingbeat import strategies
-from wingbeat.bench import contenders, digits, estimate, machine
-from wingbeat.bench.attach import attached
-from wingbeat.bench.attached import Attached
-from wingbeat.bench.contenders import Contender
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
 from wingbeat.wires import Sketch, TopK
+from wingbeat_lab.bench import contenders, digits, estimate, machine
+from wingbeat_lab.bench.attach import attached
+from wingbeat_lab.bench.attached import Attached
+from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
 
-ROWS = "allreduce allreduce:wire=sketch allreduce:wire=sketch@4 allreduce:wire=topk@0.01"
+ROWS = (
+    "allreduce allreduce:compression=sketch allreduce:compression=sketch@4 "
+    "allreduce:compression=topk@0.01"
+)
 Batches = Iterator[tuple[Tensor, Tensor]]
 LIMIT = 0.5  # points of accuracy that a judged row may lose against the first
 EVALUATIONS = 10  # of a training
 EXAMPLES = """examples:
   python benchmarks/accuracy.py --json out/accuracy.json --png out/accuracy.png
-  python benchmarks/accuracy.py --tasks digits --strategies allreduce allreduce:wire=lowrank@4
-  python benchmarks/accuracy.py --strategies allreduce allreduce:wire=topk@0.001 --warmup 200
+  python benchmarks/accuracy.py --tasks digits \\
+      --strategies allreduce allreduce:compression=lowrank@4
+  python benchmarks/accuracy.py --warmup 200 \\
+      --strategies allreduce allreduce:compression=topk@0.001
   python benchmarks/accuracy.py --tasks text --strategies allreduce omgs:density=0.001,warmup=1000
-  python benchmarks/accuracy.py --strategies ddp ddp+powersgd:rank=4 allreduce:wire=lowrank@4
+  python benchmarks/accuracy.py --strategies ddp ddp+powersgd:rank=4 allreduce:compression=lowrank@4
   python benchmarks/accuracy.py --strategies ddp localsgd:every=10 --evaluations 40
 """
 
@@ -178,7 +184,7 @@ def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strat
     wire = dataclasses.replace(wire, auto_disable=False)
     if isinstance(wire, TopK) and warmup is not None:
         wire = dataclasses.replace(wire, warmup=warmup)
-    return dataclasses.replace(strategy, wire=wire)
+    return dataclasses.replace(strategy, compression=wire)
 
 
 def rate_at(step: int, iterations: int) -> float:

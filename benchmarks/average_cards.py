@@ -22,9 +22,9 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
+from wingbeat_lab import baselines, lab
+from wingbeat_lab.bench.printed import Printed
 
 CARDS = ("eth0", "eth1")
 ROWS = (
@@ -45,7 +45,7 @@ def main() -> int:
 
     def measure(report: dict[str, Any]) -> list[str]:
         for row in args.rows:
-            strategies.parse(row)
+            baselines.parse(row)
         for each, row in itertools.product(range(args.rounds), args.rows):
             for number in (2, 1):
                 rows = report.setdefault("rows", {})
@@ -150,7 +150,7 @@ def work(row: str, cards: int, steps: int, mb: float) -> None:
     import torch
 
     import wingbeat
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
 
     def sent() -> dict[str, int]:
         return {card: counters.read()[card].tx_bytes for card in CARDS}
@@ -159,17 +159,17 @@ def work(row: str, cards: int, steps: int, mb: float) -> None:
     wingbeat.init(timeout=PATIENCE_S, interfaces=list(CARDS[:cards]))
     model = torch.nn.Linear(1000, max(1, round(mb * 250)), bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(model, optimizer, baselines.parse(row))
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()  # connections are made
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     before, begin = sent(), time.monotonic()
     for _ in range(steps):
         optimizer.step()
     seconds = time.monotonic() - begin
-    # Whoever is ahead sends no more than averages; a consensus is not counted on any card.
+    # Whoever is ahead sends no more than averages; synchronize() is not counted on any card.
     after = sent()
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     first = int(os.environ["LOCAL_RANK"]) == 0
     moved = {card: after[card] - before[card] for card in CARDS} if first else None
     print(json.dumps({"seconds": seconds, "sent": moved}), flush=True)

@@ -28,11 +28,11 @@ import torch
 from common import run_and_judge, show, write
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench import contenders
-from wingbeat.bench.attach import attached
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError, UsageError
+from wingbeat_lab import lab
+from wingbeat_lab.bench import contenders
+from wingbeat_lab.bench.attach import attached
+from wingbeat_lab.bench.printed import Printed
 
 LOOKS = 60
 """How often each process is looked at."""

@@ -33,12 +33,14 @@ from typing import Any
 
 from common import end_as_by_ctrl_c, refuse_unwritable, show, write
 
-from wingbeat import lab, topologies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
+from wingbeat import topologies
 from wingbeat.errors import LabError, UsageError
-from wingbeat.lab import counters
-from wingbeat.lab.units import parse_rate
+from wingbeat_lab import lab
+from wingbeat_lab.bcube import AggregatingBCube
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
+from wingbeat_lab.lab.units import parse_rate
 
 OF_INTERFACES = 0.9
 OF_LINE_RATE = 0.9
@@ -49,7 +51,7 @@ IN_BCUBE = ("bml", "table2", "routed")
 
 def topology_of(case: str) -> topologies.Topology:
     """The topology of a case."""
-    known = {"bml": topologies.BCube(), "table2": topologies.AggregatingBCube()}
+    known = {"bml": topologies.BCube(), "table2": AggregatingBCube()}
     return known.get(case, topologies.Ring())
 
 

@@ -17,12 +17,13 @@ from typing import Any
 from common import show
 
 from wingbeat import simulator
-from wingbeat.bench.config import BenchConfig, Checked
-from wingbeat.bench.contenders import Contender
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.simulated import GOODPUT
 from wingbeat.errors import UsageError
 from wingbeat.types import Choices
+from wingbeat_lab import paced
+from wingbeat_lab.bench.config import BenchConfig, Checked
+from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.simulated import GOODPUT
 
 WITHIN = 0.1
 """Of what the lab took, that a row may be off."""
@@ -230,7 +231,7 @@ def choices_of(row: Contender) -> Choices:
 def model_of(checked: Checked) -> simulator.Model:
     """Return the paced model as it was measured, in slow motion."""
     assert checked.model.profile is not None, "it was asked for"
-    return simulator.of_profile(checked.model.profile, checked.model.stretch)
+    return paced.simulator_model(checked.model.profile, checked.model.stretch)
 
 
 def links_of(checked: Checked) -> simulator.Links:

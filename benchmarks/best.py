@@ -34,10 +34,10 @@ from typing import Any
 
 from common import BEGIN_ANEW, measured_before, run_and_judge, show, write
 
-from wingbeat.bench import contenders, estimate, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Run
+from wingbeat_lab.bench import contenders, estimate, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.results import Run
 
 MODELS = ("resnet50", "vgg16", "bert_base", "densenet201")
 RATES = ("100mbit", "1gbit", "4gbit", "10gbit")
@@ -51,20 +51,20 @@ ROWS = (
     "ddp+powersgd:rank=1",
     "allreduce",
     "dear:plan=fixed",
-    "dear:plan=fixed,wire=bf16",
-    "allreduce:wire=sketch:auto_disable=false",
-    "dear:plan=fixed,wire=sketch:auto_disable=false",
-    "dear:plan=fixed,wire=sketch@4:auto_disable=false",
-    "allreduce:wire=lowrank@1:auto_disable=false",
-    "dear:plan=fixed,wire=lowrank@1:auto_disable=false",
+    "dear:plan=fixed,compression=bf16",
+    "allreduce:compression=sketch:auto_disable=false",
+    "dear:plan=fixed,compression=sketch:auto_disable=false",
+    "dear:plan=fixed,compression=sketch@4:auto_disable=false",
+    "allreduce:compression=lowrank@1:auto_disable=false",
+    "dear:plan=fixed,compression=lowrank@1:auto_disable=false",
     "omgs",
     "geryon",
 )
 SELDOM = (
     "ripples:policy=smart",
     "localsgd:every=10",
-    "localsgd:every=30,wire=sketch@4",
-    "diloco:every=30,wire=sketch@4",
+    "localsgd:every=30,compression=sketch@4",
+    "diloco:every=30,compression=sketch@4",
 )
 SELDOM_STEPS = 30
 """Iterations that rows of `SELDOM` are timed for: a whole number of averages."""

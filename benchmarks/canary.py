@@ -48,14 +48,14 @@ import canary_training
 from common import run_and_judge, show, write
 
 from wingbeat import topologies
-from wingbeat.bench import estimate, models, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Report
+from wingbeat_lab.bench import estimate, models, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.results import Report
 
 FIGURES = ("23", "20", "19")
 BML, AKO, SERVER = "bml", "ako", "vanillaps"
-CANARY = "canary:s={s},p=6,colayers=10,wire=sketch,encrypted=False"
+CANARY = "canary:s={s},p=6,colayers=10,compression=sketch,encrypted=False"
 SIX_BITS = CANARY.replace("sketch", "sketch@6")
 BSP = CANARY.replace("s={s},p=6,", "s=0,")
 """Canary's exchange without staleness: what is gained over this is what ``s`` gains."""

@@ -31,12 +31,12 @@ import beside
 from common import run_and_judge, write
 
 from wingbeat import simulator
-from wingbeat.bench import slow
-from wingbeat.bench.config import Checked
-from wingbeat.bench.contenders import Contender
 from wingbeat.simulator.worker import Sleeps
 from wingbeat.stale.pace import Pace
 from wingbeat.types import Choices
+from wingbeat_lab.bench import slow
+from wingbeat_lab.bench.config import Checked
+from wingbeat_lab.bench.contenders import Contender
 
 FIGURES = ("23", "20")
 SPAN_S = 0.05

@@ -33,10 +33,10 @@ from killing import (
     trained,
 )  # fmt: skip
 
-from wingbeat import lab
-from wingbeat.bench.printed import Printed
 from wingbeat.stale.audit import Audit, audit
 from wingbeat.stale.lateness import delays
+from wingbeat_lab import baselines, lab
+from wingbeat_lab.bench.printed import Printed
 
 
 def main() -> int:
@@ -51,8 +51,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lab", default="star:4@100mbit", help="(star:4@100mbit)")
     parser.add_argument(
-        "--row", default="canary:s=8,p=2,colayers=4,wire=fp32,encrypted=False",
-        help="(canary:s=8,p=2,colayers=4,wire=fp32,encrypted=False)",
+        "--row", default="canary:s=8,p=2,colayers=4,compression=fp32,encrypted=False",
+        help="(canary:s=8,p=2,colayers=4,compression=fp32,encrypted=False)",
     )  # fmt: skip
     parser.add_argument("--kills", type=at_least_one, default=20, help="(20)")
     parser.add_argument("--seed", type=int, default=0, help="of whom and when (0)")
@@ -127,9 +127,8 @@ def work(home: Path, row: str, life: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat import strategies
-    from wingbeat.bench import digits
     from wingbeat.engine import bounded_exchange
+    from wingbeat_lab.bench import digits
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)
@@ -138,7 +137,7 @@ def work(home: Path, row: str, life: int) -> None:
     loss = loss_of(held_out)
     first = loss(digits.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    model, optimizer = wingbeat.distribute(network, optimizer, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(network, optimizer, baselines.parse(row))
     exchange, telling = bounded_exchange(model), Telling(home, world.rank, life)
     assert exchange is not None
     machine = exchange.machine
@@ -150,7 +149,7 @@ def work(home: Path, row: str, life: int) -> None:
         optimizer.step()
         if not telling.say(machine.applied):
             break
-    wingbeat.flush(model)
+    wingbeat.synchronize(model)
     telling.end(first, model, loss)
     wingbeat.shutdown()
 

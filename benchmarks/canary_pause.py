@@ -26,9 +26,9 @@ from typing import Any
 
 from common import at_least_one, run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
+from wingbeat_lab import baselines, lab
+from wingbeat_lab.bench.printed import Printed
 
 LOOK_S = 0.05
 AFTER = 20
@@ -42,7 +42,7 @@ def main() -> int:
     args = arguments()
 
     def measure(report: dict[str, Any]) -> list[str]:
-        strategies.parse(args.row)
+        baselines.parse(args.row)
         with tempfile.TemporaryDirectory() as folder:
             report |= run(args, Path(folder))
         show(report, table(report))
@@ -59,8 +59,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lab", default="star:3@1gbit", help="(star:3@1gbit)")
     parser.add_argument(
-        "--row", default="canary:s=2,p=2,wire=fp32,encrypted=False",
-        help="(canary:s=2,p=2,wire=fp32,encrypted=False)",
+        "--row", default="canary:s=2,p=2,compression=fp32,encrypted=False",
+        help="(canary:s=2,p=2,compression=fp32,encrypted=False)",
     )  # fmt: skip
     parser.add_argument("--mb", type=float, default=8.3, help="of the model, 10**6 bytes (8.3)")
     parser.add_argument(
@@ -174,7 +174,7 @@ def work(home: Path, row: str, mb: float, ahead: int) -> None:
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(model, optimizer, baselines.parse(row))
     exchange = bounded_exchange(model)
     assert exchange is not None
     machine, watch = exchange.machine, Watch(exchange.machine)
@@ -194,7 +194,7 @@ def work(home: Path, row: str, mb: float, ahead: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         left -= (home / "over").exists()
-    wingbeat.flush(model)
+    wingbeat.synchronize(model)
     watch.over.set()
     watch.join()
     said = {

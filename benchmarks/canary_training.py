@@ -25,11 +25,12 @@ import torch.distributed as dist
 from exactness import same_everywhere
 
 import wingbeat
-from wingbeat import lab, topologies
-from wingbeat.bench import contenders, results
-from wingbeat.bench.attach import attached
-from wingbeat.bench.printed import Printed
+from wingbeat import topologies
 from wingbeat.errors import LabError
+from wingbeat_lab import lab
+from wingbeat_lab.bench import contenders, results
+from wingbeat_lab.bench.attach import attached
+from wingbeat_lab.bench.printed import Printed
 
 POINTS = 0.5
 SLEEPS, HOW_OFTEN = 2.0, 0.5
@@ -38,7 +39,7 @@ MEASURED = 30
 """Iterations that say how long one of the first row takes."""
 FIRST_RATE, QUARTERLY = 0.1, 0.2
 MARKS = 20
-OURS = "canary:s={s},p=2,colayers=4,wire=sketch,encrypted=False"
+OURS = "canary:s={s},p=2,colayers=4,compression=sketch,encrypted=False"
 ROWS = (
     "bml",
     "canary",

@@ -33,11 +33,11 @@ from common import show, write
 from virtual import BASELINES, Predicted, Setting, baseline, canary
 
 from wingbeat import simulator
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError
 from wingbeat.stale.pace import Pace
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
 
 PAPER = {"bml": 1.61, "ako": 2.28, "ps": 2.84}
 """Fig. 23, VGG-19: how much longer than Canary to converge; no time of an iteration."""

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from common import show, write
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
 from wingbeat.kernels import layout
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
 
 NUMEL = 25_000_000
 BITS = (8, 4)

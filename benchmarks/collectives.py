@@ -82,9 +82,9 @@ def launch(args: argparse.Namespace) -> int:
     """Run the workers on the lab, print a table, and judge it."""
     from common import show, write
 
-    from wingbeat import lab
-    from wingbeat.bench import machine
-    from wingbeat.bench.printed import Printed
+    from wingbeat_lab import lab
+    from wingbeat_lab.bench import machine
+    from wingbeat_lab.bench.printed import Printed
 
     spec = lab.LabSpec.parse(args.lab)
     args.line_rate = spec.rate / 8 * spec.rails

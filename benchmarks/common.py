@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
 
 GERYON_TABLES = {
     10.0: {

@@ -26,12 +26,12 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat.bench import contenders, estimate, links, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Run
 from wingbeat.errors import UsageError
-from wingbeat.lab.spec import LabSpec
+from wingbeat_lab.bench import contenders, estimate, links, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.results import Run
+from wingbeat_lab.lab.spec import LabSpec
 
 LABS = ("loopback:2", "star:2@1gbit", "star:2@4gbit", "star:2@10gbit", "star:2x2@4gbit")
 ROWS = (
@@ -40,10 +40,10 @@ ROWS = (
     "ddp+bf16",
     "allreduce",
     "dear:plan=fixed",
-    "dear:plan=fixed,wire=bf16",
-    "allreduce:wire=sketch:auto_disable=false",
-    "allreduce:wire=topk@0.01:auto_disable=false",
-    "allreduce:wire=lowrank@4:auto_disable=false",
+    "dear:plan=fixed,compression=bf16",
+    "allreduce:compression=sketch:auto_disable=false",
+    "allreduce:compression=topk@0.01:auto_disable=false",
+    "allreduce:compression=lowrank@4:auto_disable=false",
 )
 DENSE, SKETCH = 1.0, 2.0
 """Times DDP's CPU time that a row may take."""

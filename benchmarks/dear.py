@@ -57,13 +57,13 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import paced
-from wingbeat.bench import bound, estimate, runner
-from wingbeat.bench.config import BenchConfig, Checked
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Report
-from wingbeat.bench.speedup import Measured
 from wingbeat.errors import UsageError, unknown
+from wingbeat_lab import paced
+from wingbeat_lab.bench import bound, estimate, runner
+from wingbeat_lab.bench.config import BenchConfig, Checked
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.results import Report
+from wingbeat_lab.bench.speedup import Measured
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
 ROWS = ("ddp", "dear:plan=fixed,mb={mb}")

@@ -40,14 +40,14 @@ import dear
 import dear_halves
 from common import run_and_judge, show, write
 
-from wingbeat import paced
-from wingbeat.bench import estimate, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.table import decided
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
+from wingbeat_lab import paced
+from wingbeat_lab.bench import estimate, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import decided
 
 WITHIN = 1.01
 

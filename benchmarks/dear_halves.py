@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wingbeat import lab
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.quantiles import Quantiles
 from wingbeat.errors import UsageError, WingbeatError
-from wingbeat.lab.spec import LabSpec
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.quantiles import Quantiles
+from wingbeat_lab.lab.spec import LabSpec
 
 SIZES_KB = (4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0)
 WAYS = ("gloo", "all_reduce", "reduce_scatter", "all_gather", "rsag")

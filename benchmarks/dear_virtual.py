@@ -24,9 +24,10 @@ from typing import Any
 import dear
 from common import run_and_judge, show, write
 
-from wingbeat import AllReduce, DeAR, paced, simulator
-from wingbeat.bench.printed import Printed
+from wingbeat import AllReduce, DeAR, simulator
 from wingbeat.errors import UsageError
+from wingbeat_lab import paced
+from wingbeat_lab.bench.printed import Printed
 
 GOODPUT = 1448 / 1538
 WORK = simulator.Work(
@@ -40,7 +41,7 @@ def seconds(model: str, way: str, workers: int, latency_s: float) -> float:
     """Return the median of an iteration."""
     links = simulator.Links(bytes_per_s=10e9 / 8 * GOODPUT, latency_s=latency_s)
     run = simulator.simulate(
-        simulator.of_profile(paced.load_profile(model)),
+        paced.simulator_model(paced.load_profile(model)),
         WAYS[way].choices(),
         workers,
         links,

@@ -29,9 +29,9 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat.bench import estimate, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
+from wingbeat_lab.bench import estimate, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
 
 WITHIN = 0.05
 LABS = ("star:4@1gbit", "star:4@10gbit")
@@ -69,9 +69,9 @@ PRESETS: dict[str, dict[str, str]] = {
         "canary": "",
         "canary:colayers=4": "",
         "canary:in_flight=1": "",
-        "canary:s=0,wire=sketch": "no gradient is late",
+        "canary:s=0,compression=sketch": "no gradient is late",
         "canary:in_flight=none": "gradients are later",
-        "canary:wire=fp32": "no codec",
+        "canary:compression=fp32": "no codec",
         "canary:encrypted=false": "in the clear",
     },
     "ripples": {

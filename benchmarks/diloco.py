@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench import machine
-from wingbeat.bench.attach import attached
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
-from wingbeat.lab import counters
+from wingbeat_lab import lab
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.attach import attached
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
 
 OUTER = "outer_lr=0.8,outer_momentum=0.5"
 """For the ten or so rounds of a row: momentum of 0.9 remembers as many."""
@@ -43,14 +43,14 @@ ROWS = (
     "ddp",
     "ddp+fp16",
     "ddp+powersgd",
-    "allreduce:wire=sketch",
+    "allreduce:compression=sketch",
     "dear",
     "localsgd:every=10",
     "diloco:every=30",
     f"diloco:every=30,{OUTER}",
-    f"diloco:every=30,{OUTER},wire=sketch@4",
-    f"diloco:every=30,{OUTER},wire=topk@0.05:bits=2",
-    f"4*diloco:every=30,{OUTER},wire=sketch@4",
+    f"diloco:every=30,{OUTER},compression=sketch@4",
+    f"diloco:every=30,{OUTER},compression=topk@0.05:bits=2",
+    f"4*diloco:every=30,{OUTER},compression=sketch@4",
     "2*ddp+powersgd",
 )
 MARK = 30

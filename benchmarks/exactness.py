@@ -29,9 +29,9 @@ from common import show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import lab, strategies
-from wingbeat.bench import attach, contenders, digits, machine
-from wingbeat.bench.printed import Printed
+from wingbeat_lab import baselines, lab
+from wingbeat_lab.bench import attach, contenders, digits, machine
+from wingbeat_lab.bench.printed import Printed
 
 LIMIT = 1e-5
 OPTIMIZERS = ("sgd", "adamw")
@@ -187,7 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lab", default="star:4@1gbit", help="the cluster (default star:4@1gbit)")
     parser.add_argument("--steps", type=int, default=50, help="training steps (default 50)")
-    exact = [name for name, preset in strategies.PRESETS.items() if preset().traits.exact]
+    exact = [name for name, preset in baselines.PRESETS.items() if preset().traits.exact]
     rows = [OTHER_BUCKETS, *exact, *UPDATED_THERE]
     parser.add_argument("--rows", nargs="+", default=rows, help="(all that are exact)")
     parser.add_argument("--optimizers", nargs="+", default=OPTIMIZERS, choices=OPTIMIZERS)

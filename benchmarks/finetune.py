@@ -22,12 +22,12 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import lab
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
-from wingbeat.lab import counters
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
 
-ROWS = ("ddp", "dear:plan=fixed,mb=1", "dear:plan=fixed,mb=1,wire=sketch:auto_disable=false")
+ROWS = ("ddp", "dear:plan=fixed,mb=1", "dear:plan=fixed,mb=1,compression=sketch:auto_disable=false")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "finetune.py"
 CLOSE = 1e-3
 """How far DeAR's loss may be from DDP's."""

@@ -27,12 +27,12 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
 from wingbeat.groups.generator import Generator, Run
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.mixing import spectral_gap
 from wingbeat.groups.rules import ABLATION, Rules
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
 
 PER_HOST = 4
 LEAST = 100_000

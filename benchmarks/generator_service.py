@@ -28,8 +28,6 @@ from typing import Any, ClassVar
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
 from wingbeat.groups.config import GeneratorConfig
 from wingbeat.groups.protocol import Kind, told_of
 from wingbeat.groups.rules import Rules
@@ -38,6 +36,8 @@ from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.transport.services.launch import InProcess
 from wingbeat.transport.services.process import main as serve
 from wingbeat.transport.store import Store
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
 
 LEAST = 0.5
 SECONDS = 60.0

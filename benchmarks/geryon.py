@@ -53,12 +53,12 @@ from typing import Any
 from common import GERYON_TABLES as PAPER
 from common import run_and_judge, show, write
 
-from wingbeat.bench import cross, estimate, runner, simulated
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
-from wingbeat.lab.spec import LabSpec
+from wingbeat_lab.bench import cross, estimate, runner, simulated
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.results import Report
+from wingbeat_lab.lab.spec import LabSpec
 
 MODELS = ("alexnet", "vgg19", "resnet50", "yolo")
 IMAGES = {"alexnet": 512, "vgg19": 64, "resnet50": 64, "yolo": 64}

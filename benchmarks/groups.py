@@ -25,16 +25,16 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat import strategies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.simulated import GOODPUT
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.mixing import parts_of, spectral_gap
 from wingbeat.groups.rules import ABLATION, Rules
-from wingbeat.lab.units import parse_rate
 from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_groups
 from wingbeat.types import TensorSpec
+from wingbeat_lab import baselines
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.simulated import GOODPUT
+from wingbeat_lab.lab.units import parse_rate
 
 NBYTES = 9.23e6
 """Of the model's parameters (section 7.1.2)."""
@@ -114,7 +114,7 @@ def slow_of(layout: Layout, slowed: str) -> Mapping[int, float]:
 def baseline(model: Model, text: str, layout: Layout, links: Links, slowed: str) -> dict[str, Any]:
     run = simulate(
         model,
-        strategies.parse(text).choices(),
+        baselines.parse(text).choices(),
         layout.workers,
         links,
         layout=layout,

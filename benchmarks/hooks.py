@@ -8,11 +8,12 @@ them. Times are medians over iterations of the slowest worker's; bytes are what 
 on a host's links, mean over hosts and iterations. The model is paced: real gradients' bytes, real
 optimizer, compute times emulated; its scale shrinks bytes and links together, and the stretch
 slows computation and links down together, as in ``wingbeat bench``. Encoding is slowed down as
-well, to what one core would need for the whole model (`wingbeat.bench.pace`).
+well, to what one core would need for the whole model (`wingbeat_lab.bench.pace`).
 
-``sketch@B`` is sketch_hook with B bits, any other sketch or low rank is written as for ``wire=``
-(``lowrank@4:split=count:level=ends``), ``topk@D`` is topk_hook with density D. Exit code 1 if a
-hook sends more than its payloads allow (``limit``, with 5% for headers and small messages).
+``sketch@B`` is sketch_hook with B bits, any other sketch or low rank is written as for
+``compression=`` (``lowrank@4:split=count:level=ends``), ``topk@D`` is topk_hook with density D.
+Exit code 1 if a hook sends more than its payloads allow (``limit``, with 5% for headers and small
+messages).
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ import torch
 import torch.distributed as dist
 from common import show, write
 
-from wingbeat import lab, paced, wires
-from wingbeat.bench import ddp as wrapping
-from wingbeat.bench import machine, models
-from wingbeat.bench.links import scaled
-from wingbeat.bench.pace import Pace
-from wingbeat.bench.printed import Printed
+from wingbeat import wires
 from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
-from wingbeat.lab import counters
+from wingbeat_lab import lab, paced
+from wingbeat_lab.bench import ddp as wrapping
+from wingbeat_lab.bench import machine, models
+from wingbeat_lab.bench.links import scaled
+from wingbeat_lab.bench.pace import Pace
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
 
 ROWS = ("ddp", "ddp+fp16", "sketch@8", "sketch@4", "topk@0.001")
 SLACK = 1.05

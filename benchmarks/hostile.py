@@ -262,9 +262,9 @@ def launch(args: argparse.Namespace) -> int:
     """Run once with and once without the attack, and judge."""
     from common import show, write
 
-    from wingbeat import lab
-    from wingbeat.bench import machine
-    from wingbeat.bench.printed import Printed
+    from wingbeat_lab import lab
+    from wingbeat_lab.bench import machine
+    from wingbeat_lab.bench.printed import Printed
 
     found = {}
     with tempfile.TemporaryDirectory(prefix="wingbeat-hostile-") as folder:

@@ -23,9 +23,9 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
+from wingbeat_lab import baselines, lab
+from wingbeat_lab.bench.printed import Printed
 
 PATIENCE_S = 300.0
 """For a worker to come back, and for the others to go on."""
@@ -210,7 +210,7 @@ def run_once(
     """
 
     def measure(report: dict[str, Any]) -> list[str]:
-        strategies.parse(args.row)  # before a lab is made, and each worker says so
+        baselines.parse(args.row)  # before a lab is made, and each worker says so
         with tempfile.TemporaryDirectory() as folder:
             report |= run(args, Path(folder))
         for table in (*tables(report), losses_table(report["losses"])):

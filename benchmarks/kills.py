@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 from common import at_least_one, refuse_unwritable, show, write
 
-from wingbeat.bench.printed import Printed
+from wingbeat_lab.bench.printed import Printed
 
 WORKERS, SERVERS = 3, 2
 MARK = "WINGBEAT_KILLS"
@@ -78,7 +78,7 @@ def train(rank: int, home: Path, plan: dict[str, Any]) -> None:
     import torch
 
     import wingbeat
-    from wingbeat.bench.digits import BATCH, data
+    from wingbeat_lab.bench.digits import BATCH, data
 
     torch.set_num_threads(1)
     images, labels, _, _ = data()
@@ -100,7 +100,7 @@ def train(rank: int, home: Path, plan: dict[str, Any]) -> None:
         time.sleep(plan["pause"])
         if (turn + 1) % plan["every"] == 0:
             save(rank, home, model, optimizer, turn + 1)
-    model.flush()
+    model.synchronize()
     (home / f"digest-{rank}").write_text(digest(model, optimizer))
     wingbeat.shutdown()
 
@@ -109,7 +109,7 @@ def fresh(home: Path) -> tuple[Any, Any, int]:
     """Return a model, its optimizer and how many iterations they have seen."""
     import torch
 
-    from wingbeat.bench.digits import network
+    from wingbeat_lab.bench.digits import network
 
     model = network(seed=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -398,7 +398,7 @@ def visit(card: dict[str, Any]) -> int:
 
 def launch(args: argparse.Namespace) -> int:
     """Kill as often as asked, and judge."""
-    from wingbeat.bench import machine
+    from wingbeat_lab.bench import machine
 
     refuse_unwritable(args.json)
     multiprocessing.get_context("forkserver").set_forkserver_preload(

@@ -30,9 +30,9 @@ from common import at_least_one, run_and_judge, show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 FEATURES, BATCH = 128, 8
 PAUSE_S = 0.25
@@ -134,7 +134,7 @@ def worker(args: argparse.Namespace) -> int:
         courier_s, process_s = zip(*(each.tolist() for each in every), strict=True)
         found: dict[str, Any] = {"letters": letters, "courier_s": courier_s}
         args.json.write_text(json.dumps({**found, "process_s": process_s}))
-    model.flush()
+    model.synchronize()
     wingbeat.shutdown()
     return 0
 

@@ -39,14 +39,14 @@ from common import show, write
 from rich.console import Console
 from rich.progress import track
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
 from wingbeat.costs import Costs, Line, Pieces, Sorting, Workload
 from wingbeat.errors import UsageError, unknown
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
-from wingbeat.paced.profile import load_profile
 from wingbeat.plans import merge
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.paced.profile import load_profile
 
 MOST, LARGE = 14, 500
 REPEATS = 5

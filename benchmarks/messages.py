@@ -351,9 +351,9 @@ def launch(args: argparse.Namespace) -> int:
     """Run each case on its lab, print a table, and judge it."""
     from common import refuse_unwritable, show, write
 
-    from wingbeat import lab
-    from wingbeat.bench import machine
-    from wingbeat.bench.printed import Printed
+    from wingbeat_lab import lab
+    from wingbeat_lab.bench import machine
+    from wingbeat_lab.bench.printed import Printed
 
     refuse_unwritable(args.json)
     found: dict[str, Any] = {}

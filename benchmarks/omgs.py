@@ -42,15 +42,15 @@ from typing import TYPE_CHECKING, Any
 
 from common import end_as_by_ctrl_c, show, write
 
-from wingbeat.bench import estimate, machine, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.table import milliseconds
-from wingbeat.cli.bench import check_writable, need_matplotlib
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
 from wingbeat.observe.timeline import COLOURS
+from wingbeat_lab.bench import estimate, machine, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import milliseconds
+from wingbeat_lab.cli.bench import check_writable, need_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,11 +31,11 @@ from common import end_as_by_ctrl_c, show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import strategies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import WingbeatError
 from wingbeat.transport.text import first_line
+from wingbeat_lab import baselines
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
 
 STRATEGIES = (
     "allreduce",
@@ -160,7 +160,7 @@ def train(
     if strategy is None:
         whole = nn.parallel.DistributedDataParallel(model)
     else:
-        wingbeat.distribute(model, optimizer, strategies.parse(strategy))
+        wingbeat.distribute(model, optimizer, baselines.parse(strategy))
     try:
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()
@@ -172,7 +172,7 @@ def train(
             nn.functional.cross_entropy(whole(x), answers).backward()
             optimizer.step()
         if strategy is not None:
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
         weights = [p.detach().clone() for p in model.parameters()]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, [w.flatten().tolist() for w in weights])

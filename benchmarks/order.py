@@ -2,7 +2,7 @@
 
     python benchmarks/order.py --json out/order.json
 
-No run and no clock: `wingbeat.plans.order` on the profiles of Geryon's networks at a K40's and a
+No run and no clock: `wingbeat_lab.pull_order` on the profiles of Geryon's networks at a K40's and a
 V100's pace. Fig. 4b is one worker and one server, VGG-19: the speed-up of pulls in forward order
 over reverse order. The tables are eight workers with a server beside each, so that 7/8 of the bytes
 leave a host; efficiencies are computation over the iteration:
@@ -30,14 +30,14 @@ from typing import Any
 from common import GERYON_TABLES as PAPER
 from common import show, write
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
 from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
-from wingbeat.paced.profile import FLOAT32_BYTES, load_profile
-from wingbeat.plans import order
-from wingbeat.plans.order import Rates, at_start, when_ready
+from wingbeat_lab import pull_order
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
+from wingbeat_lab.paced.profile import FLOAT32_BYTES, load_profile
+from wingbeat_lab.pull_order import Rates, at_start, when_ready
 
 GBIT = 1e9 / 8
 DEVICES = {"K40": "vgg19_k40", "V100": "vgg19_v100"}
@@ -63,11 +63,11 @@ def both(bytes_per_s: float) -> Rates:
 
 
 def forward_s(layers: list[LayerCosts], rate: float) -> float:
-    return at_start(layers, both(rate), order.in_forward_order(len(layers))).seconds
+    return at_start(layers, both(rate), pull_order.in_forward_order(len(layers))).seconds
 
 
 def reverse_s(layers: list[LayerCosts], rate: float) -> float:
-    return at_start(layers, both(rate), order.in_reverse_order(len(layers))).seconds
+    return at_start(layers, both(rate), pull_order.in_reverse_order(len(layers))).seconds
 
 
 # -- Fig. 4b ---------------------------------------------------------------------------------
@@ -141,20 +141,20 @@ def efficiencies(model: str, gbit: float, seeds: int) -> dict[str, Any]:
     count = len(layers)
     links = both(gbit * GBIT * WORKERS / (WORKERS - 1))
     half = both(links.push / 2)
-    reverse = order.in_reverse_order(count)
+    reverse = pull_order.in_reverse_order(count)
 
     def classed(classes: list[int]) -> float:
         return at_start(layers, links, reverse, classes).seconds
 
     limits = [number / count for number in range(count + 1)]
-    swept = {limit: classed(order.classes_by_urgency(count, [limit])) for limit in limits}
-    shuffled = [order.in_random_order(count, seed) for seed in range(seeds)]
+    swept = {limit: classed(pull_order.classes_by_urgency(count, [limit])) for limit in limits}
+    shuffled = [pull_order.in_random_order(count, seed) for seed in range(seeds)]
     seconds = {
         "reverse": at_start(layers, links, reverse).seconds,
         "random": statistics.fmean(at_start(layers, links, some).seconds for some in shuffled),
         "conv first": classed(kinds),
         "best two": min(swept.values()),
-        "forward": at_start(layers, links, order.in_forward_order(count)).seconds,
+        "forward": at_start(layers, links, pull_order.in_forward_order(count)).seconds,
         "ready": when_ready(layers, links, slice_bytes=SLICE).seconds,
         "ready, half": when_ready(layers, half, slice_bytes=SLICE).seconds,
     }
@@ -165,7 +165,7 @@ def efficiencies(model: str, gbit: float, seeds: int) -> dict[str, Any]:
         "paper": dict(zip(("vanilla", "slicing", "geryon"), PAPER[gbit][model], strict=True)),
         "efficiency": {name: alone / seconds[name] for name in OURS},
         "threshold": min(swept, key=lambda limit: swept[limit]),
-        "bound_s": order.floor_at_start(layers, links),
+        "bound_s": pull_order.floor_at_start(layers, links),
         "seconds": seconds,
     }
 

@@ -25,9 +25,9 @@ from common import show, write
 from torch import nn
 
 import wingbeat
-from wingbeat import paced, strategies
-from wingbeat.bench import digits, machine
-from wingbeat.bench.printed import Printed
+from wingbeat_lab import baselines, paced
+from wingbeat_lab.bench import digits, machine
+from wingbeat_lab.bench.printed import Printed
 
 LIMIT_PERCENT = 1.0
 Loop = Callable[[], None]
@@ -71,7 +71,7 @@ def measure(name: str, strategy: str, pairs: int) -> dict[str, Any]:
         model, loss = MODELS[name]()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         if distributed:
-            model, optimizer = wingbeat.distribute(model, optimizer, strategies.parse(strategy))
+            model, optimizer = wingbeat.distribute(model, optimizer, baselines.parse(strategy))
         loops.append(iteration(model, optimizer, loss))
     for run in loops * 10:
         run()
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument(
         "--pairs", type=int, help=f"pairs of iterations ({', '.join(map(str, PAIRS.values()))})"
     )
-    parser.add_argument("--strategies", nargs="+", default=list(strategies.PRESETS))
+    parser.add_argument("--strategies", nargs="+", default=list(baselines.PRESETS))
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if options.pairs is not None and options.pairs < 2:

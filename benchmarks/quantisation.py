@@ -34,11 +34,11 @@ from common import at_least_one, show, write
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wingbeat.bench import digits, machine
-from wingbeat.bench.printed import Printed
 from wingbeat.files import replacing
 from wingbeat.kernels import layout, reference
 from wingbeat.observe.figure import blank
+from wingbeat_lab.bench import digits, machine
+from wingbeat_lab.bench.printed import Printed
 
 MOMENTS = (1, 10, 100, 300)
 BITS = (8, 4, 2)

@@ -37,8 +37,8 @@ from exactness import (
 from torch import nn
 
 import wingbeat
-from wingbeat.bench import attach, contenders, digits
 from wingbeat.engine.upgrade import engine_of
+from wingbeat_lab.bench import attach, contenders, digits
 
 ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}

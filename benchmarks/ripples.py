@@ -50,13 +50,13 @@ import paper_order
 import ripples_training
 from common import run_and_judge, show, write
 
-from wingbeat.bench import estimate, runner
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.quantiles import Quantiles
-from wingbeat.bench.results import Report
 from wingbeat.errors import UsageError
 from wingbeat.pairs.split import is_active
+from wingbeat_lab.bench import estimate, runner
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.quantiles import Quantiles
+from wingbeat_lab.bench.results import Report
 
 FIGURES = ("17", "19", "steps", "15", "16", "18", "20")
 SMART, PUBLISHED = "ripples:policy=smart", "ripples:policy=paper"

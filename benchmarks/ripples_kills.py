@@ -38,12 +38,12 @@ from killing import (
     trained,
 )  # fmt: skip
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.average import GRACE_S
 from wingbeat.groups.patience import FACTOR, LEAST_S
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
+from wingbeat_lab import baselines, lab
+from wingbeat_lab.bench.printed import Printed
 
 LOOKS_S = 1.0
 """In which the generator looks who is late, and tells the others, who look too."""
@@ -66,7 +66,7 @@ def check_returns(row: str) -> None:
     Raises:
         UsageError: it averages with nobody, in pairs or by the static schedule.
     """
-    averaging = strategies.parse(row).choices().averaging
+    averaging = baselines.parse(row).choices().averaging
     if averaging is None or averaging.partners in ("pairs", "static"):
         raise UsageError(
             f"--row {row}: nobody comes back to it; allowed are ripples, localsgd and diloco with "
@@ -190,7 +190,7 @@ def work(home: Path, row: str, life: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat.bench import digits
+    from wingbeat_lab.bench import digits
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)
@@ -199,7 +199,7 @@ def work(home: Path, row: str, life: int) -> None:
     loss = loss_of(held_out)
     first = loss(digits.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    model, optimizer = wingbeat.distribute(network, optimizer, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(network, optimizer, baselines.parse(row))
     met, telling = Met(model, world.size), Telling(home, world.rank, life)
     recent: deque[float] = deque(maxlen=RECENT)
     usual_s = 0.0
@@ -215,7 +215,7 @@ def work(home: Path, row: str, life: int) -> None:
         mean = statistics.fmean(recent)
         if not telling.say(met.steps, met=met.by_rank, usual_s=usual_s, loss=mean):
             break
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     telling.end(first, model, loss)
     wingbeat.shutdown()
 

@@ -32,14 +32,14 @@ from canary_training import normal_s
 from exactness import same_everywhere
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench import contenders
-from wingbeat.bench.attach import attached
-from wingbeat.bench.printed import Printed
-from wingbeat.bench.quantiles import Quantiles
-from wingbeat.bench.steps import SharedSteps
 from wingbeat.errors import LabError, UsageError
 from wingbeat.pairs.split import is_active
+from wingbeat_lab import lab
+from wingbeat_lab.bench import contenders
+from wingbeat_lab.bench.attach import attached
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.quantiles import Quantiles
+from wingbeat_lab.bench.steps import SharedSteps
 
 POINTS = 0.5
 LAST = 10

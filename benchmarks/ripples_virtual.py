@@ -24,12 +24,12 @@ import beside
 from common import run_and_judge
 
 from wingbeat import simulator
-from wingbeat.bench.config import Checked
-from wingbeat.bench.contenders import Contender
 from wingbeat.errors import UsageError
 from wingbeat.groups.layout import Layout
 from wingbeat.groups.rules import rules_of
 from wingbeat.types import Choices
+from wingbeat_lab.bench.config import Checked
+from wingbeat_lab.bench.contenders import Contender
 
 FIGURES = ("17", "19", "steps")
 

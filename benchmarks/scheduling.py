@@ -27,14 +27,14 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat import paced, simulator, strategies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
 from wingbeat.servers.outbox import Flow, Order, Outbox
 from wingbeat.servers.protocol import position_of, urgency_of
 from wingbeat.servers.requests import Asked, Requests
 from wingbeat.simulator.model import buckets_of
 from wingbeat.types import Choices
+from wingbeat_lab import baselines, paced
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
 
 WORKERS = 8
 SLICES = (1 << 20, 1 << 19, 1 << 18)
@@ -53,7 +53,7 @@ class Side:
 
     def __init__(self, choices: Choices) -> None:
         assert choices.servers is not None
-        model = simulator.of_profile(paced.load_profile("vgg19_k40"))
+        model = paced.simulator_model(paced.load_profile("vgg19_k40"))
         buckets = buckets_of(model, choices.fusion)
         self.requests = Requests(choices.servers, WORKERS, seed=0)
         kinds = buckets.fully_connected
@@ -136,7 +136,7 @@ def measured(iterations: int) -> list[dict[str, Any]]:
     for elements in SLICES:
         sides = {
             name: Side(
-                strategies.parse(f"{row}{',' if ':' in row else ':'}slice={elements}").choices()
+                baselines.parse(f"{row}{',' if ':' in row else ':'}slice={elements}").choices()
             )
             for name, row in ROWS.items()
         }

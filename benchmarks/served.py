@@ -35,11 +35,12 @@ from typing import Any
 
 from common import GERYON_TABLES, show, write
 
-from wingbeat import paced, simulator, strategies
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
+from wingbeat import simulator
 from wingbeat.errors import UsageError
+from wingbeat_lab import baselines, paced
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
 
 GOODPUT = 1448 / 1538
 WORKERS = 8
@@ -69,7 +70,7 @@ class Setting:
 
     @cached_property
     def model(self) -> simulator.Model:
-        return simulator.of_profile(paced.load_profile(f"{self.name}_k40"), self.pace)
+        return paced.simulator_model(paced.load_profile(f"{self.name}_k40"), self.pace)
 
     @property
     def alone_s(self) -> float:
@@ -80,7 +81,7 @@ class Setting:
         return simulator.Links(bytes_per_s=10e9 / 8 * GOODPUT)
 
     def efficiency(self, text: str) -> float:
-        choices = strategies.parse(text).choices()
+        choices = baselines.parse(text).choices()
         run = simulator.simulate(
             self.model, choices, WORKERS, self.links, work=WORK, iterations=self.iterations
         )
@@ -88,7 +89,7 @@ class Setting:
 
     def tuned(self, classes: int, points: int) -> dict[str, Any]:
         """What the tuner finds and, for two classes, a sweep of thresholds and all it tried."""
-        choices = strategies.parse(TUNED.format(classes)).choices()
+        choices = baselines.parse(TUNED.format(classes)).choices()
         thresholds = simulator.Thresholds(self.model, choices, WORKERS, self.links, work=WORK)
         result = thresholds.tuned()
         seconds = result.seconds(result.chosen)

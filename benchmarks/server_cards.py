@@ -21,10 +21,10 @@ from typing import Any
 
 from common import run_and_judge, show, write
 
-from wingbeat import lab, strategies
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
-from wingbeat.lab import counters
+from wingbeat_lab import baselines, lab
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab import counters
 
 ROWS = ("geryon:encrypted=false", "geryon:encrypted=false,update=server")
 WIDTH, LAYERS, WARMUP, STEPS = 1200, 6, 4, 8
@@ -42,7 +42,7 @@ def work(row: str, first: str) -> None:
     torch.manual_seed(0)
     plain: Any = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     sgd = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
-    model, optimizer = wingbeat.distribute(plain, sgd, strategies.parse(row))
+    model, optimizer = wingbeat.distribute(plain, sgd, baselines.parse(row))
     x = torch.randn(4, WIDTH)
 
     def steps(count: int) -> list[int]:
@@ -50,7 +50,7 @@ def work(row: str, first: str) -> None:
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-        model.flush()
+        model.synchronize()
         torch.distributed.barrier()
         now = counters.read()
         return [now[link.name].tx_bytes for link in world.links]
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Measure each strategy both ways; return what is missed."""
     missed, cells = [], []
     for row in args.strategies:
-        strategies.parse(row)  # not after a lab is made
+        baselines.parse(row)  # not after a lab is made
     report.update(lab=args.lab, rows={})
     for row in args.strategies:
         one, many = (measured(args.lab, row, first) for first in ("eth0", ""))

@@ -33,11 +33,11 @@ from typing import Any
 import psutil
 from common import refuse_unwritable, show, write
 
-from wingbeat.bench.printed import Printed
 from wingbeat.servers.config import ServerConfig, limits_of
 from wingbeat.servers.protocol import Kind, wish_of
 from wingbeat.transport.services.pipes import PipeStore, answer
 from wingbeat.types import Serving
+from wingbeat_lab.bench.printed import Printed
 
 MIB = 1 << 20
 PATIENCE = 60.0
@@ -412,7 +412,7 @@ def table(rows: list[dict[str, Any]], rounds: int) -> Printed:
 
 def launch(args: argparse.Namespace) -> int:
     """Run the cases, print a table, and judge it."""
-    from wingbeat.bench import machine
+    from wingbeat_lab.bench import machine
 
     refuse_unwritable(args.json)
     found: dict[str, Any] = {"push": {}}

@@ -25,11 +25,11 @@ from typing import Any
 
 from common import show, write
 
-from wingbeat.bench import contenders, machine, runner, simulated
-from wingbeat.bench.config import BenchConfig
-from wingbeat.bench.printed import Printed
-from wingbeat.cli.bench import check_writable
 from wingbeat.errors import UsageError, WingbeatError
+from wingbeat_lab.bench import contenders, machine, runner, simulated
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.cli.bench import check_writable
 
 WITHIN = 0.10
 

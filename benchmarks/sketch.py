@@ -40,10 +40,11 @@ from common import end_as_by_ctrl_c, refuse_unwritable, show, write
 from sketch_stack import coded
 
 import wingbeat
-from wingbeat import lab, paced, wires
-from wingbeat.bench import estimate, machine, models
-from wingbeat.bench.printed import Printed
+from wingbeat import wires
 from wingbeat.errors import UsageError
+from wingbeat_lab import lab, paced
+from wingbeat_lab.bench import estimate, machine, models
+from wingbeat_lab.bench.printed import Printed
 
 FIGURES = ("22a", "22b", "ddp")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -69,7 +70,7 @@ def row_of(share: float, iterations: int, wire: str) -> str:
     if not share:
         return "allreduce"
     asked = replace(coded(wire), share=share, total=iterations, auto_disable=False)
-    return f"allreduce:wire={wires.spelled(asked)}"
+    return f"allreduce:compression={wires.spelled(asked)}"
 
 
 def worker(options: argparse.Namespace) -> None:

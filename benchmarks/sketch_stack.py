@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from wingbeat import paced, wires
+from wingbeat import wires
 from wingbeat.codecs import Coding
 from wingbeat.codecs.regions import regions
 from wingbeat.errors import UsageError
 from wingbeat.types import Span
 from wingbeat.wires import LowRank, Sketch
+from wingbeat_lab import paced
 
 
 def coded(text: str) -> wires.Sketch | wires.LowRank:

@@ -41,10 +41,10 @@ import torch.distributed as dist
 from common import run_and_judge, show, write
 
 import wingbeat
-from wingbeat import lab
-from wingbeat.bench import contenders
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError, UsageError
+from wingbeat_lab import lab
+from wingbeat_lab.bench import contenders
+from wingbeat_lab.bench.printed import Printed
 
 TARGETS = {"digits": 97.0, "text": 56.0}
 """Percent of held-out data, of 2026-11-25."""
@@ -56,11 +56,11 @@ ROWS = (
     "ddp+powersgd:rank=4",
     "allreduce",
     "dear",
-    "dear:plan=fixed,wire=sketch@4",
-    "allreduce:wire=lowrank@4",
+    "dear:plan=fixed,compression=sketch@4",
+    "allreduce:compression=lowrank@4",
     "omgs",
     "localsgd:every=10",
-    "diloco:every=30,wire=sketch@4",
+    "diloco:every=30,compression=sketch@4",
 )
 LEAST = 3
 """Seeds: the best and the worst are dropped."""

@@ -33,9 +33,9 @@ import torch
 from common import run_and_judge, show, write
 from trainer_rows import NAMES
 
-from wingbeat import lab
-from wingbeat.bench.printed import Printed
 from wingbeat.errors import LabError
+from wingbeat_lab import lab
+from wingbeat_lab.bench.printed import Printed
 
 STRATEGIES = ("ddp", "allreduce", "dear")
 WORKER = Path(__file__).parent / "trainer_rows" / "worker.py"

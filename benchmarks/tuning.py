@@ -39,12 +39,12 @@ import torch.distributed as dist
 from common import show, write
 
 import wingbeat
-from wingbeat import lab, paced
-from wingbeat.bench import attach, machine
-from wingbeat.bench.links import scaled
-from wingbeat.bench.printed import Printed
 from wingbeat.engine.upgrade import engine_of
-from wingbeat.lab.spec import LabSpec
+from wingbeat_lab import lab, paced
+from wingbeat_lab.bench import attach, machine
+from wingbeat_lab.bench.links import scaled
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.lab.spec import LabSpec
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
 SEARCHES = ("bo", "random", "grid")

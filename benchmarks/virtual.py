@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from wingbeat import paced, simulator, strategies
-from wingbeat.bench import slow
+from wingbeat import simulator
 from wingbeat.simulator.colayers import bundled
 from wingbeat.simulator.worker import Sleeps
 from wingbeat.stale.pace import Pace
+from wingbeat_lab import baselines, paced
+from wingbeat_lab.bench import slow
 
 GOODPUT = 1448 / 1538
 BASELINES = {
@@ -65,7 +66,7 @@ class Setting:
 
     @cached_property
     def model(self) -> simulator.Model:
-        return simulator.of_profile(paced.load_profile(self.profile), self.stretch)
+        return paced.simulator_model(paced.load_profile(self.profile), self.stretch)
 
     @property
     def batch(self) -> int:
@@ -189,7 +190,7 @@ def baseline(setting: Setting, name: str, rounds: int, *, span_s: float = 0.5) -
     Servers have one interface, as in the paper's tree; the others all of them.
     """
     traffic, began = simulator.Traffic(span_s), time.perf_counter()
-    choices = strategies.parse(BASELINES[name]).choices()
+    choices = baselines.parse(BASELINES[name]).choices()
     iterations = rounds
     run = simulator.simulate(
         setting.model,

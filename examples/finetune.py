@@ -1,7 +1,7 @@
 """Train a small Llama on the standard library's sources with the HF Trainer and wingbeat.
 
 torchrun --nproc-per-node 2 examples/finetune.py dear
-wingbeat lab run star:2@50mbit -- python examples/finetune.py dear:wire=sketch
+wingbeat lab run star:2@50mbit -- python examples/finetune.py dear:compression=sketch
 
 The strategy is spelled as on the command line; ``ddp`` is the Trainer's own. Nothing is downloaded:
 the model is made from a config, and its words are the bytes of Python's own modules.

@@ -34,7 +34,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 @cache
 def _why_no_lab() -> str:
     """Why this machine cannot make an emulated cluster; empty if it can."""
-    from wingbeat.lab import available
+    from wingbeat_lab.lab import available
 
     return available() or ""
 

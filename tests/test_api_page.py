@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from wingbeat import errors, integrations, parts
 from wingbeat.engine.upgrade import DistributedModel, DistributedOptimizer
 
@@ -32,15 +33,18 @@ def members(name: str) -> set[str]:
 def test_every_public_name_stands_there_once() -> None:
     names = [name for _, name, _ in DIRECTIVE.findall(PAGE)]
     assert len(names) == len(set(names))
-    of_wingbeat = {name.removeprefix("wingbeat.") for name in names if name.count(".") == 1}
     packages = {"errors", "lab", "paced", "parts", "simulator", "testing", "topologies"}
-    assert of_wingbeat - packages == set(wingbeat.__all__)
+    for package in (wingbeat, wingbeat_lab):
+        own = [each for each in names if each.startswith(f"{package.__name__}.")]
+        of_package = {each.split(".")[1] for each in own if each.count(".") == 1}
+        assert of_package - packages == set(package.__all__)
 
 
-@pytest.mark.parametrize("name", wingbeat.__all__)
+@pytest.mark.parametrize("name", [*wingbeat.__all__, *wingbeat_lab.__all__])
 def test_a_class_is_shown_as_a_class(name: str) -> None:
-    kind, _ = SHOWN[f"wingbeat.{name}"]
-    assert kind == ("class" if inspect.isclass(getattr(wingbeat, name)) else "function")
+    package = wingbeat if name in wingbeat.__all__ else wingbeat_lab
+    kind, _ = SHOWN[f"{package.__name__}.{name}"]
+    assert kind == ("class" if inspect.isclass(getattr(package, name)) else "function")
 
 
 @pytest.mark.parametrize(
@@ -63,8 +67,8 @@ WHOLE = (
     "wingbeat.integrations.accelerate",
     "wingbeat.integrations.checkpoint",
     "wingbeat.integrations.ddp",
-    "wingbeat.lab",
-    "wingbeat.paced",
+    "wingbeat_lab.lab",
+    "wingbeat_lab.paced",
     "wingbeat.simulator",
     "wingbeat.testing",
     "wingbeat.topologies",

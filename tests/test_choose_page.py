@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import wingbeat
-from wingbeat.cli.bench import spread
 from wingbeat.strategies import parse
+from wingbeat_lab.cli.bench import spread
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "how-to/choose.md").read_text(encoding="utf-8")

@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from helpers.scripts import FOLDER, benchmark
-from wingbeat.bench.config import BenchConfig
 from wingbeat.cli.main import app
+from wingbeat_lab.bench.config import BenchConfig
 
 DOCS = FOLDER.parent / "docs"
 PAGE = (DOCS / "figures-of-the-papers.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.scripts import benchmark
-from wingbeat.strategies import parse
+from wingbeat_lab.baselines import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "how-to/optimizers.md").read_text(encoding="utf-8")

@@ -8,29 +8,12 @@ import sys
 import pytest
 
 import wingbeat
+import wingbeat_lab
 
 PUBLIC = [
-    *(
-        "ADPSGD",
-        "Ako",
-        "AllReduce",
-        "BML",
-        "Canary",
-        "CanarySession",
-        "DeAR",
-        "DiLoCo",
-        "Geryon",
-        "Group",
-        "LAGS",
-        "LocalSGD",
-        "LowRank",
-        "MGS",
-        "MGWFBP",
-    ),
-    *("OMGS", "P3", "PSGD", "ParameterServer", "PartitionedPS", "Ripples", "Sketch", "Strategy"),
-    *("TicTac", "TopK", "TopKSGD", "VanillaPS"),
-    *("consensus", "distribute", "flush", "init", "join", "no_sync", "on_terminate", "release"),
-    "shutdown",
+    *("ADPSGD", "AllReduce", "BML", "Canary", "DeAR", "DiLoCo", "Geryon", "Group", "LocalSGD"),
+    *("LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK", "distribute"),
+    *("init", "join", "no_sync", "release", "shutdown", "synchronize"),
 ]
 
 
@@ -58,6 +41,18 @@ def test_every_name_can_be_had_and_has_a_docstring(name: str) -> None:
     assert not value.__doc__.startswith(f"{name}(")
 
 
+@pytest.mark.parametrize("name", wingbeat_lab.__all__)
+def test_every_baseline_can_be_had_and_has_a_docstring(name: str) -> None:
+    value = getattr(wingbeat_lab, name)
+    assert value.__name__ == name
+    assert not (value.__doc__ or "(").startswith((f"{name}(", "("))
+
+
+def test_a_baseline_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Tictac'"):
+        wingbeat_lab.Tictac  # noqa: B018
+
+
 def test_dir_shows_nothing_beyond_all() -> None:
     shown = {name for name in dir(wingbeat) if not name.startswith("_")}
     assert shown == set(wingbeat.__all__)
@@ -74,7 +69,8 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 
 
 def test_importing_wingbeat_does_not_import_torch() -> None:
-    code = "import sys, wingbeat; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = "import sys, wingbeat, wingbeat_lab; "
+    code += "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert _fresh(code) == "[]"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wingbeat.bench.printed import Printed
+from wingbeat_lab.bench.printed import Printed
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools/figures.py"
@@ -349,3 +349,9 @@ def test_the_reduced_command_prints_the_labels_and_units_of_the_page(
         kept = json.loads((TOOLS.EXTRA / f"{name}.json").read_text(encoding="utf-8"))
         of_page = [Printed.from_json(table) for table in kept["tables"]]
         assert {table.columns for table in tables} <= {table.columns for table in of_page}
+
+
+def test_a_package_of_the_lab_has_sources_and_one_that_is_in_both_has_all() -> None:
+    assert [path.name for path in TOOLS.sources("pull_order")] == ["pull_order.py"]
+    assert {path.parts[-3] for path in TOOLS.sources("cli")} == {"wingbeat", "wingbeat_lab"}
+    assert TOOLS.sources("order") == []

@@ -6,13 +6,13 @@
     python tools/figures.py check                           (exit code 1 if a page differs)
 
 ``docs/results/commands.toml`` names the figures: the command that measures each, a reduced form of
-it for tests, and the packages of ``src/wingbeat`` that it exercises. ``measure`` writes
-``docs/results/NAME.json``: the command, date, duration, commit, versions, machine and load, a
-digest of each exercised package, the tables as printed, and all that the command measured. Between
-``<!-- figures: NAME -->`` and ``<!-- end: NAME -->`` a page has what ``pages`` makes of that file.
-If an exercised package has changed since, the page says so. What is not measured yet stands there
-as its command and *to be measured*, with what was wrong with an earlier figure, if anything was
-(``withdrawn`` in ``commands.toml``).
+it for tests, and the packages of ``src/wingbeat`` and ``src/wingbeat_lab`` that it exercises.
+``measure`` writes ``docs/results/NAME.json``: the command, date, duration, commit, versions,
+machine and load, a digest of each exercised package, the tables as printed, and all that the
+command measured. Between ``<!-- figures: NAME -->`` and ``<!-- end: NAME -->`` a page has what
+``pages`` makes of that file. If an exercised package has changed since, the page says so. What is
+not measured yet stands there as its command and *to be measured*, with what was wrong with an
+earlier figure, if anything was (``withdrawn`` in ``commands.toml``).
 
 ``<!-- figures: NAME; TABLE -->`` has one of its tables only, counted from 0, or from -1 at the end.
 One cell of a kept table stands between ``<!-- cell: NAME; TABLE; ROW; COLUMN -->`` and
@@ -43,8 +43,8 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
-from wingbeat.bench import machine
-from wingbeat.bench.printed import Printed
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench.printed import Printed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -52,6 +52,7 @@ KEPT = DOCS / "results"
 COMMANDS = KEPT / "commands.toml"
 NATIVE = "native"
 """Stands for the C++ sources among the exercised packages."""
+PACKAGES = ("wingbeat", "wingbeat_lab")
 
 _PART = r"<!-- figures: ([\w-]+)(?:; (-?\d+))? -->\n(.*?)<!-- end: \1 -->"
 _CELL = r"<!-- cell: ([\w-]+); (\d+); ([^;>]+); ([^;>]+) -->(.*?)<!-- end -->"
@@ -66,7 +67,7 @@ class Figure:
         name: of the entry and of its JSON file.
         command: what measures it, as a user types it, without ``--json``.
         reduced: the same with less of everything, for tests; seconds, not hours.
-        exercises: packages of ``src/wingbeat``, or ``native``, whose changes make it stale.
+        exercises: packages below `PACKAGES`, or ``native``, whose changes make it stale.
         withdrawn: what was wrong with an earlier figure, until this is measured; may be empty.
     """
 
@@ -110,11 +111,16 @@ def figures() -> dict[str, Figure]:
 
 
 def sources(package: str) -> list[Path]:
-    """Return the source files of a package, or of a module, of ``src/wingbeat``; or C++ ones."""
+    """Return the source files of a package, or of a module, below `PACKAGES`; or C++ ones."""
     if package == NATIVE:
         return sorted(p for p in (ROOT / NATIVE).rglob("*") if p.suffix in {".cpp", ".h"})
-    folder = ROOT / "src/wingbeat" / package
-    return sorted(folder.rglob("*.py")) or [p for p in [folder.with_suffix(".py")] if p.exists()]
+    folders = [ROOT / "src" / top / package for top in PACKAGES]
+    return [
+        file
+        for folder in folders
+        for file in [folder.with_suffix(".py"), *sorted(folder.rglob("*.py"))]
+        if file.exists()
+    ]
 
 
 def digest(package: str) -> str:

@@ -2,7 +2,7 @@
 
 ::
 
-    python tools/make_profiles.py            write src/wingbeat/paced/profiles/*.json
+    python tools/make_profiles.py            write src/wingbeat_lab/paced/profiles/*.json
     python tools/make_profiles.py --check    write nothing; exit 1 if a file differs
 
 Needs the ``profiles`` extra (torchvision, transformers). Nothing is downloaded: the networks are
@@ -31,9 +31,9 @@ from profile_devices import LAMBDA, files
 from profile_networks import InceptionV4, LstmPtb, VggCifar, VggCifarNorm, Yolo
 from torch import Tensor, nn
 
-from wingbeat.paced.profile import Parameter, Profile, ProfiledLayer, decode, encode
+from wingbeat_lab.paced.profile import Parameter, Profile, ProfiledLayer, decode, encode
 
-FOLDER = Path(__file__).resolve().parent.parent / "src" / "wingbeat" / "paced" / "profiles"
+FOLDER = Path(__file__).resolve().parent.parent / "src" / "wingbeat_lab" / "paced" / "profiles"
 DEVICE = "NVIDIA GeForce RTX 2080 Ti, float32"
 PEAK = 13.45e12  # FLOP/s in float32, from the card's data sheet
 BANDWIDTH = 616e9  # bytes/s

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from wingbeat.paced.profile import load_profile
+from wingbeat_lab.paced.profile import load_profile
 
 K40, V100 = "NVIDIA Tesla K40, float32", "NVIDIA Tesla V100 (32 GB), float32"
 GTX = "NVIDIA GeForce GTX 1080 Ti, float32"

@@ -24,15 +24,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 CHECK = """
-import pathlib, sys, torch, wingbeat
+import pathlib, sys, torch, wingbeat, wingbeat_lab
 import wingbeat
 from wingbeat import _native, kernels, wires
 from wingbeat import testing
+from wingbeat_lab import paced
 
 here = pathlib.Path(sys.prefix).resolve()
-for module in (wingbeat, _native):
+for module in (wingbeat, wingbeat_lab, _native):
     assert here in pathlib.Path(module.__file__).resolve().parents, module.__file__
 assert kernels.of(torch.device("cpu")).__name__.endswith(".native")
+assert paced.load_profile("resnet50").params
 
 def train(model, world=None, strategy=None):
     torch.manual_seed(0)
@@ -41,7 +43,7 @@ def train(model, world=None, strategy=None):
     model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
     model(torch.ones(4, 300)).square().sum().backward()
     optimizer.step()
-    model.flush()
+    model.synchronize()
     after = [p.detach().clone() for p in model.parameters()]
     assert all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, after))
     return after
@@ -51,7 +53,7 @@ train(torch.nn.Linear(300, 400), strategy=wingbeat.DeAR())
 wingbeat.shutdown()
 torch.manual_seed(0)
 twins = [torch.nn.Linear(300, 400) for _ in range(2)]
-codec = wingbeat.AllReduce(wire=wires.Sketch(bits=8, auto_disable=False))
+codec = wingbeat.AllReduce(compression=wires.Sketch(bits=8, auto_disable=False))
 first, second = testing.run(
     testing.worlds(2), lambda world: train(twins[world.rank], world, codec)
 )
@@ -67,7 +69,8 @@ def main(words: list[str]) -> int:
         try:
             wheel = build(folder, words)
             python = install(folder, wheel)
-            run([python.with_name("wingbeat"), "--help"], cwd=folder, quiet=True)
+            for verb in ("plan", "bench"):  # one of each package
+                run([python.with_name("wingbeat"), verb, "--help"], cwd=folder, quiet=True)
             run([python, "-c", CHECK], cwd=folder, env=environment())
         except subprocess.CalledProcessError as err:
             what = shlex.join(map(str, err.cmd)).splitlines()[0]

@@ -4,6 +4,9 @@
 >>> wingbeat.DeAR(mb=10)
 DeAR(mb=10)
 
+Here is what training scripts need. The rest is in the packages: `wingbeat.strategies`,
+`wingbeat.parts`, `wingbeat.errors`, `wingbeat.simulator` and others.
+
 Names are loaded on first use, so that the command line starts without importing torch.
 """
 
@@ -13,22 +16,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wingbeat.engine import consensus as consensus
     from wingbeat.engine import distribute as distribute
-    from wingbeat.engine import flush as flush
     from wingbeat.engine import join as join
     from wingbeat.engine import no_sync as no_sync
     from wingbeat.engine import release as release
-    from wingbeat.session import CanarySession as CanarySession
+    from wingbeat.engine import synchronize as synchronize
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
-    from wingbeat.strategies import LAGS as LAGS
-    from wingbeat.strategies import MGS as MGS
-    from wingbeat.strategies import MGWFBP as MGWFBP
     from wingbeat.strategies import OMGS as OMGS
-    from wingbeat.strategies import P3 as P3
-    from wingbeat.strategies import PSGD as PSGD
-    from wingbeat.strategies import Ako as Ako
     from wingbeat.strategies import AllReduce as AllReduce
     from wingbeat.strategies import Canary as Canary
     from wingbeat.strategies import DeAR as DeAR
@@ -36,14 +31,9 @@ if TYPE_CHECKING:
     from wingbeat.strategies import Geryon as Geryon
     from wingbeat.strategies import LocalSGD as LocalSGD
     from wingbeat.strategies import ParameterServer as ParameterServer
-    from wingbeat.strategies import PartitionedPS as PartitionedPS
     from wingbeat.strategies import Ripples as Ripples
     from wingbeat.strategies import Strategy as Strategy
-    from wingbeat.strategies import TicTac as TicTac
-    from wingbeat.strategies import TopKSGD as TopKSGD
-    from wingbeat.strategies import VanillaPS as VanillaPS
     from wingbeat.transport import init as init
-    from wingbeat.transport import on_terminate as on_terminate
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.types import Group as Group
     from wingbeat.wires import LowRank as LowRank
@@ -51,58 +41,38 @@ if TYPE_CHECKING:
     from wingbeat.wires import TopK as TopK
 
 _HOME = {
-    "VanillaPS": "wingbeat.strategies",
-    "TicTac": "wingbeat.strategies",
-    "PartitionedPS": "wingbeat.strategies",
-    "ParameterServer": "wingbeat.strategies",
-    "P3": "wingbeat.strategies",
-    "Geryon": "wingbeat.strategies",
-    "Ako": "wingbeat.strategies",
-    "Canary": "wingbeat.strategies",
     "ADPSGD": "wingbeat.strategies",
     "AllReduce": "wingbeat.strategies",
-    "DiLoCo": "wingbeat.strategies",
-    "LocalSGD": "wingbeat.strategies",
-    "Ripples": "wingbeat.strategies",
-    "CanarySession": "wingbeat.session",
     "BML": "wingbeat.strategies",
+    "Canary": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
-    "Group": "wingbeat.types",
-    "LAGS": "wingbeat.strategies",
-    "LowRank": "wingbeat.wires",
-    "MGS": "wingbeat.strategies",
-    "MGWFBP": "wingbeat.strategies",
-    "OMGS": "wingbeat.strategies",
-    "PSGD": "wingbeat.strategies",
-    "Sketch": "wingbeat.wires",
-    "Strategy": "wingbeat.strategies",
-    "TopK": "wingbeat.wires",
-    "TopKSGD": "wingbeat.strategies",
-    "consensus": "wingbeat.engine",
+    "DiLoCo": "wingbeat.strategies",
     "distribute": "wingbeat.engine",
-    "flush": "wingbeat.engine",
+    "Geryon": "wingbeat.strategies",
+    "Group": "wingbeat.types",
     "init": "wingbeat.transport",
     "join": "wingbeat.engine",
+    "LocalSGD": "wingbeat.strategies",
+    "LowRank": "wingbeat.wires",
     "no_sync": "wingbeat.engine",
-    "on_terminate": "wingbeat.transport",
+    "OMGS": "wingbeat.strategies",
+    "ParameterServer": "wingbeat.strategies",
     "release": "wingbeat.engine",
+    "Ripples": "wingbeat.strategies",
     "shutdown": "wingbeat.transport",
+    "Sketch": "wingbeat.wires",
+    "Strategy": "wingbeat.strategies",
+    "synchronize": "wingbeat.engine",
+    "TopK": "wingbeat.wires",
 }
 
 
 __all__ = [
     "ADPSGD",
     "BML",
-    "LAGS",
-    "MGS",
-    "MGWFBP",
     "OMGS",
-    "P3",
-    "PSGD",
-    "Ako",
     "AllReduce",
     "Canary",
-    "CanarySession",
     "DeAR",
     "DiLoCo",
     "Geryon",
@@ -110,23 +80,17 @@ __all__ = [
     "LocalSGD",
     "LowRank",
     "ParameterServer",
-    "PartitionedPS",
     "Ripples",
     "Sketch",
     "Strategy",
-    "TicTac",
     "TopK",
-    "TopKSGD",
-    "VanillaPS",
-    "consensus",
     "distribute",
-    "flush",
     "init",
     "join",
     "no_sync",
-    "on_terminate",
     "release",
     "shutdown",
+    "synchronize",
 ]
 __version__ = "0.1.0"
 

@@ -66,7 +66,7 @@ class Traits:
         exact: whether weights stay DDP's, up to the rounding of sums.
         synchronous: whether an update has all workers' gradients of its own iteration, and no
             others.
-        bound: which of `wingbeat.bench.bound.BOUNDS` says how short an iteration can be.
+        bound: which of `wingbeat_lab.bench.bound.BOUNDS` says how short an iteration can be.
         halves: whether each bucket travels in a reduce-scatter and an all-gather.
         in_parts: whether the optimizer is run on some parameters at a time, and not in one call.
         gathered: whether each worker's payload goes to all the others, so that bytes grow with

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from helpers import late
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.topologies import AggregatingBCube, BCube, Topology
+from wingbeat.topologies import BCube, Topology
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Group
+from wingbeat_lab.bcube import AggregatingBCube
 
 SIZES = [(2, 2), (3, 2), (2, 3), (4, 2), (5, 2)]
 NUMELS = [0, 1, 7, 1000, 70_003]

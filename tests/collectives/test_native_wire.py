@@ -130,8 +130,8 @@ def training_stays_close(over_steps: bool) -> None:
     exact = trained(wingbeat.AllReduce(), over_steps)
     for wire in ("bf16", "fp16"):
         for strategy in (
-            wingbeat.DeAR(plan="fixed", mb=0.0002, edge_mb=0, wire=wire),
-            wingbeat.AllReduce(mb=0.0002, wire=wire),
+            wingbeat.DeAR(plan="fixed", mb=0.0002, edge_mb=0, compression=wire),
+            wingbeat.AllReduce(mb=0.0002, compression=wire),
         ):
             weights = trained(strategy, over_steps)
             assert torch.allclose(weights, exact, rtol=0.02, atol=0.01)

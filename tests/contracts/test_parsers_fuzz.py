@@ -27,8 +27,6 @@ from helpers import mutants
 from helpers.reports import job, report
 from helpers.thresholds import play
 from helpers.updating import DESCRIPTION, SETTINGS
-from wingbeat.bench import contenders, protocol, slow
-from wingbeat.bench import models as bench_models
 from wingbeat.control import planner
 from wingbeat.costs.curve import Line
 from wingbeat.costs.fit import Fit
@@ -40,9 +38,6 @@ from wingbeat.groups import protocol as groups_protocol
 from wingbeat.groups import returns
 from wingbeat.groups.board import Board
 from wingbeat.integrations import residuals
-from wingbeat.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
-from wingbeat.lab.spec import LabSpec
-from wingbeat.lab.units import parse_rate, parse_time
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport
@@ -51,7 +46,6 @@ from wingbeat.monitor.snapshot import Job
 from wingbeat.monitor.watch import Watch
 from wingbeat.observe import trace
 from wingbeat.observe.events import Event
-from wingbeat.paced import profile
 from wingbeat.plans import planfile
 from wingbeat.plans import saved as plans_saved
 from wingbeat.plans.result import Result
@@ -76,6 +70,12 @@ from wingbeat.transport.messages import header
 from wingbeat.transport.messages.card import Card
 from wingbeat.transport.services import pipes
 from wingbeat.wires import Half, LowRank, Sketch, codecs
+from wingbeat_lab.bench import contenders, protocol, slow
+from wingbeat_lab.bench import models as bench_models
+from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
+from wingbeat_lab.lab.spec import LabSpec
+from wingbeat_lab.lab.units import parse_rate, parse_time
+from wingbeat_lab.paced import profile
 
 FEW, MANY = 40, 2000
 """Inputs of each parser: in every run, and in the slow one."""
@@ -428,8 +428,8 @@ TARGETS = [
         parse_strategy,
         (
             "dear:mb=10",
-            "allreduce:wire=sketch@4",
-            "strategy:plan=merged,wire=topk@0.01,schedule=dear",
+            "allreduce:compression=sketch@4",
+            "strategy:plan=merged,compression=topk@0.01,schedule=dear",
             "canary:s=2",
             "ripples",
         ),

@@ -13,6 +13,7 @@ from helpers.training import backward, engine, net, sgd
 from wingbeat.control import planner
 from wingbeat.control.decisions import Decisions
 from wingbeat.probe.exchange import Samples
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 
 KB = 2.0**-10
@@ -80,10 +81,10 @@ def test_a_size_is_kept(size: int) -> None:
 @pytest.mark.parametrize("coded", [True, False])
 def test_a_codecs_verdict_is_kept_and_the_size_is_looked_for_by_itself(coded: bool) -> None:
     known = [Decisions(coded=coded)] * 2
-    found = on(wingbeat.AllReduce(wire="sketch"), known)
+    found = on(wingbeat.AllReduce(compression="sketch"), known)
     assert [(deciding, own) for deciding, _, own in found] == [(0, known[0])] * 2
     assert known[0].to_json() == {"codec": "on" if coded else "off"}
-    tuned = on(wingbeat.DeAR(wire="sketch", **TUNED), known)
+    tuned = on(wingbeat.DeAR(compression="sketch", **TUNED), known)
     assert all(0 < deciding < MOST for deciding, *_ in tuned)
     assert all(own.coded is coded and own.bucket_bytes for *_, own in tuned)
 
@@ -98,7 +99,7 @@ def test_merged_layers_are_kept_without_measuring(monkeypatch: pytest.MonkeyPatc
         return FREE
 
     monkeypatch.setattr(planner, "measure_wire", measure)
-    strategy = wingbeat.MGWFBP(steps=1)
+    strategy = MGWFBP(steps=1)
     first = on(strategy)
     assert len(measured) == 2
     assert first[0][0] > 0

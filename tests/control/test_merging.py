@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat.control import control, drift, planner, rules
 from wingbeat.control.merging import LayerMerging
@@ -20,6 +21,7 @@ from wingbeat.control.passes import Passes
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.probe.exchange import SPREAD, Samples
 from wingbeat.probe.model import payload_bytes
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
 from wingbeat.wires import Sketch, TopK
@@ -85,7 +87,7 @@ def _on(size: int, *args: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("rule", ["exact", "paper", "printed", "wfbp"])
 def test_workers_plan_together_and_weights_stay(rule: str, accumulate: int) -> None:
-    strategy = wingbeat.OMGS(wire="fp32", merge=rule, steps=STEPS)
+    strategy = wingbeat.OMGS(compression="fp32", merge=rule, steps=STEPS)
     iterations = PLANNED * accumulate + 2
     results = _on(3, strategy, iterations, accumulate)
     assert all(report["merge"] == rule for _, _, report in results)
@@ -104,7 +106,7 @@ def test_workers_plan_together_and_weights_stay(rule: str, accumulate: int) -> N
 @pytest.mark.parametrize("update", ["", "sharded"])
 def test_under_dear_reduce_scatters_are_measured(wire: Any, update: str) -> None:
     strategy = wingbeat.Strategy(
-        plan=wingbeat.parts.Merged(steps=STEPS), schedule="dear", wire=wire, update=update
+        plan=wingbeat.parts.Merged(steps=STEPS), schedule="dear", compression=wire, update=update
     )
     results = _on(3, strategy)
     assert all(report["gather"] is not None for *_, report in results)
@@ -136,9 +138,12 @@ def test_under_dear_a_plan_is_priced_in_both_halves(
     ("strategy", "way"),
     [
         (wingbeat.DeAR(plan="merged", steps=STEPS), "scatter"),
-        (wingbeat.DeAR(plan="merged", steps=STEPS, wire=wingbeat.TopK(density=0.1)), "scatter"),
+        (
+            wingbeat.DeAR(plan="merged", steps=STEPS, compression=wingbeat.TopK(density=0.1)),
+            "scatter",
+        ),
         (wingbeat.OMGS(steps=STEPS), "gather"),
-        (wingbeat.MGWFBP(steps=STEPS), "reduce"),
+        (MGWFBP(steps=STEPS), "reduce"),
     ],
     ids=str,
 )
@@ -180,7 +185,7 @@ def test_under_dear_exchanges_are_over_when_the_last_reduce_scatter_is() -> None
         return first
 
     assert ends(wingbeat.DeAR(plan="merged", steps=STEPS)) == [0, 1]
-    assert ends(wingbeat.MGWFBP(steps=STEPS)) == [1, 1]
+    assert ends(MGWFBP(steps=STEPS)) == [1, 1]
 
 
 def test_the_dtype_of_most_elements_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +205,7 @@ def test_the_dtype_of_most_elements_is_measured(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(planner, "measure_wire", measured)
     monkeypatch.setitem(globals(), "net", mixed)
-    _on(2, wingbeat.OMGS(wire="fp32", steps=STEPS), FIRST)
+    _on(2, wingbeat.OMGS(compression="fp32", steps=STEPS), FIRST)
     assert asked == [torch.float32] * 2
 
 
@@ -220,11 +225,11 @@ def test_the_plan_follows_what_links_cost(most: int) -> None:
     "strategy",
     [
         wingbeat.OMGS(density=1.0, steps=STEPS),
-        wingbeat.TopKSGD(density=1.0),
-        wingbeat.LAGS(density=1.0),
-        wingbeat.MGS(density=1.0, elements=50),
-        wingbeat.PSGD(),
-        wingbeat.MGWFBP(steps=STEPS),
+        wingbeat_lab.TopKSGD(density=1.0),
+        wingbeat_lab.LAGS(density=1.0),
+        wingbeat_lab.MGS(density=1.0, elements=50),
+        wingbeat_lab.PSGD(),
+        MGWFBP(steps=STEPS),
     ],
     ids=lambda strategy: type(strategy).__name__,
 )
@@ -239,10 +244,10 @@ def test_table_one_merges_as_it_says() -> None:
     counts = {
         type(strategy).__name__: _on(2, strategy, 2)[0][1][-1]
         for strategy in (
-            wingbeat.TopKSGD(),
-            wingbeat.LAGS(),
-            wingbeat.MGS(elements=50),
-            wingbeat.PSGD(),
+            wingbeat_lab.TopKSGD(),
+            wingbeat_lab.LAGS(),
+            wingbeat_lab.MGS(elements=50),
+            wingbeat_lab.PSGD(),
         )
     }
     assert counts["TopKSGD"] == [tensors]
@@ -295,7 +300,7 @@ def _pulled(steps: int, size: int) -> dict[str, torch.Tensor]:
 
 
 def test_any_codec_can_be_merged() -> None:
-    strategy = wingbeat.OMGS(wire=Sketch(auto_disable=False), steps=STEPS)
+    strategy = wingbeat.OMGS(compression=Sketch(auto_disable=False), steps=STEPS)
     results = _on(2, strategy, PLANNED + 4)
     assert_same(results[0][0], results[1][0], tolerance=0.0)
     assert results[0][2] is not None
@@ -399,7 +404,7 @@ def test_a_plan_is_taken_as_it_came() -> None:
 def test_densities_by_group_travel_in_one_bucket() -> None:
     def kept(world: Any) -> dict[str, int]:
         groups = {"head.*": 1.0, "first.weight": 0.25}
-        strategy = wingbeat.TopKSGD(density=0.01, warmup=0, groups=groups)
+        strategy = wingbeat_lab.TopKSGD(density=0.01, warmup=0, groups=groups)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
@@ -458,7 +463,9 @@ def test_a_search_that_takes_too_long_is_ended_and_says_how_good_its_plan_is(
 def test_a_codec_that_may_not_pay_is_planned_for_as_what_travels(tmp_path: Path) -> None:
     """The trial comes first; the file is kept, and read, for what it has decided."""
     file = tmp_path / "merged.json"
-    strategy = wingbeat.OMGS(wire=TopK(density=0.1, warmup=0), steps=STEPS, plan_file=str(file))
+    strategy = wingbeat.OMGS(
+        compression=TopK(density=0.1, warmup=0), steps=STEPS, plan_file=str(file)
+    )
 
     def body(world: Any, coded: bool) -> dict[str, Any]:
         model = net()
@@ -486,7 +493,7 @@ def test_planned_bytes_are_those_that_travel(groups: dict[str, float]) -> None:
     wire = TopK(density=0.05, warmup=0, groups=groups, auto_disable=False)
 
     def body(world: Any) -> tuple[float, int]:
-        strategy = wingbeat.OMGS(wire=wire, merge="one")
+        strategy = wingbeat.OMGS(compression=wire, merge="one")
         layers = {"first": torch.nn.Linear(300, 200), "head": torch.nn.Linear(200, 300)}
         model = torch.nn.Sequential(OrderedDict(layers))
         wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)

@@ -179,7 +179,7 @@ def test_what_is_owed_stays_with_its_parameter_through_a_trial(
 @pytest.mark.parametrize(
     "strategy",
     [
-        omgs(wire="fp32", density=wingbeat.TopK.density, warmup=wingbeat.TopK.warmup),
+        omgs(compression="fp32", density=wingbeat.TopK.density, warmup=wingbeat.TopK.warmup),
         wingbeat.DeAR(plan="merged", steps=STEPS),
         wingbeat.DeAR(plan="merged", steps=STEPS, shard_optimizer=True),
         wingbeat.Strategy(plan=wingbeat.parts.Merged(steps=STEPS), exchange="mesh"),
@@ -229,7 +229,7 @@ def test_whatever_travels_all_workers_stay_alike(
         pytest.skip("momentum correction needs whole buckets")
     laps(monkeypatch, one_is_best)
     plan = wingbeat.parts.Merged(steps=STEPS)
-    strategy = wingbeat.Strategy(plan=plan, wire=wire, schedule=schedule)
+    strategy = wingbeat.Strategy(plan=plan, compression=wire, schedule=schedule)
     plain = getattr(wire, "momentum", 0)
     found = on(2, strategy, lr=0.01 if plain else None)
     assert len(set(found[0].buckets[PLANNED:])) > 1

@@ -56,7 +56,7 @@ def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = 
         optimizer.step()
         table = own.runtime.exchange._requests.priorities.table
         used.append(getattr(table, "thresholds", None))
-    model.flush()
+    model.synchronize()
     weights = [param.detach().clone() for param in model.parameters()]
     layers = len({name.rpartition(".")[0] for b in own.buckets for name in b.names})
     tuning, decisions = own.control.thresholds, own.control.decisions()
@@ -154,8 +154,9 @@ def test_what_was_found_is_kept_in_a_file_and_taken_from_there(
 @pytest.mark.parametrize(
     "options",
     [
-        {"wire": "bf16"}, {"wire": "bf16", "back": "dense"}, {"wire": "sketch"},
-        {"encrypted": True}, {"order": "urgent"}, {"slice": 7}, {"pushes": False},
+        {"compression": "bf16"}, {"compression": "bf16", "back": "dense"},
+        {"compression": "sketch"}, {"encrypted": True}, {"order": "urgent"}, {"slice": 7},
+        {"pushes": False},
         {"pull": "start"}, {"servers": 2}, {"placement": "whole"}, {"classes": 3}, {"mb": 1},
     ],
     ids=repr,

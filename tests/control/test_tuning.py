@@ -66,7 +66,7 @@ def _train(
             model(torch.randn(3, width, generator=rng).double()).square().mean().backward()
         adam.step()
         sizes.append([bucket.numel for bucket in engine.buckets])
-    model.flush()
+    model.synchronize()
     ended = engine.control.tuning is None or engine.control.tuning.done
     return [p.detach().clone() for p in model.parameters()], sizes, ended
 
@@ -193,7 +193,7 @@ def test_a_topology_from_a_file_is_used_at_once(tmp_path: Path) -> None:
     ("workers", "options", "why"),
     [
         (2, {}, "2 workers on these links have one"),
-        (3, {"wire": "topk"}, "a codec goes along its own"),
+        (3, {"compression": "topk"}, "a codec goes along its own"),
     ],
 )
 def test_where_there_is_one_topology_sizes_are_tuned_alone_and_a_line_says_so(
@@ -421,7 +421,7 @@ def test_a_plan_file_of_another_cluster_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"wire": "bf16"},
+        {"compression": "bf16"},
         {"topology": "mesh"},
         {"shard_optimizer": True},
         {"mb": 10 * KB, "min_mb": 9 * KB, "max_mb": 20 * KB},
@@ -434,7 +434,9 @@ def test_a_plan_file_of_another_strategy_is_replaced(other: dict[str, Any], tmp_
             loopback.worlds(2), lambda world, o=options: _train(world, plan_file=str(file), **o)
         )
         file_says = json.loads(file.read_text())
-        assert file_says["key"]["wire"] == ("bfloat16" if "wire" in options else "as computed")
+        assert file_says["key"]["wire"] == (
+            "bfloat16" if "compression" in options else "as computed"
+        )
         assert file_says["key"]["topology"] == options.get("topology", "ring")
         assert file_says["key"]["shard_optimizer"] == ("shard_optimizer" in options)
     assert file_says["range_mb"][1] == pytest.approx(other.get("max_mb", 8 * KB), rel=0.1)

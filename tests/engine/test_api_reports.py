@@ -131,7 +131,7 @@ def test_a_codecs_work_is_counted() -> None:
     from wingbeat.observe import meter as meters
 
     def train(world: World) -> None:
-        strategy = wingbeat.AllReduce(wire=wingbeat.Sketch(auto_disable=False))
+        strategy = wingbeat.AllReduce(compression=wingbeat.Sketch(auto_disable=False))
         net, optimizer, _ = _metered(world, strategy, Net())
         _iterate(net, optimizer, 2)
 

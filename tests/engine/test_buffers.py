@@ -195,7 +195,7 @@ def test_ignored_buffers_may_differ() -> None:
         model, optimizer = wingbeat.distribute(model, optimizer, STRATEGIES[0], world=world)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        model.flush()
+        model.synchronize()
         found: list[float] = model.mine.tolist()
         return found
 
@@ -290,7 +290,7 @@ def test_running_statistics_after_two_backwards_of_one_forward(strategy: Any) ->
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        model.flush()
+        model.synchronize()
         return [b.detach().clone() for b in model.buffers()]
 
     with late.open_worlds(2) as (members, _):

@@ -191,7 +191,7 @@ def test_a_part_is_made_and_loaded_without_the_others() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world)
         train(model, optimizer, range(2))
-        model.flush()
+        model.synchronize()
         part = optimizer.shard_state_dict() if world.rank == 1 else None
         train(model, optimizer, range(2, 3))
         return part, optimizer.shard_state_dict()

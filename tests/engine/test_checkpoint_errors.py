@@ -139,7 +139,7 @@ def test_a_state_dict_that_one_rank_alone_asks_for_names_the_others() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(1))
-        model.flush()
+        model.synchronize()
         if world.rank == 0:
             with pytest.raises(RendezvousError, match=r"rank 1 .*every rank must ask for it"):
                 optimizer.state_dict()
@@ -188,7 +188,7 @@ def _hear(sent: Any, message: str) -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(1))
-        model.flush()
+        model.synchronize()
         if world.rank == 0:
             own = engine(model).world
             exchange = own.exchange

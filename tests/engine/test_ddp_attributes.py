@@ -18,7 +18,7 @@ STRATEGIES: dict[str, Any] = {
     "allreduce": wingbeat.AllReduce(mb=TINY_MB),
     "dear": wingbeat.DeAR(plan="fixed", mb=TINY_MB),
     "sharded": wingbeat.DeAR(plan="fixed", mb=TINY_MB, shard_optimizer=True),
-    "sketch": wingbeat.AllReduce(wire=wingbeat.Sketch(auto_disable=False)),
+    "sketch": wingbeat.AllReduce(compression=wingbeat.Sketch(auto_disable=False)),
     "geryon": wingbeat.Geryon(mb=TINY_MB, servers=1, encrypted=False),
     "server": wingbeat.Geryon(mb=TINY_MB, servers=1, update="server", encrypted=False),
     "canary": wingbeat.Canary(s=0),
@@ -48,7 +48,7 @@ def _accumulate(world: Any, name: str, how: str) -> dict[str, torch.Tensor]:
                 backward(model, world.rank, 4 * step + micro)
         optimizer.step()
         optimizer.zero_grad()
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -124,7 +124,7 @@ def test_ddp_attributes_have_the_values_of_ddp() -> None:
         ("reducer", "mb="),
         ("logger", "wingbeat top"),
         ("process_group", r"wingbeat.init\(\)"),
-        ("register_comm_hook", "wire="),
+        ("register_comm_hook", "compression="),
         ("_get_ddp_logging_data", "wingbeat top"),
     ],
 )

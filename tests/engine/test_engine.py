@@ -110,7 +110,7 @@ def test_gradients_and_updates_are_serialised() -> None:
         )
         backward(model, world.rank, 0)
         optimizer.step()
-        model.flush()
+        model.synchronize()
         assert set(seen) == {("launch", True), ("update", True)}
 
     on(2, body)

@@ -69,7 +69,7 @@ def test_a_worker_that_copies_state_makes_the_outer_step_under_way(
         train(model, optimizer, range(4, 5))
         found = [flat(model, "shared"), flat(model, "velocity")]
         steps = update.steps
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return (*found, steps, weights(model))
 
     (shared, velocity, steps, _), other = on(2, body, timeout=PATIENCE)
@@ -102,7 +102,7 @@ def test_a_worker_that_copies_state_between_turns_shares_it() -> None:
         both.wait(PATIENCE)
         train(model, optimizer, range(6, 9))
         found = [flat(model, "shared"), flat(model, "velocity")]
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return found
 
     (shared, velocity), other = on(2, body, timeout=PATIENCE)
@@ -150,7 +150,7 @@ def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> No
     [
         "ripples:encrypted=false",
         "diloco:every=3,encrypted=false",
-        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+        "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
 def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path:
             left -= back.is_set()
             train(model, optimizer, range(1))
         assert not engine(model).copied, "it has made steps of its own"
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         model.load_state_dict(model.state_dict())  # with all the others
         optimizer.load_state_dict(optimizer.state_dict())
         residuals.load(optimizer, tmp_path)
@@ -204,7 +204,7 @@ def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path:
     [
         "diloco:every=2,encrypted=false",
         "diloco:every=4,fragments=2,delay=1,encrypted=false",
-        "localsgd:every=2,wire=topk@0.5,encrypted=false",
+        "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
 def test_a_worker_left_out_copies_the_others_model(

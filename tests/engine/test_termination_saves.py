@@ -19,6 +19,7 @@ SCRIPT = """
 import contextlib, os, pathlib, sys, time
 import torch, wingbeat
 from wingbeat.strategies import parse
+from wingbeat.transport import on_terminate
 
 strategy, saved, stop, mine = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
 rank = int(os.environ["RANK"])
@@ -35,13 +36,13 @@ if saved.exists():
 model, optimizer = wingbeat.distribute(model, optimizer, parse(strategy))
 
 def save():
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     print("SAVED", step, flush=True)
     if rank == 0:
         torch.save(state, saved)
 
-wingbeat.on_terminate(save)
+on_terminate(save)
 uneven = rank == 1 and "join" in mine
 with wingbeat.join(model) if "join" in mine else contextlib.nullcontext():
     for step in range(begin, 3 if uneven else stop):

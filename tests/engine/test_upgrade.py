@@ -132,7 +132,7 @@ def _made(kind: type[Any]) -> Any:
 def _trained(world: Any, name: str, model: Any, optimizer: Any) -> Any:
     wingbeat.distribute(model, optimizer, STRATEGIES[name], world=world)
     train(model, optimizer, range(4))
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     return weights(model)
 
 

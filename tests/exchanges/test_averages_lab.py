@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from wingbeat import lab
+from wingbeat_lab import lab
 
 ROWS = ["ripples:policy=static", "localsgd:every=1", "diloco:every=1", "adpsgd:overlap=false"]
 STEPS, MB = 4, 2
@@ -16,7 +16,7 @@ LEAST = 0.25
 
 TRAIN = """if True:
     import json, sys, torch, wingbeat
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
     from wingbeat.strategies import parse
     torch.set_num_threads(1)
     wingbeat.init(timeout=60)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat import lab
 from wingbeat.stale.audit import audit
+from wingbeat_lab import lab
 
 TRAIN = """if True:
     import logging, os, pathlib, signal, sys, time
@@ -17,7 +17,7 @@ TRAIN = """if True:
     from helpers.couriers import Numbers, summed, trained
     from wingbeat.exchanges.arriving import come
     from wingbeat.exchanges.courier import Courier
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
     from wingbeat.stale.journal import Journal
     from wingbeat.stale.pace import Pace
     from wingbeat.stale.worker import Worker

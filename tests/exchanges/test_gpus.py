@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
+import wingbeat_lab
 from helpers.pool import Pool
 from wingbeat import transport
 from wingbeat.errors import UsageError
@@ -68,7 +69,7 @@ def trains_as_all_reduce_does() -> None:
     # Buffers go by the usual one; the urgent class is EF.
     assert set(made) - {None} == {0xB8, 0x00}, made
     with pytest.raises(UsageError, match="each GPU serves its block"):
-        trained(wingbeat.VanillaPS())
+        trained(wingbeat_lab.VanillaPS())
     words = 'update="server" with parameters on cpu: servers update on the CPU only; use'
     with pytest.raises(UsageError, match=words):
         trained(wingbeat.Geryon(update="server"))

@@ -40,7 +40,7 @@ def trained(world: Any, **options: Any) -> Any:
     for _ in range(2):
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
-    wingbeat.flush(model)
+    wingbeat.synchronize(model)
     return model
 
 

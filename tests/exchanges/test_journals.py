@@ -72,7 +72,7 @@ def test_training_is_written_down_and_stands_the_audit(
         )
         for step in range(5):
             train(model, optimizer, [step])
-        model.flush()
+        model.synchronize()
         wingbeat.release(model, optimizer)
 
     on(2, body)

@@ -225,7 +225,7 @@ def test_a_worker_that_does_not_level_is_named() -> None:
         averager = made(world)
         if world.rank == 1:
             averager._pairing._timeout = 0.02
-            said = r"rank 1: rank 0 lives, and the call of wingbeat\.consensus\(\) .* for 0\.2 s"
+            said = r"rank 1: rank 0 lives, and the call of wingbeat\.synchronize\(\) .* for 0\.2 s"
             with pytest.raises(PeerError, match=said):
                 averager.level()
             world.publish("said", True)

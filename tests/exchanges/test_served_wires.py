@@ -43,7 +43,7 @@ def distributed(world: Any, wire: Any, dtype: torch.dtype = torch.float32, **mor
     options = {"servers": 2, "slice": 1500, "mb": 0.02, "encrypted": False, **more}
     model = Pull(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    how = wingbeat.Geryon(wire=wire, **options)
+    how = wingbeat.Geryon(compression=wire, **options)
     return wingbeat.distribute(model, optimizer, how, world=world)
 
 
@@ -100,7 +100,7 @@ def test_bytes_both_ways(wire, back, up, down) -> None:
         model = nn.Linear(shape[1], shape[0], bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         how = wingbeat.Geryon(
-            wire=wire, back=back, servers=2, classes=1, slice=1 << 16, encrypted=False
+            compression=wire, back=back, servers=2, classes=1, slice=1 << 16, encrypted=False
         )
         wingbeat.distribute(model, optimizer, how, world=world)
         client = engine(model).runtime.exchange._client
@@ -118,7 +118,7 @@ def test_bytes_both_ways(wire, back, up, down) -> None:
         client._mailbox.post, client._take = posting, taking
         model(torch.randn(4, shape[1])).square().sum().backward()
         optimizer.step()
-        wingbeat.flush(model)
+        wingbeat.synchronize(model)
         return out
 
     dense = 4 * shape[0] * shape[1]
@@ -134,11 +134,11 @@ def test_slices_that_are_not_cut_have_room_for_float32(wire: Any, back: str) -> 
     def body(world: Any) -> Any:
         model = nn.Linear(1100, 8000, bias=False).to(torch.bfloat16)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        how = wingbeat.Geryon(wire=wire, back=back, servers=1, slice=0, encrypted=False)
+        how = wingbeat.Geryon(compression=wire, back=back, servers=1, slice=0, encrypted=False)
         wingbeat.distribute(model, optimizer, how, world=world)
         model(torch.ones(1, 1100, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-        wingbeat.flush(model)
+        wingbeat.synchronize(model)
         optimizer.state_dict()
         for started in engine(model).runtime.exchange._hosting._started:
             assert started._config.most > ROOM_FOR * 4 * model.weight.numel()
@@ -185,7 +185,7 @@ def test_at_rest_the_servers_keep_nothing_and_each_worker_some() -> None:
         model, optimizer = distributed(world, SKETCH, slice=500)
         for step in range(2):
             step_on(model, optimizer, pulls(step, world.rank))
-        wingbeat.flush(model)
+        wingbeat.synchronize(model)
         exchange = engine(model).runtime.exchange
         world.exchange("all have their sums", True)
         own = engine(model).compression.residuals
@@ -293,7 +293,7 @@ def _live(world: Any, life: Program, loads: Any, wire: Any, first: int, **more: 
             bucketing.use(dataclasses.replace(bucketing.fusion, bucket_bytes=value))
         elif what == "off":
             engine(model).compression.on = not value
-    wingbeat.flush(model)
+    wingbeat.synchronize(model)
     found = {name: value.clone() for name, value in weights(model).items()}
     return found, optimizer.residual_state_dict()
 
@@ -321,14 +321,14 @@ def _trained(
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    how = wingbeat.Geryon(wire=wire, back=back, update=update, servers=2, encrypted=False)
+    how = wingbeat.Geryon(compression=wire, back=back, update=update, servers=2, encrypted=False)
     wingbeat.distribute(model, optimizer, how, world=world)
     for step in range(120):
         chosen = order[(step * SIZE + world.rank) * 16 % 1180 :][:16]
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         optimizer.step()
-    wingbeat.flush(model)
+    wingbeat.synchronize(model)
     rest = order[1200:]
     right = (model(images[rest]).argmax(1) == labels[rest]).float().mean().item()
     return right, weights(model)

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from wingbeat import lab
+from wingbeat_lab import lab
 
 TRAIN = """if True:
-    import gc, subprocess, sys, time, torch, wingbeat
-    from wingbeat.lab import counters
+    import gc, subprocess, sys, time, torch, wingbeat, wingbeat_lab
+    from wingbeat_lab.lab import counters
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=float(sys.argv[1]))
     rank, cards = world.rank, ("eth0", "eth1")
@@ -38,17 +38,17 @@ TRAIN = """if True:
             p.grad /= 2
         reference.step()
     for strategy in [] if len(sys.argv) > 2 else (
-        wingbeat.Geryon(), wingbeat.TicTac(), wingbeat.Geryon(update="server", pull="start"),
+        wingbeat.Geryon(), wingbeat_lab.TicTac(), wingbeat.Geryon(update="server", pull="start"),
     ):
         model, optimizer = wingbeat.distribute(*made(), strategy)
         for turn in range(6):
             if turn == 2:  # buckets are made, and servers have parameters
-                model.flush()
+                model.synchronize()
                 before = read()
             optimizer.zero_grad()
             backward(model, turn, rank)
             optimizer.step()
-        model.flush()
+        model.synchronize()
         after = read()
         with torch.no_grad():
             far = max(

@@ -135,7 +135,10 @@ def test_signs_of_the_generator_prolong_a_wait(
 
 @pytest.mark.parametrize(
     ("does", "what"),
-    [(Client.step, "the end of its step"), (Client.level, r"the call of wingbeat\.consensus\(\)")],
+    [
+        (Client.step, "the end of its step"),
+        (Client.level, r"the call of wingbeat\.synchronize\(\)"),
+    ],
 )
 def test_worker_that_lives_and_does_not_come_is_logged_and_ends_a_wait_after_ten_timeouts(
     monkeypatch: pytest.MonkeyPatch,

@@ -6,9 +6,9 @@ import functools
 import math
 from collections.abc import Callable
 
-from wingbeat import paced
 from wingbeat.plans.fixed import fixed
 from wingbeat.types import TensorSpec
+from wingbeat_lab import paced
 
 MB = 2**20
 GRID = [100 ** (i / 19) for i in range(20)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from wingbeat.costs import NOTHING, Costs, Curve, Line, Pieces, Sorting, Workload
-from wingbeat.paced.profile import load_profile
 from wingbeat.types import Plan, PlannedBucket
+from wingbeat_lab.paced.profile import load_profile
 
 F32 = "float32 cpu"
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import wingbeat
+import wingbeat_lab
 
 SIZE = 4
 TINY_MB = 0.0001
@@ -44,7 +45,7 @@ NOTHING = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 def made(world: Any, strategy: Any = None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     model = Sums(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    strategy = wingbeat.Ako(mb=TINY_MB, first_mb=TINY_MB) if strategy is None else strategy
+    strategy = wingbeat_lab.Ako(mb=TINY_MB, first_mb=TINY_MB) if strategy is None else strategy
     return wingbeat.distribute(model, optimizer, strategy, world=world)
 
 

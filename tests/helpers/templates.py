@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wingbeat import errors
 
-SOURCE = Path(__file__).parents[2] / "src/wingbeat"
+SOURCE = Path(__file__).parents[2] / "src"
 VALUE = "…"
 _SEVERAL = re.compile(f"{VALUE}+")
 _OF_A_LOG = re.compile(r"%[.\d]*[dgrs]")
@@ -33,8 +33,8 @@ class Template:
 
     @property
     def room(self) -> str:
-        """The folder or module right below ``src/wingbeat``."""
-        return self.file.partition("/")[0].removesuffix(".py")
+        """The folder or module right below its package."""
+        return self.file.split("/")[1].removesuffix(".py")
 
     @property
     def where(self) -> str:
@@ -83,7 +83,7 @@ def raised(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 def templates() -> tuple[Template, ...]:
     """All texts of the source."""
     found = []
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted(SOURCE.glob("wingbeat*/**/*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         made = {id(node): name for name, node in raised(tree)}
         file = path.relative_to(SOURCE).as_posix()

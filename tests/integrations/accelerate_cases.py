@@ -334,8 +334,8 @@ def resumed(folder: str) -> None:
     """A run that is saved and goes on in new objects is the run that was not."""
     strategies = (
         *EXACT,
-        wingbeat.AllReduce(mb=MB, wire=wingbeat.Sketch(bits=2, auto_disable=False)),
-        wingbeat.DeAR(plan="fixed", mb=MB, wire="topk@0.1:auto_disable=false:warmup=0"),
+        wingbeat.AllReduce(mb=MB, compression=wingbeat.Sketch(bits=2, auto_disable=False)),
+        wingbeat.DeAR(plan="fixed", mb=MB, compression="topk@0.1:auto_disable=false:warmup=0"),
         wingbeat.LocalSGD(every=2),
         wingbeat.DiLoCo(every=2),
     )
@@ -359,8 +359,8 @@ def resumed(folder: str) -> None:
             assert extra.count == 3
             found = again.train(skip=3)
             if number >= 5:
-                wingbeat.consensus(whole.model)
-                wingbeat.consensus(again.model)
+                wingbeat.synchronize(whole.model)
+                wingbeat.synchronize(again.model)
                 wanted, found = flat(whole.bare), flat(again.bare)
             assert torch.equal(found, wanted), (strategy, float((found - wanted).abs().max()))
             kept = sorted(Path(home).glob("wingbeat_*.pt"))
@@ -395,7 +395,7 @@ def other_size(folder: str, saving: bool) -> float:
 
 
 def _sketched() -> Any:
-    return wingbeat.AllReduce(mb=MB, wire=wingbeat.Sketch(bits=2, auto_disable=False))
+    return wingbeat.AllReduce(mb=MB, compression=wingbeat.Sketch(bits=2, auto_disable=False))
 
 
 def utilities(folder: str) -> None:

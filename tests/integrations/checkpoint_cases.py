@@ -14,7 +14,7 @@ from wingbeat.integrations import checkpoint
 STRATEGIES: dict[str, Any] = {
     "dear": lambda: wingbeat.DeAR(plan="fixed", mb=0.001),
     "sharded": lambda: wingbeat.DeAR(plan="fixed", mb=0.001, shard_optimizer=True),
-    "sketch": lambda: wingbeat.AllReduce(wire="sketch@2:auto_disable=false", mb=0.001),
+    "sketch": lambda: wingbeat.AllReduce(compression="sketch@2:auto_disable=false", mb=0.001),
     "diloco": lambda: wingbeat.DiLoCo(every=2),
 }
 

@@ -173,7 +173,7 @@ def as_ddp(name: str) -> None:
 
 def saved(kind: str, folder: str) -> None:
     """``fabric.save`` and ``load`` go on as without a stop, residuals of all workers included."""
-    strategies = {**EXACT, "sketch": wingbeat.AllReduce(wire="sketch@2:auto_disable=false")}
+    strategies = {**EXACT, "sketch": wingbeat.AllReduce(compression="sketch@2:auto_disable=false")}
 
     def begun() -> tuple[Any, Any, Any, nn.Module]:
         fabric = made(WingbeatStrategy(strategies[kind]))

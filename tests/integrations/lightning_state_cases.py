@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 import wingbeat
+import wingbeat_lab
 from integrations.lightning_cases import (
     EXACT,
     Adamed,
@@ -42,11 +43,11 @@ class Plain(Net):
 QUICK = timedelta(seconds=40)
 EXTRA: dict[str, Any] = {
     **EXACT,
-    "sketch": wingbeat.AllReduce(wire="sketch@2:auto_disable=false"),
-    "topk": wingbeat.DeAR(plan="fixed", wire="topk@0.1:auto_disable=false"),
+    "sketch": wingbeat.AllReduce(compression="sketch@2:auto_disable=false"),
+    "topk": wingbeat.DeAR(plan="fixed", compression="topk@0.1:auto_disable=false"),
     "diloco": wingbeat.DiLoCo(every=4),
     "localsgd": wingbeat.LocalSGD(every=4),
-    "ako": wingbeat.Ako(partitions=2),
+    "ako": wingbeat_lab.Ako(partitions=2),
 }
 
 

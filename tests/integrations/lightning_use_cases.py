@@ -31,6 +31,7 @@ from integrations.lightning_cases import (
 )
 from integrations.lightning_modules import Gan, Late, Net, data, loader
 from wingbeat.integrations.lightning import WingbeatStrategy
+from wingbeat.strategies import MGWFBP
 
 
 class Rated(Net):
@@ -197,7 +198,7 @@ def fine_tuned() -> None:
 
     kinds: dict[str, Any] = {
         **EXACT,
-        "sketch": wingbeat.AllReduce(wire="sketch@8:auto_disable=false"),
+        "sketch": wingbeat.AllReduce(compression="sketch@8:auto_disable=false"),
         "diloco": wingbeat.DiLoCo(every=4),
     }
     with torchrun():
@@ -243,10 +244,10 @@ class Growing(Halves):
 
 
 OPTIMIZED: dict[str, Any] = {
-    "merged": wingbeat.MGWFBP(),
+    "merged": MGWFBP(),
     "servers": wingbeat.Geryon(mb=0.001, encrypted=False),
     "omgs": wingbeat.OMGS(density=0.2, warmup=0),
-    "sketch": wingbeat.DeAR(plan="fixed", wire="sketch@4:auto_disable=false"),
+    "sketch": wingbeat.DeAR(plan="fixed", compression="sketch@4:auto_disable=false"),
     "localsgd": wingbeat.LocalSGD(every=2),
     "diloco": wingbeat.DiLoCo(every=4),
     "ripples": wingbeat.Ripples(encrypted=False),

@@ -290,7 +290,7 @@ def resumed(folder: str) -> None:
     strategies = (
         (None, {}),
         *((each, {}) for each in EXACT),
-        (wingbeat.AllReduce(mb=MB, wire=sketch), {}),
+        (wingbeat.AllReduce(mb=MB, compression=sketch), {}),
         (wingbeat.LocalSGD(every=2), {"optim": "sgd"}),
     )
     plain: Any = None

@@ -8,13 +8,14 @@ import pytest
 
 import wingbeat
 from wingbeat import parts, strategies
-from wingbeat.bench import contenders
 from wingbeat.errors import UsageError
 from wingbeat.types import Serving, ThresholdTuning
+from wingbeat_lab import baselines
+from wingbeat_lab.bench import contenders
 
 
 def serving(text: str) -> Serving:
-    found = strategies.parse(text).choices().servers
+    found = baselines.parse(text).choices().servers
     assert found is not None
     return found
 
@@ -79,7 +80,7 @@ def test_sums_that_come_by_themselves_have_no_order_of_asking(order: str, schedu
 @pytest.mark.parametrize("text", ["0.8+", "half", "0.8;0.4", ""])
 def test_a_threshold_that_is_none_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match=r"such as 0\.8\+0\.4|has no value"):
-        strategies.parse(f"geryon:threshold={text}")
+        baselines.parse(f"geryon:threshold={text}")
 
 
 def test_bench_waits_until_thresholds_are_decided() -> None:

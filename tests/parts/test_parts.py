@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from wingbeat import parts, schedules, topologies, wires
-from wingbeat.bench.bound import BOUNDS
 from wingbeat.errors import UsageError
 from wingbeat.parts import plan, schedule, update
 from wingbeat.settings import Settings, named
 from wingbeat.traits import Part
+from wingbeat_lab.bench.bound import BOUNDS
 
 CONCRETE = [
     value

@@ -134,7 +134,7 @@ class Face(nn.Module, Joinable):
         """Take those hooks that are an option of the strategies."""
         if hook is powerSGD_hook.powerSGD_hook:
             rank = state.matrix_approximation_rank
-            self._options["wire"] = wingbeat.LowRank(rank=rank, feedback=False)
+            self._options["compression"] = wingbeat.LowRank(rank=rank, feedback=False)
         elif hook is not default_hooks.allreduce_hook:
             raise NotImplementedError("the face has no place for hooks")
         self._distribute(Nothing)

@@ -80,7 +80,7 @@ _PROFILED = "asks a profiler for the names of DDP's own operations"
 _TWICE = Verdict("refused", "is distributed already, as a part of")
 """The test wraps what is wrapped, which averages its gradients twice."""
 
-_HOOK = "a hook that is an option of the strategies is that option: `wire=`"
+_HOOK = "a hook that is an option of the strategies is that option: `compression=`"
 _BN = "BatchNorm in SyncBatchNorm's place"
 
 ROWS: dict[str, Row] = {

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.paced.profile import load_profile
 from wingbeat.plans import make
 from wingbeat.plans.colayers import LEAST, NOISE, LayerProperties, bundled, colayers, fitting
-from wingbeat.simulator.model import of_profile
 from wingbeat.types import Fusion, TensorSpec
+from wingbeat_lab.paced import simulator_model
+from wingbeat_lab.paced.profile import load_profile
 
 
 def layers_of(*rows: tuple[str, int]) -> list[LayerProperties]:
@@ -152,7 +152,7 @@ def cost(layers: Sequence[LayerProperties], whole: int) -> float:
 @pytest.mark.parametrize("name", ["vgg19", "vgg19_k40", "vgg19_v100"])
 def test_vgg19_in_four_is_the_papers_by_backward_times(name: str) -> None:
     """FC3 to FC1, CONV5-4 to CONV5-1, CONV4-4 to CONV4-1, CONV3-4 to CONV1-1 (section 4.3.2)."""
-    model = of_profile(load_profile(name))
+    model = simulator_model(load_profile(name))
     chosen = Fusion(kind="colayers", layers=10, measured=True, least=LEAST)
     for fusion in (Fusion(kind="colayers", layers=4), chosen):
         plan = make(fusion, model.tensors, model.ready_order, model.measured)

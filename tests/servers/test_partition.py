@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.paced.profile import load_profile
 from wingbeat.servers.partition import Slice, partitioned, placed
+from wingbeat_lab.paced.profile import load_profile
 
 SIZES = st.lists(st.integers(0, 3000) | st.integers(0, 10**7), max_size=12)
 THRESHOLDS = st.none() | st.integers(20_000, 10**7)

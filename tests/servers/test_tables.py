@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
-from wingbeat.plans.order import classes_by_urgency
 from wingbeat.servers.tables import Places, PriorityTable, places_of, urgency_level
+from wingbeat_lab.pull_order import classes_by_urgency
 
 LEVELS = st.builds(lambda n, d: min(n, d) / d, st.integers(0, 60), st.integers(1, 60)) | st.floats(
     0, 1

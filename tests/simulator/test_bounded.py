@@ -11,13 +11,11 @@ import pytest
 
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
-from wingbeat.paced.model import PacedModel
-from wingbeat.paced.profile import load_profile
 from wingbeat.simulator import Links, Model, Work
 from wingbeat.simulator.bounded import simulate_bounded
 from wingbeat.simulator.colayers import Coding, bundled
 from wingbeat.simulator.crowd import Member
-from wingbeat.simulator.model import TimedLayer, of_profile
+from wingbeat.simulator.model import TimedLayer
 from wingbeat.simulator.staleness import StaleRun
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.stale.messages import Here
@@ -26,6 +24,9 @@ from wingbeat.stale.view import whole
 from wingbeat.stale.worker import Worker
 from wingbeat.transport import loopback
 from wingbeat.types import Fusion, TensorSpec
+from wingbeat_lab.paced import simulator_model
+from wingbeat_lab.paced.model import PacedModel
+from wingbeat_lab.paced.profile import load_profile
 
 FREE = Work(
     chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0,
@@ -321,14 +322,14 @@ def test_colayers_are_those_that_training_makes(name: str, count: int) -> None:
     trained = Bucketing(PacedModel(profile), fusion, world, lockstep=False)
     trained.build()
     made = [[trained.specs[slot.index].shape for slot in each.slots] for each in trained.buckets]
-    found = bundled(of_profile(profile), count)
+    found = bundled(simulator_model(profile), count)
     assert found.tensors == tuple(map(len, made))
     assert found.numel == tuple(sum(map(math.prod, shapes)) for shapes in made)
 
 
 def test_measured_colayers_are_bundled_by_backward_times() -> None:
     """VGG-19's are those of the paper's example (section 4.3.2), and not of one size."""
-    made = of_profile(load_profile("vgg19"))
+    made = simulator_model(load_profile("vgg19"))
     assert bundled(made, 4, measured=True).tensors == (6, 8, 8, 16)
     assert bundled(made, 4).tensors != (6, 8, 8, 16)
     runs = [

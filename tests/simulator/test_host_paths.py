@@ -6,14 +6,14 @@ import itertools
 
 import pytest
 
-from wingbeat.lab.plan import plan_network
-from wingbeat.lab.spec import LabSpec
 from wingbeat.simulator import Links, paths
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
 from wingbeat.simulator.paths import Paths
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.topologies.bcube import BCube
+from wingbeat_lab.lab.plan import plan_network
+from wingbeat_lab.lab.spec import LabSpec
 
 
 def play(

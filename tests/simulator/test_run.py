@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat import paced, strategies, topologies
-from wingbeat.bench import bound
+from wingbeat import topologies
 from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
-from wingbeat.simulator import Links, Model, Run, Work, of_profile, simulate
+from wingbeat.simulator import Links, Model, Run, Work, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.types import TensorSpec
+from wingbeat_lab import baselines, paced
+from wingbeat_lab.bench import bound
 
 GBIT = Links(bytes_per_s=125e6)
 FREE = Work(chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0)
@@ -24,11 +25,11 @@ KINDS = {"allreduce": "allreduce:mb=1", "dear": "dear:plan=fixed,mb=1"}
 
 
 def small() -> Model:
-    return of_profile(paced.parse("paced:resnet50@0.05"))
+    return paced.simulator_model(paced.parse("paced:resnet50@0.05"))
 
 
 def run(strategy: str, model: Model | None = None, workers: int = 4, **options: object) -> Run:
-    choices = strategies.parse(strategy).choices()
+    choices = baselines.parse(strategy).choices()
     links = options.pop("links", GBIT)
     return simulate(model or small(), choices, workers, links, **options)  # type: ignore[arg-type]
 
@@ -93,7 +94,7 @@ def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> 
     made = run(KINDS[kind], model, workers, links=links, work=FREE, iterations=3)
     rows = [LayerCosts(f, b, 4.0 * n) for f, b, n in layers]
     per_byte = bound.seconds_per_byte([links.bytes_per_s] * workers)
-    floor = bound.floor(strategies.parse(KINDS[kind]).traits.bound, rows, per_byte)
+    floor = bound.floor(baselines.parse(KINDS[kind]).traits.bound, rows, per_byte)
     assert floor is not None
     # A padded element or two is in the buckets and not in the bound.
     assert made.median_s >= floor * (1 - 1e-3) - 1e-9
@@ -104,7 +105,7 @@ def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> 
 
 def test_every_bucket_is_exchanged_and_updated_once_in_each_iteration() -> None:
     model = small()
-    buckets = len(buckets_of(model, strategies.parse(KINDS["dear"]).choices().fusion).forward)
+    buckets = len(buckets_of(model, baselines.parse(KINDS["dear"]).choices().fusion).forward)
     assert buckets > 3
     trace = run(KINDS["dear"], model, iterations=3).trace
     for what in ("reduce_scatter", "all_gather", "update"):
@@ -181,7 +182,7 @@ def test_one_worker_takes_its_own_time() -> None:
     [
         (lambda: run("allreduce", workers=0), "workers=0"),
         (lambda: run("dear", iterations=0), "iterations=0"),
-        (lambda: run("allreduce:wire=sketch"), "not simulated yet"),
+        (lambda: run("allreduce:compression=sketch"), "not simulated yet"),
         (lambda: run("dear:shard_optimizer=true"), "not simulated yet"),
         (lambda: run("canary"), "iterations of their own .Bounded, Canary. are another"),
         (lambda: run("geryon:update=server"), 'update="server"\\) or measured merging are not'),

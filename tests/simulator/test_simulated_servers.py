@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat import paced, strategies
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import (
     BucketReady,
@@ -17,10 +16,11 @@ from wingbeat.schedules.events import (
     Start,
     Wait,
 )
-from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, of_profile, simulate
+from wingbeat.simulator import Coding, Links, Model, Run, Traffic, Work, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import TensorSpec
+from wingbeat_lab import baselines, paced
 
 FREE = Work(
     chunk_s=0.0,
@@ -45,7 +45,7 @@ def model_of(rows: list[tuple[float, float, int]]) -> Model:
 
 
 def run(strategy: str, model: Model, workers: int, links: Links, **options: object) -> Run:
-    choices = strategies.parse(strategy).choices()
+    choices = baselines.parse(strategy).choices()
     return simulate(model, choices, workers, links, **options)  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ def test_every_round_ends_and_no_byte_is_carried_for_free(
     links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)
     spelled = f"{strategy}{',' if ':' in strategy else ':'}mb=0.1,servers={servers}"
     made = run(spelled, model, workers, links, work=FREE, slow=slow, iterations=3)
-    fusion = strategies.parse(spelled).choices().fusion
+    fusion = baselines.parse(spelled).choices().fusion
     buckets = len(buckets_of(model, fusion).forward)
     for rank in range(workers):
         for what in ("all_reduce", "push", "update"):
@@ -183,7 +183,7 @@ def test_every_round_ends_and_no_byte_is_carried_for_free(
 
 @pytest.mark.parametrize("strategy", PRESETS)
 def test_the_same_arguments_give_the_same_run_to_the_last_bit(strategy: str) -> None:
-    model = of_profile(paced.parse("paced:resnet50@0.05"))
+    model = paced.simulator_model(paced.parse("paced:resnet50@0.05"))
     links = Links(bytes_per_s=125e6)
     first, second = (run(strategy, model, 3, links, slow={2: 1.3}, iterations=2) for _ in range(2))
     assert first == second
@@ -191,7 +191,7 @@ def test_the_same_arguments_give_the_same_run_to_the_last_bit(strategy: str) -> 
 
 
 def test_a_slow_worker_holds_everybody_back() -> None:
-    model = of_profile(paced.parse("paced:resnet50@0.05"))
+    model = paced.simulator_model(paced.parse("paced:resnet50@0.05"))
     links = Links(bytes_per_s=1.25e9)
     usual, slowed = (
         run("geryon", model, 3, links, slow=slow).median_s for slow in (None, {2: 2.0})
@@ -204,7 +204,7 @@ def test_vgg19_on_eight_k40_is_ordered_as_in_the_paper() -> None:
 
     A quarter of the bytes on links of a quarter of the rate; updates and sums on other devices.
     """
-    model = of_profile(paced.parse("paced:vgg19_k40@0.25"))
+    model = paced.simulator_model(paced.parse("paced:vgg19_k40@0.25"))
     alone = sum(layer.forward_s + layer.backward_s for layer in model.layers)
     links = Links(bytes_per_s=0.25 * 1.17e9)
     work = Work(fill_s_per_byte=0.0, update_s_per_byte=0.0)
@@ -242,11 +242,13 @@ WIDE = model_of([(0.01, 0.02, 1 << 20), (0.01, 0.02, 1 << 19)])
 def test_gradients_through_a_codec_take_their_bytes_both_ways(wire: str, sent: float) -> None:
     """To the other server, and of the own one to the other worker."""
     dense = traffic_of("geryon", WIDE)[1]
-    assert traffic_of(f"geryon:wire={wire}", WIDE)[1] / dense == pytest.approx(sent, abs=0.002)
+    assert traffic_of(f"geryon:compression={wire}", WIDE)[1] / dense == pytest.approx(
+        sent, abs=0.002
+    )
 
 
 def test_a_codec_makes_an_iteration_shorter_where_the_network_is_the_limit() -> None:
-    dense, coded = (traffic_of(f"geryon{wire}", WIDE)[0] for wire in ("", ":wire=sketch"))
+    dense, coded = (traffic_of(f"geryon{wire}", WIDE)[0] for wire in ("", ":compression=sketch"))
     assert coded / dense == pytest.approx(0.251, abs=0.02)
 
 
@@ -256,7 +258,7 @@ def test_a_codec_has_its_price_at_both_ends() -> None:
     Rank 0 has encoded its own meanwhile, and the server has decoded it when rank 1's comes.
     """
     links, model = Links(bytes_per_s=1e12, latency_s=0.0), model_of([(1.0, 2.0, NUMEL)])
-    strategy = "geryon:wire=sketch,classes=1,encrypted=false,servers=1"
+    strategy = "geryon:compression=sketch,classes=1,encrypted=false,servers=1"
     free = Coding(ratio=0.25)
     priced = Coding(ratio=0.25, encode_s_per_byte=1e-6, decode_s_per_byte=1e-7)
     times = [
@@ -278,9 +280,13 @@ def test_two_cards_take_half_the_time_of_one(preset: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "words"),
     [
-        ("geryon:wire=lowrank", {}, r"simulate\(\): how small LowRank\(\) makes gradients depends"),
+        (
+            "geryon:compression=lowrank",
+            {},
+            r"simulate\(\): how small LowRank\(\) makes gradients depends",
+        ),
         ("dear", {"coding": Coding(ratio=0.5)}, "it is how gradients travel to servers; leave"),
-        ("dear:wire=bf16", {}, r"a wire \(but to servers\)"),
+        ("dear:compression=bf16", {}, r"a wire \(but to servers\)"),
         ("geryon:update=server", {}, 'a divided optimizer .*update="server"'),
     ],
 )
@@ -292,5 +298,5 @@ def test_what_is_not_simulated_is_refused(
 
 
 def test_low_rank_is_simulated_where_it_is_said_how_small_it_is() -> None:
-    sent = traffic_of("geryon:wire=lowrank", WIDE, coding=Coding(ratio=0.1))[1]
+    sent = traffic_of("geryon:compression=lowrank", WIDE, coding=Coding(ratio=0.1))[1]
     assert sent / traffic_of("geryon", WIDE)[1] == pytest.approx(0.1, abs=0.002)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from wingbeat import strategies
 from wingbeat.errors import UsageError
 from wingbeat.plans.thresholds.cuts import levels_of
 from wingbeat.simulator import Links, Model, Thresholds, TimedLayer, Work, simulate, thresholds
 from wingbeat.types import TensorSpec
+from wingbeat_lab import baselines
 
 LINKS = Links(bytes_per_s=1e8)
 WORK = Work(fill_s_per_byte=0.0, update_s_per_byte=0.0)
@@ -23,7 +23,7 @@ MODEL = Model(
 
 
 def made(text: str = "geryon:pull=start,mb=0.5") -> Thresholds:
-    return Thresholds(MODEL, strategies.parse(text).choices(), 3, LINKS, work=WORK)
+    return Thresholds(MODEL, baselines.parse(text).choices(), 3, LINKS, work=WORK)
 
 
 def test_a_sweep_is_what_runs_with_these_thresholds_take() -> None:
@@ -31,7 +31,7 @@ def test_a_sweep_is_what_runs_with_these_thresholds_take() -> None:
     assert (levels.layers, levels.classes) == (6, 2)
     found = levels.sweep((0.9, 0.5, 0.1))
     for level, seconds in found.items():
-        choices = strategies.parse(f"geryon:pull=start,mb=0.5,threshold={level}").choices()
+        choices = baselines.parse(f"geryon:pull=start,mb=0.5,threshold={level}").choices()
         assert seconds == simulate(MODEL, choices, 3, LINKS, work=WORK, iterations=3).median_s
     assert len(set(found.values())) == 3
 
@@ -70,7 +70,7 @@ def test_more_classes_are_never_worse() -> None:
 
 
 def test_coarse_is_the_threshold_between_the_kinds_of_layers() -> None:
-    coarse = strategies.parse("geryon:pull=start,mb=0.5,threshold=coarse").choices()
+    coarse = baselines.parse("geryon:pull=start,mb=0.5,threshold=coarse").choices()
     run = simulate(MODEL, coarse, 3, LINKS, work=WORK, iterations=3)
     assert run.median_s == made().seconds(levels_of((4,), 6, 2))
     layers = tuple(replace(layer, fully_connected=False) for layer in MODEL.layers)
@@ -81,7 +81,7 @@ def test_coarse_is_the_threshold_between_the_kinds_of_layers() -> None:
 @pytest.mark.parametrize("text", ["dear:plan=fixed", "partitionedps", "geryon:threshold=coarse"])
 def test_what_has_no_thresholds_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no thresholds divide"):
-        Thresholds(MODEL, strategies.parse(text).choices(), 3, LINKS)
+        Thresholds(MODEL, baselines.parse(text).choices(), 3, LINKS)
 
 
 def test_one_bucket_is_not_divided() -> None:
@@ -89,6 +89,6 @@ def test_one_bucket_is_not_divided() -> None:
 
 
 def test_a_run_does_not_tune() -> None:
-    choices = strategies.parse("geryon:threshold=tuned").choices()
+    choices = baselines.parse("geryon:threshold=tuned").choices()
     with pytest.raises(UsageError, match=r"simulator\.Thresholds"):
         simulate(MODEL, choices, 3, LINKS)

@@ -170,10 +170,10 @@ STRATEGIES = {
     "every": wingbeat.Ripples(every=3, overlap=True, **OPTIONS),
     "pairs": wingbeat.ADPSGD(**OPTIONS),
     "pairs at rest": wingbeat.ADPSGD(overlap=False, **OPTIONS),
-    "pairs, bf16": wingbeat.ADPSGD(wire="bf16", **OPTIONS),
-    "groups, bf16": wingbeat.Ripples(wire="bf16", **OPTIONS),
+    "pairs, bf16": wingbeat.ADPSGD(compression="bf16", **OPTIONS),
+    "groups, bf16": wingbeat.Ripples(compression="bf16", **OPTIONS),
     "local": wingbeat.LocalSGD(every=4, **OPTIONS),
-    "local, bf16": wingbeat.LocalSGD(every=2, overlap=True, wire="bf16", **OPTIONS),
+    "local, bf16": wingbeat.LocalSGD(every=2, overlap=True, compression="bf16", **OPTIONS),
     "delayed": wingbeat.Strategy(
         plan=parts.Layers(count=2),
         exchange=parts.Groups(policy="all", encrypted=False),
@@ -196,7 +196,7 @@ def test_every_gradient_is_in_the_mean_of_all_momenta_once(name: str) -> None:
             optimizer.zero_grad()
             model(gradient(step, world.rank)).backward()
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         state = state_of(optimizer)["state"][0]["momentum_buffer"]
         wingbeat.release(model, optimizer)
         return model.weight.detach(), state
@@ -216,7 +216,7 @@ def test_otherwise_each_worker_keeps_its_own() -> None:
         strategy = wingbeat.LocalSGD(every=1, encrypted=False)
         wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(3))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         found: Tensor = state_of(optimizer)["state"][0]["momentum_buffer"]
         return found
 
@@ -228,9 +228,9 @@ def test_otherwise_each_worker_keeps_its_own() -> None:
     "strategy",
     [
         wingbeat.ADPSGD(**OPTIONS),
-        wingbeat.ADPSGD(wire="bf16", **OPTIONS),
-        wingbeat.LocalSGD(every=1, wire="bf16", **OPTIONS),
-        wingbeat.Ripples(policy="random", wire="bf16", **OPTIONS),
+        wingbeat.ADPSGD(compression="bf16", **OPTIONS),
+        wingbeat.LocalSGD(every=1, compression="bf16", **OPTIONS),
+        wingbeat.Ripples(policy="random", compression="bf16", **OPTIONS),
     ],
 )
 def test_squares_stay_above_zero_with_uneven_gradients(strategy: Any) -> None:
@@ -247,7 +247,7 @@ def test_squares_stay_above_zero_with_uneven_gradients(strategy: Any) -> None:
             model(gradient(step, world.rank) * scale).backward()
             optimizer.step()
             least = min(least, float(optimizer.state[model.weight]["exp_avg_sq"].min()))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         assert torch.isfinite(model.weight).all()
         return min(least, float(optimizer.state[model.weight]["exp_avg_sq"].min()))
 
@@ -266,7 +266,7 @@ def test_a_run_goes_on_from_rank_0s_checkpoint_after_consensus() -> None:
             model, adamw(model.parameters()), local(2), world=world
         )
         train(model, optimizer, range(5))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return copy.deepcopy(model.state_dict()), state_of(optimizer)
 
     saved = on(2, first, timeout=60)
@@ -281,7 +281,7 @@ def test_a_run_goes_on_from_rank_0s_checkpoint_after_consensus() -> None:
         model.load_state_dict(saved[0][0])
         optimizer.load_state_dict(saved[0][1])
         train(model, optimizer, range(5, 9))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model), state_of(optimizer)
 
     found = on(3, second, timeout=60)
@@ -307,7 +307,7 @@ def test_a_state_that_is_loaded_in_the_midst_is_averaged_from_then_on() -> None:
             for param in optimizer.state:
                 param.grad = torch.zeros_like(param)
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         assert len(optimizer.state) == begun
         return state_of(optimizer)["state"]
 
@@ -337,7 +337,10 @@ def test_new_options_of_the_optimizer_that_bring_state_along_are_refused() -> No
     [
         (lambda: wingbeat.Ripples(average_state=1), "average_state=1.*True and False"),
         (lambda: parts.Averaged(state="yes"), "state='yes'.*True and False"),
-        (lambda: wingbeat.LocalSGD(wire="sketch@4", average_state=True), "go through a codec"),
+        (
+            lambda: wingbeat.LocalSGD(compression="sketch@4", average_state=True),
+            "go through a codec",
+        ),
         (lambda: wingbeat.DiLoCo(average_state=True), "average_state"),
     ],
 )
@@ -378,7 +381,7 @@ def test_a_second_optimizers_state_stays_with_each_worker() -> None:
             model(batch(step, world.rank)).square().mean().backward()
             other.step()
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return [state_of(optimizer)["state"], other.state_dict()["state"], weights(model)]
 
     first, second = on(2, body, timeout=60)

@@ -36,7 +36,7 @@ def trained(strategy: Any, size: int, events: list[Event]) -> list[dict[str, Any
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(STEPS))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         [section] = engine(model).runtime.exchange.sections()
         wingbeat.release(model, optimizer)
         return dict(section.cells)
@@ -56,7 +56,7 @@ def test_a_groups_way_is_seen_from_the_request_to_the_average(
 ) -> None:
     shown = trained(wingbeat.Ripples(policy=policy, size=2, encrypted=False), 2, recorded)
     counted = Counter(event.what for event in recorded)
-    # Of each worker a request for each step, for consensus and release, each of which waits; an
+    # Of each worker a request for each step, for synchronize and release, each of which waits; an
     # answer may have several groups, of which those of one worker alone average nothing.
     assert counted["request"] == counted["wait"] == 2 * (STEPS + 2)
     assert counted["group_wait"] >= counted["average"] > 4
@@ -91,7 +91,7 @@ def test_an_average_of_two_is_seen_on_both(recorded: list[Event]) -> None:
     assert {event.group for event in of(recorded, "request")} == {(1,)}, "rank 0 asks"
     assert len(of(recorded, "request")) == len(of(recorded, "group_wait")) == STEPS
     asked = Counter(event.group for event in of(recorded, "average"))
-    # In consensus and release both are one group.
+    # In synchronize and release both are one group.
     assert asked == {(0, 1): STEPS + 4, (1, 0): STEPS}
     for event in of(recorded, "average"):
         assert event.begin_ns > 0
@@ -108,7 +108,7 @@ def test_who_leaves_is_seen_once_by_each(recorded: list[Event]) -> None:
             engine(model).update._averager.grouping._mailbox.abandon()
             return
         train(model, optimizer, range(2, 5))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         [section] = engine(model).runtime.exchange.sections()
         assert section.cells["absent"] == "2"
         wingbeat.release(model, optimizer)

@@ -48,7 +48,7 @@ def all_end_equal(body: Callable[[Any], Tensors]) -> None:
 
 
 def ended(model: Any) -> Tensors:
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -213,7 +213,7 @@ def test_moving_averages_schedules_and_copies(strategy: str) -> None:
         schedule = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.01)
         for step in range(5):
             train(model, optimizer, [step])
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
             moving.update_parameters(model)
             schedule.step()
         torch.save(moving, io.BytesIO())

@@ -39,23 +39,23 @@ SCRIPT = """if True:
             print("made", count, flush=True)
             time.sleep(0.002)
 
-    def consensus(what):
+    def synchronize(what):
         begun = time.monotonic()
         try:
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
         except PeerError as error:
             return print("refused", f"{time.monotonic() - begun:.1f} {error}", flush=True)
         total = sum(float(value.detach().double().sum()) for value in model.parameters())
         print(what, f"{time.monotonic() - begun:.1f} {total!r}", flush=True)
 
     train(sys.argv[2])
-    consensus("agreed")
+    synchronize("agreed")
     if len(sys.argv) > 3:
         if rank == 2:
             print("waits", "now", flush=True)
-            consensus("never")  # the others train on: Ctrl-C comes here
+            synchronize("never")  # the others train on: Ctrl-C comes here
         train(sys.argv[3])
-        consensus("without")
+        synchronize("without")
     wingbeat.shutdown()
 """
 

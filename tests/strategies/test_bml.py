@@ -10,6 +10,7 @@ import torch
 import wingbeat
 from wingbeat import Strategy, TopK, parts, strategies
 from wingbeat.errors import UsageError
+from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 
@@ -53,27 +54,30 @@ def test_bml_has_no_other_topology(topology: str) -> None:
 
 @pytest.mark.parametrize("wire", ["sketch", "lowrank:bits=8", "fp16"])
 def test_a_codec_that_would_go_another_way_is_refused(wire: str) -> None:
-    for make in (wingbeat.BML, lambda wire: wingbeat.DeAR(topology="bcube", wire=wire)):
+    for make in (
+        wingbeat.BML,
+        lambda compression: wingbeat.DeAR(topology="bcube", compression=compression),
+    ):
         with pytest.raises(UsageError, match=r"most are no neighbours there; allowed: \"bf16\""):
-            make(wire=wire)
-    assert wingbeat.AllReduce(wire=wire).choices().topology == "ring"
+            make(compression=wire)
+    assert wingbeat.AllReduce(compression=wire).choices().topology == "ring"
 
 
 def test_payloads_that_all_gather_go_along_it() -> None:
-    assert wingbeat.BML(wire=TopK()).choices().wire == TopK()
-    assert wingbeat.BML(wire="bf16").choices().wire == "bfloat16"
+    assert wingbeat.BML(compression=TopK()).choices().wire == TopK()
+    assert wingbeat.BML(compression="bf16").choices().wire == "bfloat16"
     with pytest.raises(UsageError, match="most are no neighbours"):
-        wingbeat.DeAR(topology="bcube", wire="topk")
+        wingbeat.DeAR(topology="bcube", compression="topk")
 
 
 TRAINED = {
     "bml": wingbeat.BML(mb=0.001, first_mb=0.001),
-    "bml bf16": wingbeat.BML(wire="bf16"),
-    "bml topk": wingbeat.BML(wire=TopK(density=0.1, auto_disable=False)),
+    "bml bf16": wingbeat.BML(compression="bf16"),
+    "bml topk": wingbeat.BML(compression=TopK(density=0.1, auto_disable=False)),
     "dear": wingbeat.DeAR(plan="fixed", mb=0.001, topology="bcube"),
     "dear sharded": wingbeat.DeAR(plan="fixed", topology="bcube@2x2", shard_optimizer=True),
     "omgs": wingbeat.OMGS(merge="none", topology="bcube", steps=1),
-    "measured": wingbeat.MGWFBP(topology="bcube", steps=1),
+    "measured": MGWFBP(topology="bcube", steps=1),
 }
 
 

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
 from helpers.waiting import is_collected
-from wingbeat.bench import digits
 from wingbeat.errors import PeerError, UsageError
+from wingbeat_lab.bench import digits
 
 SIZE = 4
-PLAIN: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False}
+PLAIN: dict[str, Any] = {"s": 2, "p": None, "compression": "fp32", "encrypted": False}
 
 
 def canary(**options: Any) -> wingbeat.Canary:
@@ -231,7 +231,7 @@ def test_every_gradient_is_applied_once_and_all_end_equal(s: int | None) -> None
         for epoch, batches in enumerate(counts):
             for step in range(batches[world.rank]):
                 iterate(model, optimizer, given(10 * epoch + step, world.rank))
-            model.flush()
+            model.synchronize()
             found.append(weights(model))
         wingbeat.release(model, optimizer)
         assert type(model) is Layers
@@ -272,7 +272,7 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
                 return str(error), made_here
             finally:
                 go_on.set()
-        model.flush()
+        model.synchronize()
         machine = courier(model).machine
         found = weights(model), list(machine.dropped), machine.pulls
         wingbeat.release(model, optimizer)
@@ -360,10 +360,10 @@ def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made()
     wire, sizes = wingbeat.Sketch(bits=2, auto_disable=False), (90, 60)
 
     def body(world: Any) -> Any:
-        model, optimizer = made(world, canary(s=1, wire=wire), plain_sgd, Layers(sizes))
+        model, optimizer = made(world, canary(s=1, compression=wire), plain_sgd, Layers(sizes))
         for step in range(6):
             iterate(model, optimizer, given(step, world.rank, sizes))
-        model.flush()
+        model.synchronize()
         found = weights(model), optimizer.residual_state_dict()["residuals"]
         wingbeat.release(model, optimizer)
         return found
@@ -379,7 +379,9 @@ def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made()
 
 def test_what_a_dropped_iteration_had_not_sent_changes_no_residual() -> None:
     (mine, *_), (theirs, dropped, _) = held_up(
-        canary(s=2, p=3, wire=wingbeat.Sketch(auto_disable=False)), steps=6, colayers_before=1
+        canary(s=2, p=3, compression=wingbeat.Sketch(auto_disable=False)),
+        steps=6,
+        colayers_before=1,
     )
     assert dropped == [(0, 1)]
     assert_same(mine, theirs)
@@ -403,7 +405,7 @@ def test_the_digits_are_learnt() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        model.flush()
+        model.synchronize()
         staleness, exchanged = engine(model).meter.sections
         assert staleness.cells["iteration"] >= 100
         assert len(exchanged.cells) == 1 + 4, "a row number, and a cell for each colayer"
@@ -432,7 +434,7 @@ def test_state_that_is_loaded_is_what_training_goes_on_from() -> None:
         model.load_state_dict(Layers().state_dict())  # nothing of before comes after it
         optimizer.load_state_dict(plain_sgd(Layers().parameters()).state_dict())
         iterate(model, optimizer, given(7, world.rank))
-        model.flush()
+        model.synchronize()
         found = weights(model)
         wingbeat.release(model, optimizer)
         return found
@@ -457,7 +459,7 @@ def test_buffers_are_each_workers_own_until_all_meet() -> None:
             optimizer.step()
         trained.set()
         before = model[1].running_mean.clone()
-        model.flush()
+        model.synchronize()
         found = before, model[1].running_mean.clone()
         wingbeat.release(model, optimizer)
         return found
@@ -582,7 +584,7 @@ def test_where_nobody_is_ahead_all_is_as_with_an_all_reduce(make: Any, play: Any
         for step in range(4):
             model.use_spare = step == 2 and world.rank == 1
             play(model, optimizer, batch(step, world.rank))
-        model.flush()
+        model.synchronize()
         found = weights(model)
         wingbeat.release(model, optimizer)
         return found
@@ -620,7 +622,7 @@ def test_steps_that_one_without_batches_cannot_repeat_are_refused_on_all() -> No
             optimizer.clip_grad_norm_(0.01)
             optimizer.step()
         with pytest.raises(UsageError, match="a worker that has run out of batches repeats"):
-            model.flush()
+            model.synchronize()
 
     on(2, body)
 
@@ -711,7 +713,7 @@ def joined(model: Any, optimizer: Any) -> None:
 
 def flushed_between(model: Any, optimizer: Any) -> None:
     after_backward(model, optimizer)
-    model.flush()
+    model.synchronize()
 
 
 def loaded_between(model: Any, optimizer: Any) -> None:
@@ -741,7 +743,7 @@ def changed_after_a_step(model: Any, optimizer: Any) -> None:
 def changed_before_a_flush(model: Any, optimizer: Any) -> None:
     train(model, optimizer, [0], 0)
     nn.init.zeros_(model.head.bias)
-    model.flush()
+    model.synchronize()
 
 
 def forgotten_state(model: Any, optimizer: Any) -> None:
@@ -797,7 +799,7 @@ def test_release_after_a_refusal_ends_what_was_sent(act: Callable[[Any, Any], No
         wingbeat.release(model, optimizer)
         model, optimizer = made(world, canary(s=None), model=model)
         train(model, optimizer, range(2))
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     first, second = on(2, body)
@@ -813,11 +815,11 @@ def test_weights_may_be_changed_where_all_have_the_same(s: int) -> None:
         for step in range(3):
             train(model, optimizer, [step])
             if s:
-                model.flush()
+                model.synchronize()
             with torch.no_grad():
                 for param in model.parameters():
                     param.clamp_(-0.3, 0.3)
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     first, second = on(2, body)
@@ -843,7 +845,7 @@ def test_other_param_groups_are_refused_on_all(s: int, groups: int) -> None:
 
 def train_and_flush(model: Any, optimizer: Any) -> None:
     train(model, optimizer, range(3))
-    model.flush()
+    model.synchronize()
 
 
 def test_an_optimizer_that_keeps_state_in_its_options_is_refused_on_all() -> None:
@@ -897,7 +899,7 @@ def test_a_worker_alone_trains_as_ever() -> None:
         backward(model, 0, 0)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     model = net()

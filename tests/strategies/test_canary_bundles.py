@@ -16,13 +16,19 @@ from helpers.training import engine, on, weights
 from helpers.waiting import is_collected
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.rebundling import FIRST
-from wingbeat.paced.clock import Clock
-from wingbeat.paced.model import PacedModel
-from wingbeat.paced.profile import load_profile
 from wingbeat.simulator.colayers import bundled
-from wingbeat.simulator.model import of_profile
+from wingbeat_lab.paced import simulator_model
+from wingbeat_lab.paced.clock import Clock
+from wingbeat_lab.paced.model import PacedModel
+from wingbeat_lab.paced.profile import load_profile
 
-TIED: dict[str, Any] = {"s": 2, "p": None, "wire": "fp32", "encrypted": False, "measured": True}
+TIED: dict[str, Any] = {
+    "s": 2,
+    "p": None,
+    "compression": "fp32",
+    "encrypted": False,
+    "measured": True,
+}
 
 
 def distributed(world: Any, model: nn.Module, **options: Any) -> tuple[Any, Any]:
@@ -52,11 +58,11 @@ def buckets_of(model: Any) -> list[list[str]]:
 @pytest.mark.parametrize("wire", ["fp32", "sketch"])
 def test_all_workers_change_to_the_same_colayers_and_end_with_the_same_weights(wire: str) -> None:
     def worker(world: Any) -> Any:
-        model, optimizer = distributed(world, net(), colayers=3, wire=wire)
+        model, optimizer = distributed(world, net(), colayers=3, compression=wire)
         before = buckets_of(model)
         for step in range(FIRST + 6):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         exchange = engine(model).runtime.exchange
         made = exchange.machine.epoch, exchange.machine.colayers, exchange.applied
         return before, buckets_of(model), made, weights(model)
@@ -75,7 +81,7 @@ def test_what_a_codec_has_kept_back_stays_with_its_parameters(
     """In other buckets too, to the bit."""
 
     def worker(world: Any) -> Any:
-        model, optimizer = distributed(world, net(), colayers=3, wire="sketch")
+        model, optimizer = distributed(world, net(), colayers=3, compression="sketch")
         bundling = engine(model).bundling
         states, replan = [], bundling.replan
 
@@ -91,7 +97,7 @@ def test_what_a_codec_has_kept_back_stays_with_its_parameters(
         bundling.choose = lambda _: ((9, 8, 7, 6, 5), (4, 3), (2, 1, 0))
         for step in range(FIRST + 2):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         return states, len(buckets_of(model))
 
     for (before, after), _ in on(2, worker):
@@ -149,7 +155,7 @@ def assert_the_papers(time_scale: float) -> None:
             optimizer.zero_grad()
             model(None).backward()
             optimizer.step()
-        model.flush()
+        model.synchronize()
         return buckets_of(model)
 
     first, second = on(2, worker)
@@ -160,7 +166,7 @@ def assert_the_papers(time_scale: float) -> None:
         ["features_25", "features_23", "features_21", "features_19"],
         [f"features_{n}" for n in (16, 14, 12, 10, 7, 5, 2, 0)],
     ]
-    simulated = bundled(of_profile(profile), 4, measured=True)
+    simulated = bundled(simulator_model(profile), 4, measured=True)
     assert simulated.tensors == tuple(map(len, first))
 
 
@@ -169,7 +175,7 @@ def test_the_number_is_chosen_and_p_goes_with_it() -> None:
         model, optimizer = distributed(world, net(), colayers="auto", p="auto")
         for step in range(FIRST + 2):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         machine = engine(model).runtime.exchange.machine
         return len(buckets_of(model)), machine.colayers, machine.pace.p
 
@@ -184,11 +190,11 @@ def test_who_flushes_takes_part_in_the_change() -> None:
         model, optimizer = distributed(world, net(), colayers=3)
         iterate(model, optimizer, world.rank, 0)
         for _ in range(4):
-            model.flush()  # each leaves two iterations out
+            model.synchronize()  # each leaves two iterations out
         epoch = engine(model).runtime.exchange.machine.epoch
         for step in range(3):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
         return epoch, weights(model)
 
     (epoch, one), (_, other) = on(2, worker)
@@ -203,7 +209,7 @@ def test_one_worker_says_that_colayers_have_changed(caplog: pytest.LogCaptureFix
         model, optimizer = distributed(world, net(), colayers=3)
         for step in range(FIRST + 2):
             iterate(model, optimizer, world.rank, step)
-        model.flush()
+        model.synchronize()
 
     on(2, worker)
     assert caplog.text.count("colayers, by what was measured") == 1
@@ -224,7 +230,7 @@ def test_colayers_stay_where_a_worker_has_ended_before(caplog: pytest.LogCapture
             ended.set()
         else:
             assert ended.wait(30)
-            model.flush()
+            model.synchronize()
         return before == buckets_of(model), exchange.machine.epoch
 
     assert on(2, worker)[0] == (True, 0)

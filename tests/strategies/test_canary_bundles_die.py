@@ -10,7 +10,7 @@ from helpers.returning import lines, start
 SCRIPT = """if True:
     import os, signal, sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat.bench import digits
+    from wingbeat_lab.bench import digits
     from wingbeat.engine import bounded_exchange
     from wingbeat.sync import bundling
     torch.set_num_threads(1)
@@ -33,7 +33,7 @@ SCRIPT = """if True:
         print("applied", int(exchange.applied), flush=True)
         if exchange.applied >= float(sys.argv[1]):
             break
-    model.flush()
+    model.synchronize()
     sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
     print("ended", [exchange.machine.epoch, *sums], flush=True)
     wingbeat.shutdown()

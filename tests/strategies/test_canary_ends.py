@@ -18,7 +18,7 @@ def train(world):
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    model.flush()
+    model.synchronize()
 
 for _ in range(3):
     testing.run(testing.worlds(3, timeout=60), train)

@@ -10,7 +10,7 @@ from helpers.returning import lines, start
 SCRIPT = """if True:
     import sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat.bench import digits
+    from wingbeat_lab.bench import digits
     from wingbeat.engine import bounded_exchange
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
@@ -29,7 +29,7 @@ SCRIPT = """if True:
         print("applied", int(exchange.applied), flush=True)
         if exchange.applied >= float(sys.argv[1]):
             break
-    model.flush()
+    model.synchronize()
     begin = time.monotonic()
     sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
     print("ended", sums, flush=True)

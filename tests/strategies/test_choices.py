@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 import wingbeat
+import wingbeat_lab
 from wingbeat import Strategy, parts
 from wingbeat.errors import UsageError
+from wingbeat.strategies import MGWFBP
 from wingbeat.types import Choices, Fusion, Merging, Staleness, Tuning
 from wingbeat.wires import Sketch, TopK
 
@@ -18,7 +20,7 @@ EDGES = Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB, last_bytes=3 * MB)
 
 CASES: list[tuple[Any, Choices]] = [
     (
-        wingbeat.AllReduce(mb=8, first_mb=3, wire="bf16", topology="mesh"),
+        wingbeat.AllReduce(mb=8, first_mb=3, compression="bf16", topology="mesh"),
         Choices(
             schedule="wfbp",
             topology="mesh",
@@ -55,7 +57,7 @@ CASES: list[tuple[Any, Choices]] = [
     ),
     (
         wingbeat.AllReduce(plan="merged@wfbp"),
-        wingbeat.MGWFBP().choices(),
+        MGWFBP().choices(),
     ),
     (
         wingbeat.AllReduce(plan=parts.TunedBuckets(first_mb=1)),
@@ -75,7 +77,7 @@ CASES: list[tuple[Any, Choices]] = [
             trials=4,
             steps=3,
             plan_file="f",
-            wire="sketch@4",
+            compression="sketch@4",
             shard_optimizer=True,
             topology="doubling",
         ),
@@ -89,7 +91,7 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
-        wingbeat.Ako(partitions=5, mb=8, first_mb=3, wire="bf16", topology="ring"),
+        wingbeat_lab.Ako(partitions=5, mb=8, first_mb=3, compression="bf16", topology="ring"),
         Choices(
             schedule="wfbp",
             topology="ring",
@@ -149,7 +151,7 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
-        wingbeat.MGS(elements=9, wire="bf16"),
+        wingbeat_lab.MGS(elements=9, compression="bf16"),
         Choices(
             schedule="wfbp",
             topology="ring",

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wingbeat import parts, strategies, wires
+from wingbeat import parts, wires
 from wingbeat.parts import exchange, partners, plan, schedule, update
 from wingbeat.strategies import strategy
 from wingbeat.traits import Part
+from wingbeat_lab import baselines
 
 if TYPE_CHECKING:
     from helpers.pool import Pool
@@ -83,10 +84,11 @@ def test_values_shown_with_names_are_the_defaults() -> None:
 def test_the_table_of_presets_is_what_their_traits_say() -> None:
     yes = {True: "yes", False: "no"}
     expected = []
-    for cls in strategies.PRESETS.values():
+    for cls in baselines.PRESETS.values():
         made = cls().compose()
         traits = made.traits
-        wire = made.wire if isinstance(made.wire, str) else type(made.wire).__name__
+        coded = made.compression
+        wire = coded if isinstance(coded, str) else type(coded).__name__
         cells = [f"`{cls.__name__}`", f"`{made.plan!r}`", f"`{wire}`"]
         cells += [f"`{type(made.schedule).__name__}`", yes[traits.exact], yes[traits.synchronous]]
         expected.append([*cells, traits.bound])

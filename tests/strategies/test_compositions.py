@@ -11,9 +11,10 @@ import torch
 
 import wingbeat
 from helpers.training import TINY_MB, adamw, batch, engine, net, train, weights
-from wingbeat import Strategy, parts, strategies
+from wingbeat import Strategy, parts
 from wingbeat.observe.events import stream
 from wingbeat.transport import loopback
+from wingbeat_lab import baselines
 
 SIZE, STEPS = 2, 3
 LONG = 12
@@ -103,7 +104,7 @@ def test_any_plan_with_any_schedule_and_update(plan: str, schedule: str, update:
 @pytest.mark.parametrize(("schedule", "update"), MANNERS)
 def test_any_wire_with_any_schedule_and_update(wire: str, schedule: str, update: str) -> None:
     strategy = Strategy(
-        plan=parts.Layers(count=2), wire=WIRES[wire], schedule=schedule, update=update
+        plan=parts.Layers(count=2), compression=WIRES[wire], schedule=schedule, update=update
     )
     found = together(strategy)
     assert not strategy.traits.exact
@@ -117,7 +118,7 @@ def test_any_wire_with_any_schedule_and_update(wire: str, schedule: str, update:
 def test_what_is_measured_while_training_goes_with_codecs(
     wire: str, plan: str, schedule: str, update: str
 ) -> None:
-    strategy = Strategy(plan=PLANS[plan], wire=WIRES[wire], schedule=schedule, update=update)
+    strategy = Strategy(plan=PLANS[plan], compression=WIRES[wire], schedule=schedule, update=update)
     assert_all_alike(together(strategy, LONG))
 
 
@@ -130,9 +131,9 @@ def test_any_exchange_with_any_schedule(exchange: str, schedule: str, update: st
     assert furthest(found[0]) < 1e-4
 
 
-@pytest.mark.parametrize("name", strategies.PRESETS)
+@pytest.mark.parametrize("name", baselines.PRESETS)
 def test_a_preset_that_says_it_is_exact_is_and_no_other(name: str) -> None:
-    preset = strategies.PRESETS[name]()
+    preset = baselines.PRESETS[name]()
     found = together(preset)
     if preset.traits.synchronous:
         assert_all_alike(found)
@@ -140,10 +141,10 @@ def test_a_preset_that_says_it_is_exact_is_and_no_other(name: str) -> None:
     assert off < 1e-4 if preset.traits.exact else off > 1e-3
 
 
-@pytest.mark.parametrize("name", [*strategies.PRESETS, "strategy:schedule=dear,update=sharded"])
+@pytest.mark.parametrize("name", [*baselines.PRESETS, "strategy:schedule=dear,update=sharded"])
 def test_updates_in_parts_are_recorded_one_by_one(name: str) -> None:
     """A bench takes ``step()`` for the update of whoever has no such trait."""
-    strategy = strategies.parse(name)
+    strategy = baselines.parse(name)
 
     def body(world: Any) -> None:
         model = net()

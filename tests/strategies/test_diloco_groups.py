@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wingbeat
 from helpers.training import assert_same, engine, net, on, train, weights
 from wingbeat import parts
-from wingbeat.bench import digits
+from wingbeat_lab.bench import digits
 
 SIZE = 4
 
@@ -43,7 +43,7 @@ def test_shared_models_come_together_and_their_mean_stays() -> None:
         begun = flat(model.parameters())
         train(model, optimizer, [0] * 30)
         ended = flat(engine(model).runtime.update.tensors()["shared"].values())
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return begun, ended, weights(model)
 
     found = on(SIZE, body, timeout=60)
@@ -70,7 +70,7 @@ def test_it_learns_digits_as_well_as_with_all() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return digits.accuracy(model, more_images, more_names)
 
     right = {p: on(SIZE, lambda w, p=p: body(w, p), timeout=60)[0] for p in ("all", "static")}

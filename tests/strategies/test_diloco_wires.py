@@ -52,7 +52,7 @@ def test_what_came_and_what_waits_are_all_that_workers_have_moved(wire: Any) -> 
 
     def body(world: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         strategy = wingbeat.DiLoCo(
-            every=2, outer_lr=1, outer_momentum=0, wire=wire, encrypted=False
+            every=2, outer_lr=1, outer_momentum=0, compression=wire, encrypted=False
         )
         model, optimizer = Wide(), None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -84,7 +84,7 @@ def test_fragments_and_delays_keep_what_their_own_turns_lose() -> None:
             delay=1,
             outer_lr=1,
             outer_momentum=0,
-            wire="topk@0.1",
+            compression="topk@0.1",
             encrypted=False,
         )
         model = Wide()
@@ -94,7 +94,7 @@ def test_fragments_and_delays_keep_what_their_own_turns_lose() -> None:
             optimizer.zero_grad()
             model(*gradients(step, world.rank)).backward()
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model), optimizer.state_dict()["wingbeat"]["residuals"]
 
     found = on(2, body, timeout=60)
@@ -110,7 +110,7 @@ def test_local_sgd_goes_through_codecs_as_well() -> None:
     def body(world: Any) -> tuple[dict[str, Tensor], bool]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        strategy = wingbeat.LocalSGD(every=2, wire="sketch", encrypted=False)
+        strategy = wingbeat.LocalSGD(every=2, compression="sketch", encrypted=False)
         wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(6))
         codec = engine(model).compression.coded
@@ -128,11 +128,11 @@ def test_consensus_is_not_rounded() -> None:
             model.weight.fill_(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         wingbeat.distribute(
-            model, optimizer, wingbeat.DiLoCo(wire="bf16", encrypted=False), world=world
+            model, optimizer, wingbeat.DiLoCo(compression="bf16", encrypted=False), world=world
         )
         model.weight.grad = torch.full((1, 1), 1e-4 * (1 + world.rank))
         optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return float(model.weight.detach())
 
     assert on(2, body) == [pytest.approx(1 - 1.5e-4, abs=1e-7)] * 2
@@ -142,7 +142,7 @@ def test_one_worker_alone_ignores_what_others_owed() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wingbeat.distribute(model, optimizer, wingbeat.DiLoCo(wire="topk@0.05"), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.DiLoCo(compression="topk@0.05"), world=world)
         train(model, optimizer, range(3))
         return weights(model)
 
@@ -157,38 +157,42 @@ def test_one_worker_alone_ignores_what_others_owed() -> None:
 
 
 def test_the_command_line_has_them() -> None:
-    made = parse("diloco:every=30,wire=topk@0.02:bits=2").compose()
-    assert made == wingbeat.DiLoCo(every=30, wire=wingbeat.TopK(density=0.02, bits=2)).compose()
+    made = parse("diloco:every=30,compression=topk@0.02:bits=2").compose()
+    assert (
+        made == wingbeat.DiLoCo(every=30, compression=wingbeat.TopK(density=0.02, bits=2)).compose()
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (
-            lambda: wingbeat.DiLoCo(wire=wingbeat.Sketch(share=0.5, total=100, auto_disable=False)),
+            lambda: wingbeat.DiLoCo(
+                compression=wingbeat.Sketch(share=0.5, total=100, auto_disable=False)
+            ),
             "leave share out",
         ),
-        (lambda: wingbeat.DiLoCo(wire=wingbeat.TopK(warmup=100)), "leave warmup out"),
+        (lambda: wingbeat.DiLoCo(compression=wingbeat.TopK(warmup=100)), "leave warmup out"),
         (
-            lambda: wingbeat.DiLoCo(wire=wingbeat.TopK(momentum=0.9)),
+            lambda: wingbeat.DiLoCo(compression=wingbeat.TopK(momentum=0.9)),
             "momentum correction is of gradients",
         ),
         (lambda: wingbeat.TopK(bits=9), "1 to 8, or 32"),
         (
             lambda: wingbeat.Strategy(
-                exchange=parts.Groups(policy="all"), schedule="local", wire="topk"
+                exchange=parts.Groups(policy="all"), schedule="local", compression="topk"
             ),
             r"or Groups\(policy=\"all\"\) and Outer\(\)",
         ),
         (
             lambda: wingbeat.Strategy(
-                exchange=parts.Groups(), schedule="local", update="outer", wire="sketch"
+                exchange=parts.Groups(), schedule="local", update="outer", compression="sketch"
             ),
             "differences from the model that all share",
         ),
         (
             lambda: wingbeat.Strategy(
-                exchange=parts.Groups(), schedule="local", update="outer", wire="bf16"
+                exchange=parts.Groups(), schedule="local", update="outer", compression="bf16"
             ),
             "as much as they have moved",
         ),

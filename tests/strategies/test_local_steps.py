@@ -35,8 +35,8 @@ OTHERS: dict[str, Any] = {
     "pairs": wingbeat.ADPSGD(encrypted=False),
     "pairs at rest": wingbeat.ADPSGD(overlap=False, encrypted=False),
     "every": wingbeat.Ripples(every=3, overlap=True, encrypted=False),
-    "bf16": wingbeat.Ripples(wire="bf16", encrypted=False),
-    "bf16 of all": wingbeat.LocalSGD(every=2, overlap=True, wire="bf16", encrypted=False),
+    "bf16": wingbeat.Ripples(compression="bf16", encrypted=False),
+    "bf16 of all": wingbeat.LocalSGD(every=2, overlap=True, compression="bf16", encrypted=False),
     "local": wingbeat.LocalSGD(every=4, encrypted=False),
     "local overlap": wingbeat.LocalSGD(every=2, overlap=True, encrypted=False),
     "outer": wingbeat.DiLoCo(every=4, outer_lr=1, outer_momentum=0, encrypted=False),
@@ -101,7 +101,7 @@ def test_every_gradient_is_in_the_mean_of_all_models_once(name: str) -> None:
         model, optimizer = made(world, strategy, plain, copy.deepcopy(first))
         model.seen.fill_(world.rank)
         drive(model, optimizer, world.rank, STEPS)
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         found = weights(model), model.seen.clone()
         wingbeat.release(model, optimizer)
         return found
@@ -124,12 +124,12 @@ def test_steps_below_the_last_bit_of_bf16_add_up(strategy: str) -> None:
     def body(world: Any) -> float:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
-        text = f"{strategy}{',' if ':' in strategy else ':'}wire=bf16,encrypted=false"
+        text = f"{strategy}{',' if ':' in strategy else ':'}compression=bf16,encrypted=false"
         model, optimizer = made(world, parse(text), plain, model)
         for _ in range(40):
             model.weight.grad = torch.full((1, 1), 1 / 125)
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return float(model.weight.detach())
 
     for found in on(3, body):
@@ -211,7 +211,7 @@ def test_two_models_of_one_process_are_averaged_apart() -> None:
             for model, optimizer in pairs:
                 train(model, optimizer, [step])
         for model, _ in pairs:
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
         return [weights(model) for model, _ in pairs]
 
     found = on(3, body)
@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_wait_loses_no_average(
             world.read("interrupted", 0)
             drive(model, optimizer, world.rank, 1 + goes_on)
         steps = update.steps
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model), steps
 
     (mine, steps), (theirs, _) = on(2, body)
@@ -341,7 +341,7 @@ def test_parameters_of_another_kind_are_refused_before_the_next_step(
         with pytest.raises(UsageError, match=said):
             optimizer.step()
         with pytest.raises(UsageError, match=said):
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
         with pytest.raises(UsageError, match="cannot become float64"):
             model.double()
         for name, param in model.named_parameters():
@@ -349,7 +349,7 @@ def test_parameters_of_another_kind_are_refused_before_the_next_step(
             param.grad = None
         assert_same(weights(model), before)  # nothing was made
         train(model, optimizer, [1])
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
 
     on(2, body)
 
@@ -358,7 +358,7 @@ def test_one_worker_alone_just_trains() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, wingbeat.DiLoCo())
         train(model, optimizer, range(3))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model)
 
     model = net()
@@ -376,7 +376,7 @@ def test_one_worker_alone_just_trains() -> None:
         (lambda: wingbeat.Ripples(policy="smrt"), "smart"),
         (lambda: wingbeat.Ripples(policy="static", threshold=9), 'only policy="smart" and'),
         (lambda: wingbeat.Ripples(size=1), "size=1"),
-        (lambda: wingbeat.Ripples(wire="sketch"), "travel as they are, or rounded"),
+        (lambda: wingbeat.Ripples(compression="sketch"), "travel as they are, or rounded"),
         (lambda: wingbeat.LocalSGD(every=0), "every=0"),
         (lambda: wingbeat.DiLoCo(every=4, delay=5), "delay=0 to 4"),
         (lambda: wingbeat.DiLoCo(outer_lr=0), "outer_lr=0"),
@@ -475,7 +475,7 @@ def test_closures_may_wait_for_all_workers() -> None:
                 return loss
 
             assert optimizer.step(closure) > 0
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return int(engine(model).update.steps)
 
     assert on(2, body, timeout=PATIENCE) == [4, 4]

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from wingbeat import wires
 from wingbeat.errors import UsageError
-from wingbeat.strategies import parse
+from wingbeat.strategies import MGWFBP
 from wingbeat.types import Staleness
+from wingbeat_lab.baselines import parse
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ from wingbeat.types import Staleness
         ({"layers": 0}, "layers=0"),
         ({"trials": 2.5}, "trials=2.5"),
         ({"steps": True}, "steps=True"),
-        ({"wire": "int8"}, "int8"),
+        ({"compression": "int8"}, "int8"),
         ({"shard_optimizer": "false"}, "shard_optimizer='false'"),
         ({"plan_file": 7}, "plan_file=7"),
         ({"plan_file": "a\0b"}, "plan_file"),
@@ -92,7 +94,7 @@ def test_a_tuned_all_reduce_is_spelled_as_dear_is() -> None:
         ({"p": 11}, "Canary(p=11): allowed are whole numbers, 1 to 10 (colayers), None and 'auto'"),
         ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound nobody is out of date"),
         ({"colayers": 0}, "Canary(colayers=0)"),
-        ({"wire": "int8"}, "int8"),
+        ({"compression": "int8"}, "int8"),
         ({"encrypted": "no"}, "Canary(encrypted='no'): allowed are True and False"),
     ],
 )
@@ -124,7 +126,7 @@ def test_thresholds_are_spelled_with_none() -> None:
         parse("canary:s=x")
     assert parse("canary:s=none,colayers=4") == wingbeat.Canary(s=None, colayers=4)
     assert parse("strategy:exchange=bounded@none,schedule=stale,plan=colayers").choices() == (
-        wingbeat.Canary(s=None, wire="fp32").choices()
+        wingbeat.Canary(s=None, compression="fp32").choices()
     )
 
 
@@ -139,8 +141,8 @@ def test_thresholds_are_spelled_with_none() -> None:
         ({"elements": 0}, "elements=0"),
         ({"steps": 0}, "steps=0"),
         ({"drift": 1.0}, "drift=1.0"),
-        ({"wire": "fp32", "density": 0.1}, "density is an option of wire"),
-        ({"wire": "sketch", "momentum": 0.9}, "momentum is an option of wire"),
+        ({"compression": "fp32", "density": 0.1}, "density is an option of compression"),
+        ({"compression": "sketch", "momentum": 0.9}, "momentum is an option of compression"),
         ({"merge": "none", "plan_file": "plan.json"}, "merge='none'"),
         ({"plan_file": 7}, "plan_file=7"),
         ({"topology": "star"}, "star"),
@@ -154,8 +156,8 @@ def test_what_cannot_be_merged_is_refused_in_one_line(options: dict[str, Any], w
 
 
 EVERY_KIND = [
-    *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat.PSGD, wingbeat.MGWFBP),
-    *(wingbeat.TopKSGD, wingbeat.LAGS, wingbeat.MGS),
+    *(wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS, wingbeat_lab.PSGD, MGWFBP),
+    *(wingbeat_lab.TopKSGD, wingbeat_lab.LAGS, wingbeat_lab.MGS),
     *(wires.Sketch, wires.TopK, wires.LowRank, wires.Half),
 ]
 
@@ -195,7 +197,7 @@ def test_the_option_that_was_meant_is_named(wrong: Callable[[], Any], meant: str
 
 
 def test_options_are_still_copied_pickled_and_listed() -> None:
-    made = wingbeat.DeAR(mb=3, wire=wires.TopK(density=0.1, groups={"fc.*": 0.5}))
+    made = wingbeat.DeAR(mb=3, compression=wires.TopK(density=0.1, groups={"fc.*": 0.5}))
     assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made)
     assert next(iter(inspect.signature(wingbeat.AllReduce.__init__).parameters)) == "self"
     assert "mb" in inspect.signature(wingbeat.AllReduce).parameters
@@ -217,19 +219,19 @@ def test_the_rows_of_table_one_differ_in_what_they_merge_and_send() -> None:
         assert first_try.choices().wire == wires.TopK(density=0.01, warmup=400, auto_disable=False)
         assert papers.choices().wire == wires.TopK(density=0.001, warmup=0, auto_disable=False)
     assert parse("mgs").choices().fusion.elements == 8192
-    assert parse("lags:density=0.01") == wingbeat.LAGS(density=0.01)
-    assert wingbeat.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
+    assert parse("lags:density=0.01") == wingbeat_lab.LAGS(density=0.01)
+    assert wingbeat_lab.LAGS(density=0.01) != wingbeat.OMGS(density=0.01, merge="none")
 
 
 def test_a_row_of_table_one_merges_as_its_name_says() -> None:
-    assert parse("mgs:merge=size") == wingbeat.MGS()
+    assert parse("mgs:merge=size") == wingbeat_lab.MGS()
     with pytest.raises(UsageError, match=r"TopKSGD\(merge='exact'\): TopKSGD has 'one'; OMGS"):
         parse("topksgd:merge=exact")
 
 
 @pytest.mark.parametrize("wire", ["topk", "topk@0.01", "sketch", "lowrank@2"])
 def test_a_codec_by_name_is_merged_without_asking_whether_it_pays(wire: str) -> None:
-    coded = wingbeat.OMGS(wire=wire).choices().wire
+    coded = wingbeat.OMGS(compression=wire).choices().wire
     assert not isinstance(coded, str)
     assert not coded.auto_disable
 
@@ -242,9 +244,9 @@ def test_any_size_above_zero_is_at_least_a_byte() -> None:
 
 
 def test_the_command_line_spells_every_option() -> None:
-    assert parse("dear:plan=layers,layers=3,wire=bf16,shard_optimizer=true") == wingbeat.DeAR(
-        plan="layers", layers=3, wire="bf16", shard_optimizer=True
-    )
+    assert parse(
+        "dear:plan=layers,layers=3,compression=bf16,shard_optimizer=true"
+    ) == wingbeat.DeAR(plan="layers", layers=3, compression="bf16", shard_optimizer=True)
     assert parse("omgs:density=0.01,groups=embedding.*@0.1+*.bias@1") == wingbeat.OMGS(
         density=0.01, groups={"embedding.*": 0.1, "*.bias": 1.0}
     )
@@ -260,4 +262,6 @@ def test_a_group_is_spelled_with_its_density(item: str) -> None:
 
 def test_a_strategy_says_what_is_not_at_its_default() -> None:
     assert repr(wingbeat.DeAR()) == "DeAR()"
-    assert repr(wingbeat.AllReduce(mb=8, wire="fp16")) == "AllReduce(mb=8, wire='fp16')"
+    assert (
+        repr(wingbeat.AllReduce(mb=8, compression="fp16")) == "AllReduce(mb=8, compression='fp16')"
+    )

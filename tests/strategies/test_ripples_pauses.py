@@ -39,7 +39,7 @@ SCRIPT = f"""if True:
         made += 1
         print("made", made, flush=True)
         time.sleep(0.01)
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     bits = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
     print("ended", bits.hex(), flush=True)
     wingbeat.shutdown()

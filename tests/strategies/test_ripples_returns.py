@@ -12,7 +12,7 @@ from helpers.returning import lines, made, start
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat.bench import digits
+    from wingbeat_lab.bench import digits
     from wingbeat.strategies import parse
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
@@ -41,7 +41,7 @@ SCRIPT = """if True:
         made += 1
         print("made", made, flush=True)
         time.sleep(0.002)
-    wingbeat.consensus(model)
+    wingbeat.synchronize(model)
     with torch.no_grad():
         total = sum(float(value.double().sum()) for value in model.parameters())
         print("ended", total, float(loss_of(model.eval()(x), y)) < 1.0, flush=True)

@@ -8,16 +8,18 @@ import random
 import pytest
 
 import wingbeat
-from wingbeat import Strategy, plans, strategies
+import wingbeat_lab
+from wingbeat import Strategy, plans
 from wingbeat.parts.plan import BY_NAME
 from wingbeat.types import Plan, TensorSpec
+from wingbeat_lab import baselines
 
 COMPOSED: dict[str, Strategy] = {
-    **{name: preset().compose() for name, preset in strategies.PRESETS.items()},
+    **{name: preset().compose() for name, preset in baselines.PRESETS.items()},
     **{f"plan={name}": Strategy(plan=name) for name in BY_NAME},
     "allreduce:mb=7": wingbeat.AllReduce(mb=7.0, first_mb=0.25).compose(),
     "dear:mb=9": wingbeat.DeAR(mb=9.0, edge_mb=2.0, min_mb=0.5, max_mb=30.0).compose(),
-    "mgs:elements=99999": wingbeat.MGS(elements=99_999).compose(),
+    "mgs:elements=99999": wingbeat_lab.MGS(elements=99_999).compose(),
 }
 
 

@@ -15,8 +15,8 @@ from wingbeat.strategies import PRESETS, names, parse
     [
         ("strategy", Strategy()),
         (
-            "strategy:plan=merged,wire=sketch@4,schedule=dear",
-            Strategy(plan=parts.Merged(), wire="sketch@4", schedule=parts.Decoupled()),
+            "strategy:plan=merged,compression=sketch@4,schedule=dear",
+            Strategy(plan=parts.Merged(), compression="sketch@4", schedule=parts.Decoupled()),
         ),
         (
             "strategy:plan=bo,exchange=doubling",
@@ -26,7 +26,7 @@ from wingbeat.strategies import PRESETS, names, parse
             "Strategy:schedule=dear,update=sharded",
             wingbeat.Strategy(schedule="dear", update=parts.Sharded()),
         ),
-        ("dear:plan=merged,wire=sketch", wingbeat.DeAR(plan="merged", wire="sketch")),
+        ("dear:plan=merged,compression=sketch", wingbeat.DeAR(plan="merged", compression="sketch")),
         ("dear:plan=merged@paper", wingbeat.DeAR(plan="merged@paper")),
     ],
 )

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 import wingbeat
-from wingbeat import Strategy, parts, strategies, wires
+import wingbeat_lab
+from wingbeat import Strategy, parts, wires
 from wingbeat.errors import UsageError
-from wingbeat.strategies import parse
 from wingbeat.types import Choices, Fusion, Merging
 from wingbeat.wires import Half, LowRank, Sketch, TopK
+from wingbeat_lab import baselines
+from wingbeat_lab.baselines import parse
 
-OWN = Strategy(plan=parts.Merged(), wire=Sketch(bits=4), schedule=parts.Decoupled())
+OWN = Strategy(plan=parts.Merged(), compression=Sketch(bits=4), schedule=parts.Decoupled())
 
 
 STALE = {"exchange": "bounded", "schedule": "stale"}
@@ -40,14 +42,16 @@ def test_a_composition_answers_the_engine() -> None:
         merging=Merging(rule="tried"),
         wire=Sketch(bits=4),
     )
-    sharded = Strategy(exchange="mesh", schedule="dear", update="sharded", wire="bf16").choices()
+    sharded = Strategy(
+        exchange="mesh", schedule="dear", update="sharded", compression="bf16"
+    ).choices()
     assert (sharded.topology, sharded.wire, sharded.shard_optimizer) == ("mesh", "bfloat16", True)
 
 
 def test_a_part_may_be_given_by_its_name() -> None:
-    assert Strategy(plan="merged", wire="sketch@4", schedule="dear", exchange="ring") == OWN
-    assert Strategy(plan="one", update="whole", wire="fp16") == Strategy(
-        plan=parts.OneBucket(), update=parts.Whole(), wire=Half()
+    assert Strategy(plan="merged", compression="sketch@4", schedule="dear", exchange="ring") == OWN
+    assert Strategy(plan="one", update="whole", compression="fp16") == Strategy(
+        plan=parts.OneBucket(), update=parts.Whole(), compression=Half()
     )
 
 
@@ -60,8 +64,8 @@ def test_what_the_schedule_does_anyway_is_equal_to_what_is_left_out() -> None:
 
 def test_a_composition_says_what_is_not_at_its_default() -> None:
     assert repr(Strategy()) == "Strategy()"
-    assert repr(Strategy(plan="fixed", update="whole", wire="fp32")) == "Strategy()"
-    assert repr(OWN) == "Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())"
+    assert repr(Strategy(plan="fixed", update="whole", compression="fp32")) == "Strategy()"
+    assert repr(OWN) == "Strategy(plan=Merged(), compression=Sketch(bits=4), schedule=Decoupled())"
     shown = repr(Strategy(exchange="mesh", schedule="dear", update="sharded", plan="layers@2"))
     assert shown == (
         "Strategy(plan=Layers(count=2), exchange=Mesh(), schedule=Decoupled(), update=Sharded())"
@@ -74,7 +78,7 @@ def test_a_composition_says_what_is_not_at_its_default() -> None:
 def test_a_composition_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(OWN)) == copy.deepcopy(OWN) == OWN
     assert hash(OWN) == hash(copy.deepcopy(OWN))
-    assert dataclasses.replace(OWN, wire="fp32").traits.exact
+    assert dataclasses.replace(OWN, compression="fp32").traits.exact
     assert OWN.compose() is OWN
 
 
@@ -85,7 +89,7 @@ def test_a_composition_is_a_value() -> None:
         ({"plan": 3}, "Strategy(plan=3): pass a value of wingbeat.parts, or a name; allowed: "),
         ({"plan": parts.Merged}, "Strategy(plan=Merged): pass Merged() of wingbeat.parts"),
         ({"plan": parts.WaitFree()}, "Strategy(plan=WaitFree()): pass a value"),
-        ({"wire": "scetch"}, "unknown wire 'scetch' (did you mean 'sketch'?)"),
+        ({"compression": "scetch"}, "unknown compression 'scetch' (did you mean 'sketch'?)"),
         ({"exchange": "star"}, "unknown exchange 'star'"),
         ({"exchange": "ring@2"}, "exchange='ring@2': ring has no option"),
         ({"schedule": "deer"}, "unknown schedule 'deer' (did you mean 'dear'?)"),
@@ -109,13 +113,15 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
         ),
         ({"update": "deferred"}, "Deferred() needs sums that come after backward"),
         (
-            {"exchange": "servers", "schedule": "served", "wire": "topk@0.1"},
-            "wire=TopK(density=0.1)): each worker sends other elements, and servers sum all; "
-            'allowed: Sketch(), LowRank(), Half(), "bf16", "fp32", or a topology as the exchange',
+            {"exchange": "servers", "schedule": "served", "compression": "topk@0.1"},
+            "compression=TopK(density=0.1)): each worker sends other elements, and servers sum "
+            'all; allowed: Sketch(), LowRank(), Half(), "bf16", "fp32", or a topology as the '
+            "exchange",
         ),
         (
             {"exchange": parts.Servers(back="dense"), "schedule": "served"},
-            "wire='fp32'): sums are dense as it is; back=\"dense\" is for another wire",
+            "compression='fp32'): sums are dense as it is; back=\"dense\" is for another "
+            "compression",
         ),
         ({"schedule": "dear", "update": "whole"}, "Whole() needs whole all-reduces"),
         (
@@ -128,21 +134,25 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
         ({"schedule": "stale"}, "Stale() needs sums in rounds, which none of FixedBuckets(), Ring"),
         ({"schedule": "stale", "exchange": "ring"}, "allowed: exchange=Bounded()"),
         ({**STALE, "update": "whole"}, "Whole() needs whole all-reduces"),
-        ({**STALE, "wire": "bf16"}, "pieces are summed by their owners and sent on in the"),
-        ({**STALE, "wire": "topk"}, "pieces are summed by their owners and sent on in the"),
-        ({**STALE, "wire": SHARED}, "ends in another iteration on each worker; leave share out"),
+        ({**STALE, "compression": "bf16"}, "pieces are summed by their owners and sent on in the"),
+        ({**STALE, "compression": "topk"}, "pieces are summed by their owners and sent on in the"),
+        (
+            {**STALE, "compression": SHARED},
+            "ends in another iteration on each worker; leave share out",
+        ),
         ({**STALE, "plan": "bo"}, "who make iterations of their own here; allowed: plan=Colayers"),
         ({**STALE, "plan": "merged"}, "who make iterations of their own here; allowed: plan=Col"),
         (
-            {"exchange": "partial", "wire": "sketch"},
-            "Strategy(exchange=Partial(), wire=Sketch()): parts of gradients travel as they are",
+            {"exchange": "partial", "compression": "sketch"},
+            "Strategy(exchange=Partial(), compression=Sketch()): parts of gradients travel as they "
+            "are",
         ),
         (
             {"exchange": "partial", "plan": "merged"},
             "Strategy(exchange=Partial(), plan=Merged()): layers are merged by what whole",
         ),
         (
-            {"schedule": "dear", "wire": TopK(momentum=0.9)},
+            {"schedule": "dear", "compression": TopK(momentum=0.9)},
             "TopK(momentum=0.9) needs whole all-reduces, which none of FixedBuckets(), Ring(), "
             "Decoupled(), Deferred() has; allowed: schedule=WaitFree(), which AllReduce has",
         ),
@@ -153,20 +163,20 @@ def test_parts_that_do_not_fit_are_refused_in_one_line(options: Any, words: str)
 
 
 def test_a_preset_refuses_what_its_parts_do() -> None:
-    with pytest.raises(UsageError, match=r"TopK.*as in AllReduce\(wire=.topk.\) and OMGS"):
-        wingbeat.Geryon(wire="topk")
-    with pytest.raises(UsageError, match=r"TopK.*as in AllReduce\(wire=.topk.\) and OMGS"):
-        wingbeat.Geryon(wire="topk", update="server")
+    with pytest.raises(UsageError, match=r"TopK.*as in AllReduce\(compression=.topk.\) and OMGS"):
+        wingbeat.Geryon(compression="topk")
+    with pytest.raises(UsageError, match=r"TopK.*as in AllReduce\(compression=.topk.\) and OMGS"):
+        wingbeat.Geryon(compression="topk", update="server")
     with pytest.raises(UsageError, match="unknown Servers back 'thin'; allowed: dense, wire"):
-        wingbeat.Geryon(wire="bf16", back="thin")
+        wingbeat.Geryon(compression="bf16", back="thin")
     with pytest.raises(UsageError, match="needs whole all-reduces"):
-        wingbeat.DeAR(wire=TopK(momentum=0.9))
-    assert wingbeat.AllReduce(wire=TopK(momentum=0.9)).choices().wire == TopK(momentum=0.9)
+        wingbeat.DeAR(compression=TopK(momentum=0.9))
+    assert wingbeat.AllReduce(compression=TopK(momentum=0.9)).choices().wire == TopK(momentum=0.9)
 
 
-@pytest.mark.parametrize("name", strategies.PRESETS)
+@pytest.mark.parametrize("name", baselines.PRESETS)
 def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
-    preset = strategies.PRESETS[name]()
+    preset = baselines.PRESETS[name]()
     composed = preset.compose()
     assert isinstance(composed, Strategy)
     assert preset.choices() == composed.choices()
@@ -178,15 +188,15 @@ def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
     ("strategy", "expected"),
     [
         (wingbeat.AllReduce(), (True, "whole", False, False, False)),
-        (wingbeat.AllReduce(wire="bf16"), (False, "whole", False, False, False)),
-        (wingbeat.AllReduce(wire="sketch"), (False, "whole", False, False, False)),
-        (wingbeat.AllReduce(wire="topk"), (False, "whole", False, False, True)),
+        (wingbeat.AllReduce(compression="bf16"), (False, "whole", False, False, False)),
+        (wingbeat.AllReduce(compression="sketch"), (False, "whole", False, False, False)),
+        (wingbeat.AllReduce(compression="topk"), (False, "whole", False, False, True)),
         (wingbeat.DeAR(), (True, "halves", True, True, False)),
         (wingbeat.DeAR(shard_optimizer=True), (True, "halves", True, True, False)),
-        (wingbeat.DeAR(wire="topk"), (False, "halves", True, True, False)),
+        (wingbeat.DeAR(compression="topk"), (False, "halves", True, True, False)),
         (wingbeat.OMGS(), (False, "whole", False, False, True)),
-        (wingbeat.OMGS(wire="fp32"), (True, "whole", False, False, False)),
-        (wingbeat.Ako(), (False, "partial", False, False, False)),
+        (wingbeat.OMGS(compression="fp32"), (True, "whole", False, False, False)),
+        (wingbeat_lab.Ako(), (False, "partial", False, False, False)),
         (wingbeat.Canary(), (False, "stale", False, False, False)),
         (wingbeat.Canary(s=0, p=4, colayers=4), (True, "whole", False, False, False)),
         (wingbeat.Canary(s=0, p=3, colayers=4), (False, "stale", False, False, False)),
@@ -197,15 +207,15 @@ def test_traits_follow_from_the_parts(strategy: Any, expected: tuple[object, ...
     traits = strategy.traits
     found = (traits.exact, traits.bound, traits.halves, traits.in_parts, traits.gathered)
     assert found == expected
-    apart = isinstance(strategy, wingbeat.Ako | wingbeat.Canary) and not traits.exact
+    apart = isinstance(strategy, wingbeat_lab.Ako | wingbeat.Canary) and not traits.exact
     assert traits.synchronous == (not apart)
 
 
 def test_a_codec_is_not_on_trial_where_workers_are_apart() -> None:
-    assert wingbeat.Canary(wire="sketch@4").choices().wire == wingbeat.Sketch(
+    assert wingbeat.Canary(compression="sketch@4").choices().wire == wingbeat.Sketch(
         bits=4, auto_disable=False
     )
-    assert wingbeat.AllReduce(wire="sketch").choices().wire == wingbeat.Sketch()
+    assert wingbeat.AllReduce(compression="sketch").choices().wire == wingbeat.Sketch()
 
 
 def test_one_part_that_is_late_or_rounds_makes_the_whole_so() -> None:
@@ -235,8 +245,8 @@ def test_a_plan_of_ones_own_is_a_part_like_any_other() -> None:
 
 
 def test_dear_takes_any_plan() -> None:
-    assert wingbeat.DeAR(plan="merged", wire="sketch@4").compose() == OWN
-    assert wingbeat.DeAR(plan=parts.Merged(), wire=Sketch(bits=4)).compose() == OWN
+    assert wingbeat.DeAR(plan="merged", compression="sketch@4").compose() == OWN
+    assert wingbeat.DeAR(plan=parts.Merged(), compression=Sketch(bits=4)).compose() == OWN
     with_file = wingbeat.DeAR(plan="merged", plan_file="plan.json", steps=5).choices().merging
     assert with_file == Merging(rule="tried", steps=5, file="plan.json")
     assert wingbeat.DeAR(plan="merged@paper").choices().merging == Merging(rule="paper")
@@ -280,8 +290,8 @@ def test_an_option_that_would_change_nothing_is_refused(
     [("bf16", "wire"), ("sketch@4", "dense"), ("lowrank", "wire"), ("fp16", "wire")],
 )
 def test_servers_take_these_wires(wire: str, back: str) -> None:
-    made = parse(f"geryon:wire={wire},back={back}")
-    assert made == wingbeat.Geryon(wire=wire, back=back)
+    made = parse(f"geryon:compression={wire},back={back}")
+    assert made == wingbeat.Geryon(compression=wire, back=back)
     assert not made.traits.exact
     assert made.traits.synchronous
     assert not made.traits.gathered
@@ -299,10 +309,10 @@ def test_servers_take_these_wires(wire: str, back: str) -> None:
 def test_layers_are_not_merged_by_what_only_some_of_them_cost(wire: Any) -> None:
     """Nor by what a codec costs that is left out later."""
     with pytest.raises(UsageError, match="leave out groups and share") as caught:
-        Strategy(plan="merged", wire=wire)
+        Strategy(plan="merged", compression=wire)
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="leave out groups and share"):
-        wingbeat.OMGS(wire=wire)
-    assert wingbeat.OMGS(wire=wire, merge="size").choices().wire == wire
-    assert Strategy(plan="merged", wire=TopK(groups={"a": 0.5})).choices().merging
-    assert Strategy(plan="merged", wire=Sketch(share=1.0, total=9)).choices().merging
+        wingbeat.OMGS(compression=wire)
+    assert wingbeat.OMGS(compression=wire, merge="size").choices().wire == wire
+    assert Strategy(plan="merged", compression=TopK(groups={"a": 0.5})).choices().merging
+    assert Strategy(plan="merged", compression=Sketch(share=1.0, total=9)).choices().merging

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from helpers.rounds import execute, hops, relay, start
 from wingbeat import topologies
 from wingbeat.errors import UsageError
-from wingbeat.topologies import AggregatingBCube, BCube, Mesh, Topology
+from wingbeat.topologies import BCube, Mesh, Topology
 from wingbeat.types import Recv, Round, Send, Span, blocks_of
+from wingbeat_lab.bcube import AggregatingBCube
 
 SIZES = [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3), (4, 2), (5, 2)]
 KINDS = [BCube, AggregatingBCube]

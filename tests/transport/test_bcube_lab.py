@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from wingbeat import lab
+from wingbeat_lab import lab
 
 SCRIPT = """if True:
     import torch, wingbeat
     from wingbeat.collectives import Collectives
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
     torch.set_num_threads(1)
     crossed = wingbeat.init(timeout=60, interfaces=["eth1", "eth0"])
     try:

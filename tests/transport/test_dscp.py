@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from wingbeat.lab.realise import CLASSES
 from wingbeat.transport.dscp import TOS, tos_of
+from wingbeat_lab.lab.realise import CLASSES
 
 
 def test_the_lab_honours_the_same_classes() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from wingbeat import lab
+from wingbeat_lab import lab
 
 SCRIPT = """if True:
     import os, subprocess, torch, wingbeat
@@ -22,7 +22,7 @@ SCRIPT = """if True:
             optimizer.zero_grad()
             model(torch.randn(8, 16)).pow(2).mean().backward()
             optimizer.step()
-        wingbeat.flush(model)
+        wingbeat.synchronize(model)
         wingbeat.release(model, optimizer)
         return f"{sum(float(p.detach().double().sum()) for p in model.parameters()):.6f}"
 

@@ -40,7 +40,7 @@ def train(steps=2):
         optimizer.zero_grad()
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
-    model.flush()
+    model.synchronize()
 
 def until(name):
     while not (folder / name).exists():
@@ -159,13 +159,14 @@ def test_who_exits_amid_training_stays_silently_until_the_others_have_flushed(
     tmp_path: Path,
 ) -> None:
     """Messages are under way without a copy, which pyzmq frees in a thread of its own."""
-    body = CANARY + "steps(3)\nif rank == 1: sys.exit(0)\nsteps(3); model.flush(); steps(3)\n"
+    body = CANARY + "steps(3)\nif rank == 1: sys.exit(0)\nsteps(3); model.synchronize(); steps(3)\n"
     assert launch(body, tmp_path) == [(0, "")] * 2
 
 
 @pytest.mark.slow
 def test_the_others_name_the_exception_of_one_that_they_go_on_without(tmp_path: Path) -> None:
-    body = f"{CANARY}steps(3)\nif rank == 1: raise KeyError('mine')\nsteps(9); model.flush()\n"
+    body = f"{CANARY}steps(3)\nif rank == 1: raise KeyError('mine')\n"
+    body += "steps(9); model.synchronize()\n"
     (code, said), (failed, _) = launch(body, tmp_path)
     assert (code, failed) == (0, 1)
     lines = [line for line in said.splitlines() if "rank 0: " in line]

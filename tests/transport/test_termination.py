@@ -15,7 +15,7 @@ import torch
 import wingbeat
 from helpers.waiting import PATIENCE, until
 from wingbeat.errors import UsageError
-from wingbeat.transport import leaving, loopback, termination
+from wingbeat.transport import leaving, loopback, on_terminate, termination
 from wingbeat.transport.termination import Termination
 from wingbeat.transport.world import World
 
@@ -262,7 +262,7 @@ def test_a_worker_alone_saves_between_two_steps_and_exits_with_143(alone: World)
     signal.signal(signal.SIGTERM, lambda number, _: former.append(number))
     saved: list[int] = []
     made = 0
-    wingbeat.on_terminate(lambda: saved.append(made))
+    on_terminate(lambda: saved.append(made))
     installed = termination._installed
     assert installed is not None
 
@@ -290,7 +290,7 @@ def test_a_forward_of_a_closure_is_amid_a_step(alone: World) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     wingbeat.distribute(model, optimizer, wingbeat.AllReduce())
     evaluated: list[int] = []
-    wingbeat.on_terminate(lambda: evaluated.append(-1))
+    on_terminate(lambda: evaluated.append(-1))
     installed = termination._installed
     assert installed is not None
 
@@ -316,20 +316,20 @@ def test_shutdown_gives_the_signal_back(alone: World) -> None:
         pass
 
     signal.signal(signal.SIGTERM, mine)
-    wingbeat.on_terminate(lambda: None)
+    on_terminate(lambda: None)
     assert signal.getsignal(signal.SIGTERM) != mine
     wingbeat.shutdown()
     assert signal.getsignal(signal.SIGTERM) == mine
 
 
 def test_a_second_call_replaces_what_is_saved(alone: World) -> None:
-    wingbeat.on_terminate(lambda: None)
+    on_terminate(lambda: None)
     first = termination._installed
 
     def save() -> None:
         pass
 
-    wingbeat.on_terminate(save, grace=7.0)
+    on_terminate(save, grace=7.0)
     assert termination._installed is first is not None
     assert (first.save, first.grace) == (save, 7.0)
 
@@ -347,7 +347,7 @@ def test_arguments_that_cannot_be_are_refused(
     save: Any, grace: Any, said: str, alone: World
 ) -> None:
     with pytest.raises(UsageError, match=said):
-        wingbeat.on_terminate(save, grace=grace)
+        on_terminate(save, grace=grace)
 
 
 def test_another_thread_than_the_main_one_is_refused(alone: World) -> None:
@@ -355,7 +355,7 @@ def test_another_thread_than_the_main_one_is_refused(alone: World) -> None:
 
     def call() -> None:
         try:
-            wingbeat.on_terminate(lambda: None)
+            on_terminate(lambda: None)
         except UsageError as error:
             said.append(str(error))
 
@@ -367,7 +367,7 @@ def test_another_thread_than_the_main_one_is_refused(alone: World) -> None:
 
 def test_a_forked_child_ends_by_the_signal(alone: World) -> None:
     """As one of multiprocessing, which its parent terminates."""
-    wingbeat.on_terminate(lambda: None)
+    on_terminate(lambda: None)
     hears, says = os.pipe()
     child = os.fork()
     if child == 0:

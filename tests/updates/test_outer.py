@@ -149,7 +149,7 @@ def test_what_is_moved_while_an_average_is_made_is_kept_whoever_moves_it() -> No
             train(model, optimizer, [step])
             with torch.no_grad():
                 model.scale.add_(world.rank + 1)
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model)
 
     first = float(net().scale.detach())
@@ -169,8 +169,8 @@ def test_meeting_in_between_leaves_the_outer_optimizer_its_gradient() -> None:
                 param.grad = torch.randn(param.shape, generator=rng)
             optimizer.step()
             if often and step % 2:
-                wingbeat.consensus(model)
-        wingbeat.consensus(model)
+                wingbeat.synchronize(model)
+        wingbeat.synchronize(model)
         return weights(model)
 
     seldom = on(2, lambda world: body(world, often=False), timeout=60)
@@ -189,7 +189,7 @@ def test_after_uneven_batches_all_go_on_from_one_place() -> None:
         update = engine(model).runtime.update
         found = [update.steps, update.tensors()]
         train(model, optimizer, range(4))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return [*found, weights(model)]
 
     first, *others = on(3, body, timeout=60)
@@ -209,7 +209,7 @@ def test_a_step_that_one_worker_skips_moves_its_turns_only() -> None:
             if (step, world.rank) != (2, 1):
                 optimizer.step()
         steps = engine(model).runtime.update.steps
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return steps, engine(model).runtime.update.tensors()
 
     first, second = on(2, body, timeout=60)
@@ -230,7 +230,7 @@ def test_small_steps_of_bf16_models_add_up(delay: int) -> None:
         for _ in range(24):
             model.weight.grad = torch.full((1, 1), 2**-7, dtype=torch.bfloat16)
             optimizer.step()
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         assert model.weight.dtype is torch.bfloat16
         return float(engine(model).runtime.update.tensors()["shared"]["weight"])
 
@@ -277,7 +277,7 @@ def test_what_users_do_in_between_is_as_without() -> None:
         wingbeat.distribute(model, optimizer, diloco(every=2), world=world)
         for step in range(3):
             optimizer.step(lambda step=step: closure(step))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return after, weights(model)["head.weight"]
 
     first, second = on(2, body, timeout=60)
@@ -295,8 +295,8 @@ def half(make: Callable[[], Any]) -> Callable[[], Any]:
     ("options", "model"),
     [
         ({"fragments": 2}, net),
-        ({"wire": "sketch@4"}, net),
-        ({"wire": wingbeat.TopK(density=0.1, bits=2)}, net),
+        ({"compression": "sketch@4"}, net),
+        ({"compression": wingbeat.TopK(density=0.1, bits=2)}, net),
         ({}, half(net)),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_run_of_other_workers_has_the_shared_model_and_its_momentum() -> None:
     def first(world: Any) -> tuple[Any, Any]:
         model, optimizer = made(world, diloco())
         train(model, optimizer, range(6))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return copy.deepcopy(model.state_dict()), state_of(optimizer)
 
     model_state, state = on(2, first, timeout=60)[0]
@@ -351,7 +351,7 @@ def test_a_run_of_other_workers_has_the_shared_model_and_its_momentum() -> None:
         train(model, optimizer, range(1))
         found = state_of(optimizer)["wingbeat"]["averages"]
         train(model, optimizer, range(7))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return found, weights(model)
 
     found = on(3, second, timeout=60)
@@ -408,18 +408,18 @@ def test_a_state_that_is_damaged_is_refused_and_changes_nothing(
     on(2, body)
 
 
-@pytest.mark.parametrize("consensus", [False, True])
+@pytest.mark.parametrize("synchronize", [False, True])
 def test_weights_that_only_some_have_changed_before_the_first_step_are_told(
-    consensus: bool,
+    synchronize: bool,
 ) -> None:
-    """Their shared models would differ for ever; after consensus they are one."""
+    """Their shared models would differ for ever; after synchronize they are one."""
 
     def body(world: Any) -> Any:
         model, optimizer = made(world, diloco(every=2, fragments=2))
         if world.rank == 0:
             model.load_state_dict(net(7).state_dict())
-        if consensus:
-            wingbeat.consensus(model)
+        if synchronize:
+            wingbeat.synchronize(model)
             train(model, optimizer, range(5))
             return engine(model).runtime.update.tensors()["shared"]
         said = rf"rank {world.rank} and rank {1 - world.rank} began with different weights"
@@ -428,7 +428,7 @@ def test_weights_that_only_some_have_changed_before_the_first_step_are_told(
         return None
 
     first, second = on(2, body, timeout=60)
-    if consensus:
+    if synchronize:
         assert_same(first, second)
 
 
@@ -437,7 +437,7 @@ def test_weights_that_all_have_loaded_before_the_first_step_are_shared() -> None
         model, optimizer = made(world, diloco(every=2), lambda p: torch.optim.SGD(p, lr=0.0))
         model.load_state_dict(net(7).state_dict())
         train(model, optimizer, range(4))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model)
 
     for found in on(2, body, timeout=60):

@@ -196,7 +196,7 @@ def test_a_gradient_that_is_kept_stays_what_it_is() -> None:
         bits = model.head.weight.grad.clone()
         kept = model.head.weight.grad
         optimizer.step()
-        model.flush()
+        model.synchronize()
         assert torch.equal(kept, bits)
         train(model, optimizer, range(3, 5))
         assert torch.equal(kept, bits)
@@ -325,7 +325,7 @@ def test_another_optimizer_has_some_parameters() -> None:
             backward(model, world.rank, step)
             for each in (second, optimizer) if first else (optimizer, second):
                 each.step()
-                model.flush()
+                model.synchronize()
         return weights(model), state_of(optimizer)
 
     for first in (True, False):

@@ -138,7 +138,7 @@ def test_shutdown_leaves_parameters_current() -> None:
         raw = list(torch.nn.Module.parameters(model))
         train(model, optimizer, range(3))
         if update == "worker":
-            model.flush()
+            model.synchronize()
         return model, raw
 
     want = [p.detach().clone() for p in on(3, lambda world: body(world, "worker"))[0][1]]

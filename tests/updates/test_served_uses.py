@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import wingbeat
+import wingbeat_lab
 from helpers.training import TINY_MB, Make, assert_same, on, weights
 
 Body = Callable[[Any, Any, int], Any]
@@ -189,7 +190,7 @@ def compare(make: Make, body: Body, kind: Callable[[], Any] = Odd) -> None:
         wingbeat.AllReduce(mb=TINY_MB),
         wingbeat.Geryon(**served),
         wingbeat.Geryon(update="server", **served),
-        wingbeat.TicTac(update="server", **served),
+        wingbeat_lab.TicTac(update="server", **served),
     ]
     outcomes = []
     for strategy in strategies:
@@ -203,7 +204,7 @@ def compare(make: Make, body: Body, kind: Callable[[], Any] = Odd) -> None:
             optimizer = make(model.parameters())
             wingbeat.distribute(model, optimizer, strategy, world=world)
             found = body(model, optimizer, world.rank)
-            wingbeat.flush(model)
+            wingbeat.synchronize(model)
             result = weights(model), found
             wingbeat.release(model, optimizer)
             return result

@@ -54,7 +54,7 @@ def test_weights_state_and_residuals_are_those_of_workers_that_update(
     body: Any, pull: str, make: Make, wire: Any
 ) -> None:
     """To the bit: the same is pushed and summed, and workers alone keep what gradients lack."""
-    compare(2, make, body, wire=wire, back="dense", pull=pull)
+    compare(2, make, body, compression=wire, back="dense", pull=pull)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -64,7 +64,7 @@ def test_parameters_of_another_dtype_than_the_sums(dtype: torch.dtype) -> None:
 
     def outcome(world: Any, update: str) -> Any:
         model = copy.deepcopy(first)
-        options = {"wire": WIRES["sketch"], "back": "dense", "update": update}
+        options = {"compression": WIRES["sketch"], "back": "dense", "update": update}
         model, optimizer = distributed(world, momentum(), model, **options)
         for step in range(3):
             optimizer.zero_grad()
@@ -84,7 +84,7 @@ def test_small_updates_are_not_lost_to_the_rounding_of_gradients() -> None:
     def body(world: Any) -> Any:
         model = nn.Linear(8, 1, bias=False)
         nn.init.ones_(model.weight)
-        options = {"wire": "bf16", "update": "server"}
+        options = {"compression": "bf16", "update": "server"}
         make = lambda params: torch.optim.SGD(params, lr=2.0**-14)  # noqa: E731
         model, optimizer = distributed(world, make, model, **options)
         for _ in range(16):
@@ -103,7 +103,7 @@ def test_gradients_go_small_and_parameters_come_whole(back: str) -> None:
 
     def body(world: Any) -> tuple[float, bool]:
         model = nn.Linear(200, 100)
-        model, optimizer = distributed(world, model=model, wire=WIRES["sketch"], back=back)
+        model, optimizer = distributed(world, model=model, compression=WIRES["sketch"], back=back)
         client = engine(model).runtime.exchange._client
         moved = []
         for step in range(4):
@@ -111,7 +111,7 @@ def test_gradients_go_small_and_parameters_come_whole(back: str) -> None:
             x = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + world.rank))
             model(x).square().mean().backward()
             optimizer.step()
-            model.flush()
+            model.synchronize()
             moved.append((sum(client.sent.values()), sum(client.received.values())))
         (a, b), (c, d) = moved[-2:]
         return (c - a) / (d - b), bool(engine(model).runtime.exchange._due)

@@ -7,9 +7,10 @@ import json
 import pytest
 
 import wingbeat
-from wingbeat import strategies, wires
+from wingbeat import wires
 from wingbeat.errors import UsageError
 from wingbeat.wires import Half, LowRank, Sketch, TopK
+from wingbeat_lab import baselines
 
 
 @pytest.mark.parametrize(
@@ -42,9 +43,9 @@ from wingbeat.wires import Half, LowRank, Sketch, TopK
 def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
     assert wires.of(text) == meant
     for name in ("allreduce", "dear"):
-        assert strategies.parse(f"{name}:wire={text}").choices().wire == meant
+        assert baselines.parse(f"{name}:compression={text}").choices().wire == meant
     if not isinstance(meant, str):
-        assert wingbeat.AllReduce(wire=meant).choices().wire == meant
+        assert wingbeat.AllReduce(compression=meant).choices().wire == meant
 
 
 @pytest.mark.parametrize(
@@ -56,19 +57,19 @@ def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
         ("topk@nan", r"TopK\(density=nan\)"),
         ("lowrank@0", r"LowRank\(rank=0\): allowed are whole numbers, 1 to 256"),
         ("fp16@2", "fp16 has no option"),
-        ("scetch", r"unknown wire 'scetch' \(did you mean 'sketch'\?\)"),
-        ("fp32@1", "unknown wire"),
+        ("scetch", r"unknown compression 'scetch' \(did you mean 'sketch'\?\)"),
+        ("fp32@1", "unknown compression"),
         ("fp32:bits=3", "'fp32:bits=3': fp32 has no options; write fp32"),
-        ("sketch:bit=3", r"unknown option 'bit' in 'wire=sketch:bit=3' \(did you mean 'bits'"),
-        ("sketch:bits=x", "option bits='x' in 'wire=sketch:bits=x' is no valid int"),
-        ("sketch:bits=", "option 'bits' in 'wire=sketch:bits=' has no value"),
+        ("sketch:bit=3", r"unknown option 'bit' in 'sketch:bit=3' \(did you mean 'bits'"),
+        ("sketch:bits=x", "option bits='x' in 'sketch:bits=x' is no valid int"),
+        ("sketch:bits=", "option 'bits' in 'sketch:bits=' has no value"),
         ("fp16:groups=a@3", "unknown option 'groups'"),
         ("sketch:groups=a", "groups='a': 'a' is no group; write PATTERN@BITS"),
         ("sketch:groups=a@3+", "'' is no group; write PATTERN@BITS"),
         ("sketch:groups=@3", "'@3' is no group"),
         ("sketch:groups=a@9", r"'a': 9: allowed are whole numbers of bits, 1 to 8"),
         ("lowrank:groups=a@0", r"LowRank\(groups=...\): 'a': 0: allowed are whole numbers"),
-        ("sketch:groups=a@fp23", "unknown wire 'fp23'"),
+        ("sketch:groups=a@fp23", "unknown compression 'fp23'"),
         ("sketch:groups=a@bf16", "'a': 'bf16' is no group; allowed are patterns"),
         ("sketch:groups=a@topk", "'a': 'topk' is no group; allowed are patterns"),
         ("sketch:groups=a@sketch:groups=b@3", "without groups and share of its own"),
@@ -86,9 +87,9 @@ def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(text, why) -> None:
-    for name in strategies.names():
+    for name in baselines.names():
         with pytest.raises(UsageError, match=why) as caught:
-            strategies.parse(f"{name}:wire={text}")
+            baselines.parse(f"{name}:compression={text}")
         assert "\n" not in str(caught.value)
 
 
@@ -124,8 +125,10 @@ def test_settings_check_themselves(cls, options) -> None:
 
 
 def test_strategies_say_which_wire_they_have() -> None:
-    assert repr(wingbeat.DeAR(wire=Sketch(bits=4))) == "DeAR(wire=Sketch(bits=4))"
-    assert wingbeat.AllReduce(wire="topk@0.5") == strategies.parse("allreduce:wire=topk@0.5")
+    assert repr(wingbeat.DeAR(compression=Sketch(bits=4))) == "DeAR(compression=Sketch(bits=4))"
+    assert wingbeat.AllReduce(compression="topk@0.5") == baselines.parse(
+        "allreduce:compression=topk@0.5"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,21 @@
-"""The ``wingbeat`` command: its verbs, and errors as one line."""
+"""The ``wingbeat`` command: its verbs, and errors as one line.
+
+``plan`` and ``top`` are here. Other packages add verbs through the entry-point group
+``wingbeat.commands``: each entry point names a function that is given the typer application.
+``wingbeat_lab`` adds ``bench``, ``demo`` and ``lab`` in this way, so that this package need not
+import it. Entry points are what the package index and other tools understand, and they work in
+editable installs; a new entry point takes effect when the package is installed again.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 from typing import Any
 
 import typer
 
-from wingbeat.cli import bench, demo, lab, plan, top
+from wingbeat.cli import plan, top
 from wingbeat.errors import UsageError, WingbeatError
 
 # Typer brings its own copy of click, under a private name: reach its error through a public class.
@@ -21,9 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.add_typer(lab.app, name="lab")
-bench.register(app)
-demo.register(app)
+for entry_point in entry_points(group="wingbeat.commands"):
+    entry_point.load()(app)
 plan.register(app)
 top.register(app)
 

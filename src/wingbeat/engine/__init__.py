@@ -4,22 +4,20 @@ from wingbeat.engine.api import (
     abandon,
     begin_step,
     bounded_exchange,
-    consensus,
     distribute,
-    flush,
     join,
     no_sync,
     release,
+    synchronize,
 )
 
 __all__ = [
     "abandon",
     "begin_step",
     "bounded_exchange",
-    "consensus",
     "distribute",
-    "flush",
     "join",
     "no_sync",
     "release",
+    "synchronize",
 ]

@@ -64,8 +64,8 @@ def distribute(
 ) -> tuple[ModelT, OptimizerT]:
     """Train ``model`` with all the workers; the training loop stays as it is.
 
-    Both objects are upgraded in place and returned. The model gains ``no_sync()``, ``join()``
-    and ``flush()``, the optimizer ``clip_grad_norm_(max_norm)``, and ``shard_state_dict()`` and
+    Both objects are upgraded in place and returned. The model gains ``no_sync()``, ``join()`` and
+    ``synchronize()``, the optimizer ``clip_grad_norm_(max_norm)``, and ``shard_state_dict()`` and
     ``load_shards(parts)`` for an optimizer that is divided. All workers copy parameters and buffers
     of rank 0.
 
@@ -180,27 +180,21 @@ def bounded_exchange(model: torch.nn.Module) -> StaleExchange | None:
     return exchange if isinstance(exchange, StaleExchange) else None
 
 
-def flush(model: torch.nn.Module) -> None:
-    """As ``model.flush()``, also for a model with an attribute of that name of its own.
+def synchronize(model: torch.nn.Module) -> None:
+    """Finish what is under way, and make the models of all workers equal.
 
-    Raises:
-        UsageError: the model is not distributed.
-    """
-    _engine_of(model, "flush").level()
-
-
-def consensus(model: torch.nn.Module) -> None:
-    """Set all workers' models to the same values: their mean, where each has one of its own.
-
-    Call it before evaluation and saving, on all ranks. Under `Ripples`, `ADPSGD`, `LocalSGD` and
+    Call it on all ranks, before evaluation and saving. Under `Ripples`, `ADPSGD`, `LocalSGD` and
     `DiLoCo`, whose models differ, parameters and floating-point buffers become the mean over all
-    workers, and training continues from it. Under other strategies it is the same as `flush`.
+    workers, and training goes on from it. Under `Canary` all apply the rounds that are left. Other
+    strategies have equal models after each step: updates that are still under way are applied.
+
+    ``model.synchronize()`` does the same, unless the model has an attribute of that name.
 
     Raises:
         UsageError: the model is not distributed.
         PeerError: a worker did not call it in time; names it.
     """
-    _engine_of(model, "consensus").level()
+    _engine_of(model, "synchronize").level()
 
 
 def _engine_of(model: Any, what: str) -> Engine:

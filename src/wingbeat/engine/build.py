@@ -252,7 +252,7 @@ def _make_update(
             raise UsageError(
                 f"DeAR(shard_optimizer=True): optimizer {type(training.optimizer).__name__} is "
                 "divided by whole parameters, and codecs on GPUs have equal blocks; use "
-                'wire="fp32" or "bf16", or leave shard_optimizer out'
+                'compression="fp32" or "bf16", or leave shard_optimizer out'
             )
         return update
     if schedule.whole_after_backward:

@@ -389,14 +389,14 @@ def _log_missing(engine: Engine, state: Any) -> None:
     if isinstance(update, BoundedUpdate):
         if differed and world.rank == 0:
             log.warning(
-                "load_state_dict(): this state was saved between two calls of model.flush(), with "
-                "rounds of gradients under way, which are in no state: training goes on without "
-                "them; call model.flush() on all ranks before you save"
+                "load_state_dict(): this state was saved between two calls of model.synchronize(), "
+                "with rounds of gradients under way, which are in no state: training goes on "
+                "without them; call model.synchronize() on all ranks before you save"
             )
     elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
         own = "its optimizer's own state"
         if differed:
-            own += " and what its model had moved since wingbeat.consensus() are"
+            own += " and what its model had moved since wingbeat.synchronize() are"
         else:
             own += " is"
         log.warning(

@@ -138,7 +138,8 @@ def joined(
     if not engine.choices.lockstep:
         raise UsageError(
             "join() under bounded staleness (Canary): workers may have different numbers of "
-            "batches as it is; leave it out, and call model.flush() on all when each has trained"
+            "batches as it is; leave it out, and call model.synchronize() on all when each has "
+            "trained"
         )
     context, scale = _JoinContext(engine, divide_by_all, throw), engine.scale
     hook = ModuleHook(weakref.ref(context), "begin_local_batch")

@@ -254,14 +254,14 @@ def check_complex(model: torch.nn.Module, choices: Choices, strategy: str) -> No
     elif choices.servers is not None:
         what = "with parameter servers"
     elif isinstance(choices.wire, Coded):
-        what = f"with wire={str(choices.wire)!r}"
+        what = f"with compression={str(choices.wire)!r}"
     else:
         return
     found = next((name for name, p in model.named_parameters() if p.is_complex()), None)
     if found is not None:
         raise UsageError(
             f"parameter {found!r} is complex, which is not possible {what} ({strategy}): use "
-            'wingbeat.AllReduce() or wingbeat.DeAR(), with or without wire="bf16"'
+            'wingbeat.AllReduce() or wingbeat.DeAR(), with or without compression="bf16"'
         )
 
 

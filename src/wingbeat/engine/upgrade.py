@@ -35,7 +35,7 @@ _KEY = "_wingbeat"
 _PLAIN = "_wingbeat_plain"
 
 _ADDED = frozenset(
-    {"no_sync", "join", "flush", "require_backward_grad_sync", "will_sync_module_buffers"}
+    {"no_sync", "join", "synchronize", "require_backward_grad_sync", "will_sync_module_buffers"}
     | {"_set_static_graph", "find_unused_parameters", "broadcast_buffers"}
     | {"require_forward_param_sync"}
 )
@@ -46,8 +46,8 @@ _OF_DDP = {
     "logger": "wingbeat.observe and `wingbeat top` show what is sent and waited for",
     "_get_ddp_logging_data": "wingbeat.observe and `wingbeat top` show what is sent and waited for",
     "process_group": "the workers are those of wingbeat.init()",
-    "register_comm_hook": "choose what gradients travel as by the strategy's wire=",
-    "_register_builtin_comm_hook": "choose what gradients travel as by the strategy's wire=",
+    "register_comm_hook": "choose what gradients travel as by the strategy's compression=",
+    "_register_builtin_comm_hook": "choose what gradients travel as by the strategy's compression=",
     "_register_fused_optim": "wingbeat.DeAR() updates parameters as they are needed",
 }
 """Attributes of DistributedDataParallel that a model of wingbeat has not, and what to use."""
@@ -182,7 +182,7 @@ class DistributedModel(_Model):
     """The methods that `distribute` adds to a model's class.
 
     A model that has an attribute of one of these names keeps it; then `wingbeat.no_sync(model)`,
-    `wingbeat.join(model)` and `wingbeat.flush(model)` do the same.
+    `wingbeat.join(model)` and `wingbeat.synchronize(model)` do the same.
     """
 
     find_unused_parameters = True
@@ -251,10 +251,10 @@ class DistributedModel(_Model):
             self._engine, divide_by_initial_world_size, enable, throw_on_early_termination
         )
 
-    def flush(self) -> None:
-        """Apply deferred updates; done automatically where they are needed.
+    def synchronize(self) -> None:
+        """Finish what is under way, and make the models of all workers equal.
 
-        Under bounded staleness all ranks must call it, and all hold the same weights afterwards.
+        As `wingbeat.synchronize`: call it on all ranks.
         """
         self._engine.level()
 

@@ -51,8 +51,9 @@ class GpuServers:
     def __init__(self, world: World, serving: Serving, wire: str | Coded = "") -> None:
         if wire:
             raise UsageError(
-                f"wire={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in their "
-                "own dtype only; use wire='fp32', or wingbeat.AllReduce or DeAR with this wire"
+                f"compression={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in "
+                "their own dtype only; use compression='fp32', or this one with wingbeat.AllReduce "
+                "or DeAR"
             )
         usual = Serving()
         if serving.count or serving.whole or serving.order != usual.order or serving.shuffled:

@@ -124,7 +124,7 @@ class GroupAverager:
         if self._closed:  # its thread would never answer
             raise UsageError(
                 f"rank {self._rank}: wingbeat was shut down, and models are averaged no more: call "
-                "wingbeat.shutdown() after the last step and wingbeat.consensus()"
+                "wingbeat.shutdown() after the last step and wingbeat.synchronize()"
             )
         averages = self.grouping.averages
         averages.part, averages.plain = part, step == self.grouping.level

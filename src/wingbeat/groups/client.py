@@ -207,7 +207,7 @@ class Client:
             elif why == Why.LATE and before is None:
                 _log.info(
                     "rank %d: rank %d took too long for a step, or for an average: groups go on "
-                    "without it until its next step; wingbeat.consensus() waits for it",
+                    "without it until its next step; wingbeat.synchronize() waits for it",
                     self._worker,
                     worker,
                 )

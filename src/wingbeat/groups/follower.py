@@ -24,7 +24,7 @@ _LOOK_S = 0.5
 _PAUSE_S = 0.05
 """Seconds between two looks while all are waited for."""
 
-CALL = "the call of wingbeat.consensus()"
+CALL = "the call of wingbeat.synchronize()"
 
 _SAY_S = 1.0
 """Seconds between two words on how far this worker is."""

@@ -37,7 +37,7 @@ _PARTS = re.compile(rf"{_PART}\.([0-9]{{1,6}})")
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what `torch.distributed.checkpoint.save` takes; more entries may be added.
 
-    Every worker calls it. Where models differ it is `consensus` first, and what is saved is their
+    Every worker calls it. Where models differ it is `synchronize` first, and what is saved is their
     mean; each worker's optimizer is in its own part then. With a divided optimizer
     (``shard_optimizer``) nobody is asked for the whole of its state.
 

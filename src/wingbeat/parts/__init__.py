@@ -1,8 +1,8 @@
 """What a strategy is composed of: typed, frozen parts, each with its traits.
 
 >>> from wingbeat import Strategy, parts
->>> Strategy(plan=parts.Merged(), wire=parts.Sketch(bits=4), schedule=parts.Decoupled())
-Strategy(plan=Merged(), wire=Sketch(bits=4), schedule=Decoupled())
+>>> Strategy(plan=parts.Merged(), compression=parts.Sketch(bits=4), schedule=parts.Decoupled())
+Strategy(plan=Merged(), compression=Sketch(bits=4), schedule=Decoupled())
 """
 
 from __future__ import annotations

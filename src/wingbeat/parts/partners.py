@@ -88,7 +88,7 @@ class Pairs(PartnersPart):
     Args:
         seed: of random choices.
         encrypted: whether messages between workers, parameters among them, are.
-            `wingbeat.consensus` is not: it goes over the links of collectives.
+            `wingbeat.synchronize` is not: it goes over the links of collectives.
 
     Raises:
         UsageError: a value out of range.

@@ -22,7 +22,7 @@ class SchedulePart(Part, Settings):
 
     Attributes:
         name: what it is called where strategies are spelled.
-        bound: which of `wingbeat.bench.bound.BOUNDS` says how short an iteration can be.
+        bound: which of `wingbeat_lab.bench.bound.BOUNDS` says how short an iteration can be.
         update: who applies the optimizer, unless a strategy says otherwise.
         of: the preset that it is known from.
     """

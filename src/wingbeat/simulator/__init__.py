@@ -6,7 +6,7 @@ from wingbeat.simulator.bounded import simulate_bounded
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.colayers import SKETCH, Coding, coding_of
 from wingbeat.simulator.groups import GroupRun, simulate_groups
-from wingbeat.simulator.model import Model, TimedLayer, of_profile
+from wingbeat.simulator.model import Model, TimedLayer
 from wingbeat.simulator.run import Run, simulate
 from wingbeat.simulator.staleness import StaleRun
 from wingbeat.simulator.thresholds import Thresholds
@@ -25,7 +25,6 @@ __all__ = [
     "Traffic",
     "Work",
     "coding_of",
-    "of_profile",
     "simulate",
     "simulate_bounded",
     "simulate_groups",

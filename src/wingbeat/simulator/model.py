@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wingbeat import plans
-from wingbeat.paced.profile import FLOAT32_BYTES, Profile
 from wingbeat.plans import Measured
 from wingbeat.servers.tables import Places
 from wingbeat.types import Fusion, TensorSpec
 
-ITEMSIZE = FLOAT32_BYTES
+ITEMSIZE = 4
 """Bytes of an element of a gradient."""
-
-_MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,26 +84,6 @@ class Buckets:
     forward: tuple[int, ...]
     fully_connected: tuple[bool, ...]
     places: Places
-
-
-def of_profile(profile: Profile, time_scale: float = 1.0) -> Model:
-    """Return the model that ``PacedModel(profile, time_scale=time_scale)`` is."""
-    tensors: list[TensorSpec] = []
-    layers = []
-    for layer in profile.layers:
-        first = len(tensors)
-        # As `engine.gradients.bucketing` judges a paced layer: by its parameter of most dimensions.
-        connected = max((len(p.shape) for p in layer.parameters), default=0) == _MATRIX
-        kind = "fc" if connected else ""
-        tensors += [
-            TensorSpec(f"{layer.name}.{p.name}", p.shape, "float32", FLOAT32_BYTES, layer=kind)
-            for p in layer.parameters
-        ]
-        numbers = tuple(range(first, len(tensors)))
-        forward_s = time_scale * (layer.forward_ms / 1e3)
-        backward_s = time_scale * (layer.backward_ms / 1e3)
-        layers.append(TimedLayer(forward_s, backward_s, numbers, connected))
-    return Model(tuple(layers), tuple(tensors))
 
 
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:

@@ -30,7 +30,7 @@ class Canary(Preset):
       already.
     - ``s=None``: nobody waits for a slow worker and nothing is dropped (ASP).
 
-    Replicas differ by the rounds that they have applied, until `wingbeat.flush`.
+    Replicas differ by the rounds that they have applied, until `wingbeat.synchronize`.
 
     Args:
         s: iterations that a worker may be behind the fastest; None (``none`` on the command line):
@@ -43,7 +43,7 @@ class Canary(Preset):
         measured: whether layers are bundled anew, once, by what the first iterations have measured:
             how long backward takes for each parameter, and how wide gradients are distributed. All
             workers settle for it. Not with ``s=0``.
-        wire: what pieces travel as: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
+        compression: what pieces travel as: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
             ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``; it
             is not tried whether that is faster. All but fp32 are not exact. ``"auto"``: the sketch
             of 8 bits, as in the paper; ``"fp32"`` where nobody is ahead (``s=0``).
@@ -63,7 +63,7 @@ class Canary(Preset):
     p: int | str | None = field(default=AUTO, metadata={READ: colayers_of})
     colayers: int | str = field(default=DEFAULT, metadata={READ: bundles_of})
     measured: bool = False
-    wire: Wire = AUTO
+    compression: Wire = AUTO
     encrypted: bool = True
     in_flight: int | None = field(default=2, metadata={READ: count_of})
 
@@ -104,7 +104,7 @@ class Canary(Preset):
         auto: Wire = "fp32" if exchange.exact else "sketch"
         return Strategy(
             plan=parts.Colayers(count=self._most, measured=self.measured, least=self._least),
-            wire=auto if self.wire == AUTO else self.wire,
+            compression=auto if self.compression == AUTO else self.compression,
             exchange=exchange,
             schedule=parts.Stale(),
         )

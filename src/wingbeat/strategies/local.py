@@ -22,7 +22,7 @@ class Ripples(Preset):
 
     Ripples (Luo et al., 2020). Each worker steps on its own gradients and asks a group generator
     with whom to average, so that slow workers hold nobody back. Not exact: models differ until
-    `wingbeat.consensus`.
+    `wingbeat.synchronize`.
 
     Args:
         policy: ``"smart"``, the paper's smart groups (section 5) with what was found missing;
@@ -37,7 +37,7 @@ class Ripples(Preset):
         every: steps from one average to the next.
         overlap: whether an average is made under the next forward and backward, and taken over in
             the next step; otherwise each step waits for its own.
-        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        compression: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
         average_state: whether what the optimizer remembers of each element of a parameter (a
             momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
             own.
@@ -54,7 +54,7 @@ class Ripples(Preset):
     threshold: int | None = field(default=THRESHOLD, metadata={READ: threshold_of})
     every: int = 1
     overlap: bool = False
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     average_state: bool = False
     encrypted: bool = True
 
@@ -69,7 +69,7 @@ class Ripples(Preset):
         """Return the parts that it stands for."""
         return Strategy(
             plan=parts.OneBucket(),
-            wire=self.wire,
+            compression=self.compression,
             exchange=parts.Groups(
                 policy=self.policy,
                 size=self.size,
@@ -88,23 +88,23 @@ class ADPSGD(Preset):
     AD-PSGD (Lian et al., 2018), as Ripples compares itself with it (sections 2.3 and 7). Workers of
     even rank choose a random one of odd rank, which averages at once, whatever it computes; without
     these two halves there are deadlocks (Fig. 2a). The same without halves, on groups of two, is
-    ``Ripples(policy="random", size=2)``. Not exact: models differ until `wingbeat.consensus`.
+    ``Ripples(policy="random", size=2)``. Not exact: models differ until `wingbeat.synchronize`.
 
     Args:
         overlap: whether averages are made under the next forward and backward.
-        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
+        compression: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
         average_state: whether what the optimizer remembers of each element of a parameter (a
             momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
             own.
         encrypted: whether messages between workers, parameters among them, are.
-            `wingbeat.consensus` is not: it goes over the links of collectives.
+            `wingbeat.synchronize` is not: it goes over the links of collectives.
 
     Raises:
         UsageError: a value out of range.
     """
 
     overlap: bool = True
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     average_state: bool = False
     encrypted: bool = True
 
@@ -117,7 +117,7 @@ class ADPSGD(Preset):
         """Return the parts that it stands for."""
         return Strategy(
             plan=parts.OneBucket(),
-            wire=self.wire,
+            compression=self.compression,
             exchange=parts.Pairs(encrypted=self.encrypted),
             schedule=parts.Local(delay=int(self.overlap)),
             update=parts.Averaged(state=self.average_state),
@@ -135,8 +135,8 @@ class LocalSGD(Preset):
         every: steps from one average to the next, H.
         overlap: whether an average is made under the next forward and backward, and taken over in
             the next step; otherwise its step waits for it.
-        wire: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``; or a codec, through
-            which goes how far each has come, and what that loses goes along the next time.
+        compression: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``; or a codec,
+            through which goes how far each has come, and what that loses goes along the next time.
         average_state: whether what the optimizer remembers of each element of a parameter (a
             momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
             own.
@@ -150,7 +150,7 @@ class LocalSGD(Preset):
 
     every: int = 8
     overlap: bool = False
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     average_state: bool = False
     encrypted: bool = True
 
@@ -164,20 +164,20 @@ class LocalSGD(Preset):
         """Return the parts that it stands for.
 
         Raises:
-            UsageError: the optimizer's state cannot go through the codec of ``wire``.
+            UsageError: the optimizer's state cannot go through the codec of ``compression``.
         """
         update: parts.UpdatePart = parts.Averaged(state=self.average_state)
-        if self.wire not in DTYPES:
+        if self.compression not in DTYPES:
             if self.average_state:
                 raise UsageError(
-                    f"LocalSGD(wire={self.wire!r}, average_state=True): differences of parameters "
-                    "go through a codec, and the optimizer's state does not; allowed: "
-                    'wire="fp32", or average_state=False'
+                    f"LocalSGD(compression={self.compression!r}, average_state=True): differences "
+                    "of parameters go through a codec, and the optimizer's state does not; "
+                    'allowed: compression="fp32", or average_state=False'
                 )
             update = parts.Outer(lr=1.0, momentum=0.0)
         return Strategy(
             plan=parts.OneBucket(),
-            wire=self.wire,
+            compression=self.compression,
             exchange=parts.Groups(policy="all", encrypted=self.encrypted),
             schedule=parts.Local(every=self.every, delay=int(self.overlap)),
             update=update,
@@ -199,9 +199,9 @@ class DiLoCo(Preset):
             step waits for it.
         outer_lr: learning rate of the outer optimizer.
         outer_momentum: Nesterov momentum of the outer optimizer.
-        wire: what differences travel as: ``"fp32"`` (as they are), ``"bf16"``, or a codec, such as
-            ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al., 2025); what
-            that loses goes along the next time.
+        compression: what differences travel as: ``"fp32"`` (as they are), ``"bf16"``, or a codec,
+            such as ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al.,
+            2025); what that loses goes along the next time.
         encrypted: whether messages to the generator, which knows the workers that are there, are.
             Parameters never are: they travel over links that are neither authenticated nor
             encrypted.
@@ -215,7 +215,7 @@ class DiLoCo(Preset):
     delay: int = 0
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     encrypted: bool = True
 
     def __post_init__(self) -> None:
@@ -230,7 +230,7 @@ class DiLoCo(Preset):
         plan = parts.OneBucket() if self.fragments == 1 else parts.Colayers(count=self.fragments)
         return Strategy(
             plan=plan,
-            wire=self.wire,
+            compression=self.compression,
             exchange=parts.Groups(policy="all", encrypted=self.encrypted),
             schedule=parts.Local(every=self.every, delay=self.delay),
             update=parts.Outer(lr=self.outer_lr, momentum=self.outer_momentum),

@@ -13,12 +13,11 @@ from wingbeat import parts, topologies, wires
 from wingbeat.errors import UsageError
 from wingbeat.parts import plan as plans
 from wingbeat.parts.plan import PlanPart
-from wingbeat.strategies.ako import Ako
 from wingbeat.strategies.bucketed import Bucketed
 from wingbeat.strategies.canary import Canary
 from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
 from wingbeat.strategies.preset import Preset
-from wingbeat.strategies.served import P3, Geryon, ParameterServer, PartitionedPS, TicTac, VanillaPS
+from wingbeat.strategies.served import Geryon, ParameterServer
 from wingbeat.strategies.strategy import Strategy
 from wingbeat.wires import TopK, Wire
 
@@ -62,9 +61,9 @@ class AllReduce(Bucketed):
         tune_topology: whether tuning looks for the best of ``"ring"``, ``"mesh"`` and
             ``"doubling"`` together with the size, beginning with ``topology``.
         plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
-        wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
-            which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
-            such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
+        compression: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or
+            ``"fp16"``, which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their
+            settings, such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop), ``"doubling"``
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
             network interface for each level of a BCube; ``"bcube@3x2"``: of this size).
@@ -76,7 +75,7 @@ class AllReduce(Bucketed):
     edges: ClassVar[tuple[str, ...]] = ("first_mb",)
 
     first_mb: float = 1.0
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     topology: str = "ring"
 
     def __post_init__(self) -> None:
@@ -93,7 +92,7 @@ class AllReduce(Bucketed):
         """Return the parts that it stands for."""
         return Strategy(
             plan=self.plan_part(),
-            wire=self.wire,
+            compression=self.compression,
             exchange=self.topology,
             schedule=parts.WaitFree(),
         )
@@ -118,7 +117,7 @@ class BML(AllReduce):
         drift: as for `AllReduce`.
         tune_topology: as for `AllReduce`.
         plan_file: as for `AllReduce`.
-        wire: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
+        compression: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
         topology: ``"bcube"``, found from the workers and their network interfaces, or with its
             size, as in ``"bcube@3x2"``: switches of 3 ports, 2 levels, 9 workers.
 
@@ -165,9 +164,9 @@ class DeAR(Bucketed):
         tune_topology: whether tuning looks for the best of ``"ring"``, ``"mesh"`` and
             ``"doubling"`` together with the size, beginning with ``topology``.
         plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
-        wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
-            which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
-            such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
+        compression: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or
+            ``"fp16"``, which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their
+            settings, such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         shard_optimizer: each worker updates only the part of the parameters whose gradients it
             reduced, and the all-gather carries parameters: the optimizer's state and arithmetic
             are divided among the workers.
@@ -183,7 +182,7 @@ class DeAR(Bucketed):
 
     plan: str | PlanPart = "bo"
     edge_mb: float = 0.0
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     shard_optimizer: bool = False
     topology: str = "ring"
 
@@ -202,7 +201,7 @@ class DeAR(Bucketed):
         """Return the parts that it stands for."""
         return Strategy(
             plan=self.plan_part(),
-            wire=self.wire,
+            compression=self.compression,
             exchange=self.topology,
             schedule=parts.Decoupled(),
             update=parts.Sharded() if self.shard_optimizer else "",
@@ -227,8 +226,9 @@ class OMGS(Preset):
             lines put right by the equations that it stands for; ``"printed"``, Algorithm 1 line by
             line; ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until there are
             ``elements`` elements; ``"none"``; or ``"one"``, all into one.
-        wire: what gradients travel as; any codec can be merged.
-        density: share of the gradients that travel, with ``wire="topk"``; the paper's is 0.001.
+        compression: what gradients travel as; any codec can be merged.
+        density: share of the gradients that travel, with ``compression="topk"``; the paper's is
+            0.001.
         warmup: steps in which the density falls from 0.25 to ``density``; the paper has none.
         momentum: momentum correction, in place of the optimizer's momentum.
         groups: densities of parameters by name pattern, such as ``{"embedding.*": 0.01}``.
@@ -241,11 +241,11 @@ class OMGS(Preset):
             small together are gathered by doubling in any case.
 
     Raises:
-        UsageError: a value out of range, or options of top-k with another wire.
+        UsageError: a value out of range, or options of top-k with another compression.
     """
 
     merge: str = "tried"
-    wire: Wire = "topk"
+    compression: Wire = "topk"
     density: float = TopK.density
     warmup: int = TopK.warmup
     momentum: float = TopK.momentum
@@ -273,7 +273,7 @@ class OMGS(Preset):
         """Return the parts that it stands for."""
         return Strategy(
             plan=self._plan(),
-            wire=self._coded(),
+            compression=self._coded(),
             exchange=self.topology,
             schedule=parts.WaitFree(),
         )
@@ -293,32 +293,22 @@ class OMGS(Preset):
         return parts.OneBucket() if self.merge == "one" else parts.PerTensor()
 
     def _coded(self) -> Wire:
-        """Return the wire with the options of top-k in it."""
+        """Return the compression with the options of top-k in it."""
         given = {key: getattr(self, key) for key in _TOPK_OPTIONS}
-        if self.wire == "topk":
+        if self.compression == "topk":
             return TopK(**given, auto_disable=False)
         for key, value in given.items():
             if value != _TOPK_OPTIONS[key]:
                 raise UsageError(
-                    f"{type(self).__name__}(wire={self.wire!r}, {key}={value!r}): {key} is an "
-                    'option of wire="topk"; leave it out, or write it into the wire'
+                    f"{type(self).__name__}(compression={self.compression!r}, {key}={value!r}): "
+                    f'{key} is an option of compression="topk"; leave it out, or write it into the '
+                    "compression"
                 )
-        coded = wires.of(self.wire)
-        if isinstance(coded, str) or not isinstance(self.wire, str):
-            return self.wire
+        coded = wires.of(self.compression)
+        if isinstance(coded, str) or not isinstance(self.compression, str):
+            return self.compression
         # Whoever merges encoded layers by a codec's name has chosen to encode them.
         return replace(coded, auto_disable=False)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class PSGD(OMGS):
-    """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B).
-
-    Exact: the weights equal DDP's.
-    """
-
-    merge: str = "none"
-    wire: Wire = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -329,28 +319,7 @@ class MGWFBP(OMGS):
     """
 
     merge: str = "wfbp"
-    wire: Wire = "fp32"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TopKSGD(OMGS):
-    """TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section II-C)."""
-
-    merge: str = "one"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class LAGS(OMGS):
-    """LAGS-SGD: the largest gradients of each tensor by itself (OMGS-SGD, section II-D)."""
-
-    merge: str = "none"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class MGS(OMGS):
-    """MGS-SGD: layers merged up to a size, 8192 elements (OMGS-SGD, section V-D)."""
-
-    merge: str = "size"
+    compression: Wire = "fp32"
 
 
 PRESETS: dict[str, type[Preset]] = {
@@ -360,18 +329,9 @@ PRESETS: dict[str, type[Preset]] = {
         BML,
         DeAR,
         OMGS,
-        PSGD,
         MGWFBP,
-        TopKSGD,
-        LAGS,
-        MGS,
         ParameterServer,
         Geryon,
-        VanillaPS,
-        PartitionedPS,
-        TicTac,
-        P3,
-        Ako,
         Canary,
         Ripples,
         ADPSGD,

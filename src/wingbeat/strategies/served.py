@@ -1,4 +1,4 @@
-"""The presets with parameter servers: Geryon, and what it is compared with."""
+"""The presets with parameter servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ParameterServer(Preset):
 
     Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers, and ends them with
     the job. Each worker updates a layer's parameters just before the layer runs, or the servers do.
-    Exact with ``wire="fp32"``: the weights equal DDP's.
+    Exact with ``compression="fp32"``: the weights equal DDP's.
 
     Args:
         servers: how many; 0: one on each host.
@@ -45,8 +45,8 @@ class ParameterServer(Preset):
         order: which sum a sender sends first: ``"ready"``, ``"urgent"``, and with
             ``pull="start"`` also ``"forward"`` or ``"random"``; see `wingbeat.parts.Servers`.
         mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
-        wire: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
-            ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as
+        compression: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or
+            ``"fp16"``, ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as
             ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         back: what sums come back as then: ``"wire"``, the same; or ``"dense"``, in float32. With
             ``update="server"`` parameters do, always in their own dtype.
@@ -69,7 +69,7 @@ class ParameterServer(Preset):
     pushes: bool = True
     order: str = "ready"
     mb: float = 1.0
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     back: str = "wire"
     encrypted: bool = True
 
@@ -82,7 +82,7 @@ class ParameterServer(Preset):
         """Return the parts that it stands for."""
         return Strategy(
             plan=parts.FixedBuckets(mb=self.mb, first_mb=0.0),
-            wire=self.wire,
+            compression=self.compression,
             exchange=parts.Servers(
                 count=self.servers,
                 placement=self.placement,
@@ -106,32 +106,3 @@ class Geryon(ParameterServer):
     """Servers whose urgent sums travel in flows that the network itself prefers (section III)."""
 
     classes: int = 2
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class VanillaPS(ParameterServer):
-    """Whole tensors on one server each, pulled in random order, as TensorFlow does (Fig. 3a)."""
-
-    placement: str = "whole"
-    pull: str = "start"
-    order: str = "random"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class PartitionedPS(ParameterServer):
-    """Parameters are divided among the servers and sliced, and sent as they come (section IV)."""
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TicTac(ParameterServer):
-    """TICTAC: a server sends in the order of forward, and nothing before its turn."""
-
-    pull: str = "start"
-    order: str = "forward"
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class P3(ParameterServer):
-    """P3: senders have a queue by urgency, with little under way."""
-
-    order: str = "urgent"

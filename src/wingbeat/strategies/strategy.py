@@ -46,11 +46,11 @@ class Strategy(Settings):
     """A composition of parts, for ``distribute``; the presets return one by ``compose()``.
 
     Every part may be given as a value of `wingbeat.parts` or by its name, with ``@`` and its main
-    option: ``plan="merged@paper"``, ``wire="sketch@4"``.
+    option: ``plan="merged@paper"``, ``compression="sketch@4"``.
 
     Args:
         plan: which tensors travel together.
-        wire: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
+        compression: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
         exchange: along which links: a topology, `wingbeat.parts.Servers`,
             `wingbeat.parts.Partial` or `wingbeat.parts.Bounded`; or with whom models are
             averaged, `wingbeat.parts.Groups` or `wingbeat.parts.Pairs`.
@@ -62,16 +62,17 @@ class Strategy(Settings):
     """
 
     plan: PlanPart | str = "fixed"
-    wire: Wire = "fp32"
+    compression: Wire = "fp32"
     exchange: Topology | Servers | Partial | Bounded | PartnersPart | str = "ring"
     schedule: SchedulePart | str = "wfbp"
     update: UpdatePart | str = ""
 
     def __post_init__(self) -> None:
         schedule = _part("schedule", self.schedule, SchedulePart, schedules.BY_NAME)
+        coded = self.compression
         found: dict[str, Any] = {
             "plan": _part("plan", self.plan, PlanPart, plans.BY_NAME),
-            "wire": self.wire if self.wire in wires.DTYPES else wires.of(self.wire),
+            "compression": coded if coded in wires.DTYPES else wires.of(coded),
             "exchange": _part("exchange", self.exchange, _ANY_EXCHANGE, _EXCHANGES),
             "schedule": schedule,
         }
@@ -108,18 +109,18 @@ class Strategy(Settings):
         return cast(UpdatePart, self.update) if self.update else schedule.update
 
     def _parts(self) -> list[Part]:
-        parts = [self.plan, self.wire, self.exchange, self.schedule, self._update]
+        parts = [self.plan, self.compression, self.exchange, self.schedule, self._update]
         return [part for part in parts if isinstance(part, Part)]
 
     @property
     def traits(self) -> Traits:
         """What follows from all parts together."""
         parts, schedule = self._parts(), cast(SchedulePart, self.schedule)
-        codec = self.wire if isinstance(self.wire, CodecPart) else None
+        codec = self.compression if isinstance(self.compression, CodecPart) else None
         return Traits(
             # Another dtype is no part of its own.
             exact=all(part.exact for part in parts)
-            and (codec is not None or not wires.of(self.wire)),
+            and (codec is not None or not wires.of(self.compression)),
             synchronous=all(part.synchronous for part in parts),
             bound=getattr(self.exchange, "bound", schedule.bound),
             halves=HALVES in schedule.has,
@@ -140,7 +141,7 @@ class Strategy(Settings):
             fusion=plan.fusion(),
             tuning=plan.tuning(),
             merging=plan.merging(),
-            wire=_wire_of(self.wire, exchange),
+            wire=_wire_of(self.compression, exchange),
             shard_optimizer=self._update.shards,
             server_updates=self._update.on_servers,
             partitions=None if partial is None else partial.partitions,
@@ -215,25 +216,25 @@ def _check_needs(parts: list[Part]) -> None:
 
 def _check_spanning(strategy: Strategy) -> None:
     """Raise a `UsageError` for a codec whose payloads would not go along the topology."""
-    topology, wire = cast(Topology, strategy.exchange), wires.of(strategy.wire)
+    topology, wire = cast(Topology, strategy.exchange), wires.of(strategy.compression)
     codec = isinstance(wire, CodecPart) and not wire.summed
     if topology.spans_links and codec and not strategy.traits.gathered:
         raise UsageError(
-            f"Strategy(exchange={topology!r}, wire={strategy.wire!r}): what is encoded goes "
-            "straight to the worker that sums it, and most are no neighbours there; allowed: "
-            '"bf16", "fp32", TopK() with whole all-reduces, or exchange="mesh"'
+            f"Strategy(exchange={topology!r}, compression={strategy.compression!r}): what is "
+            "encoded goes straight to the worker that sums it, and most are no neighbours there; "
+            'allowed: "bf16", "fp32", TopK() with whole all-reduces, or exchange="mesh"'
         )
 
 
 def _check_merged(strategy: Strategy) -> None:
     """Raise a `UsageError` where what a plan measures is not what travels."""
-    wire, plan = strategy.wire, cast(PlanPart, strategy.plan)
+    wire, plan = strategy.compression, cast(PlanPart, strategy.plan)
     if plan.merging() is None or not isinstance(wire, Sketch | LowRank):
         return
     if wire.ends_after is not None or wire.groups:
         raise UsageError(
-            f"Strategy(plan={plan!r}, wire={wire!r}): layers are merged by what one codec costs "
-            "all of them, always; leave out groups and share, or take another plan, such as "
+            f"Strategy(plan={plan!r}, compression={wire!r}): layers are merged by what one codec "
+            "costs all of them, always; leave out groups and share, or take another plan, such as "
             "FixedBuckets()"
         )
 
@@ -248,10 +249,10 @@ def _topology_of(exchange: Any) -> str:
 def _check_partial(strategy: Strategy) -> None:
     """Raise a `UsageError` for what is no part of a bucket."""
     where = f"Strategy(exchange={strategy.exchange!r}"
-    if strategy.wire not in wires.DTYPES:
+    if strategy.compression not in wires.DTYPES:
         raise UsageError(
-            f"{where}, wire={strategy.wire!r}): parts of gradients travel as they are, or rounded; "
-            'allowed: "fp32", "bf16", or a topology as the exchange'
+            f"{where}, compression={strategy.compression!r}): parts of gradients travel as they "
+            'are, or rounded; allowed: "fp32", "bf16", or a topology as the exchange'
         )
     plan = cast(PlanPart, strategy.plan)
     if plan.merging() is not None:
@@ -273,16 +274,16 @@ def _wire_of(wire: Wire, exchange: Any) -> str | wires.Coded:
 
 def _check_bounded(strategy: Strategy) -> None:
     """Raise a `UsageError` for what takes lockstep, or cannot be summed piece by piece."""
-    where, wire = f"Strategy(exchange={strategy.exchange!r}", strategy.wire
+    where, wire = f"Strategy(exchange={strategy.exchange!r}", strategy.compression
     if wire == "bf16" or isinstance(wire, TopK):
         raise UsageError(
-            f"{where}, wire={wire!r}): pieces are summed by their owners and sent on in the same "
-            'form; allowed: Sketch(), LowRank(), Half(), "fp32", or a topology as the exchange'
+            f"{where}, compression={wire!r}): pieces are summed by their owners and sent on in the "
+            'same form; allowed: Sketch(), LowRank(), Half(), "fp32", or a topology as the exchange'
         )
     if isinstance(wire, CodecPart) and wire.ends_after is not None:
         raise UsageError(
-            f"{where}, wire={wire!r}): the first part of a training ends in another iteration on "
-            "each worker; leave share out, or take a topology as the exchange"
+            f"{where}, compression={wire!r}): the first part of a training ends in another "
+            "iteration on each worker; leave share out, or take a topology as the exchange"
         )
     plan = cast(PlanPart, strategy.plan)
     if plan.tuning() is not None or plan.merging() is not None:
@@ -300,7 +301,7 @@ def _check_bounded(strategy: Strategy) -> None:
 
 def _check_averaged(strategy: Strategy) -> None:
     """Raise a `UsageError` for what cannot be averaged so."""
-    exchange, wire = strategy.exchange, strategy.wire
+    exchange, wire = strategy.exchange, strategy.compression
     where = f"Strategy(exchange={exchange!r}"
     plan, update = cast(PlanPart, strategy.plan), strategy._update
     if plan.tuning() is not None or plan.merging() is not None:
@@ -316,14 +317,14 @@ def _check_averaged(strategy: Strategy) -> None:
         )
     if wire not in wires.DTYPES and not (alike and isinstance(update, Outer)):
         raise UsageError(
-            f"{where}, wire={wire!r}, update={update!r}): models travel as they are, or rounded; "
-            'through a codec, differences from the model that all share: allowed: "fp32", "bf16", '
-            'or Groups(policy="all") and Outer(), as in LocalSGD and DiLoCo'
+            f"{where}, compression={wire!r}, update={update!r}): models travel as they are, or "
+            'rounded; through a codec, differences from the model that all share: allowed: "fp32", '
+            '"bf16", or Groups(policy="all") and Outer(), as in LocalSGD and DiLoCo'
         )
     if wire == "bf16" and not alike and isinstance(update, Outer):
         raise UsageError(
-            f"{where}, wire={wire!r}, update={update!r}): what rounding takes from models is as "
-            'much as they have moved; allowed: "fp32", or Groups(policy="all")'
+            f"{where}, compression={wire!r}, update={update!r}): what rounding takes from models "
+            'is as much as they have moved; allowed: "fp32", or Groups(policy="all")'
         )
     if isinstance(wire, CodecPart):
         _check_differences(where, wire)
@@ -333,33 +334,35 @@ def _check_differences(where: str, wire: CodecPart) -> None:
     """Raise a `UsageError` for a codec's options that are of gradients alone."""
     if wire.ends_after is not None:
         raise UsageError(
-            f"{where}, wire={wire!r}): iterations are not counted by averages; leave share out"
+            f"{where}, compression={wire!r}): iterations are not counted by averages; leave share "
+            "out"
         )
     if isinstance(wire, TopK) and wire.momentum:
         raise UsageError(
-            f"{where}, wire={wire!r}): momentum correction is of gradients, and here the outer "
-            "optimizer has momentum; write momentum=0, and Outer(momentum=...)"
+            f"{where}, compression={wire!r}): momentum correction is of gradients, and here the "
+            "outer optimizer has momentum; write momentum=0, and Outer(momentum=...)"
         )
     if isinstance(wire, TopK) and wire.warmup not in (0, TopK.warmup):
         raise UsageError(
-            f"{where}, wire={wire!r}): differences of many steps travel at one density from the "
-            "first on; leave warmup out"
+            f"{where}, compression={wire!r}): differences of many steps travel at one density from "
+            "the first on; leave warmup out"
         )
 
 
 def _check_served(strategy: Strategy) -> None:
     """Raise a `UsageError` for what servers cannot do."""
-    if isinstance(strategy.wire, TopK):
+    if isinstance(strategy.compression, TopK):
         raise UsageError(
-            f"Strategy(exchange={strategy.exchange!r}, wire={strategy.wire!r}): each worker sends "
-            "other elements, and servers sum all; allowed: Sketch(), LowRank(), Half(), "
-            '"bf16", "fp32", or a topology as the exchange, as in AllReduce(wire="topk") and OMGS()'
+            f"Strategy(exchange={strategy.exchange!r}, compression={strategy.compression!r}): each "
+            "worker sends other elements, and servers sum all; allowed: Sketch(), LowRank(), "
+            'Half(), "bf16", "fp32", or a topology as the exchange, as in '
+            'AllReduce(compression="topk") and OMGS()'
         )
     exchange = cast(Servers, strategy.exchange)
-    if exchange.back == "dense" and not wires.of(strategy.wire):
+    if exchange.back == "dense" and not wires.of(strategy.compression):
         raise UsageError(
-            f"Strategy(exchange={exchange!r}, wire={strategy.wire!r}): sums are dense as it is; "
-            'back="dense" is for another wire, such as "bf16" or Sketch()'
+            f"Strategy(exchange={exchange!r}, compression={strategy.compression!r}): sums are "
+            'dense as it is; back="dense" is for another compression, such as "bf16" or Sketch()'
         )
     schedule = cast(SchedulePart, strategy.schedule)
     if exchange.order in exchanges.ASKED and KEPT not in schedule.needs:

@@ -7,7 +7,7 @@ here does I/O.
 from __future__ import annotations
 
 from wingbeat.errors import UsageError, unknown
-from wingbeat.topologies.bcube import AggregatingBCube, BCube, parse_size
+from wingbeat.topologies.bcube import BCube, parse_size
 from wingbeat.topologies.doubling import Doubling
 from wingbeat.topologies.mesh import Mesh
 from wingbeat.topologies.ring import Ring
@@ -15,7 +15,6 @@ from wingbeat.topologies.topology import Topology
 
 __all__ = [
     "BY_NAME",
-    "AggregatingBCube",
     "BCube",
     "Doubling",
     "Mesh",

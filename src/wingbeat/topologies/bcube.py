@@ -3,8 +3,7 @@
 In BCube(alpha, beta) (Guo et al., SIGCOMM 2009; Canary, section 4.4.1) there are alpha**beta
 workers. Written in base alpha, a worker's rank has one digit for each level: interface ``l`` is
 plugged into port ``digit l`` of the switch that joins the alpha workers whose other digits are the
-same, its level-``l`` cube. `BCube` is BML's program (Wang et al., NeurIPS 2018), `AggregatingBCube`
-that of Canary's Table 2.
+same, its level-``l`` cube.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ class BCube(Topology):
 
     def _scatter(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
         """One round, in which each part loses one digit: what is left to sum is 1/ports of it."""
-        return _taking_turns(
+        return interleave(
             self._scatter_part(rank, parts, part, step) for part in range(self.levels)
         )
 
@@ -206,9 +205,7 @@ class BCube(Topology):
 
     def _gather(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
         """One round, in which each worker has ``ports`` times as much of each part as before."""
-        return _taking_turns(
-            self._gather_part(rank, parts, part, step) for part in range(self.levels)
-        )
+        return interleave(self._gather_part(rank, parts, part, step) for part in range(self.levels))
 
     def _gather_part(
         self, rank: int, parts: Sequence[Sequence[Span]], part: int, step: int
@@ -239,72 +236,6 @@ class BCube(Topology):
                 block = self.cube(block, level)[(self.digit(rank, level) + offset) % self.ports]
             yield block
 
-    def _agreeing(self, rank: int, levels: Sequence[int]) -> list[int]:
-        """Return the blocks whose owners have the digits of ``rank`` at these levels."""
-        return [
-            block
-            for block in range(self.workers)
-            if all(self.digit(block, at) == self.digit(rank, at) for at in levels)
-        ]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class AggregatingBCube(BCube):
-    """Canary's Table 2 as it is written: pieces are summed whole before any is passed on.
-
-    Each of the ``levels`` parts (the paper's threads) of a worker's buffer is cut into ``ports``
-    pieces. Piece ``j`` of part ``t`` is first summed by the worker at port ``j`` of each
-    level-``t`` cube; then the workers that hold such sums of one piece exchange and add them along
-    the other levels ("allgather" in the paper), so that each has the whole sum; then the pieces of
-    a part are gathered along level ``t`` ("allreduce"), and what the paper calls the last step, to
-    combine the parts, sends nothing. That is ``levels + 1`` rounds, in each of which
-    ``1 - 1/ports`` of the buffer is sent: 2.0 buffers for BCube(3, 2).
-
-    The workers that hold the sum of one piece have each added it in another order: from three
-    ports on, results of floating point numbers may differ between cubes by a rounding. So it has
-    no name, and no strategy trains with it.
-    """
-
-    in_place: ClassVar[bool] = False
-
-    def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
-        """Sum all workers' buffers into this worker's pieces, its block among them."""
-        parts = self._parts(blocks)
-        if not parts:
-            return []
-        rounds = [self._scatter(rank, parts, 0)]
-        for step in range(1, self.levels):
-            rounds.append(self._spread(rank, parts, step, reduce=True))
-        return rounds
-
-    def all_reduce(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-        """Sum all workers' buffers on every worker."""
-        parts = self._parts(blocks)
-        rounds = self.reduce_scatter(rank, blocks, interface)
-        return [*rounds, self._spread(rank, parts, 0, reduce=False)] if parts else []
-
-    def _spread(
-        self, rank: int, parts: Sequence[Sequence[Span]], step: int, *, reduce: bool
-    ) -> Round:
-        """One round, in which each worker sends its piece of every part to a whole cube."""
-        return _taking_turns(
-            self._spread_part(rank, parts, part, (part + step) % self.levels, reduce)
-            for part in range(self.levels)
-        )
-
-    def _spread_part(
-        self, rank: int, parts: Sequence[Sequence[Span]], part: int, level: int, reduce: bool
-    ) -> Iterator[Hop]:
-        for peer in self._others(rank, level):
-            yield from (Send(peer, s, level) for s in self._piece(rank, parts, part))
-        for peer in self._others(rank, level, -1):
-            for span in self._piece(peer, parts, part):
-                yield Recv(peer, span, reduce, level)
-
-    def _piece(self, rank: int, parts: Sequence[Sequence[Span]], part: int) -> Iterator[Span]:
-        """Yield the spans of the piece of a part that the worker sums."""
-        return (parts[block][part] for block in self._agreeing(rank, [part]))
-
 
 def parse_size(text: str) -> tuple[int, int]:
     """Read ``3x2`` as ports and levels.
@@ -322,7 +253,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(ports), int(levels)
 
 
-def _taking_turns(parts: Iterable[Iterable[Hop]]) -> Round:
+def interleave(parts: Iterable[Iterable[Hop]]) -> Round:
     """Put the parts' hops in turn, so that all interfaces have something to carry from the start.
 
     Between two workers all hops of a round are of one part, so both see them in the same order.

@@ -65,8 +65,8 @@ def on_terminate(save: Callable[[], object], *, grace: float = GRACE_S) -> None:
         raise UsageError(f"grace={grace!r}: allowed are seconds above 0")
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            "wingbeat.on_terminate() was called outside of the main thread, where Python installs "
-            "no signal handlers: call it there"
+            "on_terminate() was called outside of the main thread, where Python installs no signal "
+            "handlers: call it there"
         )
     if _installed is not None and _installed.world is world:
         _installed.save, _installed.grace = save, grace

@@ -151,8 +151,8 @@ class BoundedUpdate(WholeUpdate):
                 what = "the optimizer's state of " if now[0] == before[0] else ""
                 raise UsageError(
                     f"{what}parameter {name!r} was changed after optimizer.step(), when workers "
-                    "may have applied different sums (Canary): call model.flush() on all ranks "
-                    "first, and change it on all alike; or use Canary(s=0)"
+                    "may have applied different sums (Canary): call model.synchronize() on all "
+                    "ranks first, and change it on all alike; or use Canary(s=0)"
                 )
 
     def _refuse_different(self) -> None:
@@ -170,8 +170,8 @@ class BoundedUpdate(WholeUpdate):
         said = (
             f"{found} differs between workers (Canary), as something else than optimizer.step() "
             "has changed it: a state that each rank has saved for itself and loads, or a write "
-            "between two steps; save, load and write on all ranks alike right after model.flush(), "
-            "and load one state on all now; or use Canary(s=0)"
+            "between two steps; save, load and write on all ranks alike right after "
+            "model.synchronize(), and load one state on all now; or use Canary(s=0)"
         )
         if not self._leaving:
             raise UsageError(said)
@@ -232,8 +232,9 @@ class BoundedUpdate(WholeUpdate):
         """
         if self._views.sent:
             raise UsageError(
-                "flush(), load_state_dict() or release() between backward() and step() (Canary): "
-                "the gradients have been sent, and are applied before step(); call it first"
+                "synchronize(), load_state_dict() or release() between backward() and step() "
+                "(Canary): the gradients have been sent, and are applied before step(); call it "
+                "first"
             )
         meets, self._moved = self._moved or always, False
         self._loaded = self._loaded or not always  # this comes before something is loaded

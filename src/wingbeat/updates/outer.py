@@ -212,7 +212,7 @@ class OuterUpdate(LocalUpdate):
                     f"rank {world.rank} and rank {rank} began with different weights, from which "
                     "an outer optimizer (DiLoCo) never comes to the same: what is loaded after "
                     "distribute(), or changed by another optimizer before the first step, has to "
-                    "be the same on all ranks; call wingbeat.consensus(model) on all ranks after "
+                    "be the same on all ranks; call wingbeat.synchronize(model) on all ranks after "
                     "it, or load before distribute()"
                 )
 

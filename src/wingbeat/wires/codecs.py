@@ -325,7 +325,8 @@ Coded = Sketch | TopK | LowRank | Half
 """The settings of a codec."""
 
 Wire = str | Coded
-"""What a strategy's ``wire`` may be: the name of a dtype or a codec, or a codec's settings."""
+"""What a strategy's ``compression`` may be: the name of a dtype or a codec, or a codec's
+settings."""
 
 DTYPES = {"fp32": "", "bf16": "bfloat16"}
 """Wires that are only another dtype, summed hop by hop; empty is the gradients' own."""
@@ -351,14 +352,14 @@ def of(wire: Wire) -> str | Coded:
         return DTYPES[text]
     name, _, rest = text.partition(":")
     if rest and name in DTYPES:
-        raise UsageError(f"wire={text!r}: {name} has no options; write {name}")
-    made: Coded = named("wire", name, BY_NAME, also=DTYPES)
+        raise UsageError(f"{text!r}: {name} has no options; write {name}")
+    made: Coded = named("compression", name, BY_NAME, also=DTYPES)
     # What stands in groups may have options of its own.
     plain, *groups = re.split(r"(?:^|:)(?=groups=)", rest, maxsplit=1)
     kinds = kinds_of(type(made))
-    given = read_options(plain.replace(":", ","), kinds, where=f"wire={text}")
+    given = read_options(plain.replace(":", ","), kinds, where=text)
     for last in groups:
-        given.update(read_options(last, kinds, where=f"wire={text}"))
+        given.update(read_options(last, kinds, where=text))
     return replace(made, **given)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
+from wingbeat.strategies import MGWFBP
 from wingbeat.wires import TopK
 
 INIT_TIMEOUT = 60.0
@@ -46,18 +47,20 @@ def make_strategy(name: str, mb: float) -> Any:
     coded = "coded" in options and kind != "geryon"
     wire: Any = TopK(density=1.0, auto_disable=False) if coded else "fp32"
     if kind == "mgwfbp":
-        return wingbeat.MGWFBP(steps=1)
+        return MGWFBP(steps=1)
     if kind == "geryon":
         pull = "start" if "start" in options else "ready"
         if "coded" in options:  # sketches of so few values are the values themselves
             wire = wingbeat.Sketch(auto_disable=False)
-            return wingbeat.Geryon(mb=mb, servers=1, slice=300, encrypted=False, wire=wire)
+            return wingbeat.Geryon(mb=mb, servers=1, slice=300, encrypted=False, compression=wire)
         update = "server" if "server" in options else "worker"
         return wingbeat.Geryon(mb=mb, servers=2, pull=pull, update=update, encrypted=False)
     if kind == "allreduce":
-        return wingbeat.AllReduce(mb=mb, topology=topology, wire=wire)
+        return wingbeat.AllReduce(mb=mb, topology=topology, compression=wire)
     sharded = "sharded" in options
-    return wingbeat.DeAR(plan="fixed", mb=mb, shard_optimizer=sharded, topology=topology, wire=wire)
+    return wingbeat.DeAR(
+        plan="fixed", mb=mb, shard_optimizer=sharded, topology=topology, compression=wire
+    )
 
 
 def piece(step: int, rank: int, rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,10 @@ def test_models_are_one_after_uneven_steps_and_a_barrier(
             more = counts[(world.rank + turn) % 2]
             train(model, optimizer, range(10 * turn, 10 * turn + more))
             together.wait(PATIENCE)
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
             found.append(weights(model))
         train(model, optimizer, range(20, 22))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return [*found, weights(model)]
 
     one, other = on(2, body, timeout=PATIENCE)
@@ -88,14 +88,14 @@ def test_last_worker_may_call_consensus_after_the_others_have_left(strategy: str
             model, sgd(model.parameters()), parse(strategy), world=world
         )
         train(model, optimizer, range(2))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         if world.rank == 1:
             world.close()
             gone.set()
             return
         assert gone.wait(PATIENCE)
         before = weights(model)
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
     on(2, body, timeout=PATIENCE)
@@ -121,7 +121,9 @@ class Momentum(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("strategy", [*AVERAGING, "localsgd:every=2,wire=bf16,encrypted=false"])
+@pytest.mark.parametrize(
+    "strategy", [*AVERAGING, "localsgd:every=2,compression=bf16,encrypted=false"]
+)
 def test_frozen_parameters_that_each_rank_changes_are_their_mean_after_consensus(
     strategy: str,
 ) -> None:
@@ -134,7 +136,7 @@ def test_frozen_parameters_that_each_rank_changes_are_their_mean_after_consensus
         for turn in range(2):
             train(model, optimizer, range(4 * turn, 4 * turn + 3))
             found.append(weights(model.teacher))
-            wingbeat.consensus(model)
+            wingbeat.synchronize(model)
             found.append(weights(model))
         return found
 
@@ -167,7 +169,7 @@ def test_parameter_replaced_in_training_is_refused_and_distributed_anew(strategy
             model, sgd(model.parameters()), parse(strategy), world=world
         )
         train(model, optimizer, range(3, 5))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model)
 
     assert_same(*on(2, body, timeout=PATIENCE))
@@ -191,7 +193,7 @@ def test_updates_made_by_hand_are_told_of_once_and_averaged_by_consensus(
         model = net()
         model, _ = wingbeat.distribute(model, sgd(model.parameters()), parse(strategy), world=world)
         by_own_hand(model, world.rank, range(10))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return weights(model)
 
     assert_same(*on(2, body, timeout=PATIENCE))
@@ -306,13 +308,13 @@ def test_training_resumed_with_what_each_rank_has_saved_ends_with_the_same_bits(
         ("localsgd:every=2,encrypted=false", False, "what its model had moved"),
         ("ripples:encrypted=false", False, "what its model had moved"),
         ("adpsgd:encrypted=false", False, "what its model had moved"),
-        ("canary:encrypted=false", False, "call model.flush() on all ranks before"),
+        ("canary:encrypted=false", False, "call model.synchronize() on all ranks before"),
     ],
 )
 def test_training_resumed_without_what_it_needs_says_so_once(
     strategy: str, met: bool, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resumed(strategy, own=False, before=wingbeat.consensus if met else None)
+    resumed(strategy, own=False, before=wingbeat.synchronize if met else None)
     lines = [r.getMessage() for r in caplog.records if "load_state_dict()" in r.getMessage()]
     assert len(lines) == 1, lines
     assert said in lines[0]
@@ -322,14 +324,14 @@ def test_training_resumed_without_what_it_needs_says_so_once(
 @pytest.mark.parametrize(
     "strategy",
     [
-        "canary:s=2,p=none,wire=fp32,encrypted=false",
+        "canary:s=2,p=none,compression=fp32,encrypted=false",
         "localsgd:every=2,average_state=true,encrypted=false",
     ],
 )
 def test_training_resumed_with_what_all_share_lacks_nothing(
     strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resumed(strategy, own=False, before=lambda model: model.flush())
+    resumed(strategy, own=False, before=lambda model: model.synchronize())
     assert "load_state_dict()" not in caplog.text
 
 
@@ -421,7 +423,7 @@ def test_sharpness_aware_steps_are_those_of_one_process(strategy: str, loop: Any
         for step in range(4):
             loop(model, steps if loop is by_closure else sam, step)
         before = weights(model)
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         return before, weights(model)
 
     for before, after in on(2, body, timeout=PATIENCE):

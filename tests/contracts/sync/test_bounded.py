@@ -55,7 +55,7 @@ def test_states_that_differ_between_ranks_are_refused_in_the_next_step(
         model, optimizer = begun(world, make=adamw)
         train(model, optimizer, range(3))
         if flushed:
-            model.flush()
+            model.synchronize()
         load(model, optimizer, world.rank)
         optimizer.zero_grad()
         backward(model, world.rank, 3)
@@ -69,14 +69,14 @@ def test_one_state_loaded_by_all_ranks_is_trained_on() -> None:
     def body(world: Any) -> Any:
         model, optimizer = begun(world, make=adamw)
         train(model, optimizer, range(3))
-        model.flush()
+        model.synchronize()
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         for turn in range(2):
             train(model, optimizer, range(3, 5 + turn))
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
         train(model, optimizer, range(5, 7))
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     assert_same(*on(2, body, timeout=PATIENCE))
@@ -90,7 +90,7 @@ def test_write_past_autograd_on_one_rank_is_refused_by_the_next_flush_on_all() -
             model.head.weight.data.mul_(0.9)
         train(model, optimizer, range(3, 5))
         with pytest.raises(UsageError, match=r"'head.weight' differs between workers \(Canary\)"):
-            model.flush()
+            model.synchronize()
 
     on(2, body, timeout=PATIENCE)
 
@@ -115,13 +115,13 @@ def test_weights_may_be_written_between_two_flushes_without_a_step() -> None:
         model, optimizer = begun(world)
         train(model, optimizer, range(2))
         for factor in (0.9, 0.8):
-            model.flush()
+            model.synchronize()
             vector_to_parameters(
                 parameters_to_vector(model.parameters()) * factor, model.parameters()
             )
-        model.flush()
+        model.synchronize()
         train(model, optimizer, range(2, 4))
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     assert_same(*on(2, body, timeout=PATIENCE))
@@ -135,7 +135,7 @@ def test_flush_does_not_wait_for_a_rank_whose_script_has_ended() -> None:
             world.close()
             return None
         train(model, optimizer, range(2, 5))
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     first, second, _ = on(3, body, timeout=PATIENCE)
@@ -154,7 +154,7 @@ def test_another_optimizer_in_training_is_refused_and_distributed_after_release(
         wingbeat.release(model, optimizer)
         model, new = wingbeat.distribute(model, new, parse(APART), world=world)
         train(model, new, range(3, 5))
-        model.flush()
+        model.synchronize()
         return weights(model)
 
     assert_same(*on(2, body, timeout=PATIENCE))
@@ -185,7 +185,7 @@ def test_frozen_parameters_that_follow_the_weights_are_the_same_after_a_flush() 
         found = []
         for turn in range(2):
             train(model, optimizer, range(4 * turn, 4 * turn + 4 - world.rank))
-            model.flush()
+            model.synchronize()
             found.append(weights(model))
         return found
 
@@ -227,7 +227,7 @@ def test_buffers_that_forwards_read_are_rank_zeros_where_each_step_is_flushed() 
             model, optimizer = begun(world, strategy, observed())
             for step in range(5):
                 train(model, optimizer, [step])
-                model.flush()
+                model.synchronize()
             return weights(model)
 
         return on(2, body, timeout=PATIENCE)

@@ -98,7 +98,7 @@ def test_rank_that_works_alone_for_longer_than_the_timeout_ends_nothing_elsewher
 ) -> None:
     """The group generator takes longer to start than the timeout above."""
     strategies = [
-        *("allreduce", "canary:s=2,p=none,wire=fp32,encrypted=false"),
+        *("allreduce", "canary:s=2,p=none,compression=fp32,encrypted=false"),
         *("localsgd:every=1,encrypted=false", "adpsgd:overlap=false,encrypted=false"),
     ]
     fresh_pool(2).run(errors.works_alone, strategies, 10.0, deadline=300.0)

@@ -16,7 +16,7 @@ STRATEGIES = {
     "allreduce": wingbeat.AllReduce(mb=0.0004),
     "dear": wingbeat.DeAR(plan="fixed", mb=0.0004),
     "dear-sharded": wingbeat.DeAR(plan="fixed", mb=0.0004, shard_optimizer=True),
-    "dear-bf16": wingbeat.DeAR(plan="fixed", mb=0.0004, wire="bf16"),
+    "dear-bf16": wingbeat.DeAR(plan="fixed", mb=0.0004, compression="bf16"),
 }
 
 

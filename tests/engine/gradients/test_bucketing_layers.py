@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, weight_norm
 
-from wingbeat import paced
 from wingbeat.engine.gradients.bucketing import convolutional, fully_connected
+from wingbeat_lab import paced
 
 
 def named(model: nn.Module) -> set[str]:

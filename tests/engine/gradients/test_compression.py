@@ -55,10 +55,10 @@ def strategy(kind: str, wire: Any, mb: float = 0.02) -> Any:
     if kind in SERVED:
         pull, back = "start" if "start" in kind else "ready", "dense" if "dense" in kind else "wire"
         options: dict[str, Any] = {"mb": mb, "servers": 2, "slice": 20_000, "encrypted": False}
-        return wingbeat.Geryon(wire=wire, pull=pull, back=back, **options)
+        return wingbeat.Geryon(compression=wire, pull=pull, back=back, **options)
     if kind == "allreduce":
-        return wingbeat.AllReduce(wire=wire, mb=mb, first_mb=mb)
-    return wingbeat.DeAR(wire=wire, plan="fixed", mb=mb, edge_mb=mb)
+        return wingbeat.AllReduce(compression=wire, mb=mb, first_mb=mb)
+    return wingbeat.DeAR(compression=wire, plan="fixed", mb=mb, edge_mb=mb)
 
 
 class Pull(nn.Module):
@@ -158,10 +158,12 @@ def test_after_its_share_nothing_is_encoded_and_no_residual_is_left(kind) -> Non
 
 def test_shards_take_the_gradients_of_groups_and_of_a_share() -> None:
     def body(world: Any, wire: Any) -> Any:
-        how = wingbeat.DeAR(plan="fixed", mb=0.02, edge_mb=0.02, shard_optimizer=True, wire=wire)
+        how = wingbeat.DeAR(
+            plan="fixed", mb=0.02, edge_mb=0.02, shard_optimizer=True, compression=wire
+        )
         model, optimizer = distributed_pull(world, how)
         pull(model, optimizer, range(6), world.rank)
-        model.flush()
+        model.synchronize()
         return weights(model), residuals_of(model)
 
     for wire in (GROUPED, ENDING):
@@ -234,7 +236,7 @@ def test_rebucketing_loses_nothing(kind, wire) -> None:
                 dataclasses.replace(bucketing.fusion, bucket_bytes=nbytes, first_bytes=nbytes // 4)
             )
             pull(model, optimizer, [step], world.rank)
-        model.flush()
+        model.synchronize()
         return weights(model), residuals_of(model)
 
     assert_nothing_lost(on(SIZE, body), len(sizes), SIZE)
@@ -375,7 +377,7 @@ def test_momentum_correction_at_full_density_is_momentum() -> None:
     def body(world: Any, wire: Any, momentum: float) -> Any:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(wire=wire), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(compression=wire), world=world)
         train(model, optimizer, range(3))
         return weights(model)
 
@@ -393,7 +395,7 @@ def test_while_the_codec_is_off_momentum_correction_is_momentum() -> None:
     def body(world: Any, chosen: Any, momentum: float) -> Any:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(wire=chosen), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(compression=chosen), world=world)
         if chosen is wire:
             engine(model).compression.on = False
         train(model, optimizer, range(2))
@@ -407,7 +409,7 @@ def test_one_worker_alone_applies_momentum_correction() -> None:
     def body(world: Any, wire: Any, momentum: float) -> Any:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(wire=wire), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(compression=wire), world=world)
         train(model, optimizer, range(3))
         return weights(model)
 
@@ -464,7 +466,7 @@ def test_dear_clips_reduced_blocks(wire) -> None:
 def test_shards_use_sketched_gradients_and_dense_parameters() -> None:
     def body(world: Any) -> Any:
         how = wingbeat.DeAR(
-            plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(auto_disable=False)
+            plan="fixed", mb=0.02, shard_optimizer=True, compression=Sketch(auto_disable=False)
         )
         model, optimizer = distributed_pull(world, how)
         pull(model, optimizer, range(4), world.rank)
@@ -517,11 +519,14 @@ def test_wires_that_cannot_work_are_refused() -> None:
         with pytest.raises(
             UsageError, match=r"momentum=0.9.* needs whole all-reduces, .* which AllReduce has"
         ):
-            distributed_pull(world, wingbeat.DeAR(wire=correcting))
+            distributed_pull(world, wingbeat.DeAR(compression=correcting))
         model = net()
         with pytest.raises(UsageError, match=r"SGD, group 0\) has momentum of its own"):
             wingbeat.distribute(
-                model, sgd(model.parameters()), wingbeat.AllReduce(wire=correcting), world=world
+                model,
+                sgd(model.parameters()),
+                wingbeat.AllReduce(compression=correcting),
+                world=world,
             )
         model, optimizer = distributed_pull(world, wingbeat.AllReduce())
         with pytest.raises(UsageError, match="keeps no residuals"):
@@ -531,7 +536,7 @@ def test_wires_that_cannot_work_are_refused() -> None:
 
     def differing(world: Any) -> None:
         with pytest.raises(MismatchError, match="must use the same strategy"):
-            distributed_pull(world, wingbeat.AllReduce(wire=Sketch(bits=2 + world.rank)))
+            distributed_pull(world, wingbeat.AllReduce(compression=Sketch(bits=2 + world.rank)))
 
     on(2, differing)
 
@@ -541,7 +546,7 @@ def test_shards_add_the_residual_of_their_own_block() -> None:
 
     def body(world: Any) -> Any:
         how = wingbeat.DeAR(
-            plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(auto_disable=False)
+            plan="fixed", mb=0.02, shard_optimizer=True, compression=Sketch(auto_disable=False)
         )
         model, optimizer = distributed_pull(world, how)
         part = optimizer.residual_state_dict()
@@ -564,7 +569,7 @@ def test_shards_add_the_residual_of_their_own_block() -> None:
 def test_loading_shards_leaves_loaded_residuals_alone() -> None:
     def body(world: Any) -> Any:
         how = wingbeat.DeAR(
-            plan="fixed", mb=0.02, shard_optimizer=True, wire=Sketch(auto_disable=False)
+            plan="fixed", mb=0.02, shard_optimizer=True, compression=Sketch(auto_disable=False)
         )
         model, optimizer = distributed_pull(world, how)
         pull(model, optimizer, range(2), world.rank)
@@ -582,7 +587,7 @@ def test_a_residual_keeps_the_rounding_error_of_half_precision() -> None:
     def body(world: Any) -> Any:
         model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(wire=Sketch()), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(compression=Sketch()), world=world)
         control = engine(model).control
         part = optimizer.residual_state_dict()
         part["residuals"] = {"weight": torch.full((64, 64), 1e-3)}
@@ -601,7 +606,7 @@ def test_velocity_waits_while_a_parameter_is_not_used(on_) -> None:
     wire = TopK(density=0.01, warmup=0, momentum=0.9)
 
     def body(world: Any) -> Any:
-        model, optimizer = distributed_pull(world, wingbeat.AllReduce(wire=wire))
+        model, optimizer = distributed_pull(world, wingbeat.AllReduce(compression=wire))
         engine(model).control.trial.decide(on_)
         pull(model, optimizer, [0], world.rank)
         before = engine(model).compression.state_dict()

@@ -54,11 +54,11 @@ def loss(model: Any, step: int, rank: int) -> torch.Tensor:
 
 
 def reduced(wire: Any = LOW) -> Any:
-    return wingbeat.AllReduce(wire=wire, mb=MB, first_mb=MB)
+    return wingbeat.AllReduce(compression=wire, mb=MB, first_mb=MB)
 
 
 def overlapped(wire: Any = LOW, **options: Any) -> Any:
-    return wingbeat.DeAR(wire=wire, plan="fixed", mb=MB, edge_mb=MB, **options)
+    return wingbeat.DeAR(compression=wire, plan="fixed", mb=MB, edge_mb=MB, **options)
 
 
 STRATEGIES = {
@@ -356,7 +356,7 @@ def test_a_cube_carries_factors() -> None:
     """They are summed along it, as gradients are; what is sketched is refused there."""
 
     def body(world: Any) -> dict[str, torch.Tensor]:
-        model, optimizer = begin(world, wingbeat.BML(wire=LOW))
+        model, optimizer = begin(world, wingbeat.BML(compression=LOW))
         usual(model, optimizer, world.rank)
         wingbeat.release(model, optimizer)
         return weights(model)
@@ -370,7 +370,9 @@ def test_a_cube_carries_factors() -> None:
 @pytest.mark.parametrize("schedule", ["wfbp", "dear"])
 def test_layers_are_merged_by_what_factors_cost(schedule: str) -> None:
     """The probe exchanges factors: their bytes, and two sums."""
-    strategy = wingbeat.Strategy(plan=wingbeat.parts.Merged(steps=1), wire=LOW, schedule=schedule)
+    strategy = wingbeat.Strategy(
+        plan=wingbeat.parts.Merged(steps=1), compression=LOW, schedule=schedule
+    )
 
     def body(world: Any) -> dict[str, Any]:
         model, optimizer = begin(world, strategy)

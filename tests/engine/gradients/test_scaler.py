@@ -131,12 +131,12 @@ def test_small_gradients_are_unscaled_where_they_have_room(wire: str) -> None:
         model = nn.Linear(50, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        strategy = wingbeat.DeAR(plan="fixed", wire=wire)
+        strategy = wingbeat.DeAR(plan="fixed", compression=wire)
         model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
         scaler.scale(model(torch.full((1, 50), 1e-8)).sum()).backward()
         scaler.step(optimizer)
-        model.flush()
+        model.synchronize()
         return float(model.weight.detach().mean())
 
     for weight in loopback.run(loopback.worlds(2), body):
@@ -182,7 +182,7 @@ def test_an_infinity_on_one_worker_skips_the_step_on_all() -> None:
         scaler.scale(model(torch.ones(2, 9)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-        model.flush()
+        model.synchronize()
         return scaler.get_scale(), bool(model.weight.isfinite().all())
 
     assert loopback.run(loopback.worlds(3), body) == [(4.0, True)] * 3
@@ -209,7 +209,7 @@ def test_workers_without_a_block_of_their_own_take_part(bad: bool) -> None:
             scaler.step(optimizer)
             scaler.update()
             assert (bad and step) or float(norm) == pytest.approx([1.0, 0.9][step])
-        model.flush()
+        model.synchronize()
         return scaler.get_scale(), model.weight.item()
 
     wanted = (4.0, pytest.approx(0.45)) if bad else (8.0, pytest.approx(0.4))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import wingbeat
+import wingbeat_lab
 from helpers.training import TINY_MB, backward, engine, net, on, sgd, train
 from wingbeat.engine.gradients.bucket import COUNT_MODULUS, Bucket, Slot, StepCounter
 from wingbeat.errors import PeerError, UsageError
@@ -84,12 +85,12 @@ def test_one_more_step_changes_the_count_in_a_bucket(steps: int, ahead: int | No
 
 SKIPPING: dict[str, Any] = {
     "allreduce": wingbeat.AllReduce(mb=TINY_MB),
-    "bf16": wingbeat.AllReduce(mb=TINY_MB, wire="bf16"),
-    "half": wingbeat.AllReduce(mb=TINY_MB, wire=Half()),
-    "sketch": wingbeat.AllReduce(mb=TINY_MB, wire=Sketch(auto_disable=False)),
+    "bf16": wingbeat.AllReduce(mb=TINY_MB, compression="bf16"),
+    "half": wingbeat.AllReduce(mb=TINY_MB, compression=Half()),
+    "sketch": wingbeat.AllReduce(mb=TINY_MB, compression=Sketch(auto_disable=False)),
     "dear": wingbeat.DeAR(plan="fixed", mb=TINY_MB),
-    "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, wire=TopK(auto_disable=False)),
-    "ako": wingbeat.Ako(),
+    "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, compression=TopK(auto_disable=False)),
+    "ako": wingbeat_lab.Ako(),
     "geryon": wingbeat.Geryon(mb=TINY_MB, servers=1, encrypted=False),
     "geryon-start": wingbeat.Geryon(mb=TINY_MB, servers=1, pull="start", encrypted=False),
 }

@@ -385,7 +385,7 @@ def test_tensors_in_nested_arguments_are_found() -> None:
 
 
 def shown() -> tuple[MixedGradients, list[Slot]]:
-    """Views after an exchange, of two parameters; the optimizer updates the first one."""
+    """ShownGradients after an exchange, of two parameters; the optimizer updates the first one."""
     slots = [Slot(i, f"p{i}", torch.nn.Parameter(torch.ones(3))) for i in range(2)]
     bucketing: Any = SimpleNamespace(slots=slots, buckets=[Bucket(0, slots)])
     views = MixedGradients(bucketing, lambda param: param is slots[0].param)

@@ -294,7 +294,7 @@ def test_an_exception_in_a_late_update_leaves_later_gradients_alone() -> None:
             model._parameters["weight"].grad = mine
         vars(optimizer)["fail"] = True  # an assignment would have the update made before
         with pytest.raises(ArithmeticError):
-            model.flush()
+            model.synchronize()
         assert model._parameters["weight"].grad is mine
         assert not engine(model).stepper.stepping
 
@@ -317,7 +317,7 @@ def test_one_gradient_replaced_unseen_counts_and_unused_ones_are_none(sharded: b
             if step == 1:
                 param.grad = torch.ones(3, 7)
             optimizer.step()
-            model.flush()
+            model.synchronize()
             assert unused.grad is None
             changes.append(param.detach() - before)
         return changes[1]

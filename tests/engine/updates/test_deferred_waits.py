@@ -35,7 +35,7 @@ def test_an_optimizer_may_write_to_its_gradients() -> None:
             optimizer.step()
             if world.rank == 2:
                 time.sleep(0.02)  # one that is late, so that others still have to send to it
-            model.flush()
+            model.synchronize()
         return model.weight.detach().clone()
 
     with late.open_worlds(4) as (members, _):
@@ -83,8 +83,8 @@ def test_an_update_that_writes_to_gradients_waits_until_they_are_sent(writes: bo
             model(torch.full((2, 4), 1.0 + world.rank)).square().mean().backward()
             optimizer.step()
             if step < 5:
-                model.flush()
-        model.flush()
+                model.synchronize()
+        model.synchronize()
         return calls
 
     assert on(2, body) == [["wait"] if writes else ["wait_received"]] * 2
@@ -106,7 +106,7 @@ def _waits(make: Callable[[Any], Any], last: int) -> list[str]:
             optimizer.zero_grad()
             model(torch.full((2, 4), 1.0 + world.rank)).square().mean().backward()
             optimizer.step()
-            model.flush()
+            model.synchronize()
         return calls
 
     return on(2, body)[0]

@@ -256,7 +256,7 @@ def test_a_scaler_skips_the_same_steps_everywhere(fused: bool) -> None:
 
 def test_gradients_on_a_narrow_wire_parameters_in_full() -> None:
     def body(world: Any) -> Any:
-        model, optimizer = distributed(world, sgd, wire="bf16")
+        model, optimizer = distributed(world, sgd, compression="bf16")
         train(model, optimizer, range(6))
         return weights(model)
 

@@ -47,9 +47,9 @@ def _adafactor(params: Any) -> torch.optim.Optimizer:
 def trains_the_same_by_whole_parameters() -> None:
     want = _trained(False, make=_adafactor, shard_optimizer=False)
     assert_same(_trained(True, make=_adafactor), want, 1e-5)
-    _trained(True, make=_adafactor, wire="bf16")
+    _trained(True, make=_adafactor, compression="bf16")
     with pytest.raises(UsageError, match="Adafactor is divided by whole parameters, and codecs"):
-        _trained(True, make=_adafactor, wire="sketch@4")
+        _trained(True, make=_adafactor, compression="sketch@4")
     wingbeat.shutdown()
 
 
@@ -58,7 +58,7 @@ def trains_the_same() -> None:
     want = _trained(False, shard_optimizer=False)
     assert_same(_trained(True), want, 1e-5)
     for wire in ("bf16", "fp16"):
-        assert_same(_trained(True, wire=wire), want, 5e-2)
+        assert_same(_trained(True, compression=wire), want, 5e-2)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def test_a_closures_gradients_get_their_momentum() -> None:
     def body(world: Any, wire: Any, momentum: float) -> Any:
         model = net()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(wire=wire), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(compression=wire), world=world)
         losses = []
         for step in range(3):
 

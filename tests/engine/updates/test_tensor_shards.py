@@ -285,7 +285,7 @@ def test_a_malformed_state_names_its_sender(wrong: Any) -> None:
 @pytest.mark.parametrize("wire", ["bf16", "sketch@4", "topk@0.5"])
 def test_other_wires_give_all_workers_the_same(wire: str) -> None:
     def body(world: Any) -> Any:
-        model, optimizer = distributed(world, _adafactor, mb=0.001, wire=wire)
+        model, optimizer = distributed(world, _adafactor, mb=0.001, compression=wire)
         assert isinstance(_shards(model), TensorShards)
         train(model, optimizer, range(5))
         return weights(model), state_of(optimizer)["state"]

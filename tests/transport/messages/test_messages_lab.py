@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat import lab
+from wingbeat_lab import lab
 
 FILES = """if True:
     import os, pathlib, sys, time
-    from wingbeat.lab import counters
+    from wingbeat_lab.lab import counters
     from wingbeat.transport.messages import Limits, open_mailbox
 
     class Files:  # hosts of a lab share their disk

@@ -306,7 +306,7 @@ def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
     if choices.schedule != "wfbp":
         raise UsageError(
             f"{wire}: momentum correction needs whole buckets on each worker, which "
-            "wingbeat.AllReduce has; use AllReduce(wire=...) or momentum=0"
+            "wingbeat.AllReduce has; use AllReduce(compression=...) or momentum=0"
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("momentum", 0) or "betas" in group:

@@ -118,8 +118,8 @@ class ConsistencyCheck:
                 if time.monotonic() > deadline:
                     raise RendezvousError(
                         f"rank {world.rank}: rank {rank} did not compare its weights within "
-                        f"{world.timeout:g} s, as all do in model.flush(), and in the first step "
-                        "after load_state_dict(): call these on all ranks"
+                        f"{world.timeout:g} s, as all do in model.synchronize(), and in the first "
+                        "step after load_state_dict(): call these on all ranks"
                     ) from None
 
 

@@ -250,7 +250,7 @@ class LocalUpdate(WholeUpdate):
                 log.warning(
                     "weights have changed in %d forwards, and optimizer.step() was never called, "
                     "in which models are averaged: call it in place of updates made by hand, or "
-                    "wingbeat.consensus(model) on all ranks every so many of them",
+                    "wingbeat.synchronize(model) on all ranks every so many of them",
                     _CHANGES,
                 )
 

@@ -106,7 +106,7 @@ class Modes:
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 "an update of parameters is due while a CUDA graph is being captured: call "
-                "model.flush() before the capture"
+                "model.synchronize() before the capture"
             )
         here = torch.cuda.current_stream(self._device)
         if here != self._stream:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.engine import consensus, join, no_sync
+from wingbeat.engine import join, no_sync, synchronize
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
@@ -96,7 +96,7 @@ class DistributedAccelerator:
         """
         pairs = self._wingbeat_live()
         for model, _ in pairs:
-            consensus(model)
+            synchronize(model)
         folder = super().save_state(output_dir, *args, **kwargs)  # type: ignore[misc]
         for number, (_, optimizer) in enumerate(pairs):
             residuals.save(optimizer, folder, number)

@@ -75,7 +75,7 @@ def refuse_ddp_options(accelerator: Any, models: list[nn.Module]) -> None:
     if chosen != "no":
         raise UsageError(
             f"DistributedDataParallelKwargs(comm_hook={chosen!r}): there is no DDP to hook "
-            "into; give the strategy a wire, such as wingbeat.DeAR(wire='bf16')"
+            "into; give the strategy a compression, such as wingbeat.DeAR(compression='bf16')"
         )
     for model in models:
         buffer = next((name for name, _ in model.named_buffers()), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.engine import consensus, distribute, no_sync
+from wingbeat.engine import distribute, no_sync, synchronize
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations.lightning_family import names, options, workers
@@ -124,7 +124,7 @@ class FabricStrategy:
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state, the same on all workers, who all call this."""
         if engine_of(module) is not None:
-            consensus(module)
+            synchronize(module)
         state: dict[str, Any] = super().get_module_state_dict(module)  # type: ignore[misc]
         return state
 

@@ -36,8 +36,8 @@ NOT_NEEDED = (
 """DDP's own options that change nothing here."""
 
 _HOOKS = (
-    "give the strategy a wire (wingbeat.DeAR(wire='bf16'), wire='sketch@4'), or keep DDPStrategy "
-    "with wingbeat.integrations.ddp's hooks"
+    "give the strategy a compression (wingbeat.DeAR(compression='bf16'), or 'sketch@4'), or keep "
+    "DDPStrategy with wingbeat.integrations.ddp's hooks"
 )
 REMEDIES = {
     "bucket_cap_mb": "give the size to wingbeat's strategy, wingbeat.AllReduce(mb=...)",

@@ -17,10 +17,10 @@ from wingbeat.engine import (
     abandon,
     begin_step,
     bounded_exchange,
-    consensus,
     distribute,
     no_sync,
     release,
+    synchronize,
 )
 from wingbeat.errors import UsageError
 from wingbeat.integrations.lightning_family import changing, names, options, workers
@@ -209,7 +209,7 @@ class TrainerStrategy:
 
     def _level(self) -> None:
         if self._wingbeat_optimizer is not None and not self._wingbeat_failed:
-            consensus(self.lightning_module)
+            synchronize(self.lightning_module)
             self._wingbeat_moved = False
 
     # -- all workers at a time ------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from wingbeat.engine import consensus, release
+from wingbeat.engine import release, synchronize
 from wingbeat.engine.api import HasChoices, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
@@ -110,7 +110,7 @@ def _distributed(trainer: Any) -> nn.Module | None:
 def _agree(trainer: Any) -> None:
     model = _distributed(trainer)
     if model is not None:
-        consensus(model)
+        synchronize(model)
 
 
 def _release(trainer: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import wingbeat
+import wingbeat_lab
 from wingbeat.errors import UsageError
 
 from ..compare import assert_same_on_every_rank
@@ -103,10 +104,10 @@ def complex_parameters_through_wires_of_16_bits(rig: Rig) -> None:
     """A cast rounds numbers one by one; fp16 has a scale for each parameter."""
     bring_world_up()
     model = Spectral()
-    with pytest.raises(UsageError, match=r"Half\(\).*with or without wire=\"bf16\""):
-        wingbeat.distribute(model, sgd(model), wingbeat.AllReduce(wire="fp16"))
+    with pytest.raises(UsageError, match=r"Half\(\).*with or without compression=\"bf16\""):
+        wingbeat.distribute(model, sgd(model), wingbeat.AllReduce(compression="fp16"))
     optimizer = sgd(model)
-    wingbeat.distribute(model, optimizer, wingbeat.AllReduce(wire="bf16"))
+    wingbeat.distribute(model, optimizer, wingbeat.AllReduce(compression="bf16"))
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.full((2, 8), 0.1 * (rig.rank + 1))).square().mean().backward()
@@ -119,7 +120,7 @@ def complex_parameters_through_wires_of_16_bits(rig: Rig) -> None:
 def complex_parameters_where_models_or_gradients_differ(rig: Rig) -> None:
     bring_world_up()
     for strategy in (
-        wingbeat.Ako(),
+        wingbeat_lab.Ako(),
         wingbeat.Canary(),
         wingbeat.LocalSGD(),
         wingbeat.Ripples(),

@@ -313,7 +313,7 @@ def victim_of(name: str, mb: float, where: str, how: str, victim: int, timeout: 
     try:
         for step in range(2, 100):
             train(side, model, optimizer, [step])
-        model.flush()
+        model.synchronize()
     except PeerError as error:
         waited = time.monotonic() - begin
         text = str(error)
@@ -368,7 +368,7 @@ def works_alone(strategies: list[str], timeout: float) -> None:
         if world.rank == 1:
             time.sleep(1.6 * timeout)
         train(side, model, optimizer, range(2, 4))
-        wingbeat.consensus(model)
+        wingbeat.synchronize(model)
         flat = torch.cat([param.detach().flatten() for param in model.parameters()])
         both = [torch.zeros_like(flat) for _ in range(world.size)]
         dist.all_gather(both, flat)

@@ -178,7 +178,7 @@ def _train_and_forget(rig: Rig, release: bool) -> list[weakref.ref[Any]]:
     side, model = _side(rig), mlp()
     model, optimizer = side.setup(model, adamw(model))
     train(side, model, optimizer, range(3))
-    model.flush()
+    model.synchronize()
     if release:
         wingbeat.release(model, optimizer)
     return [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model[0].weight)]

@@ -260,10 +260,10 @@ def flush_applies_what_is_pending(rig: Rig) -> None:
     weight = model[0].weight
     model, optimizer = side.setup(model, sgd(model))
     train(side, model, optimizer, range(2))
-    model.flush()
+    model.synchronize()
     after_flush = weight.detach().clone()
     assert torch.equal(after_flush, model.state_dict()["0.weight"])
-    model.flush()
+    model.synchronize()
     assert torch.equal(after_flush, weight), "a second flush changed the weights"
     assert_same_on_every_rank({"0.weight": weight}, "after flush")
     side.leave()

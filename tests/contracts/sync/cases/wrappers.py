@@ -226,22 +226,22 @@ def state_dicts_of_torchs_checkpoints(rig: Rig) -> None:
 
 
 class Named(nn.Module):
-    """Has a layer called ``join`` and methods of its own called ``flush`` and ``no_sync``."""
+    """Has a layer called ``join`` and methods of its own called ``synchronize`` and ``no_sync``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = mlp(classes=8)
         self.join = nn.Linear(8, 3)
-        self.flushed = 0
+        self.synchronized = 0
 
-    def flush(self) -> None:
-        self.flushed += 1
+    def synchronize(self) -> None:
+        self.synchronized += 1
 
     def no_sync(self) -> str:
         return "the model's own"
 
     def forward(self, x: Tensor) -> Tensor:
-        self.flush()
+        self.synchronize()
         out: Tensor = self.join(torch.tanh(self.body(x)))
         return out
 
@@ -259,14 +259,14 @@ def names_that_the_model_has_itself(side: Side) -> None:
         optimizer.step()
     if side.is_subject:
         assert bare.no_sync() == "the model's own"
-        wingbeat.flush(model)
+        wingbeat.synchronize(model)
         with wingbeat.join(model):
             pass
-    side.note("flushed", float(bare.flushed))
+    side.note("synchronized", float(bare.synchronized))
 
 
 @check()
 def functions_refuse_plain_models(rig: Rig) -> None:
-    for call in (wingbeat.no_sync, wingbeat.join, wingbeat.flush):
+    for call in (wingbeat.no_sync, wingbeat.join, wingbeat.synchronize):
         with pytest.raises(UsageError, match=r"pass a model that distribute\(\) has returned"):
             call(mlp())

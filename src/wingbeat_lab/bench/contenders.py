@@ -1,0 +1,202 @@
+"""What stands in a bench's rows: wingbeat's strategies and what PyTorch itself offers.
+
+A row is written ``name`` or ``name:key=value,key=value``. Nothing here imports torch: a row is
+checked before any worker starts. ``attach`` makes it real inside a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wingbeat import wires
+from wingbeat.errors import UsageError, unknown
+from wingbeat.settings import read_options
+from wingbeat.strategies import Strategy
+from wingbeat.traits import Traits
+from wingbeat_lab import baselines
+from wingbeat_lab.bench.bound import low_rank_bytes
+
+
+def _traits(bound: str, *, exact: bool, synchronous: bool = True) -> Traits:
+    return Traits(
+        exact=exact,
+        synchronous=synchronous,
+        bound=bound,
+        halves=False,
+        in_parts=False,
+        gathered=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What PyTorch offers, to be compared with: its traits, what it is, its options' defaults.
+
+    ``ddp`` says whether it is a form of DistributedDataParallel.
+    """
+
+    traits: Traits
+    note: str
+    defaults: dict[str, Any] = field(default_factory=dict)
+    ddp: bool = False
+
+
+_EXACT, _INEXACT = _traits("whole", exact=True), _traits("whole", exact=False)
+
+BASELINES: dict[str, Baseline] = {
+    "single": Baseline(
+        _traits("single", exact=False, synchronous=False),
+        "No communication: every worker trains alone.",
+    ),
+    "ddp": Baseline(_EXACT, "PyTorch's DistributedDataParallel as it is.", {"mb": 25.0}, ddp=True),
+    "ddp+fp16": Baseline(
+        _INEXACT, "DDP with PyTorch's fp16_compress_hook.", {"mb": 25.0}, ddp=True
+    ),
+    "ddp+bf16": Baseline(
+        _INEXACT, "DDP with PyTorch's bf16_compress_hook.", {"mb": 25.0}, ddp=True
+    ),
+    "ddp+powersgd": Baseline(
+        _INEXACT, "DDP with PyTorch's PowerSGD hook, in one bucket.", {"rank": 1}, ddp=True
+    ),
+    "fsdp": Baseline(_traits("fsdp", exact=True), "fully_shard over the children of the model."),
+}
+"""Rows that are not wingbeat's own."""
+
+COMPOSED = "strategy:plan=merged,compression=sketch,schedule=dear"
+"""How a row is written that is no preset."""
+
+_HALVED = ("ddp+fp16", "ddp+bf16")
+"""Rows whose gradients travel with 16 bits."""
+
+_HALF_BYTES = 2
+"""Bytes of an element in fp16 and bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One row of the table.
+
+    Attributes:
+        text: as the user wrote it.
+        name: a key of ``BASELINES`` or a strategy's name.
+        traits: what may be relied on, and which bound holds.
+        options: a baseline's options, defaults filled in; empty for strategies.
+        strategy: wingbeat's composition, or None for a baseline.
+        scale: factor on every bucket size, the model's scale.
+    """
+
+    text: str
+    name: str
+    traits: Traits
+    options: dict[str, Any]
+    strategy: Strategy | None = None
+    scale: float = 1.0
+
+    def at_scale(self, scale: float) -> Contender:
+        """The same row for a model of ``scale`` of its size: buckets shrink with the model.
+
+        Otherwise a model of eight buckets would become one of two, and lose its overlap.
+        """
+        strategy = None if self.strategy is None else self.strategy.scaled(scale)
+        return replace(self, strategy=strategy, scale=scale)
+
+    def settled(self) -> Contender:
+        """The same row without the warm-up of top-k that it has by default.
+
+        For a model that does not learn: what is timed is to be what training settles to.
+        """
+        strategy = self.strategy
+        if (
+            strategy is None
+            or not isinstance(strategy.compression, wires.TopK)
+            or "warmup=" in self.text
+        ):
+            return self
+        settled = replace(strategy, compression=replace(strategy.compression, warmup=0))
+        return replace(self, strategy=settled)
+
+    @property
+    def wire(self) -> str | wires.Coded:
+        """What gradients travel as; empty for their own dtype."""
+        return "" if self.strategy is None else self.strategy.choices().wire
+
+    def wire_bytes(
+        self, shapes: Sequence[Sequence[int]], itemsize: int = 4, names: Sequence[str] = ()
+    ) -> int:
+        """Bytes of the gradients of tensors of these shapes, as they travel here.
+
+        ``names`` are the tensors', where groups of them travel in different ways.
+        """
+        if self.name == "ddp+powersgd":
+            return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
+        if self.alone:
+            return 0
+        width = min(itemsize, _HALF_BYTES) if self.name in _HALVED else itemsize
+        own = [wires.own(self.wire, name) for name in names] or [self.wire] * len(shapes)
+        return sum(map(wires.least_bytes, own, shapes, [width] * len(shapes)))
+
+    @property
+    def ddp(self) -> bool:
+        """Whether it is DistributedDataParallel, with whatever hook."""
+        return self.name in BASELINES and BASELINES[self.name].ddp
+
+    @property
+    def decides(self) -> bool:
+        """Whether it finds out by measuring how it trains, before it can be timed."""
+        if self.strategy is None:
+            return False
+        choices = self.strategy.choices()
+        tried = isinstance(choices.wire, wires.Coded) and choices.wire.auto_disable
+        parts = choices.tuning, choices.merging, choices.servers and choices.servers.tuning
+        return tried or any(part is not None for part in parts)
+
+    @property
+    def averages(self) -> bool:
+        """Whether workers average their models, and make steps of their own in between."""
+        return self.traits.bound == "local"
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return self.traits.bound == "single"
+
+
+def names() -> list[str]:
+    """Every name that a row may have."""
+    return [*BASELINES, *baselines.names()]
+
+
+def about() -> dict[str, str]:
+    """Say of every name what it is, in one line, and what may be relied on without options."""
+    said = {name: f"{known.note} ({known.traits.words()})" for name, known in BASELINES.items()}
+    for name, preset in baselines.PRESETS.items():
+        what = (preset.__doc__ or "").partition("\n")[0]
+        said[name] = f"{what} ({preset().traits.words()})"
+    return said | {"strategy": f"A composition of your own, as in {COMPOSED}."}
+
+
+def parse(text: str) -> Contender:
+    """Read one row.
+
+    >>> parse("ddp+powersgd:rank=4").options
+    {'rank': 4}
+
+    Raises:
+        UsageError: an unknown name or option, or a value that cannot work; names the nearest.
+    """
+    name, _, rest = text.partition(":")
+    name = name.lower()
+    if name in baselines.names():
+        strategy = baselines.parse(text).compose()
+        return Contender(text, name, strategy.traits, {}, strategy)
+    if name not in BASELINES:
+        raise unknown("strategy", name, names())
+    known = BASELINES[name]
+    kinds = {key: type(value) for key, value in known.defaults.items()}
+    given = read_options(rest, kinds, where=text)
+    for key, value in given.items():
+        if not 0 < value <= 4096:
+            raise UsageError(f"option {key}={value} in {text!r}: allowed are values from 0 to 4096")
+    return Contender(text, name, known.traits, {**known.defaults, **given})

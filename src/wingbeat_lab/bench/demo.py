@@ -1,0 +1,152 @@
+"""What ``wingbeat demo`` measures and shows: real training, and the speed of a larger network.
+
+A network for 8 x 8 images is too small for its gradients to fill a link, so what the strategies
+are worth shows on a paced ResNet-50; that they are *right* shows on the digits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from wingbeat_lab.bench import estimate
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.machine import disturbed
+from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.results import Report
+from wingbeat_lab.bench.table import MISSING, megabytes, milliseconds
+from wingbeat_lab.lab.spec import LabSpec
+
+ROWS = ("ddp", "allreduce", "dear")
+"""What the demo compares; the first is the reference."""
+
+SCALE = 0.25
+"""Of the paced ResNet-50, so that its links, which shrink with it, are the 1 Gbit/s ones."""
+
+EPOCH = 11
+"""Iterations that four workers need for all training images."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The demo's two benches, and why links are unshaped (None if they are shaped)."""
+
+    digits: BenchConfig
+    paced: BenchConfig
+    unshaped: str | None
+
+
+def plan(unshaped: str | None, *, quick: bool = False) -> Plan:
+    """Decide what to run.
+
+    Args:
+        unshaped: why this machine cannot emulate links, from ``lab.available()``, or None.
+        quick: a few iterations only, to see that everything works.
+    """
+    on = "loopback:4" if unshaped else "star:4@1gbit"
+    # Tuning takes more iterations than there are here.
+    rows = (*ROWS[:-1], f"{ROWS[-1]}:plan=fixed") if quick else ROWS
+    before_scaling = "loopback:4" if unshaped else "star:4@4gbit"
+    digits = BenchConfig(
+        lab=on,
+        model="digits",
+        strategies=ROWS,
+        iterations=(2 if quick else 14) * EPOCH,
+        rounds=1,  # one training from start to end for each row, as the accuracy needs
+        measure=False,
+    )
+    paced = BenchConfig(
+        lab=before_scaling,
+        model=f"paced:resnet50@{SCALE}",
+        strategies=rows,
+        iterations=2 if quick else 24,
+        rounds=1 if quick else 3,
+        warmup=2,
+        trace=True,
+        measure=False,
+    )
+    return Plan(digits, paced, unshaped)
+
+
+def about(demo: Plan) -> list[str]:
+    """What is going to happen, as lines of text."""
+    if demo.unshaped:
+        where = [
+            "Four workers on this machine's loopback. LINKS ARE UNSHAPED: they are as fast as",
+            "memory, so the times below say little about a network. For emulated hosts and links:",
+            f"  {demo.unshaped}",
+        ]
+    else:
+        where = ["Four emulated hosts on this machine, joined by 1 Gbit/s links."]
+    return [
+        *where,
+        "1. digits: a small network learns scikit-learn's handwritten digits, for real.",
+        f"2. resnet50: ResNet-50's layers at {SCALE:g} of their size and an RTX 2080 Ti's pace",
+        "   (emulated: it does not learn), whose gradients keep the links busy. It has the ratio",
+        "   of communication to computation of the whole ResNet-50 on 4 Gbit/s links.",
+        f"Both take about {estimate.about(estimate.of_all([demo.digits, demo.paced]))}.",
+    ]
+
+
+_COLUMNS = (
+    "model",
+    "strategy",
+    "ms per iteration",
+    "ratio to DDP",
+    "MB sent",
+    "accuracy",
+)
+
+
+def printed(digits: Report, paced: Report) -> Printed:
+    """Return both benches in one table, as the documentation has it."""
+    rows = [
+        (
+            label,
+            run.strategy,
+            milliseconds(run.iteration_s.median),
+            f"{run.ratio:.2f}",
+            megabytes(run.bytes_per_iteration),
+            MISSING if run.accuracy is None else f"{run.accuracy:.1%}",
+        )
+        for label, report in (("digits (real)", digits), ("resnet50 (paced)", paced))
+        for run in report.runs
+    ]
+    notes = [
+        "ratio below 1: faster than DDP",
+        "MB sent: by one worker in an iteration, by the kernel's counters",
+        "accuracy: on test images",
+        "real: trains on data; paced: real bytes, emulated computation, cannot learn",
+    ]
+    if spoiled := disturbed(digits.machine, paced.machine):
+        notes.append(spoiled)
+    return Printed.of("Measured in this run", _COLUMNS, rows, notes)
+
+
+def render(made: Printed) -> Table:
+    """Return the table for a terminal."""
+    table = Table(title=made.title, title_justify="left", title_style="bold")
+    for name in made.columns:
+        left = name in ("model", "strategy")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for model, rows in itertools.groupby(made.rows, key=operator.itemgetter(0)):
+        for number, row in enumerate(rows):
+            table.add_row("" if number else model, *row[1:])
+        table.add_section()
+    table.caption = "\n".join(made.notes)
+    return table
+
+
+def to_json(demo: Plan, digits: Report, paced: Report) -> dict[str, Any]:
+    """Everything the demo measured, as plain values."""
+    return {
+        "links": "unshaped" if demo.unshaped else "shaped",
+        "unshaped_because": demo.unshaped,
+        "stands_for": str(LabSpec.parse(demo.paced.lab)),
+        "benches": [digits.to_json(), paced.to_json()],
+        "tables": [printed(digits, paced).to_json()],
+    }

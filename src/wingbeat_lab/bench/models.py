@@ -1,0 +1,140 @@
+"""What a bench trains: a paced model, or a small real one on real data."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from wingbeat.costs import LayerCosts
+from wingbeat.errors import UsageError, unknown
+from wingbeat_lab import paced
+from wingbeat_lab.bench.contenders import Contender
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class BenchModel:
+    """A model by name.
+
+    Attributes:
+        name: as the report prints it.
+        profile: the paced model's profile; None for ``digits``.
+        stretch: factor on a paced model's times.
+    """
+
+    name: str
+    profile: paced.Profile | None
+    stretch: float = 1.0
+
+    @property
+    def link_scale(self) -> float:
+        """Factor on the lab's rates that keeps communication over computation as it was."""
+        return 1.0 if self.profile is None else self.profile.scale / self.stretch
+
+    @property
+    def codec_factor(self) -> float:
+        """How many times as long codec work takes on the whole model, at the bench's pace."""
+        return 1.0 / self.link_scale
+
+    def compute_s(self) -> tuple[float, float] | None:
+        """Forward and backward seconds of an iteration; None for a real model."""
+        if self.profile is None:
+            return None
+        factor = self.stretch / 1e3
+        return self.profile.forward_ms * factor, self.profile.backward_ms * factor
+
+    def layers(self, contender: Contender) -> list[LayerCosts] | None:
+        """Each layer's seconds and wire bytes under ``contender``; None for a real model."""
+        if self.profile is None:
+            return None
+        factor = self.stretch / 1e3
+        return [
+            LayerCosts(
+                layer.forward_ms * factor,
+                layer.backward_ms * factor,
+                contender.wire_bytes(
+                    [p.shape for p in layer.parameters],
+                    names=[f"{layer.attribute}.{p.name}" for p in layer.parameters],
+                ),
+            )
+            for layer in self.profile.layers
+        ]
+
+
+def names() -> list[str]:
+    """Every model that a bench can train."""
+    return ["digits", *(paced.profile.PREFIX + name for name in paced.names())]
+
+
+def parse(text: str, *, stretch: float = 1.0) -> BenchModel:
+    """Read ``digits``, ``paced:NAME`` or ``paced:NAME@SCALE``.
+
+    Raises:
+        UsageError: no such model, a scale or a stretch that cannot work.
+    """
+    if not (math.isfinite(stretch) and 0.01 <= stretch <= 100.0):
+        raise UsageError(f"stretch = {stretch:g}; allowed: 0.01 to 100")
+    if text.startswith(paced.profile.PREFIX):
+        return BenchModel(text, paced.parse(text), stretch)
+    if text != "digits":
+        raise unknown("model", text, names())
+    if stretch != 1.0:
+        raise UsageError(f"stretch = {stretch:g} with model 'digits'; only paced models stretch")
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError(
+            "model 'digits' needs scikit-learn; install it with: pip install 'wingbeat[bench]'"
+        )
+    return BenchModel(text, None)
+
+
+@dataclass
+class Built:
+    """A model and its data inside a worker.
+
+    Attributes:
+        model: on the CPU, the same weights on every worker.
+        loss: runs the wrapped model on the next batch and returns the loss to differentiate.
+        accuracy: the wrapped model's share of right answers on the test set, or None.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module], Tensor]
+    accuracy: Callable[[nn.Module], float | None]
+
+
+def build(spec: BenchModel, *, rank: int, workers: int, seed: int) -> Built:
+    """Make the model and its data; the same for every row, so that rows can be compared."""
+    if spec.profile is not None:
+        model = paced.PacedModel(spec.profile, rank=rank, time_scale=spec.stretch)
+        return Built(model, lambda wrapped: _tensor(wrapped(None)), lambda _: None)
+    return _build_digits(rank=rank, workers=workers, seed=seed)
+
+
+def _build_digits(*, rank: int, workers: int, seed: int) -> Built:
+    from torch.nn.functional import cross_entropy
+
+    from wingbeat_lab.bench import digits
+
+    images, names_, test_images, test_names = digits.data()
+    stream: Iterator[Any] = digits.batches(images, names_, rank=rank, workers=workers, seed=seed)
+
+    def loss(wrapped: nn.Module) -> Tensor:
+        batch, answers = next(stream)
+        return cross_entropy(wrapped(batch), answers)
+
+    return Built(
+        digits.network(seed),
+        loss,
+        lambda wrapped: digits.accuracy(wrapped, test_images, test_names),
+    )
+
+
+def _tensor(value: Any) -> Tensor:
+    """The model's loss; a wrapper's ``forward`` is untyped."""
+    loss: Tensor = value
+    return loss

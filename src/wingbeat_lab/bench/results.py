@@ -1,0 +1,354 @@
+"""From the workers' stamps to the figures: pure arithmetic, and the JSON that holds them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from wingbeat.observe.breakdown import Parts
+from wingbeat_lab.bench import bound, clocks, traffic
+from wingbeat_lab.bench import cross as crossing
+from wingbeat_lab.bench.clocks import Rates
+from wingbeat_lab.bench.config import Checked
+from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.bench.cross import CrossTraffic, Seen
+from wingbeat_lab.bench.links import reduce_seconds_per_byte
+from wingbeat_lab.bench.quantiles import Quantiles
+from wingbeat_lab.bench.speedup import Measured
+from wingbeat_lab.bench.target import Curve, TimeToLoss, time_to_loss
+from wingbeat_lab.bench.traffic import Samples, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one row did in one round.
+
+    Attributes:
+        row: index into the rows.
+        starts: for each worker, when each timed iteration began and, last, when the one after
+            them began; seconds of the machine's monotonic clock, one for all workers.
+        sent_bytes: for each worker, what its host's interfaces sent in each iteration, over the
+            timed ones and the last warm-up, with nothing under way before and after.
+        cpu_s: by role, the CPU seconds of each of its processes over the timed iterations.
+        loss: of the last timed iteration, mean over workers.
+        accuracy: on the test set after the block, 0 to 1; None for a paced model.
+        coded: whether gradients went through the row's codec; None where it has none.
+        merge: what the row's plan says of itself; None where it plans nothing.
+        curves: for each worker, seconds and loss of each iteration, warm-up included; None
+            unless the bench has a target loss.
+        sent_by_class: for each worker, ``sent_bytes`` by class of the lab's links, as on the wire;
+            empty without classes.
+        traffic: for each worker, what its host had sent when; None unless it was looked at.
+        steps_by_rank: of models that are averaged: the steps of each worker in the timed
+            iterations.
+        fired_by_rank: under bounded staleness: how often the bound has acted on each worker in the
+            timed iterations, by what it did.
+    """
+
+    row: int
+    starts: list[list[float]]
+    sent_bytes: list[float]
+    cpu_s: dict[str, list[float]]
+    loss: float
+    accuracy: float | None = None
+    coded: bool | None = None
+    merge: dict[str, Any] | None = None
+    curves: list[Curve] | None = None
+    sent_by_class: list[dict[str, float]] = field(default_factory=list)
+    traffic: list[Samples] | None = None
+    steps_by_rank: list[int] | None = None
+    fired_by_rank: list[dict[str, int]] | None = None
+
+    def iterations_s(self) -> list[float]:
+        """Seconds between the last worker's start of one iteration and of the next."""
+        return [after - before for before, after in itertools.pairwise(self.last_starts())]
+
+    def last_starts(self) -> list[float]:
+        """When the last worker began each timed iteration and, last, the one after them."""
+        return [max(stamps) for stamps in zip(*self.starts, strict=True)]
+
+    def bytes_per_iteration(self, sharing: int) -> float:
+        """Bytes per worker and iteration, where ``sharing`` workers share a host's counters."""
+        return statistics.fmean(self.sent_bytes) / sharing
+
+    def class_bytes_per_iteration(self, sharing: int) -> dict[str, float]:
+        """The same by class; empty where the lab has none."""
+        names = self.sent_by_class[0] if self.sent_by_class else {}
+        sent = {name: [each[name] for each in self.sent_by_class] for name in names}
+        return {name: statistics.fmean(each) / sharing for name, each in sent.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """What it took until a row knew how it trains, before its first turn.
+
+    Attributes:
+        iterations: of training.
+        seconds: that they took, by rank 0's clock.
+        decision: what was found, as `wingbeat.control.decisions.Decisions` says it.
+    """
+
+    iterations: int
+    seconds: float
+    decision: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One row's figures; ``notes.NOTES`` says what each is."""
+
+    strategy: str
+    iteration_s: Quantiles
+    typical_s: float
+    ratio: float
+    bytes_per_iteration: float
+    exposed_s: float | None
+    bound_s: float | None
+    bound_eq6_s: float | None
+    bound_formula: str
+    fraction_of_bound: float | None
+    final_loss: float
+    accuracy: float | None
+    exact: bool
+    samples_s: list[float]
+    samples_by_rank_s: list[list[float]]
+    iterations_per_s: Rates
+    cpu_s_per_iteration: dict[str, list[float]]
+    cores_share: float
+    limited_by_cores: bool
+    ratio_to_best_ddp: float | None = None
+    speedup: float | None = None
+    bound_measured_s: float | None = None
+    fraction_of_s_max: float | None = None
+    breakdown: dict[str, Parts] | None = None
+    codec: str | None = None
+    merge: dict[str, Any] | None = None
+    deciding: Deciding | None = None
+    time_to_loss: TimeToLoss | None = None
+    class_bytes_per_iteration: dict[str, float] = field(default_factory=dict)
+    traffic: Traffic | None = None
+    steps_by_rank: list[int] | None = None
+    fired_by_rank: list[dict[str, int]] | None = None
+    cross_traffic: CrossTraffic | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole bench: what was asked, where it ran, and what came out."""
+
+    lab: str
+    model: str
+    machine: dict[str, Any]
+    runs: list[Run]
+    asked_lab: str
+    workers: int
+    config: dict[str, Any]
+    command: str
+    date: str
+    versions: dict[str, str]
+    compute_s: dict[str, float] | None
+    notes: dict[str, str]
+    measured: Measured | None = None
+    normal_iteration_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; ``lab, model, machine, runs`` first."""
+        return asdict(self)
+
+
+def runs(
+    checked: Checked,
+    blocks: Sequence[Block],
+    measured: Measured | None = None,
+    *,
+    cores: int,
+    deciding: Sequence[Deciding | None] = (),
+    cross: Seen | None = None,
+) -> list[Run]:
+    """Turn the blocks into one run for each row, in the rows' order.
+
+    Args:
+        checked: what was measured.
+        blocks: of all rows and rounds.
+        measured: computation and links alone, if they were.
+        cores: that all workers share.
+        deciding: for each row, what it took to decide; empty for none.
+        cross: what cross-traffic there was at which time; empty or None for none.
+    """
+    by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
+    samples = [[s for block in own for s in block.iterations_s()] for own in by_row]
+    quantiles = [Quantiles.of(own) for own in samples]
+    # Without lockstep several gradients or steps may come at once after a long wait. A median that
+    # leaves the waits out would be too good.
+    typical = [
+        times.median if row.traits.synchronous else statistics.fmean(own)
+        for row, own, times in zip(checked.rows, samples, quantiles, strict=True)
+    ]
+    ddp = [q.median for row, q in zip(checked.rows, quantiles, strict=True) if row.ddp]
+    frame = _Frame(
+        checked=checked,
+        measured=measured,
+        cores=cores,
+        compute_s=_compute_s(checked, quantiles),
+        first_s=typical[0],
+        best_ddp_s=min(ddp, default=None),
+        cross=cross or {},
+    )
+    decided = deciding or [None] * len(by_row)
+    rows = zip(checked.rows, by_row, samples, quantiles, typical, decided, strict=True)
+    return [_run(frame, *each) for each in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What all rows have in common."""
+
+    checked: Checked
+    measured: Measured | None
+    cores: int
+    compute_s: float | None
+    first_s: float
+    best_ddp_s: float | None
+    cross: Seen
+
+
+def _run(
+    frame: _Frame,
+    row: Contender,
+    own: list[Block],
+    samples: list[float],
+    times: Quantiles,
+    typical: float,
+    deciding: Deciding | None,
+) -> Run:
+    checked, measured = frame.checked, frame.measured
+    floor, eq6, formula = _bounds(checked, row, reduce_seconds_per_byte(checked.lab))
+    alone = None if measured is None or row.alone else measured.bound_s
+    sharing = checked.config.per_host if checked.lab.shaped else checked.workers
+    compute = frame.compute_s
+    return Run(
+        strategy=row.text,
+        iteration_s=times,
+        typical_s=typical,
+        ratio=typical / frame.first_s,
+        ratio_to_best_ddp=None if frame.best_ddp_s is None else typical / frame.best_ddp_s,
+        bytes_per_iteration=statistics.fmean(b.bytes_per_iteration(sharing) for b in own),
+        exposed_s=None if compute is None else max(0.0, typical - compute),
+        bound_s=floor,
+        bound_eq6_s=eq6,
+        bound_formula=formula,
+        fraction_of_bound=None if floor is None else floor / typical,
+        final_loss=own[-1].loss,
+        accuracy=own[-1].accuracy,
+        exact=row.traits.exact,
+        samples_s=samples,
+        speedup=None if measured is None else measured.speedup(typical),
+        bound_measured_s=alone,
+        fraction_of_s_max=None if alone is None else alone / typical,
+        codec=_codec(own),
+        merge=next((b.merge for b in own if b.merge is not None), None),
+        deciding=deciding,
+        time_to_loss=_time_to_loss(checked, own),
+        traffic=_traffic(checked, own),
+        cross_traffic=_cross_traffic(frame, own),
+        steps_by_rank=_steps_by_rank(own),
+        fired_by_rank=all_fired(block.fired_by_rank for block in own),
+        class_bytes_per_iteration=_mean([b.class_bytes_per_iteration(sharing) for b in own]),
+        **_of_clocks(frame, own),
+    )
+
+
+def _of_clocks(frame: _Frame, blocks: Sequence[Block]) -> dict[str, Any]:
+    """Those fields of a run that come from each worker's own clock and processor time."""
+    stamps, cpu_s = [b.starts for b in blocks], [b.cpu_s for b in blocks]
+    by_rank = clocks.samples_by_rank_s(stamps)
+    busy = clocks.cores_share(stamps, cpu_s, frame.cores)
+    return {
+        "samples_by_rank_s": by_rank,
+        "iterations_per_s": clocks.rates(by_rank),
+        "cpu_s_per_iteration": clocks.cpu_s_per_iteration(cpu_s, len(by_rank[0])),
+        "cores_share": busy,
+        "limited_by_cores": busy >= clocks.CORES_FULL,
+    }
+
+
+def _time_to_loss(checked: Checked, blocks: Sequence[Block]) -> TimeToLoss | None:
+    target = checked.config.target_loss
+    if target is None:
+        return None
+    return time_to_loss(target, [b.curves for b in blocks if b.curves is not None])
+
+
+def _steps_by_rank(blocks: Sequence[Block]) -> list[int] | None:
+    steps = [block.steps_by_rank for block in blocks if block.steps_by_rank is not None]
+    return [sum(own) for own in zip(*steps, strict=True)] if steps else None
+
+
+def all_fired(blocks: Iterable[list[dict[str, int]] | None]) -> list[dict[str, int]] | None:
+    """Add up by rank how often a bound has acted; None where there is none."""
+    fired = [by_rank for by_rank in blocks if by_rank is not None]
+    if not fired:
+        return None
+    return [
+        {what: sum(one[what] for one in of_rank) for what in of_rank[0]}
+        for of_rank in zip(*fired, strict=True)
+    ]
+
+
+def _traffic(checked: Checked, blocks: Sequence[Block]) -> Traffic | None:
+    """What hosts have sent over time; workers of one host have seen the same."""
+    each = checked.config.per_host if checked.lab.shaped else checked.workers
+    rounds = [block.traffic[::each] for block in blocks if block.traffic is not None]
+    if not rounds:
+        return None
+    lab = checked.lab
+
+    def rate(host: int) -> float:
+        return float(sum(lab.link_rate(host, interface) for interface in range(lab.rails)))
+
+    return traffic.traffic(rounds, rate, traffic.WINDOW_S * checked.config.stretch)
+
+
+def _cross_traffic(frame: _Frame, blocks: Sequence[Block]) -> CrossTraffic | None:
+    if not frame.cross:
+        return None
+    directions = len(frame.cross) * frame.checked.lab.rails
+    return crossing.during(frame.cross, [block.last_starts() for block in blocks], directions)
+
+
+def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.fmean(one[name] for one in each) for name in each[0]}
+
+
+def _codec(blocks: Sequence[Block]) -> str | None:
+    """Whether the row's codec was on, as was found out before; None without one."""
+    return {None: None, True: "on", False: "off"}[blocks[-1].coded]
+
+
+def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None:
+    times = checked.model.compute_s()
+    if times is not None:
+        return sum(times)
+    for row, own in zip(checked.rows, quantiles, strict=True):
+        if row.alone:
+            return own.median
+    return None
+
+
+def _bounds(
+    checked: Checked, row: Contender, per_byte: float | None
+) -> tuple[float | None, float | None, str]:
+    """The floor, its simple form, and the formula or why there is none."""
+    layers = checked.model.layers(row)
+    if layers is None:
+        return None, None, f"none: {checked.model.name} has no stated compute time"
+    if row.traits.bound not in bound.BOUNDS:
+        return None, None, f"none: no floor is known for {row.name}"
+    if per_byte is None and not row.alone:
+        return None, None, "none: the lab's links have no stated rate"
+    rate = per_byte or 0.0
+    own = bound.BOUNDS[row.traits.bound]
+    return own.floor(layers, rate), own.simple(layers, rate), own.formula

@@ -1,0 +1,194 @@
+"""The parent's side of a bench: workers on a lab, progress while they work, a report at the end."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import wingbeat
+from wingbeat.errors import WingbeatError
+from wingbeat.observe import trace
+from wingbeat.observe.breakdown import breakdown
+from wingbeat.observe.events import Event
+from wingbeat_lab import lab
+from wingbeat_lab.bench import machine, protocol, results
+from wingbeat_lab.bench.config import BenchConfig, Checked
+from wingbeat_lab.bench.cross import Seen
+from wingbeat_lab.bench.notes import NOTES
+from wingbeat_lab.bench.progress import Progress
+from wingbeat_lab.bench.protocol import WHOLE
+from wingbeat_lab.bench.results import Block, Deciding, Report, Run
+from wingbeat_lab.bench.speedup import Measured, Timings, measured
+
+KEPT_LINES = 8
+"""Last lines of a worker's output that are shown if it fails."""
+
+
+class WorkerError(WingbeatError):
+    """A bench's worker failed; ``exit_code`` is its own, to be passed on."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Listener:
+    """Sorts what workers print: messages to the progress, the rest kept for a failure."""
+
+    progress: Progress
+    last: dict[int, deque[str]] = field(default_factory=dict)
+
+    def __call__(self, rank: int, line: str) -> None:
+        """Take one line of a worker's output."""
+        message = protocol.hear(line)
+        if message is None:
+            self.last.setdefault(rank, deque(maxlen=KEPT_LINES)).append(line)
+        elif message["kind"] == "progress":
+            self.progress.at(
+                message["done"], message["row"], message["round"], message["iteration"]
+            )
+        elif message["kind"] == "phase":
+            self.progress.phase(message["text"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A report, and the recorded events of each row (empty without a trace)."""
+
+    report: Report
+    events: list[list[Event]]
+
+
+def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False) -> Outcome:
+    """Measure. Nothing is left running or on disk.
+
+    Args:
+        config: what to measure.
+        command: what the user typed, for the report.
+        quiet: no progress on standard error.
+
+    Raises:
+        UsageError: a value in ``config`` cannot work; nothing was started.
+        LabError: this machine cannot make the lab.
+        WorkerError: a worker failed; names it and shows its last lines.
+    """
+    checked = config.check()
+    about, stolen_share = machine.describe(), machine.StolenShare()
+    with (
+        tempfile.TemporaryDirectory(prefix="wingbeat-bench-") as name,
+        Progress(checked, quiet=quiet) as progress,
+    ):
+        folder = Path(name)
+        config_path, result_path = folder / "config.json", folder / "result.json"
+        config_path.write_text(config.to_json(), encoding="utf-8")
+        listener = Listener(progress)
+        ended = lab.run(
+            checked.lab,
+            [sys.executable, "-m", "wingbeat_lab.bench.worker", str(config_path), str(result_path)],
+            per_host=config.per_host,
+            env=_environment(),
+            on_line=listener,
+        )
+        if ended.exit_code:
+            raise _failure(ended, listener)
+        about["stolen_share"] = stolen_share()
+        raw = json.loads(result_path.read_text(encoding="utf-8"))
+        events = _events(checked, folder)
+    report = _report(checked, raw, about, command, ended.cross)
+    if config.breakdown:
+        report = replace(report, runs=_broken_down(checked, report.runs, events))
+    whole = [own for (_, variant), own in events.items() if variant == WHOLE]
+    return Outcome(report, whole if config.trace else [])
+
+
+def _environment() -> dict[str, str]:
+    """Workers import the same wingbeat as this process, installed or not.
+
+    Nobody watches what is measured, unless asked to: a supervisor's time would count as a server's.
+    """
+    source = str(Path(wingbeat.__file__).parents[1])
+    inherited = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, [source, inherited]))
+    return {"PYTHONPATH": path, "WINGBEAT_TOP": os.environ.get("WINGBEAT_TOP", "off")}
+
+
+def _failure(ended: lab.RunResult, listener: Listener) -> WorkerError:
+    failure = ended.first_failure
+    if failure is None:
+        return WorkerError("the bench was ended before its workers were done", ended.exit_code)
+    lines = [line for line in listener.last.get(failure.rank, ()) if line.strip()]
+    said = "".join(f"\n  {line}" for line in lines) or " it said nothing"
+    return WorkerError(
+        f"rank {failure.rank} on {failure.host} ended with exit code {failure.code} after "
+        f"{failure.after:.1f} s; its last lines:{said}",
+        failure.code,
+    )
+
+
+Events = dict[tuple[int, str], list[Event]]
+"""By row and variant."""
+
+
+def _events(checked: Checked, folder: Path) -> Events:
+    ranks = range(checked.workers)
+    return {
+        (row, variant): trace.merge([protocol.part(folder, row, rank, variant) for rank in ranks])
+        for row, variant in checked.recorded
+    }
+
+
+def _broken_down(checked: Checked, runs: Sequence[Run], events: Events) -> list[Run]:
+    """Add the breakdowns; FSDP has none, because its waits cannot be seen from outside."""
+    out = []
+    for row, run in enumerate(runs):
+        own = {variant: breakdown(e) for (number, variant), e in events.items() if number == row}
+        seen = checked.rows[row].traits.bound != "fsdp"
+        out.append(replace(run, breakdown=own) if seen else run)
+    return out
+
+
+def _measured(checked: Checked, raw: list[list[dict[str, Any]]]) -> Measured | None:
+    rounds = [[Timings(**own) for own in round_] for round_ in raw]
+    return measured(rounds, bucket_bytes=checked.bucket_bytes)
+
+
+def _report(
+    checked: Checked,
+    raw: dict[str, Any],
+    about: dict[str, Any],
+    command: Sequence[str],
+    cross: Seen,
+) -> Report:
+    blocks = [Block(**block) for block in raw["blocks"]]
+    deciding = [None if own is None else Deciding(**own) for own in raw["deciding"]]
+    alone = _measured(checked, raw["timings"])
+    times = checked.model.compute_s()
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return Report(
+        lab=str(checked.lab),
+        model=checked.model.name,
+        machine=about,
+        runs=results.runs(
+            checked, blocks, alone, cores=about["cores"], deciding=deciding, cross=cross
+        ),
+        asked_lab=str(checked.asked),
+        workers=checked.workers,
+        config=asdict(checked.config),
+        command=shlex.join(command),
+        date=now.isoformat(timespec="seconds"),
+        versions=machine.versions(),
+        compute_s=None if times is None else {"forward": times[0], "backward": times[1]},
+        notes=NOTES,
+        measured=alone,
+        normal_iteration_s=raw["normal_s"] or None,
+    )

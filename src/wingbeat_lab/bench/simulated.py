@@ -1,0 +1,38 @@
+"""What a bench's rows would take in virtual time, on the lab's links."""
+
+from __future__ import annotations
+
+from wingbeat import simulator
+from wingbeat.errors import UsageError
+from wingbeat_lab import paced
+from wingbeat_lab.bench.config import Checked
+from wingbeat_lab.bench.contenders import Contender
+
+GOODPUT = 1448 / 1538
+"""Payload in what a full frame takes on the wire: preamble, Ethernet, IP and TCP headers with time
+stamps, checksum and the gap between frames."""
+
+
+def median_s(checked: Checked, row: Contender) -> float:
+    """Seconds of the row's median iteration.
+
+    Same plan, schedule and machine as in the lab, links of the same rate less headers, and the
+    simulator's defaults for what communication costs processors.
+
+    Raises:
+        UsageError: the model or the strategy cannot be simulated.
+    """
+    if checked.model.profile is None or row.strategy is None:
+        raise UsageError(
+            f"{row.text} with {checked.config.model}: only wingbeat's strategies on paced models "
+            "can be simulated"
+        )
+    if checked.lab.kind == "fat-tree":
+        raise UsageError(f"{checked.lab}: trunks and cross-traffic cannot be simulated; use a star")
+    links = simulator.Links(
+        bytes_per_s=checked.lab.rate / 8 * GOODPUT,
+        count=checked.lab.rails,
+        priorities=checked.lab.prio > 0,
+    )
+    model = paced.simulator_model(checked.model.profile, checked.model.stretch)
+    return simulator.simulate(model, row.strategy.choices(), checked.workers, links).median_s

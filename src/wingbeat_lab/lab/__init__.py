@@ -1,0 +1,38 @@
+"""An emulated cluster on one machine: hosts, switches, link rates and priorities.
+
+::
+
+    from wingbeat_lab import lab
+    result = lab.run("star:4@1gbit", ["python", "train.py"])
+    print(result.exit_code, result.stats.hosts["h0"]["eth0"].out["all"].bytes)
+
+Inside the lab a worker reads its own host's byte counters with ``lab.counters.read()``.
+"""
+
+from __future__ import annotations
+
+from wingbeat_lab.lab import counters
+from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
+from wingbeat_lab.lab.features import Finding, available, examine
+from wingbeat_lab.lab.launch import Failure, RunResult, run
+from wingbeat_lab.lab.registry import RunningLab, running, stats
+from wingbeat_lab.lab.spec import LabSpec, Override
+
+__all__ = [
+    "ClassCounters",
+    "Failure",
+    "Finding",
+    "InterfaceCounters",
+    "LabSpec",
+    "LabStats",
+    "Override",
+    "PortStats",
+    "RunResult",
+    "RunningLab",
+    "available",
+    "counters",
+    "examine",
+    "run",
+    "running",
+    "stats",
+]

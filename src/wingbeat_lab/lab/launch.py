@@ -1,0 +1,305 @@
+"""Running a command on every host of a lab, from outside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wingbeat.errors import LabError, UsageError
+from wingbeat_lab.lab import kernel, registry
+from wingbeat_lab.lab.counters import LabStats
+from wingbeat_lab.lab.cross import Sample
+from wingbeat_lab.lab.script import parse_script
+from wingbeat_lab.lab.spec import LabSpec
+
+GRACE_SECONDS = 30.0
+END_SECONDS = 10.0
+"""For a lab to end by itself before it is killed."""
+TIMEOUT_CODE = 124
+"""Exit code of a run that was ended by its own time limit, as coreutils' ``timeout`` gives."""
+
+UNSHARE = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child")
+_INNER = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from wingbeat_lab.lab.inner import main; main()"
+)
+
+OnLine = Callable[[int, str], None]
+OnEvent = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first worker that failed; ``code`` is 128 + n for signal n, ``after`` in seconds."""
+
+    rank: int
+    host: str
+    code: int
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        exit_codes: of each rank; 128 + n for one ended by signal n.
+        first_failure: the first worker that failed, or None.
+        timed_out: whether the time limit ended the run.
+        stats: the kernel's counters after the last worker ended.
+        cross: by host that cross-traffic flows to, what it had received and used at which time.
+    """
+
+    exit_codes: tuple[int, ...]
+    first_failure: Failure | None
+    timed_out: bool
+    stats: LabStats
+    cross: dict[str, list[Sample]] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0, the first failing worker's code, or 124 if the time limit came before any failed."""
+        if self.first_failure is not None and not self.timed_out:
+            return self.first_failure.code
+        return TIMEOUT_CODE if self.timed_out else 0
+
+
+def run(
+    spec: LabSpec | str,
+    command: Sequence[str],
+    *,
+    per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    on_line: OnLine | None = None,
+    on_event: OnEvent | None = None,
+    fail: str = "",
+    timeout: float | None = None,
+    grace: float = GRACE_SECONDS,
+) -> RunResult:
+    """Build a lab, run ``command`` on every host, and leave nothing behind.
+
+    Args:
+        spec: the cluster, as :class:`LabSpec` or its text or TOML file.
+        command: program and arguments, found on PATH.
+        per_host: workers on each host.
+        env: variables added to this process's own for the workers.
+        cwd: where the workers start.
+        on_line: called with rank and line for all they print; without it lines go to standard
+            output behind ``[h0]`` (``[h0.1]`` with several workers a host).
+        on_event: called with one line of text when a scripted fault happens.
+        fail: faults at given seconds, see :mod:`wingbeat_lab.lab.script`.
+        timeout: seconds after which the run is ended, counted from its start.
+        grace: seconds that the others have to end by themselves after the first failure.
+
+    Raises:
+        UsageError: a value that cannot work, or a command that does not exist.
+        LabError: this machine cannot make the lab; :func:`wingbeat_lab.lab.available` says why.
+    """
+    lab = LabSpec.parse(spec) if isinstance(spec, str) else spec
+    _check(command, per_host, timeout, grace)
+    fails = parse_script(fail, lab, per_host)
+    job = {
+        "spec": lab.to_text(),
+        "command": list(command),
+        "per_host": per_host,
+        "env": {**_job(), **os.environ, **(env or {})},
+        "fail": "; ".join(event.to_text() for event in fails),
+        "timeout": timeout,
+        "grace": grace,
+        "port": 0 if lab.shaped else _free_port(),
+    }
+    collector = _Collector(lab, per_host, on_line or Prefixer(lab, per_host), on_event)
+    with registry.listen() as listener, _start(job, lab, listener, cwd) as inner:
+        listener.close()  # the lab holds its own copy and is listed as long as it lives
+        _follow(inner, collector)
+    return collector.result()
+
+
+def _job() -> dict[str, str]:
+    """Return a name and a key for the job, which are its workers' unless the user gives others."""
+    return {
+        "WINGBEAT_JOB_ID": f"lab-{secrets.token_hex(8)}",
+        "WINGBEAT_JOB_KEY": secrets.token_hex(32),
+    }
+
+
+class Prefixer:
+    """Prints lines behind the name of the worker that said them; coloured on a terminal."""
+
+    def __init__(self, spec: LabSpec, per_host: int) -> None:
+        self._per_host = per_host
+        self._width = len(self._name(spec.hosts * per_host - 1))
+        self._colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+    def __call__(self, rank: int, line: str) -> None:
+        """Print one line."""
+        name = self._name(rank).ljust(self._width)
+        if self._colour:
+            name = f"\x1b[{31 + rank % 6}m{name}\x1b[0m"
+        print(name, line, flush=True)
+
+    def _name(self, rank: int) -> str:
+        host, local = divmod(rank, self._per_host)
+        return f"[h{host}]" if self._per_host == 1 else f"[h{host}.{local}]"
+
+
+@dataclass(slots=True)
+class _Collector:
+    """Turns the inner process's events into a result."""
+
+    spec: LabSpec
+    per_host: int
+    on_line: OnLine
+    on_event: OnEvent | None
+    codes: dict[int, int] = field(default_factory=dict)
+    first_failure: Failure | None = None
+    timed_out: bool = False
+    stats: LabStats | None = None
+    cross: dict[str, list[Sample]] = field(default_factory=dict)
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Handle one event; raises the error that the inner process reported."""
+        match event:
+            case {"event": "line", "rank": rank, "line": line}:
+                self.on_line(rank, line)
+            case {"event": "exit", "rank": rank, "code": code, "after": after}:
+                self.codes[rank] = code
+                if code and self.first_failure is None and not self.timed_out:
+                    self.first_failure = Failure(rank, f"h{rank // self.per_host}", code, after)
+            case {"event": "fault", "text": text} if self.on_event:
+                self.on_event(text)
+            case {"event": "cross", "host": host, "sample": sample}:
+                self.cross.setdefault(host, []).append(Sample(*sample))
+            case {"event": "timeout"}:
+                self.timed_out = self.first_failure is None
+            case {"event": "done", "stats": stats}:
+                self.stats = LabStats.from_json(stats)
+            case {"event": "error", "kind": kind, "text": text}:
+                raise UsageError(text) if kind == "usage" else LabError(text)
+
+    def result(self) -> RunResult:
+        """The result, once the inner process has said that it is done."""
+        if self.stats is None:
+            raise LabError("the lab was ended from outside before its workers were done")
+        codes = tuple(self.codes[rank] for rank in range(self.spec.hosts * self.per_host))
+        return RunResult(codes, self.first_failure, self.timed_out, self.stats, self.cross)
+
+
+def _check(command: Sequence[str], per_host: int, timeout: float | None, grace: float) -> None:
+    if not command:
+        raise UsageError("no command to run; put it after --, as in: -- python train.py")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"command {command[0]!r} is not found on PATH or cannot be executed")
+    if not 1 <= per_host <= 64:
+        raise UsageError(f"{per_host} workers a host; allowed: 1 to 64")
+    if timeout is not None and timeout <= 0:
+        raise UsageError(f"timeout of {timeout} seconds; allowed: more than 0")
+    if grace < 0:
+        raise UsageError(f"grace of {grace} seconds; allowed: 0 or more")
+
+
+def look_in_sbin() -> None:
+    """Add the folders of tc and ip to PATH, where they are missing for users of Debian."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    missing = [each for each in ("/usr/sbin", "/sbin") if each not in folders]
+    os.environ["PATH"] = os.pathsep.join([*folders, *missing])
+
+
+@functools.lru_cache(maxsize=1)
+def isolation() -> tuple[str, ...]:
+    """The ``unshare`` command line that works here: as root without a user namespace if it can.
+
+    Raises:
+        LabError: none works; the message has the reason.
+    """
+    look_in_sbin()
+    rootless = (*UNSHARE, "--user", "--map-root-user")
+    reason = ""
+    for candidate in (UNSHARE, rootless) if os.geteuid() == 0 else (rootless,):
+        try:
+            done = subprocess.run([*candidate, "true"], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            raise LabError("unshare not found: the lab needs Linux with util-linux") from None
+        if done.returncode == 0:
+            return candidate
+        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message"
+    raise LabError(f"private namespaces are refused here ({reason}); see: wingbeat lab doctor")
+
+
+@contextlib.contextmanager
+def _start(
+    job: dict[str, Any], spec: LabSpec, listener: socket.socket, cwd: str | Path | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the inner process and give it its job; it is dead when the body ends."""
+    source = str(Path(__file__).parents[2])
+    # Isolated and without site: the standard library and wingbeat_lab.lab are enough there, and
+    # neither the working folder nor PYTHONPATH can put another module in their place.
+    python = [sys.executable, "-I", "-S", "-c", _INNER, source]
+    inner = subprocess.Popen(
+        [*(isolation() if spec.shaped else ()), *python],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=cwd,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the lab in order
+        preexec_fn=functools.partial(
+            kernel.die_with_parent, signal.SIGKILL if spec.shaped else signal.SIGTERM
+        ),
+    )
+    try:
+        _write(inner, json.dumps({**job, "listener": listener.fileno()}).encode() + b"\n")
+        yield inner
+    finally:
+        _end(inner)
+
+
+def _follow(inner: subprocess.Popen[bytes], collector: _Collector) -> None:
+    """Handle events until the inner process ends; on Ctrl-C have it end its workers first."""
+    assert inner.stdout is not None
+    try:
+        for line in inner.stdout:
+            collector.take(json.loads(line))
+    except KeyboardInterrupt:
+        _write(inner, b"stop\n")
+        for line in inner.stdout:
+            collector.take(json.loads(line))
+        raise
+
+
+def _end(inner: subprocess.Popen[bytes]) -> None:
+    """Close the lifeline, which ends a lab that still runs, and wait until it is gone."""
+    assert inner.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        inner.stdin.close()
+    inner.stdin = None
+    try:
+        inner.communicate(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        inner.kill()  # and with it, by the kernel, every process in the lab
+        inner.communicate()
+
+
+def _write(inner: subprocess.Popen[bytes], data: bytes) -> None:
+    assert inner.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # its own last words say why it ended
+        inner.stdin.write(data)
+        inner.stdin.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

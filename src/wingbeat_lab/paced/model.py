@@ -1,0 +1,167 @@
+"""The paced model itself: an ``nn.Module`` that sleeps where a GPU would compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wingbeat_lab.paced.clock import Clock
+from wingbeat_lab.paced.profile import Profile, ProfiledLayer
+
+
+class PacedLayer(nn.Module):
+    """One layer: the profile's parameters, its forward time and its backward time (seconds)."""
+
+    def __init__(
+        self, layer: ProfiledLayer, clock: Clock, *, factor: float, time_scale: float
+    ) -> None:
+        super().__init__()
+        self.kind = layer.kind
+        self.factor = factor
+        self.clock = clock
+        self.forward_s = layer.forward_ms * 1e-3 * time_scale
+        # Backward time is spent by the hooks below, parameter by parameter; a layer without
+        # parameters has no hooks and spends it in its own backward.
+        self.own_backward_s = 0.0 if layer.parameters else layer.backward_ms * 1e-3 * time_scale
+        for spec in layer.parameters:
+            parameter = nn.Parameter(torch.ones(spec.shape))
+            self.register_parameter(spec.name, parameter)
+            share = spec.numel / layer.numel
+            seconds = layer.backward_ms * 1e-3 * time_scale * share
+            # Registered at birth, so before anybody else's: the time is over before others hear
+            # that the gradient is there, and writing the gradient is part of the time.
+            parameter.register_hook(_entering(clock))
+            parameter.register_post_accumulate_grad_hook(_spending(clock, seconds))
+
+    def forward(self, activation: Tensor) -> Tensor:
+        """Sleep the layer's forward time; add the layer's part of the loss to ``activation``."""
+        out: Tensor = _PacedFunction.apply(self, activation, *self.parameters(recurse=False))
+        return out
+
+
+def _entering(clock: Clock) -> Callable[[Tensor], None]:
+    def entering(_grad: Tensor) -> None:
+        clock.enter()
+
+    return entering
+
+
+def _spending(clock: Clock, seconds: float) -> Callable[[Tensor], None]:
+    def spending(_parameter: Tensor) -> None:
+        clock.spend(seconds)
+
+    return spending
+
+
+class _PacedFunction(torch.autograd.Function):
+    # Plain numbers rather than one-element tensors wherever possible: hundreds of layers share
+    # their host's cores with the communication that is measured.
+
+    @staticmethod
+    def forward(ctx: Any, layer: PacedLayer, activation: Tensor, *parameters: Tensor) -> Tensor:
+        clock = layer.clock
+        clock.enter()
+        # Read here and not at the start of the pass: an overlapped optimizer may finish a layer's
+        # update just before the layer runs.
+        firsts = [p.as_strided((), ()).item() for p in parameters]
+        ctx.layer = layer
+        ctx.specs = [(f, p.shape, p.dtype) for f, p in zip(firsts, parameters, strict=True)]
+        out = activation + 0.5 * layer.factor * sum(f * f for f in firsts)
+        clock.spend(layer.forward_s)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        layer: PacedLayer = ctx.layer
+        layer.clock.enter()
+        slope = grad.item() * layer.factor
+        # One value, expanded: autograd's accumulation writes the real bytes, in one pass, either
+        # into the gradient that is there or into a new one.
+        out = [
+            torch.scalar_tensor(slope * first, dtype=dtype).expand(shape)
+            for first, shape, dtype in ctx.specs
+        ]
+        layer.clock.spend(layer.own_backward_s)
+        return (None, grad, *out)
+
+
+class _FirstNode(torch.autograd.Function):
+    """First in forward, so last in backward: sleeps what is left of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, clock: Clock, seed: Tensor) -> Tensor:
+        ctx.clock = clock
+        return seed.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> tuple[None, None]:
+        ctx.clock.enter()
+        ctx.clock.settle()
+        return None, None
+
+
+class _LastNode(torch.autograd.Function):
+    """Last in forward, so first in backward: starts the clock for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, clock: Clock, total: Tensor) -> Tensor:
+        ctx.clock = clock
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        ctx.clock.restart()
+        return None, grads[0]
+
+
+class PacedModel(nn.Module):
+    """A network's real parameters at a stated device's pace, for measuring communication.
+
+    ``model(x)`` ignores ``x`` and returns a loss, one number, so that the usual loop works::
+
+        model = PacedModel(load_profile("resnet50"), rank=rank)
+        loss = model(x)
+        loss.backward()
+
+    Each layer is a child module, in execution order. Its forward and backward take the profile's
+    times (multiplied by ``time_scale``); each parameter's gradient is written in full, one layer
+    after another from the last to the first, and hooks on gradients fire as each layer's time is
+    over. A layer's backward time is shared among its parameters by size.
+
+    **The loss says nothing about learning.** It is ``(1 + 0.1 rank) / 2`` times the sum over the
+    parameters of the square of each one's first element, and a parameter's gradient is
+    ``(1 + 0.1 rank)`` times that element, everywhere. Parameters start at 1 and stay equal in all
+    elements, so SGD on averaged gradients lowers the loss, and strategies that are exact end with
+    the same loss. It tells whether gradients arrived, never how well a model trains.
+
+    The model lives on the CPU. Buffers (BatchNorm's running statistics) are left out.
+
+    Raises:
+        ValueError: ``time_scale`` is negative.
+    """
+
+    def __init__(self, profile: Profile, rank: int = 0, *, time_scale: float = 1.0) -> None:
+        super().__init__()
+        if not time_scale >= 0:
+            raise ValueError(f"time_scale {time_scale!r}: allowed is 0 or more")
+        self.profile = profile
+        self._clock = Clock()
+        for layer in profile.layers:
+            child = PacedLayer(layer, self._clock, factor=1.0 + 0.1 * rank, time_scale=time_scale)
+            self.add_module(layer.attribute, child)
+
+    def forward(self, x: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        """Run the layers at their pace and return the loss; ``x`` is not looked at."""
+        self._clock.restart()
+        # float64: a sum over hundreds of layers should show small differences between strategies.
+        seed = torch.zeros((), dtype=torch.float64, requires_grad=torch.is_grad_enabled())
+        out: Tensor = _FirstNode.apply(self._clock, seed)
+        for layer in self.children():
+            out = layer(out)
+        out = _LastNode.apply(self._clock, out)
+        self._clock.settle()
+        return out

@@ -1,0 +1,402 @@
+"""Profiles: what a network's layers weigh and how long they take on a stated device. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from wingbeat.errors import UsageError, unknown
+
+PREFIX = "paced:"
+"""What a paced model's name starts with where models of several sorts can be named."""
+
+FLOAT32_BYTES = 4
+
+_MOST = 2**53
+"""No network has so many elements, samples or milliseconds; floats hold all whole numbers below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter tensor: its name within its layer and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def scaled(self, scale: float) -> Parameter:
+        """Shrink one dimension so that about ``scale`` of the elements stay, at least one.
+
+        The rank is kept, so that codecs which look at matrices still see matrices. The
+        dimension chosen is the one that rounds best.
+        """
+        if scale == 1.0 or not self.shape:
+            return self
+
+        def error(axis: int) -> tuple[float, int]:
+            exact = self.shape[axis] * scale
+            return abs(max(1, round(exact)) - exact) / exact, -self.shape[axis]
+
+        axis = min(range(len(self.shape)), key=error)
+        shape = list(self.shape)
+        shape[axis] = max(1, round(shape[axis] * scale))
+        return Parameter(self.name, tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledLayer:
+    """One layer: its parameters (possibly none) and its times for a whole batch.
+
+    ``kind`` says what it computes (``conv``, ``linear``, ``bn``, ...); nothing depends on it.
+    Times are in milliseconds.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[Parameter, ...]
+    forward_ms: float
+    backward_ms: float
+
+    @property
+    def attribute(self) -> str:
+        """What it is called in a module: without dots, of which modules make levels."""
+        return self.name.replace(".", "_")
+
+    @property
+    def numel(self) -> int:
+        """Number of parameter elements of the layer."""
+        return sum(p.numel for p in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A network as layers in execution order, and where its times come from.
+
+    ``samples_per_second`` is one device's training throughput at ``batch_size``; the layers'
+    times add up to ``batch_size / samples_per_second``. ``source`` names where the throughput was
+    published, or how it was derived. ``scale`` is 1 unless :meth:`scaled` made the profile; link
+    rates are to be multiplied by it, which keeps the ratio of communication to computation.
+    """
+
+    name: str
+    device: str
+    batch_size: int
+    samples_per_second: float
+    source: str
+    shapes_from: str
+    split: str
+    layers: tuple[ProfiledLayer, ...]
+    scale: float = 1.0
+
+    @property
+    def params(self) -> int:
+        """Number of parameter elements."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def tensors(self) -> int:
+        """Number of parameter tensors."""
+        return sum(len(layer.parameters) for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parameters, and of the gradients, in bytes of float32."""
+        return self.params * FLOAT32_BYTES
+
+    @property
+    def forward_ms(self) -> float:
+        """Forward time of a whole batch in milliseconds."""
+        return math.fsum(layer.forward_ms for layer in self.layers)
+
+    @property
+    def backward_ms(self) -> float:
+        """Backward time of a whole batch in milliseconds."""
+        return math.fsum(layer.backward_ms for layer in self.layers)
+
+    def scaled(self, scale: float) -> Profile:
+        """Shrink every parameter tensor to about ``scale`` of its elements; times stay.
+
+        Multiply the links' rates by the result's ``scale`` too. A tensor keeps at least one
+        element and its rank, so the total is within rounding of ``scale * params``.
+
+        Raises:
+            UsageError: ``scale`` is not in (0, 1].
+        """
+        if not (math.isfinite(scale) and 0.0 < scale <= 1.0):
+            raise UsageError(
+                f"scale {scale:g} of model {self.name!r}: allowed is more than 0 and at most 1"
+            )
+        layers = tuple(
+            replace(layer, parameters=tuple(p.scaled(scale) for p in layer.parameters))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, scale=self.scale * scale)
+
+    def paced_as(
+        self,
+        name: str,
+        device: str,
+        batch_size: int,
+        samples_per_second: float,
+        source: str,
+        forward_share: float | None = None,
+    ) -> Profile:
+        """Give the network another device's throughput; each layer keeps its share of a pass.
+
+        ``forward_share`` is forward's share of an iteration, this profile's own if left out.
+        """
+        whole_ms = 1e3 * batch_size / samples_per_second
+        if forward_share is None:
+            forward_share = self.forward_ms / (self.forward_ms + self.backward_ms)
+        forward = whole_ms * forward_share / self.forward_ms
+        backward = whole_ms * (1 - forward_share) / self.backward_ms
+        layers = tuple(
+            replace(
+                layer,
+                forward_ms=layer.forward_ms * forward,
+                backward_ms=layer.backward_ms * backward,
+            )
+            for layer in self.layers
+        )
+        return replace(
+            self,
+            name=name,
+            device=device,
+            batch_size=batch_size,
+            samples_per_second=samples_per_second,
+            source=source,
+            split=f"the shares of {self.name}'s profile: {self.split}",
+            layers=layers,
+        )
+
+
+def names() -> tuple[str, ...]:
+    """Names of the profiles that come with wingbeat, sorted."""
+    folder = resources.files("wingbeat_lab.paced") / "profiles"
+    found = (entry.name for entry in folder.iterdir())
+    return tuple(sorted(name[: -len(".json")] for name in found if name.endswith(".json")))
+
+
+def load_profile(name: str) -> Profile:
+    """Load a profile by its name, or from a file of the same format if ``name`` ends in .json.
+
+    Raises:
+        UsageError: no such profile or file, or a file that is not a valid profile.
+    """
+    if name.endswith(".json"):
+        path = Path(name)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # no UTF-8, or a name that no file can have
+            reason = getattr(error, "strerror", "") or f"it cannot be read ({error})"
+            raise UsageError(f"profile file {name!r}: {reason}") from error
+        return decode(text, where=name)
+    if name not in names():
+        raise unknown("model", name, names())
+    return _bundled(name)
+
+
+@cache
+def _bundled(name: str) -> Profile:
+    file = resources.files("wingbeat_lab.paced") / "profiles" / f"{name}.json"
+    return decode(file.read_text(encoding="utf-8"), where=f"{name}.json")
+
+
+def parse(text: str) -> Profile:
+    """Turn ``paced:NAME`` or ``paced:NAME@SCALE`` into a profile.
+
+    >>> parse("paced:resnet50@0.25").scale
+    0.25
+
+    Raises:
+        UsageError: the name does not exist or the scale is not a number in (0, 1].
+    """
+    if not text.startswith(PREFIX):
+        raise unknown("model", text, [PREFIX + name for name in names()])
+    name, at, scale_text = text[len(PREFIX) :].rpartition("@")
+    if not at:
+        return load_profile(scale_text)
+    if not name.endswith(".json") and name not in names():
+        raise unknown("model", name, names(), where=repr(text))
+    try:
+        scale = float(scale_text)
+    except ValueError:
+        raise UsageError(
+            f"scale {scale_text!r} in {text!r}: allowed is a number more than 0 and at most 1"
+        ) from None
+    return load_profile(name).scaled(scale)
+
+
+def decode(text: str, *, where: str) -> Profile:
+    """Read a profile from JSON text; ``where`` names it in messages.
+
+    A field ``like`` names a profile that comes with wingbeat, whose layers it then has;
+    ``forward_share`` beside it says how much of an iteration is forward, if that is not as there.
+
+    Raises:
+        UsageError: the text is not JSON, lacks a field, or its totals contradict its layers.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"profile {where}: not JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"profile {where}: must be a JSON object")
+    if "like" in data:
+        profile = _like(data, where)
+        _check(profile, data, where)
+        return profile
+    rows = _field(data, "layers", list, where)
+    profile = Profile(
+        name=_field(data, "name", str, where),
+        device=_field(data, "device", str, where),
+        batch_size=_field(data, "batch_size", int, where),
+        samples_per_second=_time(data, "samples_per_second", where),
+        source=_field(data, "source", str, where),
+        shapes_from=_field(data, "shapes_from", str, where),
+        split=_field(data, "split", str, where),
+        layers=tuple(_layer(row, f"{where} layer {i}") for i, row in enumerate(rows)),
+    )
+    _check(profile, data, where)
+    return profile
+
+
+def _like(data: Mapping[str, Any], where: str) -> Profile:
+    """A known network at the pace of another device."""
+    other = _field(data, "like", str, where)
+    if other not in names():
+        raise unknown("model", other, names(), where=f"profile {where}: like")
+    for key in ("layers", "shapes_from", "split"):
+        if key in data:
+            raise UsageError(
+                f"profile {where}: has both 'like' and {key!r}, which is {other!r}'s; leave one out"
+            )
+    profile = _bundled(other)
+    batch_size = _field({"batch_size": profile.batch_size, **data}, "batch_size", int, where)
+    rate = _time(data, "samples_per_second", where)
+    if batch_size < 1 or rate <= 0:
+        raise UsageError(f"profile {where}: batch_size and samples_per_second must be > 0")
+    share = _time(data, "forward_share", where) if "forward_share" in data else None
+    if share is not None and not 0 < share < 1:
+        raise UsageError(
+            f"profile {where}: forward_share is {share:g}; allowed are numbers between 0 and 1"
+        )
+    texts = {key: _field(data, key, str, where) for key in ("name", "device", "source")}
+    return profile.paced_as(
+        batch_size=batch_size, samples_per_second=rate, forward_share=share, **texts
+    )
+
+
+def encode(profile: Profile) -> str:
+    """Write a profile as JSON text, one layer a line, so that a change reads well in a diff."""
+    head = {
+        "name": profile.name,
+        "device": profile.device,
+        "batch_size": profile.batch_size,
+        "samples_per_second": profile.samples_per_second,
+        "source": profile.source,
+        "shapes_from": profile.shapes_from,
+        "split": profile.split,
+        "params": profile.params,
+        "forward_ms": round(profile.forward_ms, 5),
+        "backward_ms": round(profile.backward_ms, 5),
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    rows = [
+        json.dumps(
+            {
+                "name": layer.name,
+                "kind": layer.kind,
+                "parameters": {p.name: list(p.shape) for p in layer.parameters},
+                "forward_ms": layer.forward_ms,
+                "backward_ms": layer.backward_ms,
+            }
+        )
+        for layer in profile.layers
+    ]
+    body = ",\n".join("    " + row for row in rows)
+    return "\n".join(["{", *lines, '  "layers": [', body, "  ]", "}"]) + "\n"
+
+
+def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    value = data.get(key)
+    wrong = not isinstance(value, kind) or isinstance(value, bool)
+    if wrong or (isinstance(value, int) and abs(value) >= _MOST):
+        raise UsageError(
+            f"profile {where}: field {key!r} must be a {kind.__name__}, is {_short(value)}"
+        )
+    return value
+
+
+def _time(data: Mapping[str, Any], key: str, where: str) -> float:
+    value: Any = data.get(key)
+    # NaN is in no range.
+    if type(value) not in (int, float) or not 0 <= value < _MOST:
+        raise UsageError(
+            f"profile {where}: field {key!r} must be a number >= 0, is {_short(value)}"
+        )
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _layer(row: Any, where: str) -> ProfiledLayer:
+    if not isinstance(row, dict):
+        raise UsageError(f"profile {where}: must be a JSON object, is {_short(row)}")
+    shapes = _field(row, "parameters", dict, where)
+    for name, shape in shapes.items():
+        sizes = shape if isinstance(shape, list) and shape else [0]
+        fine = all(type(size) is int and 0 < size < _MOST for size in sizes)
+        if "." in name or not fine or math.prod(sizes) >= _MOST:
+            raise UsageError(
+                f"profile {where}: parameter {name!r} needs a name without dots and a list of "
+                f"positive sizes, has {_short(shape)}"
+            )
+    return ProfiledLayer(
+        name=_field(row, "name", str, where),
+        kind=_field(row, "kind", str, where),
+        parameters=tuple(Parameter(name, tuple(shape)) for name, shape in shapes.items()),
+        forward_ms=_time(row, "forward_ms", where),
+        backward_ms=_time(row, "backward_ms", where),
+    )
+
+
+def _check(profile: Profile, data: Mapping[str, Any], where: str) -> None:
+    """Totals may be stated; where they are, they must be those of the layers."""
+    if profile.batch_size < 1 or profile.samples_per_second <= 0 or not profile.params:
+        raise UsageError(
+            f"profile {where}: batch_size, samples_per_second and the parameter count must be > 0"
+        )
+    layer_names = [layer.name.replace(".", "_") for layer in profile.layers]
+    repeated = sorted({name for name in layer_names if layer_names.count(name) > 1})
+    if repeated:
+        raise UsageError(f"profile {where}: layer name {repeated[0]!r} is there more than once")
+    for key, total in (
+        ("params", profile.params),
+        ("forward_ms", profile.forward_ms),
+        ("backward_ms", profile.backward_ms),
+    ):
+        if key not in data:
+            continue
+        if not math.isclose(_time(data, key, where), total, rel_tol=1e-6, abs_tol=1e-4):
+            raise UsageError(f"profile {where}: {key} is {data[key]!r} but its layers make {total}")
+    stated = 1000.0 * profile.batch_size / profile.samples_per_second
+    made = profile.forward_ms + profile.backward_ms
+    if not math.isclose(stated, made, rel_tol=1e-3):
+        raise UsageError(
+            f"profile {where}: batch_size / samples_per_second is {stated:.3f} ms but its layers "
+            f"make {made:.3f} ms"
+        )

@@ -1,0 +1,82 @@
+"""Shares of links over time are right, however unevenly the counters were looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wingbeat.errors import UsageError
+from wingbeat_lab.bench import traffic
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.sent import Sent
+from wingbeat_lab.lab.spec import LabSpec
+
+
+def test_a_burst_is_seen_in_its_window_and_in_the_mean() -> None:
+    quiet_then_busy = [(0.0, 100.0), (1.0, 100.0), (2.0, 100.0 + 125.0)]  # 1,000 bit
+    found = traffic.traffic([[quiet_then_busy]], lambda _: 2000.0, 1.0)
+    assert found.series == pytest.approx([0.0, 0.5])
+    assert (found.mean, found.peak) == pytest.approx((0.25, 0.5))
+
+
+def test_the_peak_is_of_one_host_and_the_series_of_all() -> None:
+    one, two = [(0.0, 0.0), (1.0, 100.0)], [(5.0, 0.0), (6.0, 50.0)]
+    found = traffic.traffic([[one, two]], lambda host: (800.0, 1600.0)[host], 1.0)
+    assert found.peak == pytest.approx(1.0)
+    assert found.series == pytest.approx([(1.0 + 0.25) / 2])
+
+
+def test_rounds_follow_each_other() -> None:
+    found = traffic.traffic(
+        [[[(0.0, 0.0), (2.0, 250.0)]], [[(9.0, 0.0), (10.0, 0.0)]]], lambda _: 1000.0, 1.0
+    )
+    assert found.series == pytest.approx([1.0, 1.0, 0.0])
+
+
+def test_less_than_a_window_has_a_mean_and_no_series(tmp_path: Path) -> None:
+    found = traffic.traffic([[[(0.0, 0.0), (0.4, 25.0)]]], lambda _: 1000.0, 1.0)
+    assert found.mean == pytest.approx(0.5)
+    assert found.series == []
+    with pytest.raises(UsageError, match="more --iterations"):
+        traffic.draw_png([("ddp", found)], tmp_path / "a.png", title="t")
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 3.0), st.floats(0, 1e6)), min_size=1, max_size=30))
+def test_whole_windows_have_all_bytes(steps: list[tuple[float, float]]) -> None:
+    samples = [(0.0, 0.0)]
+    for seconds, sent in steps:
+        samples.append((samples[-1][0] + seconds, samples[-1][1] + sent))
+    window = samples[-1][0] / 4
+    found = traffic.traffic([[samples]], lambda _: 8.0, window)
+    assert len(found.series) in (3, 4)  # the last may miss its end by rounding
+    if len(found.series) == 4:
+        assert sum(found.series) * window == pytest.approx(samples[-1][1])
+
+
+def test_the_counters_are_looked_at_first_last_and_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = iter(range(10_000))
+    monkeypatch.setattr(Sent, "read", lambda lab, *, classes: Sent(float(next(readings)), {}))
+    with traffic.Sampler(LabSpec.parse("star:2@1gbit"), 1e-3) as sampler:
+        while len(sampler.samples) < 5:
+            pass
+    assert [sent for _, sent in sampler.samples] == [float(i) for i in range(len(sampler.samples))]
+    assert sampler.samples == sorted(sampler.samples)
+    assert not sampler._thread.is_alive()
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [("bml", traffic.Traffic(0.5, 0.8, 0.5, [0.2, 0.8])), ("x", traffic.Traffic(0, 0, 0.5))]
+    traffic.draw_png(rows, tmp_path / "traffic.png", title="here")
+    assert (tmp_path / "traffic.png").stat().st_size > 1000
+
+
+def test_links_without_a_rate_are_refused() -> None:
+    config = BenchConfig(lab="loopback:2", model="digits", strategies=("ddp",), traffic=True)
+    with pytest.raises(UsageError, match="no rate to compare with"):
+        config.check()

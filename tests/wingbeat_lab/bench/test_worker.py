@@ -1,0 +1,219 @@
+"""One worker's part of a bench, without links: what a row finds out, who sleeps, what counts."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from wingbeat.control.decisions import Decisions
+from wingbeat.transport import loopback
+from wingbeat_lab.bench import attach, worker
+from wingbeat_lab.bench import training as training_module
+from wingbeat_lab.bench.attached import Attached
+from wingbeat_lab.bench.config import BenchConfig, Checked
+from wingbeat_lab.bench.models import Built
+from wingbeat_lab.bench.pace import Open, Pace
+from wingbeat_lab.bench.training import Training
+from wingbeat_lab.bench.worker import Worker
+
+FOUND = Decisions(bucket_bytes=4096)
+
+
+class Control:
+    """Decides after so many iterations, or at once what it is to keep."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def deciding(self) -> bool:
+        return self.left > 0
+
+    def decisions(self) -> Decisions:
+        return FOUND
+
+    def keep(self, known: Decisions) -> None:
+        assert known is FOUND
+        self.left = 0
+
+
+def nothing() -> None:
+    """What is undone or waited for here."""
+
+
+def checked(*rows: str, **options: Any) -> Checked:
+    return BenchConfig(
+        lab="loopback:2", model="paced:resnet50@0.02", strategies=rows, **options
+    ).check()
+
+
+def worker_of(*rows: str) -> Worker:
+    return Worker(checked(*rows), loopback.worlds(2)[1])
+
+
+@pytest.fixture
+def attached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Models that are attached to a `Control` that decides in five iterations, each to its own.
+
+    The fixture is the controls so far; None in front of them makes the next one a worker alone.
+    """
+    controls: list[Any] = []
+
+    @contextlib.contextmanager
+    def attached(_contender: Any, model: Any, _maker: Any, **_: Any) -> Iterator[Attached]:
+        controls.append(None if controls[:1] == [None] else Control(5))
+        optimizer = torch.optim.SGD(model.parameters())
+        yield Attached(model, optimizer, nothing, nothing, control=controls[-1])
+
+    def step(made: Attached, _loss: Any) -> float:
+        made.control.left -= 1  # type: ignore[union-attr]
+        return 0.0
+
+    monkeypatch.setattr(attach, "attached", attached)
+    monkeypatch.setattr(attach, "step", step)
+    return controls
+
+
+def test_a_row_decides_once_and_all_that_follows_keeps_it(attached: list[Any]) -> None:
+    own = worker_of("dear")
+    made = worker.decide(own, 0)
+    assert made is not None
+    assert (made.iterations, made.decision) == (5, {"bucket_bytes": 4096})
+    assert own.decisions == {0: FOUND}
+    for recorded in (False, True):
+        with own.training(0, recorded=recorded) as training:
+            assert not training.made.deciding()
+    assert [control.left for control in attached] == [0, 0, 0]
+
+
+def test_a_row_with_nothing_to_find_out_is_not_built_for_it(attached: list[Any]) -> None:
+    own = worker_of("ddp", "dear:plan=fixed", "psgd")
+    assert [worker.decide(own, row) for row in range(3)] == [None] * 3
+    assert attached == []
+
+
+def test_a_worker_alone_finds_out_nothing(attached: list[Any]) -> None:
+    attached.append(None)
+    own = worker_of("dear")
+    assert worker.decide(own, 0) is None
+    assert own.decisions == {}
+
+
+class Sizes(Pace):
+    """Notes on which models a codec is priced, and asks nothing of them."""
+
+    def price(self, opened: Open) -> dict[str, float]:
+        for share in (1.0, 0.25):
+            with opened(share) as iterate:
+                iterate(0)
+        return {"encode": 0.5}
+
+
+def test_a_row_with_a_codec_is_priced_on_its_model_and_on_a_quarter(
+    attached: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[str] = []
+    real = worker.training
+
+    def training(checked: Checked, *rest: Any, **options: Any) -> Any:
+        models.append(checked.config.model)
+        return real(checked, *rest, **options)
+
+    monkeypatch.setattr(worker, "training", training)
+    own = worker_of("ddp", "dear:plan=fixed", "ddp+bf16", "dear:compression=sketch")
+    own.pace = Sizes(1.0, 0.02)
+    for row in range(4):
+        worker.price_codec(own, row)
+    assert own.fixed == {2: {"encode": 0.5}, 3: {"encode": 0.5}}
+    assert models == ["paced:resnet50@0.02", "paced:resnet50@0.005"] * 2
+    assert len(attached) == 4
+
+
+def test_each_row_trains_with_its_own_fixed_costs(attached: list[Any]) -> None:
+    own = worker_of("ddp", "dear:compression=sketch")
+    own.fixed = {1: {"encode": 0.5}}
+    seen = []
+    for row in (1, 0):
+        with own.training(row):
+            seen.append(dict(own.pace.fixed))
+    assert seen == [{"encode": 0.5}, {}]
+
+
+class Clock:
+    """Time that passes in sleep alone, and by a second in each step."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_slow_worker_sleeps_before_its_iteration_and_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(training_module, "time", clock)
+    began: list[float] = []
+
+    def step(*_: Any) -> float:
+        began.append(clock.now)
+        clock.now += 1.0
+        return 0.25
+
+    monkeypatch.setattr(attach, "step", step)
+    model = torch.nn.Linear(1, 1)
+    built = Built(model, lambda own: own(torch.ones(1)), lambda _: None)
+    made = Attached(model, torch.optim.SGD(model.parameters()), nothing, nothing)
+    asked = checked("ddp", slow=("1=+2x@2-3", "0=+9x"))
+    own = Training(asked, 1, 0.5, built, made)
+    for number in (0, 1, 2, 3, 4):
+        own.iterate(number)
+    assert [s for s, _ in own.curve] == [1.0, 1.0, 2.0, 2.0, 1.0]
+    assert began == [0.0, 1.0, 3.0, 5.0, 6.0]
+    assert {loss for _, loss in own.curve} == {0.25}
+
+
+SENT = 1 << 20
+SEND = f"""
+import socket
+server = socket.create_server(("127.0.0.1", 0))
+out = socket.create_connection(server.getsockname())
+into, _ = server.accept()
+for _ in range({SENT >> 16}):
+    out.sendall(bytes(1 << 16))
+    left = 1 << 16
+    while left:
+        left -= len(into.recv(left))
+"""
+
+
+def test_what_other_processes_of_a_host_send_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.dist, "barrier", lambda: None)
+    own = worker_of("ddp")
+    model = torch.nn.Linear(1, 1)
+    settled: list[int] = []
+    made = Attached(model, torch.optim.SGD(model.parameters()), int, lambda: settled.append(1))
+    before = worker._settled(own, made)
+    subprocess.run([sys.executable, "-c", SEND], check=True, timeout=30)
+    assert worker._settled(own, made).since(before, 2).sent >= SENT / 2
+    assert len(settled) == 2
+
+
+def test_bytes_are_read_while_nobody_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have settled before one reads, and all have read before one goes on."""
+    log: list[str] = []
+    monkeypatch.setattr(worker.dist, "barrier", lambda: log.append("barrier"))
+    monkeypatch.setattr(worker.Sent, "read", lambda _lab: log.append("read"))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    worker._settled(worker_of("ddp"), Attached(model, optimizer, int, lambda: log.append("settle")))
+    assert log == ["settle", "barrier", "read", "barrier"]
