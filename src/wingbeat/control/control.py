@@ -55,6 +55,9 @@ class Control:
         tuning: how large buckets are; None where that is given.
         merging: which layers are merged; None where that is given.
         thresholds: what divides the classes of flows; None where that is given.
+
+    Raises:
+        UsageError: thresholds are to be tuned, and the exchange has no traffic classes.
     """
 
     def __init__(

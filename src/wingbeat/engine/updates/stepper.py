@@ -51,13 +51,14 @@ class StepArguments:
         elif args and step is not None:
             position = _closure_position(step)
             self._place = position if position is not None and position < len(args) else None
-        self.closure: Callable[[], Any] | None = None
+        found: Any = None
         if isinstance(self._place, str):
-            self.closure = self._kwargs[self._place]
+            found = self._kwargs[self._place]
         elif self._place is not None:
-            self.closure = self._args[self._place]
-        if self.closure is not None and not callable(self.closure):
-            self.closure = self._place = None  # another argument in the closure's position
+            found = self._args[self._place]
+        if found is not None and not callable(found):
+            found = self._place = None  # another argument in the closure's position
+        self.closure: Callable[[], Any] | None = found
 
     @property
     def others(self) -> bool:
