@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     return [
         f"{row}: loss {loss:.4f}, DDP's is {losses['ddp']:.4f}"
         for row, loss in losses.items()
-        if "wire" not in row and "ddp" in losses and abs(loss - losses["ddp"]) > CLOSE
+        if "compression" not in row and "ddp" in losses and abs(loss - losses["ddp"]) > CLOSE
     ]
 
 

@@ -74,10 +74,10 @@ def test_coarser_rows_are_shown_and_not_judged(accuracy: ModuleType, name: str) 
 
 
 def test_a_warm_up_for_all_rows_leaves_those_that_have_one(accuracy: ModuleType) -> None:
-    assert accuracy.parse("omgs:warmup=1000", 200).strategy.wire.warmup == 1000
-    assert accuracy.parse("omgs", 200).strategy.wire.warmup == 200
-    assert accuracy.parse("omgs", None).strategy.wire.warmup == wingbeat.OMGS().warmup == 400
-    assert accuracy.parse("lags:warmup=0", 200).strategy.wire.warmup == 0
+    assert accuracy.parse("omgs:warmup=1000", 200).strategy.compression.warmup == 1000
+    assert accuracy.parse("omgs", 200).strategy.compression.warmup == 200
+    assert accuracy.parse("omgs", None).strategy.compression.warmup == wingbeat.OMGS().warmup == 400
+    assert accuracy.parse("lags:warmup=0", 200).strategy.compression.warmup == 0
     runs = made("text", "allreduce", 60.0) + made("text", "allreduce:compression=topk@0.001", 20.0)
     assert accuracy.missed(accuracy.summary(runs)) == []
     assert len(accuracy.missed(accuracy.summary(runs, warmup=200))) == 1

@@ -91,7 +91,7 @@ def test_rows_that_merge_otherwise_share_what_was_measured(omgs: ModuleType) -> 
     assert exact == "omgs:density=0.005,plan_file=/p/lstm_ptb-omgs-density0.005.json"
     assert paper == exact.replace(":", ":merge=paper,")
     sketch = omgs.complete("mgwfbp:compression=sketch", "vgg16", Path("/p"))
-    assert sketch == "mgwfbp:compression=sketch,plan_file=/p/vgg16-mgwfbp-wiresketch.json"
+    assert sketch == "mgwfbp:compression=sketch,plan_file=/p/vgg16-mgwfbp-compressionsketch.json"
 
 
 def test_each_model_is_one_bench_with_the_papers_ratio(
