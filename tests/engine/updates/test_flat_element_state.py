@@ -119,7 +119,7 @@ class Loose(torch.optim.SGD):
         (lambda p: Keeps(p, lambda w: [w.detach()]), "'kept' is a list"),
         (lambda p: Keeps(p, lambda w: nn.Parameter(w.clone())), "'kept' is a Parameter"),
         (Outside, "does not update the parameters of its param groups by itself"),
-        (Loose, "remembers what belongs to no parameter"),
+        (Loose, "has state that belongs to no parameter"),
         (lambda p: torch.optim.SparseAdam(list(p)), "cannot be tried on a small tensor: Runtime"),
     ],
 )
@@ -142,7 +142,7 @@ def test_numbers_and_strings_are_not_averaged() -> None:
     [
         (lambda kept: kept.update(exp_avg=kept["exp_avg"].to(torch.uint8)), "'exp_avg' .* uint8"),
         (lambda kept: kept.update(exp_avg=torch.ones(2)), r"'exp_avg' .* of shape \(2,\)"),
-        (lambda kept: kept.update(more=torch.ones(3, 4)), "'more' .* is there, and was not"),
+        (lambda kept: kept.update(more=torch.ones(3, 4)), "'more' .* is present, and was absent"),
     ],
 )
 def test_state_of_another_kind_than_was_tried_is_refused_when_it_appears(
