@@ -31,8 +31,8 @@ import beside
 from common import run_and_judge, write
 
 from wingbeat import simulator
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.pace import Pace
 from wingbeat.types import Choices
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.config import Checked
@@ -79,7 +79,7 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
     workers, links = checked.workers, beside.links_of(checked)
     traffic = simulator.Traffic(SPAN_S)
     run = simulator.simulate_bounded(
-        beside.model_of(checked), pace_of_row(choices), workers, links,
+        beside.model_of(checked), bound_of_row(choices), workers, links,
         gradients=(lead + count + AFTER) * workers,
         network="bcube" if checked.lab.kind == "bcube" else "star",
         coding=simulator.coding_of(choices.wire), work=work, sleeps=sleeps, traffic=traffic,
@@ -112,7 +112,7 @@ def timed(
     return max(when for when, _ in begins), max(ends)
 
 
-def pace_of_row(choices: Choices) -> Pace:
+def bound_of_row(choices: Choices) -> StalenessBound:
     """Return the row's thresholds.
 
     Raises:
@@ -121,7 +121,7 @@ def pace_of_row(choices: Choices) -> Pace:
     staleness, colayers = choices.staleness, choices.fusion.layers
     assert staleness is not None, "it was asked for"
     p = staleness.exchanged(colayers)
-    return Pace(staleness.s, p, colayers, staleness.in_flight)
+    return StalenessBound(staleness.s, p, colayers, staleness.in_flight)
 
 
 def work_of(args: argparse.Namespace, choices: Choices) -> simulator.Work:

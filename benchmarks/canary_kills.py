@@ -33,8 +33,7 @@ from killing import (
     trained,
 )  # fmt: skip
 
-from wingbeat.stale.audit import Audit, audit
-from wingbeat.stale.lateness import delays
+from wingbeat.methods.bounded_staleness.journal import Audit, applied_delays, audit
 from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
 
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     return {
         "kills": killer.kills,
         "audit": {name: getattr(found, name) for name in Audit.__slots__},
-        "delays": delays(journals),
+        "delays": applied_delays(journals),
         "losses": losses(home),
         "lines": lines,
         "lines_back": len(back),
@@ -112,9 +111,9 @@ def tables(report: dict[str, Any]) -> list[Printed]:
     found = report["audit"]
     notes = [
         *standstills(report["kills"]),
-        f"audit: {found['lives']} lives, {found['rounds']} rounds, {found['counted']} "
-        f"contributions, {found['dropped']} iterations dropped, {found['lost']} colayers lost, "
-        f"{found['pulls']} pulls, {len(found['findings'])} findings",
+        f"audit: {found['incarnations']} incarnations, {found['rounds']} rounds, "
+        f"{found['counted']} contributions, {found['dropped']} iterations dropped, "
+        f"{found['lost']} colayers lost, {found['pulls']} pulls, {len(found['findings'])} findings",
     ]
     return [Printed.of("workers under bounded staleness, killed", COLUMNS, cells, notes)]
 
@@ -142,7 +141,7 @@ def work(home: Path, row: str, life: int) -> None:
     assert exchange is not None
     machine = exchange.machine
     for x, y in digits.batches(
-        images, answers, rank=world.rank, workers=world.size, seed=machine.life
+        images, answers, rank=world.rank, workers=world.size, seed=machine.incarnation
     ):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()

@@ -8,9 +8,10 @@ machine that swaps; its process goes on to hear the others. It sleeps until the 
 iterations ahead, so that a busy machine shows the same as an idle one. Each worker looks, twenty
 times a second, at how many rounds wait at it and at how much memory its process has.
 
-Judged: what waits at the worker that stands still stays within its bound (`Pace.keep`, and the
-rounds that the others have not applied yet); it drops an iteration and pulls parameters once; its
-memory grows by no more than these rounds and two copies of the model; all end with equal weights.
+Judged: what waits at the worker that stands still stays within its bound
+(`StalenessBound.max_buffered`, and the rounds that the others have not applied yet); it drops an
+iteration and pulls parameters once; its memory grows by no more than these rounds and two copies of
+the model; all end with equal weights.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         """Look until it is over."""
         while not self.over.wait(LOOK_S):
-            self.waiting = max(self.waiting, self._machine.waiting)
+            self.waiting = max(self.waiting, self._machine.buffered_rounds)
             self.rss_mb = max(self.rss_mb, rss_mb())
 
 
@@ -201,7 +202,7 @@ def work(home: Path, row: str, mb: float, ahead: int) -> None:
         "rounds": machine.applied,
         "dropped": len(machine.dropped),
         "pulled": machine.pulls,
-        "keep": machine._keep,
+        "keep": machine.bound.max_buffered,
         "waiting": watch.waiting,
         "rss_before_mb": before,
         "rss_mb": watch.rss_mb,

@@ -34,7 +34,7 @@ from virtual import BASELINES, Predicted, Setting, baseline, canary
 
 from wingbeat import simulator
 from wingbeat.errors import UsageError
-from wingbeat.stale.pace import Pace
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.cli.bench import check_writable
@@ -57,8 +57,8 @@ MOST_WHOLE = 25
 OFF = 0.05
 
 
-def pace(args: argparse.Namespace) -> Pace:
-    return Pace(args.s, args.p, args.colayers)
+def bound_of(args: argparse.Namespace) -> StalenessBound:
+    return StalenessBound(args.s, args.p, args.colayers)
 
 
 def setting(args: argparse.Namespace, workers: int, **options: Any) -> Setting:
@@ -66,10 +66,14 @@ def setting(args: argparse.Namespace, workers: int, **options: Any) -> Setting:
 
 
 def bounded(
-    args: argparse.Namespace, job: Setting, rounds: int, rule: Pace | None = None, **options: Any
+    args: argparse.Namespace,
+    job: Setting,
+    rounds: int,
+    rule: StalenessBound | None = None,
+    **options: Any,
 ) -> Predicted:
     crowd = not args.whole or job.workers > MOST_WHOLE
-    return canary(job, rule or pace(args), rounds, crowd=crowd, **options)
+    return canary(job, rule or bound_of(args), rounds, crowd=crowd, **options)
 
 
 COLUMNS = ("row", "iteration, ms", "images/s", "MB sent", "mean delay", "dropped")
@@ -168,7 +172,10 @@ def fig20(args: argparse.Namespace, found: dict[str, Any], report: Report) -> It
                 rows["bml"] = baseline(job, "bml", args.few).plain(job)
             elif how == "alike":  # so one worker of a ring stands for all
                 rows["ring"] = baseline(job, "ring", 2).plain(job)
-            for name, each in (("bsp", Pace(0, args.colayers, args.colayers)), ("pge", pace(args))):
+            for name, each in (
+                ("bsp", StalenessBound(0, args.colayers, args.colayers)),
+                ("pge", bound_of(args)),
+            ):
                 for coding in ("dense", "sketch, free"):
                     made = bounded(args, job, rounds, each, coding=coding)
                     rows[f"{name} {coding}"] = made.plain(job)
@@ -185,7 +192,7 @@ def check(args: argparse.Namespace, found: dict[str, Any], report: Report) -> It
     for workers, how, coding in cases:
         job = setting(args, workers, slows=SLOWS[how])
         whole, crowd = (
-            canary(job, pace(args), 2 * args.few, coding=coding, crowd=crowd).plain(job)
+            canary(job, bound_of(args), 2 * args.few, coding=coding, crowd=crowd).plain(job)
             for crowd in (False, True)
         )
         off = crowd["seconds"] / whole["seconds"] - 1

@@ -27,10 +27,9 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.groups.generator import Generator, Run
-from wingbeat.groups.layout import Layout
-from wingbeat.groups.mixing import spectral_gap
-from wingbeat.groups.rules import ABLATION, Rules
+from wingbeat.methods.model_averaging.generator import Generator, Run
+from wingbeat.methods.model_averaging.mixing import spectral_gap
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 
@@ -146,7 +145,7 @@ def recorded(generator: Generator, workers: int, requests: int) -> tuple[list[Ca
             now = generator.request(worker)
         else:
             now = generator.acknowledge(worker, number)
-            if not generator.waits(worker):
+            if not generator.is_waiting(worker):
                 due.append((worker, -1))
         runs += now
         due += [(member, run.number) for run in now for member in run.members]

@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.groups.config import GeneratorConfig
-from wingbeat.groups.protocol import Kind, told_of
-from wingbeat.groups.rules import Rules
+from wingbeat.methods.model_averaging.generator import Kind, decode_run
+from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.transport.services.launch import InProcess
@@ -142,9 +142,9 @@ def generator_rate(workers: int, args: argparse.Namespace) -> float:
     def answer(box: Mailbox, message: Any) -> bool:
         if message.kind != Kind.RUN:
             return False
-        run = told_of(message.ids, message.payload, workers).run
+        run = decode_run(message.ids, message.payload, workers).run
         box.post(workers, Kind.DONE, ids=(run.number, run.epoch, 0, 0), urgency=0)
-        box.post(workers, Kind.ASK, urgency=0)
+        box.post(workers, Kind.REQUEST, urgency=0)
         return True
 
     return measured(config, workers, "groups/", answer, args)
@@ -152,7 +152,7 @@ def generator_rate(workers: int, args: argparse.Namespace) -> float:
 
 def echo_rate(workers: int, args: argparse.Namespace) -> float:
     def answer(box: Mailbox, _message: Any) -> bool:
-        box.post(workers, Kind.ASK, urgency=0)
+        box.post(workers, Kind.REQUEST, urgency=0)
         return True
 
     return measured(Echo(workers, not args.clear), workers, "echo/", answer, args)
@@ -174,7 +174,7 @@ def measured(
                 )
             )
         for box in boxes:
-            box.post(workers, Kind.ASK, urgency=0)
+            box.post(workers, Kind.REQUEST, urgency=0)
         begun, answers = time.monotonic(), 0
         while time.monotonic() < begun + args.seconds:
             for box in boxes:

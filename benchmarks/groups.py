@@ -25,9 +25,8 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.groups.layout import Layout
-from wingbeat.groups.mixing import parts_of, spectral_gap
-from wingbeat.groups.rules import ABLATION, Rules
+from wingbeat.methods.model_averaging.mixing import count_components, spectral_gap
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_groups
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines
@@ -147,7 +146,7 @@ def grouped(
         "waited": run.waited,
         "averages": run.averages,
         "mixing": spectral_gap(groups, workers) * each if workers <= 256 else None,
-        "parts": parts_of(groups, workers),
+        "parts": count_components(groups, workers),
         "steps_of_slow": run.steps[min(5, workers - 1)] / max(run.steps),
     }
 

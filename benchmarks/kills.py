@@ -236,7 +236,7 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(process.pid).children():
                     words = child.cmdline()
-                    ours = words[1:3] == ["-m", "wingbeat.servers"]
+                    ours = words[1:3] == ["-m", "wingbeat.methods.parameter_server"]
                     if ours and json.loads(words[3])["index"] == index:
                         return child
         return None
@@ -402,7 +402,13 @@ def launch(args: argparse.Namespace) -> int:
 
     refuse_unwritable(args.json)
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["torch", "sklearn.datasets", "wingbeat", "wingbeat.engine", "wingbeat.exchanges.servers"]
+        [
+            "torch",
+            "sklearn.datasets",
+            "wingbeat",
+            "wingbeat.engine",
+            "wingbeat.methods.parameter_server.exchange",
+        ]
     )
     done: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="wingbeat-kills-") as folder:

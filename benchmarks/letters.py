@@ -1,13 +1,13 @@
-"""What a letter between workers under bounded staleness costs the processor.
+"""What a message between workers under bounded staleness costs the processor.
 
     python benchmarks/letters.py --json out/letters.json
     python benchmarks/letters.py --workers 4 --colayers 4
 
 Real workers in a lab train a small network with `Canary` and pause after each iteration, so nothing
-waits, and nothing is long. Measured is the processor time of each worker's courier, a thread beside
-training, for each letter that it sends or takes (of each round, for each other worker: a piece and
-a sum of each colayer, both ways; one more colayer has the optimizer's options), and of the whole
-process, computing included. ``canary_beside.py --message`` takes the price of a letter.
+waits, and nothing is long. Measured is the processor time of each worker's communication thread for
+each message that it sends or receives (in each round, for each other worker: a piece and a sum of
+each colayer, both ways; the control colayer is one more), and of the whole process, computing
+included. ``canary_beside.py --message`` takes the price of a message.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def worker(args: argparse.Namespace) -> int:
     x = torch.randn(BATCH, FEATURES)
     for _ in range(2):
         iterate(model, optimizer, x)
-    clock = courier_clock()
+    clock = thread_clock()
     before, begin = clock(), time.process_time()
     for _ in range(args.iterations):
         iterate(model, optimizer, x)
@@ -147,11 +147,11 @@ def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     time.sleep(PAUSE_S)
 
 
-def courier_clock() -> Any:
-    """Return a clock of the processor time of this process's courier, in seconds."""
-    (courier,) = (t for t in threading.enumerate() if t.name == "wingbeat-courier")
-    assert courier.ident is not None, "it runs"
-    return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(courier.ident))
+def thread_clock() -> Any:
+    """Return a clock of the processor time of this process's communication thread, in seconds."""
+    (thread,) = (t for t in threading.enumerate() if t.name == "wingbeat-communication")
+    assert thread.ident is not None, "it runs"
+    return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident))
 
 
 if __name__ == "__main__":

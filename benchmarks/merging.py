@@ -39,11 +39,11 @@ from common import show, write
 from rich.console import Console
 from rich.progress import track
 
-from wingbeat.costs import Costs, Line, Pieces, Sorting, Workload
 from wingbeat.errors import UsageError, unknown
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
-from wingbeat.plans import merge
+from wingbeat.planning import merge
+from wingbeat.planning.costs import CostModel, Linear, Linearithmic, PiecewiseLinear, Workload
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.paced.profile import load_profile
@@ -60,7 +60,11 @@ PROFILES = ("resnet50", "inception_v4")
 ALPHAS_S, GAMMAS_S, BETA_S = (1.6e-3, 1.1e-2, 2.2e-2), (GAMMA_S / 10, GAMMA_S), 1e-7
 THEOREM = ("paper", "alpha-heavy", "balanced")
 """Families whose costs are those that Theorem 1 asks for."""
-PUBLISHED = {"Algorithm 1": merge.greedy, "as printed": merge.printed, "MG-WFBP": merge.wfbp}
+PUBLISHED = {
+    "Algorithm 1": merge.greedy,
+    "as printed": merge.greedy_as_printed,
+    "MG-WFBP": merge.mg_wfbp,
+}
 """Algorithm 1 by the equations that it stands for, and line by line."""
 RULES = {"exact": merge.exact, **PUBLISHED}
 console = Console(stderr=True)
@@ -87,50 +91,50 @@ def workload_of(rng: np.random.Generator, count: int) -> Workload:
     )
 
 
-def sorting(rng: np.random.Generator, work: Workload, low: float, high: float) -> Sorting:
+def sorting(rng: np.random.Generator, work: Workload, low: float, high: float) -> Linearithmic:
     """n log n costs; all in one bucket takes ``low`` to ``high`` times backward."""
-    whole = Sorting(1.0, 1.0)(float(sum(work.numels)))
-    return Sorting(work.ready_s[-1] * between(rng, low, high) / whole, 1.0)
+    whole = Linearithmic(1.0, 1.0)(float(sum(work.numels)))
+    return Linearithmic(work.ready_s[-1] * between(rng, low, high) / whole, 1.0)
 
 
-def line(rng: np.random.Generator, work: Workload, gaps: tuple[float, float]) -> Line:
+def line(rng: np.random.Generator, work: Workload, gaps: tuple[float, float]) -> Linear:
     """An exchange that takes 0.1 to 1.5 times backward, and alpha of so many mean gaps."""
     whole = work.ready_s[-1]
     beta = whole * between(rng, 0.1, 1.5) / sum(work.nbytes)
-    return Line(whole / len(work) * between(rng, *gaps), beta)
+    return Linear(whole / len(work) * between(rng, *gaps), beta)
 
 
-def pieces(rng: np.random.Generator, work: Workload, largest: float) -> Pieces:
+def pieces(rng: np.random.Generator, work: Workload, largest: float) -> PiecewiseLinear:
     amounts = np.unique(np.exp(rng.uniform(0.0, np.log(largest), 8)))
     seconds = np.cumsum(rng.exponential(1.0, len(amounts)) ** 3) * work.ready_s[-1] / 100
-    return Pieces(tuple(amounts.tolist()), tuple(seconds.tolist()))
+    return PiecewiseLinear(tuple(amounts.tolist()), tuple(seconds.tolist()))
 
 
-def paper(rng: np.random.Generator, _: Workload) -> Costs:
-    encode = Sorting(GAMMA_S * between(rng, 1 / 3, 3), 1.0)
-    return Costs(encode, Line(between(rng, 1.6e-3, 2.2e-2), between(rng, 1e-7, 1e-6)))
+def paper(rng: np.random.Generator, _: Workload) -> CostModel:
+    encode = Linearithmic(GAMMA_S * between(rng, 1 / 3, 3), 1.0)
+    return CostModel(encode, Linear(between(rng, 1.6e-3, 2.2e-2), between(rng, 1e-7, 1e-6)))
 
 
-def affine(rng: np.random.Generator, work: Workload) -> Costs:
+def affine(rng: np.random.Generator, work: Workload) -> CostModel:
     whole = work.ready_s[-1]
     alpha = whole / len(work) * between(rng, 0.02, 2)
-    encode = Line(alpha, whole * between(rng, 0.1, 1) / sum(work.numels))
-    return Costs(encode, line(rng, work, (0.2, 10)))
+    encode = Linear(alpha, whole * between(rng, 0.1, 1) / sum(work.numels))
+    return CostModel(encode, line(rng, work, (0.2, 10)))
 
 
-def alpha_heavy(rng: np.random.Generator, work: Workload) -> Costs:
-    return Costs(sorting(rng, work, 0.03, 1.0), line(rng, work, (1.0, 10.0)))
+def alpha_heavy(rng: np.random.Generator, work: Workload) -> CostModel:
+    return CostModel(sorting(rng, work, 0.03, 1.0), line(rng, work, (1.0, 10.0)))
 
 
-def balanced(rng: np.random.Generator, work: Workload) -> Costs:
-    return Costs(sorting(rng, work, 0.1, 3.0), line(rng, work, (0.2, 20.0)))
+def balanced(rng: np.random.Generator, work: Workload) -> CostModel:
+    return CostModel(sorting(rng, work, 0.1, 3.0), line(rng, work, (0.2, 20.0)))
 
 
-def piecewise(rng: np.random.Generator, work: Workload) -> Costs:
-    return Costs(pieces(rng, work, 1e8), pieces(rng, work, 1e6))
+def piecewise(rng: np.random.Generator, work: Workload) -> CostModel:
+    return CostModel(pieces(rng, work, 1e8), pieces(rng, work, 1e6))
 
 
-FAMILIES: dict[str, Callable[[np.random.Generator, Workload], Costs]] = {
+FAMILIES: dict[str, Callable[[np.random.Generator, Workload], CostModel]] = {
     "paper": paper,
     "affine": affine,
     "alpha-heavy": alpha_heavy,
@@ -139,7 +143,7 @@ FAMILIES: dict[str, Callable[[np.random.Generator, Workload], Costs]] = {
 }
 
 
-def instance(family: str, number: int, seed: int, count: int = 0) -> tuple[Workload, Costs]:
+def instance(family: str, number: int, seed: int, count: int = 0) -> tuple[Workload, CostModel]:
     """Make the instance of that number; ``count`` tensors, or 2 to 14 of them."""
     rng = np.random.default_rng([seed, list(FAMILIES).index(family), number, count])
     work = workload_of(rng, count or int(rng.integers(2, MOST + 1)))
@@ -166,7 +170,7 @@ def real(name: str) -> Workload:
 # -- how good ------------------------------------------------------------------------------
 
 
-def gaps_of(work: Workload, costs: Costs) -> dict[str, float]:
+def gaps_of(work: Workload, costs: CostModel) -> dict[str, float]:
     """Each rule's time over the least, less 1."""
     best = merge.predict(merge.exhaustive(work, costs), work, costs).finish_s
     return {
@@ -202,7 +206,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
 # -- how long ------------------------------------------------------------------------------
 
 
-def timed(what: str, work: Workload, costs: Costs) -> dict[str, Any]:
+def timed(what: str, work: Workload, costs: CostModel) -> dict[str, Any]:
     taken = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
@@ -227,7 +231,7 @@ def plan_large(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name in PROFILES:
         work = real(name)
         jobs += [
-            (name, work, Costs(Sorting(gamma, 1.0), Line(alpha, BETA_S)))
+            (name, work, CostModel(Linearithmic(gamma, 1.0), Linear(alpha, BETA_S)))
             for alpha in ALPHAS_S
             for gamma in GAMMAS_S
         ]

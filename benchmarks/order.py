@@ -30,12 +30,12 @@ from typing import Any
 from common import GERYON_TABLES as PAPER
 from common import show, write
 
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat_lab import pull_order
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.cli.bench import check_writable
+from wingbeat_lab.layer_costs import LayerCosts
 from wingbeat_lab.paced.profile import FLOAT32_BYTES, load_profile
 from wingbeat_lab.pull_order import Rates, at_start, when_ready
 

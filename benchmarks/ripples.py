@@ -51,7 +51,7 @@ import ripples_training
 from common import run_and_judge, show, write
 
 from wingbeat.errors import UsageError
-from wingbeat.pairs.split import is_active
+from wingbeat.methods.model_averaging.pair_machine import is_active
 from wingbeat_lab.bench import estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.printed import Printed

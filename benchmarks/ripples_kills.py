@@ -39,8 +39,8 @@ from killing import (
 )  # fmt: skip
 
 from wingbeat.errors import UsageError
-from wingbeat.exchanges.average import GRACE_S
-from wingbeat.groups.patience import FACTOR, LEAST_S
+from wingbeat.methods.model_averaging.group_all_reduce import GRACE_S
+from wingbeat.methods.model_averaging.service import FACTOR, MIN_TIMEOUT_S
 from wingbeat.transport.messages.mailbox import UNCONNECTED_S
 from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
@@ -110,8 +110,8 @@ def figures(kill: dict[str, Any]) -> dict[str, Any]:
     met = sum(each["met"][rank] for each in kill["after"] if each)
     return {
         "usual_s": usual_s,
-        "deadline_s": max(LEAST_S, FACTOR * usual_s),
-        "limit_s": max(LEAST_S, FACTOR * usual_s) + LOOKS_S if rank else FALLING_S,
+        "deadline_s": max(MIN_TIMEOUT_S, FACTOR * usual_s),
+        "limit_s": max(MIN_TIMEOUT_S, FACTOR * usual_s) + LOOKS_S if rank else FALLING_S,
         "loss": statistics.fmean(known) if known else None,
         "met": met - sum(each["met"][rank] for each in others if each),
     }
@@ -234,7 +234,7 @@ class Met:
         engine: Any = engine_of(model)
         self._update = engine.update
         self.by_rank = [0] * workers
-        averages = self._update._averager.grouping.averages
+        averages = self._update._averager.session.reducer
         average = averages.average
 
         def counted(run: Any, *args: Any) -> int | None:

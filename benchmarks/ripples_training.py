@@ -33,7 +33,7 @@ from exactness import same_everywhere
 
 import wingbeat
 from wingbeat.errors import LabError, UsageError
-from wingbeat.pairs.split import is_active
+from wingbeat.methods.model_averaging.pair_machine import is_active
 from wingbeat_lab import lab
 from wingbeat_lab.bench import contenders
 from wingbeat_lab.bench.attach import attached

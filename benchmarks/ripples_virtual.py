@@ -25,8 +25,7 @@ from common import run_and_judge
 
 from wingbeat import simulator
 from wingbeat.errors import UsageError
-from wingbeat.groups.layout import Layout
-from wingbeat.groups.rules import rules_of
+from wingbeat.methods.model_averaging.rules import Layout, rules_of
 from wingbeat.types import Choices
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender

@@ -4,8 +4,8 @@
 
 The slices of VGG-19 for eight workers and eight servers, at the three thresholds of the paper's
 Table IV. In each iteration a worker looks up the class of each slice that it pushes and puts it
-into its outbox, and a server puts every worker's sums, as they become complete, into its own and
-takes them out: the real tables and outboxes, without messages, so that nothing but deciding is
+into its queue, and a server puts every worker's sums, as they become complete, into its own and
+takes them out: the real tables and queues, without messages, so that nothing but deciding is
 timed. The rows' iterations take turns; processor time of one core in milliseconds, worker and
 server together: median, 99th percentile, the longest.
 
@@ -27,9 +27,9 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.servers.outbox import Flow, Order, Outbox
-from wingbeat.servers.protocol import position_of, urgency_of
-from wingbeat.servers.requests import Asked, Requests
+from wingbeat.methods.parameter_server.protocol import position_of, urgency_of
+from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
+from wingbeat.methods.parameter_server.slicing import RequestPlanner, SliceRequest
 from wingbeat.simulator.model import buckets_of
 from wingbeat.types import Choices
 from wingbeat_lab import baselines, paced
@@ -45,7 +45,7 @@ LARGEST = 1 << 20
 
 
 class Side:
-    """One worker's requests of all servers, and one server's outbox for all workers.
+    """One worker's requests of all servers, and one server's queue for all workers.
 
     Attributes:
         held: for how many arrivals the sum that was held back longest waited.
@@ -55,9 +55,9 @@ class Side:
         assert choices.servers is not None
         model = paced.simulator_model(paced.load_profile("vgg19_k40"))
         buckets = buckets_of(model, choices.fusion)
-        self.requests = Requests(choices.servers, WORKERS, seed=0)
+        self.planner = RequestPlanner(choices.servers, WORKERS, seed=0)
         kinds = buckets.fully_connected
-        self.requests.planned(buckets.numel, buckets.forward, kinds, buckets.places, LARGEST)
+        self.planner.set_buckets(buckets.numel, buckets.forward, kinds, buckets.places, LARGEST)
         self.order = Order(choices.servers.order)
         self.buckets = range(len(buckets.numel))
         self.forward = buckets.forward
@@ -65,33 +65,35 @@ class Side:
 
     def slices(self) -> int:
         """How many there are."""
-        return sum(len(self.requests.asked(bucket)) for bucket in self.buckets)
+        return sum(len(self.planner.requests(bucket)) for bucket in self.buckets)
 
     def worker(self) -> float:
         """Seconds that a worker takes to decide about its pushes of one iteration."""
-        outbox: Outbox[Asked] = Outbox(self.order if self.order is Order.URGENT else Order.READY)
-        asked = [self.requests.asked(bucket) for bucket in self.buckets]
-        urgency_of_push = self.requests.priorities.of_push
+        queue: SendQueue[SliceRequest] = SendQueue(
+            self.order if self.order is Order.URGENT else Order.READY
+        )
+        asked = [self.planner.requests(bucket) for bucket in self.buckets]
+        urgency_of_push = self.planner.priorities.of_push
         begin = time.thread_time()
         for slices in asked:
             for each in slices:
                 urgency = urgency_of_push(each.position)
-                outbox.add(Flow(each.slice.server, urgency), each.position, 1, each)
-            outbox.flush(_room, _send)
+                queue.enqueue(Flow(each.slice.server, urgency), each.position, 1, each)
+            queue.flush(_room, _send)
         return time.thread_time() - begin
 
     def server(self) -> float:
         """Seconds that the first server takes to decide about its sums of one iteration."""
         mine = [
-            [each for each in self.requests.asked(bucket) if each.slice.server == 0]
+            [each for each in self.planner.requests(bucket) if each.slice.server == 0]
             for bucket in self.buckets
         ]
         in_turn = self.order is Order.FORWARD
-        outbox: Outbox[Asked] = Outbox(self.order)
+        queue: SendQueue[SliceRequest] = SendQueue(self.order)
         arrived: dict[int, int] = {}
         now = self.held = 0
 
-        def send(_flow: Flow, each: Asked) -> Any:
+        def send(_flow: Flow, each: SliceRequest) -> Any:
             self.held = max(self.held, now - arrived[each.slice.number])
             return _arrived
 
@@ -99,23 +101,23 @@ class Side:
         if in_turn:  # the order is known before: each sum has its place
             for bucket in self.forward:
                 for each in mine[bucket]:
-                    _add(outbox, each)
+                    _add(queue, each)
         for slices in mine:
             for each in slices:
                 now += 1
                 arrived[each.slice.number] = now
                 if not in_turn:
-                    _add(outbox, each)
-                outbox.flush(_room, send, lambda one: one.slice.number in arrived)
+                    _add(queue, each)
+                queue.flush(_room, send, lambda one: one.slice.number in arrived)
         return time.thread_time() - begin
 
 
-def _add(outbox: Outbox[Asked], each: Asked) -> None:
-    """Put a sum into the outbox for every worker."""
-    wish = each.ids.wish
-    urgency, position = urgency_of(wish), position_of(wish)
+def _add(queue: SendQueue[SliceRequest], each: SliceRequest) -> None:
+    """Put a sum into the queue for every worker."""
+    route = each.ids.route
+    urgency, position = urgency_of(route), position_of(route)
     for worker in range(WORKERS):
-        outbox.add(Flow(worker, urgency), position, 1, each)
+        queue.enqueue(Flow(worker, urgency), position, 1, each)
 
 
 def _room(_flow: Flow) -> int:
@@ -126,7 +128,7 @@ def _arrived() -> bool:
     return True
 
 
-def _send(_flow: Flow, _each: Asked) -> Any:
+def _send(_flow: Flow, _each: SliceRequest) -> Any:
     return _arrived
 
 

@@ -15,8 +15,8 @@ Efficiency is computation over the median iteration.
 - tuned: Geryon with the thresholds that the tuner of real runs finds, for 2, 3 and 4 classes.
 
 VGG-19's throughput is the paper's; the three others are derived and right within a factor of two
-(``docs/how-to/paced-models.md``). So Geryon's efficiencies are an interval: in brackets what they
-are on a device that takes twice as long, and half as long.
+(``docs/developers/paced-models.md``). So Geryon's efficiencies are an interval: in brackets what
+they are on a device that takes twice as long, and half as long.
 
 Thresholds of two classes are swept as well. Exit code 1 if the rows are not in the paper's order,
 Geryon's efficiency is below the paper's, as the preset is or as the paper has it (pulled at the

@@ -12,7 +12,7 @@ sum     What a server does with pushed slices, beside torch's `copy_` and `add_`
         with one thread. Limit: 0.8 for each dtype.
 memory  Of the servers of `push`, beyond what they take once they have met all workers: when workers
         are even, and when rank 0 comes late. Limit: twice the shards, and the window
-        (`wingbeat.servers.config.limits_of`) of each flow to the server.
+        (`wingbeat.methods.parameter_server.server.limits_of`) of each flow to the server.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any
 import psutil
 from common import refuse_unwritable, show, write
 
-from wingbeat.servers.config import ServerConfig, limits_of
-from wingbeat.servers.protocol import Kind, wish_of
+from wingbeat.methods.parameter_server.protocol import Kind, pack_route
+from wingbeat.methods.parameter_server.server import ServerConfig, limits_of
 from wingbeat.transport.services.pipes import PipeStore, answer
 from wingbeat.types import Serving
 from wingbeat_lab.bench.printed import Printed
@@ -70,7 +70,7 @@ def config_of(way: str, workers: int, mib: int) -> ServerConfig:
         classes=CLASSES,
         encrypted="encrypted" in way,
         timeout=PATIENCE,
-        most=8 * mib * MIB + 64 * MIB,
+        max_sum_bytes=8 * mib * MIB + 64 * MIB,
         order="ready",
     )
 
@@ -134,13 +134,13 @@ def push(box: Any, server: int, parts: list[memoryview], number: int) -> None:
     last = range(len(parts) - CLASSES, len(parts))
     for n, part in enumerate(parts):
         urgency = n % CLASSES
-        ids = (0, n, number, wish_of(urgency, n))
+        ids = (0, n, number, pack_route(urgency, n))
         fields = {"ids": ids, "urgency": urgency, "seconds": PATIENCE}
-        box.post(server, Kind.STORE, part, dtype="float32", **fields)
+        box.post(server, Kind.PUSH, part, dtype="float32", **fields)
         if n in last:
             box.post(server, Kind.PULL, **fields)
     for _ in last:
-        while (message := box.receive(PATIENCE)).kind == Kind.ALIVE:
+        while (message := box.receive(PATIENCE)).kind == Kind.PING:
             pass
         assert message.kind == Kind.SUM, (message.kind, bytes(message.payload))
         assert len(message.payload) == SMALL
@@ -199,7 +199,8 @@ class Job:
         self.receivers, self.mib = {}, mib
         for way in WAYS:
             text = config_of(way, workers, mib).to_json()
-            own = ["-m", "wingbeat.servers"] if "server" in way else [__file__, "--sink"]
+            module = ["-m", "wingbeat.methods.parameter_server"]
+            own = module if "server" in way else [__file__, "--sink"]
             self.receivers[way] = Child([*own, text], store)
         self.senders = [
             Child([__file__, "--sender", json.dumps([rank, workers, mib])], store)
@@ -307,11 +308,11 @@ def _timed(nbytes: int, work: Callable[[], object]) -> float:
 def _ours(dtype: Any, mib: int, workers: int) -> Callable[[], float]:
     import torch
 
-    from wingbeat.servers.sums import Sums
+    from wingbeat.methods.parameter_server.aggregator import Aggregator
 
     payloads = _payloads(dtype, workers)
     views = [memoryview(each.view(torch.uint8).numpy()).cast("B") for each in payloads]
-    made = Sums(workers, 1 << 40)
+    made = Aggregator(workers, 1 << 40)
     count = max(1, mib * MIB // len(views[0]))
     rounds: Iterator[int] = iter(range(1 << 30))
     name = str(dtype).removeprefix("torch.")

@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import Any
 
 from wingbeat import simulator
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.simulator.colayers import bundled
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.pace import Pace
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import slow
 
@@ -151,7 +151,7 @@ def mean(counts: Mapping[int, float]) -> float:
 
 def canary(
     setting: Setting,
-    pace: Pace,
+    bound: StalenessBound,
     rounds: int,
     *,
     coding: str = "dense",
@@ -163,7 +163,7 @@ def canary(
     traffic, began = simulator.Traffic(span_s), time.perf_counter()
     run = simulator.simulate_bounded(
         setting.model,
-        pace,
+        bound,
         setting.workers,
         setting.links(),
         gradients=rounds * setting.workers,

@@ -1,6 +1,6 @@
 // What Python sees. Tensors and arrays come as addresses, so that torch's own types stay out of the
-// build; wingbeat/kernels/native.py, wingbeat/plans/merge/exact.py and wingbeat/servers/dtypes.py
-// checked them.
+// build; wingbeat/kernels/native.py, wingbeat/planning/merge/optimal.py and
+// wingbeat/methods/parameter_server/aggregator.py checked them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>

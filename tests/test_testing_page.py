@@ -1,4 +1,4 @@
-"""``docs/how-to/test-without-a-network.md``: its examples run as they stand there."""
+"""``docs/developers/test-without-a-network.md``: its examples run as they stand there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs/how-to/test-without-a-network.md"
+PAGE = Path(__file__).parents[1] / "docs/developers/test-without-a-network.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -1,5 +1,5 @@
 // What stands before every message: one fixed layout, checked before a byte of it is used. Byte by
-// byte it is in docs/how-to/messages.md.
+// byte it is in docs/developers/messages.md.
 #pragma once
 
 #include <array>

@@ -14,7 +14,7 @@ from wingbeat.arguments import check_count, check_tensor, number, numbers, pair
 from wingbeat.collectives import Collectives
 from wingbeat.engine import bounded_exchange
 from wingbeat.errors import UsageError
-from wingbeat.stale.worker import Worker
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.topologies import BCube, Ring
 from wingbeat.transport.world import World, current
 from wingbeat.types import Group
@@ -204,8 +204,8 @@ class CanarySession:
             UsageError: no worker has entered it, it is retired, or there is no model.
         """
         machine = self._worker()
-        row = machine.at if iteration is None else number("iteration", iteration)
-        if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.at):
+        row = machine.iteration if iteration is None else number("iteration", iteration)
+        if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.iteration):
             raise UsageError(
                 f"iteration={row}: the index has rows {machine.gei.retired} to {machine.gei.zeta}; "
                 "those before are complete"
@@ -233,7 +233,7 @@ class CanarySession:
             UsageError: there is no model.
         """
         machine = self._worker()
-        at = machine.at if iteration is None else number("iteration", iteration)
+        at = machine.iteration if iteration is None else number("iteration", iteration)
         return max(0, machine.zeta - at)
 
     def calc_proportion(self, row: Sequence[int]) -> int:

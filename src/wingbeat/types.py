@@ -187,15 +187,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """Which tensors share a bucket: a rule that `wingbeat.plans.make` turns into a `Plan`.
+    """Which tensors share a bucket: a rule for `wingbeat.planning.plans.make_plan`.
 
     ``kind`` is ``"buffer"`` (nearby tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
     nearby layers), ``"elements"`` (nearby tensors until there are ``elements`` elements),
     ``"one"`` (all of them), ``"none"`` (every tensor alone) or ``"colayers"`` (``layers`` bundles
-    of nearby layers, see `wingbeat.plans.colayers`). Colayers that are ``measured`` are made anew
-    by what training has measured; with a ``least``, in so many to ``layers``. With ``"buffer"``,
-    ``first_bytes`` and ``last_bytes`` are the sizes of the buckets that are ready first and last;
-    towards the middle sizes double until ``bucket_bytes``. 0 means ``bucket_bytes``.
+    of nearby layers, see `wingbeat.planning.colayers`). Colayers that are ``measured`` are made
+    anew by what training has measured; with a ``least``, in so many to ``layers``. With
+    ``"buffer"``, ``first_bytes`` and ``last_bytes`` are the sizes of the buckets that are ready
+    first and last; towards the middle sizes double until ``bucket_bytes``. 0 means
+    ``bucket_bytes``.
     """
 
     kind: str = "buffer"
@@ -271,7 +272,7 @@ class Serving:
         tuning: how thresholds are tuned, which start at ``thresholds``; None where they are not.
         pushes: whether gradients are pushed in the classes in which their sums come back, and not
             all in the last.
-        order: in which order a sender sends, of `wingbeat.servers.outbox.Order`.
+        order: in which order a sender sends, see `methods.parameter_server.send_queue.Order`.
         shuffled: whether sums are pulled in a random order.
         encrypted: whether messages are.
         dense: whether sums come back in float32, or float64, where gradients travel as another
@@ -298,7 +299,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """How far workers may be apart (Canary, section 5.3); see `wingbeat.stale.pace.Pace`.
+    """How far workers may be apart (Canary, section 5.3); see `Pace`.
 
     Attributes:
         s: iterations that a worker may be behind the fastest; None for any number.
@@ -338,7 +339,7 @@ class Averaging:
 
     Attributes:
         partners: with whom: ``"all"``; ``"pairs"``, a worker of the other half at a time; or how
-            groups are made, a name of `wingbeat.groups.rules.POLICIES`.
+            groups are made, a name of `wingbeat.methods.model_averaging.rules.POLICIES`.
         size: members of a random group.
         threshold: C_thres of the slowdown filter; None for no filter.
         every: steps from one average of a fragment to its next.

@@ -28,8 +28,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from wingbeat.costs import LayerCosts, backward_floor, forward_floor
 from wingbeat.errors import UsageError
+from wingbeat_lab.layer_costs import LayerCosts, backward_floor, forward_floor
 
 
 @dataclass(frozen=True, slots=True)

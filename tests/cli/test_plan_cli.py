@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.plans import saved
-from wingbeat.plans.result import Result, nothing
-from wingbeat.plans.sample import Sample
+from wingbeat.planning import files
+from wingbeat.planning.bucket_size import BucketSizeResult, untuned
+from wingbeat.planning.search_space import Sample
 from wingbeat.types import Tuning
 
 MB = 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
-TUNED = Result(
+TUNED = BucketSizeResult(
     search="bo",
     low_bytes=MB,
     high_bytes=100 * MB,
@@ -23,7 +23,7 @@ TUNED = Result(
     samples=(Sample(25 * MB, 10.0), Sample(6 * MB, 12.25), Sample(MB, 9.0)),
     expected=(10.0, 12.0, 9.1),
     chosen_bytes=6 * MB,
-    costs_s=(0.0011, 0.0024, 0.0009),
+    decision_s=(0.0011, 0.0024, 0.0009),
 )
 
 
@@ -40,11 +40,11 @@ def wingbeat(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    saved.save(tmp_path / "plan.json", TUNED, {"parameters": "ab12", "workers": 4})
+    files.save(tmp_path / "plan.json", TUNED, {"parameters": "ab12", "workers": 4})
     return tmp_path / "plan.json"
 
 
-def test_it_shows_trials_choice_and_reason(file: Path) -> None:
+def test_plan_verb_tuned_file_shows_trials_choice_and_reason(file: Path) -> None:
     done = wingbeat(file)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -56,23 +56,23 @@ def test_it_shows_trials_choice_and_reason(file: Path) -> None:
     assert "tuned for parameters ab12, workers 4" in done.stdout
 
 
-def test_it_says_that_there_was_nothing_to_tune(tmp_path: Path) -> None:
+def test_plan_verb_single_plan_says_nothing_to_tune(tmp_path: Path) -> None:
     rule = Tuning(search="bo", low_bytes=MB, high_bytes=100 * MB)
-    saved.save(tmp_path / "none.json", nothing(rule, 25 * MB, 1), {"workers": 4})
+    files.save(tmp_path / "none.json", untuned(rule, 25 * MB, 1), {"workers": 4})
     done = wingbeat(tmp_path / "none.json", "--png", tmp_path / "none.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nothing to tune: for this model bucket sizes from 1 to 100 MB")
     assert (tmp_path / "none.png").read_bytes().startswith(PNG)
 
 
-def test_it_draws_the_picture(file: Path, tmp_path: Path) -> None:
+def test_plan_verb_with_png_writes_figure(file: Path, tmp_path: Path) -> None:
     done = wingbeat(file, "--png", tmp_path / "out" / "plan.png")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "plan.png").read_bytes().startswith(PNG)
     assert f"picture: {tmp_path}/out/plan.png" in done.stdout
 
 
-def test_its_help_has_examples() -> None:
+def test_plan_verb_help_has_examples() -> None:
     done = wingbeat("--help")
     assert "wingbeat plan plan.json --png out/plan.png" in done.stdout
 
@@ -88,7 +88,7 @@ def test_its_help_has_examples() -> None:
         (["FILE", "--pgn", "plan.png"], "--pgn"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(
+def test_plan_verb_bad_input_is_one_line_and_exit_2(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

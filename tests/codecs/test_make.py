@@ -13,7 +13,12 @@ from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.make import TRIED, all_of
 from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import warmed_up
-from wingbeat.control.trial import LAPS, MAX_BLOCKS, SETTLING, SETTLING_FIRST
+from wingbeat.planning.trials import (
+    COMPRESSION_BLOCKS,
+    COMPRESSION_FIRST_WARMUP,
+    COMPRESSION_ITERATIONS,
+    COMPRESSION_WARMUP,
+)
 from wingbeat.types import Span
 from wingbeat.wires import Half, LowRank, Sketch, TopK
 
@@ -40,7 +45,8 @@ def test_a_trial_is_of_what_will_travel_and_the_warm_up_begins_after_it() -> Non
     assert sent[TRIED:] == [make(used, s).bytes_per_element / 6 for s in range(TRIED, 401)]
     assert sent[TRIED] == max(sent) > 0.15
     # No trial is longer, whatever it measures; and a short warm-up is not all trial.
-    assert TRIED >= SETTLING_FIRST + MAX_BLOCKS * (LAPS + SETTLING + 1)
+    block = COMPRESSION_ITERATIONS + COMPRESSION_WARMUP + 1
+    assert COMPRESSION_FIRST_WARMUP + COMPRESSION_BLOCKS * block <= TRIED
     short = [make(TopK(density=0.01, warmup=20), step).bytes_per_element for step in range(21)]
     assert short[9] == short[20] == pytest.approx(0.06)
     assert short[10] > 2 * short[9]

@@ -25,19 +25,29 @@ from hypothesis import strategies as st
 
 from helpers import mutants
 from helpers.reports import job, report
+from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
-from helpers.updating import DESCRIPTION, SETTINGS
-from wingbeat.control import planner
-from wingbeat.costs.curve import Line
-from wingbeat.costs.fit import Fit
+from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges import copied
-from wingbeat.exchanges.forms import copy_sum
-from wingbeat.exchanges.options import Form
-from wingbeat.groups import protocol as groups_protocol
-from wingbeat.groups import returns
-from wingbeat.groups.board import Board
+from wingbeat.exchanges import snapshot
 from wingbeat.integrations import residuals
+from wingbeat.methods.bounded_staleness import journal, messages
+from wingbeat.methods.bounded_staleness.membership import LogEntry
+from wingbeat.methods.bounded_staleness.replica import OptionsSchema
+from wingbeat.methods.bounded_staleness.view import View, ViewProposal
+from wingbeat.methods.model_averaging import generator as group_generator
+from wingbeat.methods.model_averaging import rendezvous
+from wingbeat.methods.model_averaging.rendezvous import StatusTable
+from wingbeat.methods.parameter_server.exchange import copy_sum
+from wingbeat.methods.parameter_server.protocol import (
+    Document,
+    Piece,
+    RequestError,
+    pack_header,
+    unpack_header,
+    unpack_numbers,
+)
+from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup
 from wingbeat.monitor.report import Malformed as MalformedReport
@@ -46,22 +56,14 @@ from wingbeat.monitor.snapshot import Job
 from wingbeat.monitor.watch import Watch
 from wingbeat.observe import trace
 from wingbeat.observe.events import Event
-from wingbeat.plans import planfile
-from wingbeat.plans import saved as plans_saved
-from wingbeat.plans.result import Result
-from wingbeat.plans.sample import Sample
-from wingbeat.plans.thresholds import saved as thresholds_saved
-from wingbeat.probe import saved as probe_saved
-from wingbeat.probe.model import LinkFit, Probe
-from wingbeat.servers import head
-from wingbeat.servers.applying import Applier
-from wingbeat.servers.documents import Document
-from wingbeat.servers.notes import numbers_in
-from wingbeat.servers.sums import Refused
-from wingbeat.servers.values import decode, encode
-from wingbeat.stale import audit, letters, messages
-from wingbeat.stale.roll import Entry
-from wingbeat.stale.view import View
+from wingbeat.planning import files
+from wingbeat.planning.bucket_size import BucketSizeResult
+from wingbeat.planning.costs import Linear, Workload
+from wingbeat.planning.fits import Fit
+from wingbeat.planning.merging import checked_plans
+from wingbeat.planning.probe import Gradient, LinkFit, Probe
+from wingbeat.planning.search_space import Sample
+from wingbeat.planning.thresholds import ThresholdResult
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers
@@ -151,17 +153,19 @@ class Texts:
 # -- valid inputs ------------------------------------------------------------------------------
 
 PAGE = "star:4@1gbit"
-PLAN = Result(
+PLAN = BucketSizeResult(
     search="bo", low_bytes=1, high_bytes=100, steps=10,
     samples=(Sample(25, 10.0), Sample(6, 12.2)), expected=(10.0, 12.0), chosen_bytes=6,
-    costs_s=(0.0011, 0.0),
+    decision_s=(0.0011, 0.0),
 )  # fmt: skip
-LINE = Fit(Line(1e-4, 2e-9), 0.1, 0.2, {"alpha": (0.0, 1.0), "beta": (0.0, 1.0)}, ((1.0, 2.0),))
+INTERVALS = {"alpha": (0.0, 1.0), "beta": (0.0, None)}
+LINE = Fit(Linear(1e-4, 2e-9), 0.1, 0.2, INTERVALS, ((1.0, 2.0),))
 PROBE = Probe(
-    workers=4, links=("eth0",), wire="sketch", way="gather", tensors=(1, 0), names=("b", "a"),
-    ready_s=(0.0, 0.1), encode=LINE, exchange=LINE, interfaces=(LinkFit("eth0", LINE, LINE),),
-    rest_s=0.1,
+    workers=4, links=("eth0",), wire="sketch", collective="all-reduce",
+    gradients=(Gradient(1, "b", 0.0), Gradient(0, "a", 0.1)), encode=LINE, exchange=LINE,
+    interfaces=(LinkFit("eth0", LINE, LINE),), rest_s=0.1,
 )  # fmt: skip
+WORKLOAD = Workload((0, 1, 2), (0.0,) * 3, (1,) * 3, (4.0,) * 3, ("float32 cpu",) * 3)
 PROFILE = json.dumps(
     {
         "name": "x", "device": "d", "batch_size": 2, "samples_per_second": 1000.0, "source": "s",
@@ -180,16 +184,16 @@ HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
 CARD = Card(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
 VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
 VIEW = View((0, 1, 2))
-LETTERS = tuple(
-    b"".join(letters.letter_of(message, 1))
+FRAMES = tuple(
+    b"".join(messages.encode_frame(message, 1))
     for message in (
-        messages.Here(3, -1, 2, False, 4, VIEW),
+        messages.Progress(3, -1, 2, False, 4, VIEW),
         messages.Piece(3, 1, 2, VIEW, b"payload"),
-        messages.Round(1, 2, 7, ((3, 2), (4, 0)), (-1, 3, 4), VIEW, b"sum"),
-        messages.Report(VIEW, -1, tuple(((-1, 4, 5),) * 2 for _ in range(3))),
+        messages.PieceSum(1, 2, 7, ((3, 2), (4, 0)), (-1, 3, 4), VIEW, b"sum"),
+        ViewProposal(VIEW, -1, tuple(((-1, 4, 5),) * 2 for _ in range(3))),
         messages.Welcome(2, (7, 8)),
-        messages.Pull(6, VIEW),
-        messages.Settled(9, VIEW),
+        messages.PullRequest(6, VIEW),
+        messages.Drained(9, VIEW),
     )
 )
 LAB_TOML = 'kind = "star"\nhosts = 4\nrate = "1gbit"\nprio = 2\n[override]\nh3 = "200mbit"\n'
@@ -201,9 +205,9 @@ STATS = LabStats(
 JOURNAL = "\n".join(
     json.dumps(line)
     for line in (
-        {"rank": 0, "life": 0, "workers": 2, "colayers": 1, "s": 2, "p": 1, "mode": "BSP"},
+        {"rank": 0, "incarnation": 0, "workers": 2, "colayers": 1, "s": 2, "p": 1, "mode": "BSP"},
         {"began": 0}, {"sent": [0, 0]}, {"dropped": [1, 0]}, {"pulled": 0},
-        {"round": 0, "entries": [[0, 0, [[0, 1]]]]}, {"settled": 1, "digest": "ab"},
+        {"round": 0, "entries": [[0, 0, [[0, 1]]]]}, {"drained": 1, "digest": "ab"},
     )
 ) + "\n"  # fmt: skip
 SPACE = {
@@ -230,13 +234,13 @@ def a_replica() -> bytes:
     for each in model:
         each.grad = torch.ones_like(each)
     optimizer.step()
-    return copied.written(model, model, optimizer, {"last": 1})
+    return snapshot.encode_snapshot(model, model, optimizer, {"last": 1})
 
 
 def some_thresholds() -> bytes:
     curve = lambda cuts, _: [1.0 + 0.01 * len(cuts)]  # noqa: E731
     found = play(curve, 8, (0.5,))[0]
-    return written_by(lambda path: thresholds_saved.save(path, found, {"workers": 4}))
+    return written_by(lambda path: files.save(path, found, {"workers": 4}))
 
 
 def a_part() -> bytes:
@@ -250,32 +254,33 @@ def residual_file() -> bytes:
     return made.getvalue()
 
 
-def read_letters(data: bytes) -> None:
-    for letter in letters.letters_in(data, 1 << 16):
-        letters.message_of(letter.numbers, 3, 2, letter.payload if letter.nbytes else None)
+def read_frames(data: bytes) -> None:
+    for frame in messages.decode_frames(data, 1 << 16):
+        payload = frame.payload if frame.payload_nbytes else None
+        messages.decode_message(frame.numbers, 3, 2, payload)
 
 
-def read_told(data: bytes) -> object:
+def read_run(data: bytes) -> object:
     ids = struct.unpack("<4I", data[:16].ljust(16, b"\0"))
-    return groups_protocol.told_of(ids, data[16:], 8)
+    return group_generator.decode_run(ids, data[16:], 8)
 
 
-def told(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
-    return struct.pack("<4I", 1, 2, members[0], 4) + groups_protocol.payload_of(members, close)
+def run_message(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
+    return struct.pack("<4I", 1, 2, members[0], 4) + group_generator.encode_members(members, close)
 
 
-def signs(text: str) -> None:
-    board = Board(Texts(text), "room", 2)
-    board.signs()
-    board.fallen(range(2))
+def statuses(text: str) -> None:
+    table = StatusTable(Texts(text), "room", 2)
+    table.statuses()
+    table.fallbacks(range(2))
 
 
 def held(words: Any) -> object:
-    return Applier(DESCRIPTION).hold(words, bytearray(4 * 6 + 4 * 4))
+    return ShardOptimizer(DESCRIPTION).load(words, bytearray(4 * 6 + 4 * 4))
 
 
 def settled(words: Any) -> None:
-    Applier(DESCRIPTION).settle(words, {})
+    ShardOptimizer(DESCRIPTION).set_options(words, {})
 
 
 def joined(data: Any) -> object:
@@ -303,7 +308,7 @@ def watched(text: str) -> object:
     return watch.job(2.0, 0.0)
 
 
-Refusals = (Refused,)
+Refusals = (RequestError,)
 Usage = (UsageError,)
 
 TEXTS, VALUES_, RAW, ENV = mutants.texts, mutants.values, mutants.raw, mutants.environments
@@ -329,16 +334,20 @@ TARGETS = [
         ([{k: encode(v) for k, v in SETTINGS.items()}],),
         Refusals,
     ),
-    Target("places of ones", VALUES_, numbers_in, ("1f",), Refusals),
+    Target("places of ones", VALUES_, unpack_numbers, ("1f",), Refusals),
     Target(
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
-    Target("signs", TEXTS, signs, ("[1, false, 2, -1]", "7")),
-    Target("returns", TEXTS, returns._parsed, ("[1, 2]",)),
+    Target("statuses", TEXTS, statuses, ("[1, false, 2, -1]", "7")),
+    Target("rejoins", TEXTS, rendezvous._parse_entry, ("[1, 2]",)),
     Target(
-        "roll", TEXTS, lambda t: Entry.of(t, 3), (Entry(1, VIEW).to_text(),), (letters.Malformed,)
+        "membership log",
+        TEXTS,
+        lambda t: LogEntry.from_json(t, 3),
+        (LogEntry(1, VIEW).to_json(),),
+        (messages.MalformedMessage,),
     ),
-    Target("letters", RAW, read_letters, LETTERS, (letters.Malformed,)),
+    Target("frames", RAW, read_frames, FRAMES, (messages.MalformedMessage,)),
     Target(
         "headers",
         RAW,
@@ -347,40 +356,60 @@ TARGETS = [
         (header.Malformed,),
     ),
     Target(
-        "groups", RAW, read_told, (told((1, 2), (5,)), told((3,), ())), (groups_protocol.Malformed,)
+        "groups",
+        RAW,
+        read_run,
+        (run_message((1, 2), (5,)), run_message((3,), ())),
+        (group_generator.ProtocolError,),
     ),
     Target(
         "options",
         RAW,
-        lambda b: Form(OPTIONS).read(b, "rank 1"),
+        lambda b: OptionsSchema(OPTIONS).parse(b, "rank 1"),
         (json.dumps(OPTIONS).encode(),),
         (PeerError,),
     ),
     Target(
-        "replicas", RAW, lambda b: copied.Copy(b, TENSORS, TENSORS), (a_replica(),), (PeerError,)
+        "replicas",
+        RAW,
+        lambda b: snapshot.Snapshot(b, TENSORS, TENSORS),
+        (a_replica(),),
+        (PeerError,),
     ),
     Target(
         "plan files",
         RAW,
-        loads(plans_saved.load),
-        (written_by(lambda p: plans_saved.save(p, PLAN, {"w": 4})),),
+        loads(lambda path: files.load(path, BucketSizeResult)),
+        (written_by(lambda p: files.save(p, PLAN, {"w": 4})),),
         Usage,
     ),
-    Target("thresholds files", RAW, loads(thresholds_saved.load), (some_thresholds(),), Usage),
+    Target(
+        "thresholds files",
+        RAW,
+        loads(lambda path: files.load(path, ThresholdResult)),
+        (some_thresholds(),),
+        Usage,
+    ),
     Target(
         "probe files",
         RAW,
-        loads(probe_saved.load),
-        (written_by(lambda p: probe_saved.save(p, PROBE, {"w": 4})),),
+        loads(lambda path: files.load(path, Probe)),
+        (written_by(lambda p: files.save(p, PROBE, {"w": 4})),),
         Usage,
     ),
-    Target("kinds of files", RAW, loads(planfile.kind_of), (some_thresholds(),)),
-    Target("probes", VALUES_, probe_saved.from_json, (probe_saved.to_json(PROBE),), Usage),
+    Target("kinds of files", RAW, loads(files.kind_of), (some_thresholds(),), Usage),
+    Target(
+        "probes",
+        VALUES_,
+        lambda v: files.from_json(Probe, v, "probe"),
+        (files.to_json(PROBE),),
+        Usage,
+    ),
     Target(
         "merged plans",
         VALUES_,
-        lambda v: planner.checked(v, [0, 1, 2], 1),
-        ([[["a"], [[0, 1], [2]]]],),
+        lambda v: checked_plans(v, WORKLOAD, 1),
+        ([[["a"], [2, 3]]],),
         (PeerError,),
     ),
     Target("traces", RAW, loads(trace.load), (a_part(),), Usage),
@@ -469,13 +498,19 @@ TARGETS = [
         ('{"set": "a", "value": "b"}', '{"read": "a"}', '{"ready": true}'),
         (ValueError,),
     ),
-    Target("journals", TEXTS, lambda t: audit.read(t.splitlines(keepends=True)), (JOURNAL,), Usage),
+    Target(
+        "journals",
+        TEXTS,
+        lambda t: journal.read_journal(t.splitlines(keepends=True)),
+        (JOURNAL,),
+        Usage,
+    ),
     *(
         Target(
             f"encoded slices, {wire}",
             RAW,
-            lambda b, w=wire: head.unpack(memoryview(b), w, 1000),
-            (head.pack(wire, [head.Piece(12), head.Piece(6, 0, 0)]) + b"payload",),
+            lambda b, w=wire: unpack_header(memoryview(b), w, 1000),
+            (pack_header(wire, [Piece(12), Piece(6, 0, 0)]) + b"payload",),
             (ValueError,),
         )
         for wire in CODECS
@@ -512,7 +547,7 @@ ONCE: list[tuple[str, Any]] = [
     ("values", {"tensor": ["float32", [float("inf")], [1.0], False]}),
     ("parameters on a server", {**PIECES, "numel": float("inf")}),
     ("parameters on a server", {**PIECES, "pieces": [[0, 0, 0, float("inf")], [1, 1, 4, 2]]}),
-    ("signs", "[" * mutants.DEEP),
+    ("statuses", "[" * mutants.DEEP),
     ("requests of services", "[" * mutants.DEEP),
     ("metrics address", {"WINGBEAT_METRICS": "9" * 5000}),
     ("address of a job", "node7:" + "9" * 5000),

@@ -15,9 +15,9 @@ import wingbeat
 from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.groups import config
-from wingbeat.groups.patience import Patience
 from wingbeat.integrations import checkpoint, residuals
+from wingbeat.methods.model_averaging import service
+from wingbeat.methods.model_averaging.service import AdaptiveTimeout
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0
@@ -25,7 +25,7 @@ PATIENCE = 60.0
 
 def lives_of(model: Any) -> Any:
     """The model's `LiveState`."""
-    return engine(model).update._averager.grouping.offer.__self__
+    return engine(model).update._averager.session.snapshot.__self__
 
 
 def flat(model: Any, kind: str) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path:
             return goes_on(world, model, optimizer)
         states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         train(model, optimizer, range(3))
-        dies(engine(model).update._averager.grouping)
+        dies(engine(model).update._averager.session)
         world = again(world)
         model, optimizer = made()
         given = weights(model)
@@ -213,11 +213,11 @@ def test_a_worker_left_out_copies_the_others_model(
     """It has missed outer steps: what it makes of later ones alone is another model for ever."""
     asleep, back = threading.Event(), threading.Event()
 
-    class Hasty(Patience):
-        def overdue(self, worker: int, now: float) -> bool:
+    class Hasty(AdaptiveTimeout):
+        def is_overdue(self, worker: int, now: float) -> bool:
             return worker == 1 and asleep.is_set()
 
-    monkeypatch.setattr(config, "Patience", Hasty)
+    monkeypatch.setattr(service, "AdaptiveTimeout", Hasty)
 
     def body(world: Any) -> tuple[int, dict[str, Any]]:
         model = net()

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.partial import SHAPES, Worker, crew, iterate
-from wingbeat.control.thresholds import Prioritised
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.partial import turn_of
+from wingbeat.planning.controllers import Prioritized
 from wingbeat.schedules.events import Operation
 
 NAMES = [f"p{i}" for i in range(len(SHAPES))]
@@ -237,7 +237,7 @@ def test_waiting_twice_adds_once() -> None:
 def test_other_devices_are_refused() -> None:
     _, workers = crew(2, 2)
     exchange, bucket = workers[0].exchange, workers[0].buckets[0]
-    assert not isinstance(exchange, Prioritised)
+    assert not isinstance(exchange, Prioritized)
     bucket.flat = torch.zeros(3, device="meta")
     with pytest.raises(UsageError, match=r"parameter 'p0' is on meta: .* on the CPU only; use"):
         exchange.planned([bucket], [bucket])

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 
-from wingbeat.plans.fixed import fixed
+from wingbeat.planning.plans import by_size
 from wingbeat.types import TensorSpec
 from wingbeat_lab import paced
 
@@ -62,7 +62,7 @@ def _simulate(name: str, gbit: float, latency: float, mb: float, workers: int = 
         for parameter in layer.parameters
     ]
     layer_of = [int(spec.name.partition(".")[0]) for spec in specs]
-    plan = fixed(specs, range(len(specs) - 1, -1, -1), int(mb * MB), MB, MB)
+    plan = by_size(specs, range(len(specs) - 1, -1, -1), int(mb * MB), MB, MB)
     sizes = [sum(specs[t].nbytes for t in bucket.tensors) for bucket in plan.buckets]
     takes = [latency + size * (workers - 1) / workers * 8 / (gbit * 1e9) for size in sizes]
     ready, now = [0.0] * len(network), 0.0

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from wingbeat.costs import NOTHING, Costs, Curve, Line, Pieces, Sorting, Workload
+from wingbeat.planning.costs import (
+    ZERO,
+    CostModel,
+    Curve,
+    Linear,
+    Linearithmic,
+    PiecewiseLinear,
+    Workload,
+)
 from wingbeat.types import Plan, PlannedBucket
 from wingbeat_lab.paced.profile import load_profile
 
@@ -38,18 +46,20 @@ def curves(draw: st.DrawFn, sizes: st.SearchStrategy[float]) -> Curve:
     kind = draw(st.sampled_from(["none", "line", "sorting", "pieces"]))
     times = st.sampled_from([0.0, 1e-3, 0.1, 0.3, 1.0, 4.0])
     if kind == "none":
-        return NOTHING
+        return ZERO
     if kind == "line":
-        return Line(draw(times), draw(times) / 1e3)
+        return Linear(draw(times), draw(times) / 1e3)
     if kind == "sorting":
-        return Sorting(draw(times) / 1e3, draw(st.sampled_from([0.001, 0.1, 1.0])), draw(times))
+        return Linearithmic(
+            draw(times) / 1e3, draw(st.sampled_from([0.001, 0.1, 1.0])), draw(times)
+        )
     amounts = sorted(draw(st.sets(sizes, min_size=1, max_size=5)))
     seconds = sorted(draw(times) for _ in amounts)
-    return Pieces(tuple(amounts), tuple(seconds))
+    return PiecewiseLinear(tuple(amounts), tuple(seconds))
 
 
 @st.composite
-def instances(draw: st.DrawFn, most: int = 8) -> tuple[Workload, Costs]:
+def instances(draw: st.DrawFn, most: int = 8) -> tuple[Workload, CostModel]:
     count = draw(st.integers(1, most))
     gaps = draw(st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.5]), min_size=count,
                          max_size=count))  # fmt: skip
@@ -59,8 +69,8 @@ def instances(draw: st.DrawFn, most: int = 8) -> tuple[Workload, Costs]:
     scale = draw(st.sampled_from([0.006, 1.0, 4.0]))
     workload = work(ready, numels, [scale * n for n in numels], "".join(kinds))
     sizes = st.sampled_from([1.0, 10.0, 500.0, 1000.0, 2000.0, 8000.0, 20000.0])
-    delay = draw(st.one_of(st.just(NOTHING), curves(sizes)))
-    return workload, Costs(draw(curves(sizes)), draw(curves(sizes)), delay)
+    delay = draw(st.one_of(st.just(ZERO), curves(sizes)))
+    return workload, CostModel(draw(curves(sizes)), draw(curves(sizes)), delay)
 
 
 def profile(name: str) -> Workload:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from wingbeat.exchanges.pieces import Pieces
+from wingbeat.methods.bounded_staleness.pieces import Pieces
 
 
-def cut(
+def split(
     pieces: Pieces,
     colayer: int,
     grads: Sequence[torch.Tensor | None],
@@ -21,4 +21,4 @@ def cut(
         (torch.zeros_like(like) if grad is None else grad * scale).reshape(-1)
         for grad, like in zip(grads, likes, strict=True)
     ]
-    return pieces.cut(colayer, torch.cat(flat), [grad is not None for grad in grads])
+    return pieces.split(colayer, torch.cat(flat), [grad is not None for grad in grads])

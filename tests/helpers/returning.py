@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from wingbeat.exchanges.grouping import Grouping
+from wingbeat.methods.model_averaging.group_averager import GroupSession
 from wingbeat.transport.register import Register
 from wingbeat.transport.world import World
 
@@ -43,8 +43,8 @@ def again(world: World) -> World:
     )
 
 
-def dies(groups: Grouping) -> None:
+def dies(session: GroupSession) -> None:
     """End as a process that is killed between two steps."""
-    groups.averages.close()
-    assert groups._mailbox is not None
-    groups._mailbox.abandon()
+    session.reducer.close()
+    assert session._mailbox is not None
+    session._mailbox.abandon()

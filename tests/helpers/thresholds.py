@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from wingbeat.plans.thresholds.cuts import Cuts, cuts_of
-from wingbeat.plans.thresholds.result import Result
-from wingbeat.plans.thresholds.tuner import ThresholdTuner
+from wingbeat.planning.thresholds import (
+    Cuts,
+    ThresholdResult,
+    cuts_from_thresholds,
+    threshold_trial,
+)
 
 Curve = Callable[[float], float]
 """Seconds of an iteration by the share of buckets on the urgent side."""
@@ -39,7 +42,7 @@ def play(
     start: Sequence[float] = (0.5,),
     steps: int = 5,
     size: int = 1,
-) -> tuple[Result, list[Cuts]]:
+) -> tuple[ThresholdResult, list[Cuts]]:
     """Let workers tune; ``seconds`` of cuts and an iteration are those of each worker.
 
     As in training: what is measured in one iteration is said in the next and heard after that.
@@ -47,26 +50,26 @@ def play(
     Returns:
         What rank 0 has found, and the cuts of each iteration, which were the same on all workers.
     """
-    tuners = [ThresholdTuner(layers, start, steps, rank, size) for rank in range(size)]
-    used = [tuple(start)] * size
+    trials = [threshold_trial(layers, start, steps, rank, size) for rank in range(size)]
+    used = [cuts_from_thresholds(start, layers)] * size
     measured = [0.0] * size
     history: list[Cuts] = []
     said: list[list[float]] | None = None
     for iteration in range(100_000):
         if said is not None:
-            for rank, tuner in enumerate(tuners):
-                changed = tuner.take(said)
+            for rank, trial in enumerate(trials):
+                changed = trial.take(said)
                 if changed is not None:
                     used[rank], measured[rank] = changed, 0.0
         assert len(set(used)) == 1
-        assert len({tuner.done for tuner in tuners}) == 1
-        if tuners[0].done:
-            assert tuners[0].result is not None
-            assert all(tuner.result is None for tuner in tuners[1:])
-            assert cuts_of(used[0], layers) == tuners[0].result.chosen
-            return tuners[0].result, history
-        said = [tuner.report(s) for tuner, s in zip(tuners, measured, strict=True)]
-        history.append(cuts_of(used[0], layers))
+        assert len({trial.done for trial in trials}) == 1
+        if trials[0].done:
+            assert trials[0].result is not None
+            assert all(trial.result is None for trial in trials[1:])
+            assert used[0] == trials[0].result.chosen
+            return trials[0].result, history
+        said = [trial.report(s) for trial, s in zip(trials, measured, strict=True)]
+        history.append(used[0])
         measured = list(seconds(history[-1], iteration))
     raise AssertionError("tuning did not end")
 

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-SERVICES = ("wingbeat.servers", "wingbeat.groups")
+SERVICES = ("wingbeat.methods.model_averaging", "wingbeat.methods.parameter_server")
 _SUBREAPER = 36  # prctl's PR_SET_CHILD_SUBREAPER
 _LARGEST = 1 << 17
 

@@ -24,7 +24,7 @@ from wingbeat.integrations.libraries import library
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/accelerate.md"
+PAGE = Path(__file__).parents[2] / "docs/integrations/accelerate.md"
 WIRES = [
     "sketch@2",
     "topk@0.2:warmup=0",

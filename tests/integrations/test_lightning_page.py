@@ -1,4 +1,4 @@
-"""``docs/how-to/lightning.md``: its programs run, started by Lightning, and its hook works."""
+"""``docs/integrations/lightning.md``: its programs and its communication hook run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.pool import Pool
 from integrations import lightning_page_cases as cases
 from wingbeat.integrations import fabric, lightning, lightning_fabric, pytorch_lightning
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/lightning.md"
+PAGE = Path(__file__).parents[2] / "docs/integrations/lightning.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 

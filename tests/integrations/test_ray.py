@@ -1,4 +1,4 @@
-"""``docs/how-to/ray.md``: its functions, in Ray's own workers, train what Ray's DDP trains."""
+"""``docs/integrations/ray.md``: its functions train the same weights as Ray's DDP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/ray.md"
+PAGE = Path(__file__).parents[2] / "docs/integrations/ray.md"
 
 
 def both(config: dict[str, Any]) -> None:

@@ -59,7 +59,8 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any, tmp_path: Path) -> No
 
 
 def test_the_page_runs(run: Any, tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs/how-to/transformers.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2] / "docs/integrations/transformers.md"
+    text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
     run(cases.page, blocks, str(tmp_path))

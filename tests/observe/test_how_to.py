@@ -14,7 +14,7 @@ import pytest
 
 from wingbeat.observe.events import stream
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "timeline.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "monitor.md"
 
 
 def _script(rank: int) -> dict[str, Any]:
@@ -38,7 +38,8 @@ def test_the_pages_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    text = PAGE.read_text(encoding="utf-8").partition("## Timeline of iterations")[2]
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     record, rest = blocks[0], blocks[1:]
     assert len(rest) == 3
     for rank in (1, 0):

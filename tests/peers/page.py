@@ -1,4 +1,4 @@
-"""Writes docs/ddp-suite.md from the table."""
+"""Writes docs/developers/ddp-suite.md from the table."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _HEAD = """# PyTorch's own tests of DDP
 PyTorch's tests of DistributedDataParallel are inside the installed package, in
 `torch/testing/_internal/distributed/distributed_test.py`. {count} of them name DDP or Join: the
 name has `ddp` or `join` in it, or the body names `DistributedDataParallel`, `DDP` or `Join`.
-`tests/peers` runs them with wingbeat in DDP's place, behind an adapter that has DDP's face over
-`distribute`. Nothing is copied: they are imported from torch. Two processes run them over gloo on
+`tests/peers` runs them with wingbeat in DDP's place, behind an adapter with DDP's interface over
+`distribute`. The tests are imported from torch, not copied. Two processes run them over gloo on
 the CPU, which is every rank's device there.
 
-A test *applies* if DDP itself passes it in the same harness, and if it does not ask for what only
-DDP has inside (its reducer, its logging data, the words of its errors). Of {count} tests, {applies}
+A test *applies* if DDP itself passes it in the same harness, and if it does not use DDP's internals
+(its reducer, its logging data, the text of its errors). Of {count} tests, {applies}
 apply:
 
 | | passes | refused | fails |
 |---|---|---|---|
 {summary}
 
-*Refused* means that wingbeat says so in the words that are quoted. What *fails* is known and to be
-mended; such a test turns red as soon as it passes. Run them with
+*Refused* means that wingbeat raises an error with the quoted text. A test that *fails* is a known
+defect; the suite reports it as soon as it passes. Run them with
 
 ```sh
-make test TESTS=tests/peers       # what passes, in seconds
-make test-slow TESTS=tests/peers  # what is refused or fails, what takes long, and DDP itself
+make test TESTS=tests/peers       # tests that pass, in seconds
+make test-slow TESTS=tests/peers  # tests that are refused, fail or take long, and DDP itself
 ```
 
-This page is written from `tests/peers/table.py`, and a test compares the two. Another test turns
-red when a new PyTorch brings tests of DDP that the table does not know. The order is that of
-PyTorch 2.15; tests that an older one lacks are skipped.
+This page is generated from `tests/peers/table.py`, and a test compares the two. Another test fails
+when a new PyTorch has tests of DDP that are not in the table. The order is that of PyTorch 2.15;
+tests that an older release lacks are skipped.
 """
 
 _KINDS = ("passes", "refused", "fails")
@@ -77,4 +77,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    (Path(__file__).parents[2] / "docs" / "ddp-suite.md").write_text(text())
+    (Path(__file__).parents[2] / "docs" / "developers" / "ddp-suite.md").write_text(text())

@@ -1,4 +1,4 @@
-"""What is expected of each of torch's tests of DDP: the one table, which docs/ddp-suite.md shows.
+"""What is expected of each of torch's tests of DDP; docs/developers/ddp-suite.md shows this table.
 
 A test applies if DDP itself passes it on the CPU in this harness, and if it does not ask for what
 only DDP has inside.
@@ -62,25 +62,25 @@ def _no_option(name: str) -> Row:
     return _both(Verdict("refused", words))
 
 
-_STREAMS = "DDP makes CUDA streams for it, so that DDP itself fails here"
+_STREAMS = "DDP creates CUDA streams for it, so DDP itself fails here"
 _MIXED = f"DDP's own `mixed_precision` (wingbeat: `autocast`); {_STREAMS}"
 _IN_BACKWARD = f"the optimizer inside DDP's hooks; {_STREAMS}"
-_IGNORED = "asks for DDP's private `_set_params_and_buffers_to_ignore_for_model`"
-_SYNC_BN = "about SyncBatchNorm itself, which exists on GPUs only"
-_LOGGED = "asks for DDP's logging data"
+_IGNORED = "uses DDP's private `_set_params_and_buffers_to_ignore_for_model`"
+_SYNC_BN = "tests SyncBatchNorm itself, which exists on GPUs only"
+_LOGGED = "reads DDP's logging data"
 _UNUSED = (
-    "asks for the words in which DDP refuses unused parameters without `find_unused_parameters`; "
-    "wingbeat always serves them, and has nothing to refuse"
+    "expects DDP's error about unused parameters without `find_unused_parameters`; wingbeat always "
+    "supports them and raises no error"
 )
-_STATIC = "asks DDP's reducer for its static graph; wingbeat assumes nothing of the graph"
-_MAPPING = "asks for DDP's private mapping of parameters to names in debug output"
-_BUFFER_HOOK = "asks for DDP's private `_register_buffer_comm_hook`"
-_PROFILED = "asks a profiler for the names of DDP's own operations"
+_STATIC = "reads the static graph of DDP's reducer; wingbeat makes no assumption about the graph"
+_MAPPING = "uses DDP's private mapping of parameters to names in debug output"
+_BUFFER_HOOK = "uses DDP's private `_register_buffer_comm_hook`"
+_PROFILED = "expects the names of DDP's own operations in a profile"
 
 _TWICE = Verdict("refused", "is distributed already, as a part of")
 """The test wraps what is wrapped, which averages its gradients twice."""
 
-_HOOK = "a hook that is an option of the strategies is that option: `compression=`"
+_HOOK = "the hook is replaced by an option of the strategy: `compression=`"
 _BN = "BatchNorm in SyncBatchNorm's place"
 
 ROWS: dict[str, Row] = {
@@ -91,9 +91,9 @@ ROWS: dict[str, Row] = {
     "test_ddp_zero_output_features": _both(PASSES),
     "test_ddp_create_graph": _both(
         Verdict("refused", "gradients that are exchanged have no graph"),
-        "DDP's gradients have none either: the test asks only that nothing is raised",
+        "DDP's gradients have none either: the test only expects that nothing is raised",
     ),
-    "test_DistributedDataParallel_non_default_stream": _not("about CUDA streams"),
+    "test_DistributedDataParallel_non_default_stream": _not("tests CUDA streams"),
     "test_ddp_comm_hook_logging": _not(_LOGGED),
     "test_get_data_parallel_params": _not(_IGNORED),
     "test_ddp_apply_optim_in_backward": _not(_IN_BACKWARD),
@@ -108,7 +108,7 @@ ROWS: dict[str, Row] = {
     "test_ddp_hook_parity_allreduce_process_group": _both(PASSES, _HOOK),
     "test_ddp_hook_parity_powerSGD": _both(PASSES, _HOOK),
     "test_ddp_hook_parity_post_localSGD": _not(
-        "a hook that is no option of the strategies; DDP itself fails here, as it looks for GPUs"
+        "no strategy has an option for this hook; DDP itself fails here, because it requires GPUs"
     ),
     "test_DistributedDataParallel": _both(PASSES),
     "test_DistributedDataParallel_with_amp_and_grad_is_view": _both(PASSES),
@@ -122,15 +122,15 @@ ROWS: dict[str, Row] = {
     "test_DistributedDataParallel_SyncBatchNorm_half": _both(PASSES, _BN),
     "test_ddp_logging_data_cpu": _not(_LOGGED),
     "test_ddp_logging_data_gpu": _not(_LOGGED),
-    "test_ddp_bucket_cap_mb_list": _not("asks for the sizes of DDP's buckets"),
-    "test_static_graph_api_cpu": _not(f"{_STATIC}, and can be told so at any time"),
+    "test_ddp_bucket_cap_mb_list": _not("reads the sizes of DDP's buckets"),
+    "test_static_graph_api_cpu": _not(f"{_STATIC}; the test changes it at any time"),
     "test_ddp_sync_module_states": _not(
-        "about torch's private `_sync_module_states`, with DDP's private attributes"
+        "tests torch's private `_sync_module_states`, with DDP's private attributes"
     ),
     "test_ddp_grad_div_uneven_inputs": _both(PASSES),
     "test_ddp_profiling_autograd_profiler": _not(_PROFILED),
     "test_ddp_profiling_torch_profiler": _not(_PROFILED),
-    "test_ddp_profiling_execution_trace": _not("about NCCL's metadata in a trace"),
+    "test_ddp_profiling_execution_trace": _not("tests NCCL's metadata in a trace"),
     "test_ddp_join_model_equivalence": _both(PASSES),
     "test_ddp_uneven_inputs_stop_iteration_sync_bn": _both(PASSES, _BN),
     "test_ddp_uneven_inputs": _both(PASSES, _HOOK, slow=True),
@@ -139,15 +139,15 @@ ROWS: dict[str, Row] = {
     "test_ddp_ignore_params_arg": _not(_IGNORED),
     "test_ddp_unused_params_rebuild_buckets_exception": _not(_UNUSED),
     "test_ddp_shared_grad_acc_unused_params": _both(PASSES),
-    "test_ddp_device": _not("about moving inputs to a rank's GPU"),
+    "test_ddp_device": _not("tests moving inputs to a rank's GPU"),
     "test_ddp_namedtuple": _both(PASSES),
     "test_grads_same_across_ranks_with_no_sync": _both(PASSES),
     "test_ddp_control_flow_same_across_ranks": _not(
-        f"asks DDP's reducer what was used, and {_UNUSED}"
+        f"reads the used parameters from DDP's reducer, and {_UNUSED}"
     ),
     "test_invalid_static_graph": _not(_STATIC),
     "test_ddp_control_flow_different_across_ranks": _not(
-        f"asks DDP's reducer what was used, and {_UNUSED}"
+        f"reads the used parameters from DDP's reducer, and {_UNUSED}"
     ),
     "test_ddp_model_diff_shape_across_ranks": _both(PASSES),
     "test_ddp_model_diff_num_params_across_ranks": _both(PASSES),
@@ -167,15 +167,15 @@ ROWS: dict[str, Row] = {
     "test_ddp_buffer_hook_allreduce_return_future": _not(_BUFFER_HOOK),
     "test_ddp_buffer_hook_allreduce": _not(_BUFFER_HOOK),
     "test_ddp_broadcast_buffer_via_hook": _not(_BUFFER_HOOK),
-    "test_ddp_remove_autograd_hooks": _both(PASSES, "`release` is what removes the hooks"),
-    "test_ddp_has_finalized": _not("asks DDP's reducer; DDP itself fails, and torch skips it"),
+    "test_ddp_remove_autograd_hooks": _both(PASSES, "`release` removes the hooks"),
+    "test_ddp_has_finalized": _not("uses DDP's reducer; DDP itself fails, and torch skips it"),
     "test_ddp_broadcast_buffer": _both(PASSES),
     "test_ddp_join_respects_forward_sync_buffers_false": _no_option("forward_sync_buffers"),
     "test_ddp_init_sync_buffers_with_forward_sync_buffers_false": _no_option(
         "forward_sync_buffers"
     ),
     "test_ddp_broadcast_buffers_deprecation_warning": _not(
-        "about the warning at one of DDP's own arguments"
+        "tests the warning of one of DDP's own arguments"
     ),
     "test_static_graph_multi_forward": _both(PASSES),
     "test_sync_bn_logged": _not(_SYNC_BN),

@@ -1,4 +1,4 @@
-"""PyTorch's own tests of DDP, with wingbeat in DDP's place; docs/ddp-suite.md lists them."""
+"""PyTorch's own tests of DDP, run with wingbeat; docs/developers/ddp-suite.md lists them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_test_of_this_torch_is_in_the_table() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    text = (DOCS / "ddp-suite.md").read_text()
+    text = (DOCS / "developers" / "ddp-suite.md").read_text()
     assert text == page.text(), "write it anew: PYTHONPATH=tests .venv/bin/python -m peers.page"
 
 

@@ -1,4 +1,4 @@
-"""``docs/how-to/add-a-schedule.md``: what it adds trains, and stands the histories of the suite."""
+"""``docs/developers/add-a-schedule.md``: its schedule trains, and passes the contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contracts.schedules.test_schedules_contract import history
 from wingbeat import schedules
 from wingbeat.schedules.events import Operation
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/add-a-schedule.md"
+PAGE = Path(__file__).parents[2] / "docs/developers/add-a-schedule.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -11,6 +11,10 @@ import pytest
 
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat.methods.bounded_staleness.messages import Progress
+from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator import Links, Model, Work
 from wingbeat.simulator.bounded import simulate_bounded
 from wingbeat.simulator.colayers import Coding, bundled
@@ -18,10 +22,6 @@ from wingbeat.simulator.crowd import Member
 from wingbeat.simulator.model import TimedLayer
 from wingbeat.simulator.staleness import StaleRun
 from wingbeat.simulator.traffic import Traffic
-from wingbeat.stale.messages import Here
-from wingbeat.stale.pace import Pace
-from wingbeat.stale.view import whole
-from wingbeat.stale.worker import Worker
 from wingbeat.transport import loopback
 from wingbeat.types import Fusion, TensorSpec
 from wingbeat_lab.paced import simulator_model
@@ -48,15 +48,15 @@ def model(layers: int = 1, numel: int = NUMEL) -> Model:
     )
 
 
-def run(pace: Pace, workers: int = 3, iterations: int = 20, **options: Any) -> StaleRun:
-    made = options.pop("model", model(pace.colayers))
+def run(bound: StalenessBound, workers: int = 3, iterations: int = 20, **options: Any) -> StaleRun:
+    made = options.pop("model", model(bound.colayers))
     links = options.pop("links", LINKS)
     options = {"work": FREE, **options}
-    return simulate_bounded(made, pace, workers, links, gradients=iterations * workers, **options)
+    return simulate_bounded(made, bound, workers, links, gradients=iterations * workers, **options)
 
 
-def bsp(colayers: int = 1) -> Pace:
-    return Pace(0, colayers, colayers)
+def bsp(colayers: int = 1) -> StalenessBound:
+    return StalenessBound(0, colayers, colayers)
 
 
 def mean(counts: Mapping[int, float]) -> float:
@@ -90,7 +90,7 @@ def test_colayers_are_exchanged_while_backward_goes_on(crowd: bool) -> None:
 
 @pytest.mark.parametrize("crowd", [False, True])
 def test_without_a_bound_nobody_waits_for_the_network(crowd: bool) -> None:
-    made = run(Pace(None, 2, 2, in_flight=None), iterations=40, crowd=crowd)
+    made = run(StalenessBound(None, 2, 2, in_flight=None), iterations=40, crowd=crowd)
     assert made.seconds < 40 * COMPUTE_S + 2 * COMPUTE_S
     assert made.waited_s == (0.0, 0.0, 0.0)
 
@@ -98,8 +98,8 @@ def test_without_a_bound_nobody_waits_for_the_network(crowd: bool) -> None:
 @pytest.mark.parametrize("crowd", [False, True])
 def test_on_a_slow_network_queues_use_up_s(crowd: bool) -> None:
     """Workers run ahead until s stops them, so contributions are s steps late, all alike."""
-    pace = Pace(4, 2, 2, in_flight=None)
-    delays = run(pace, iterations=15, links=SLOW, crowd=crowd).delays
+    bound = StalenessBound(4, 2, 2, in_flight=None)
+    delays = run(bound, iterations=15, links=SLOW, crowd=crowd).delays
     assert max(delays) == 4
     assert delays[4] > 0.5 * sum(delays.values())
 
@@ -111,8 +111,8 @@ def test_on_a_slow_network_one_round_is_in_flight_and_it_is_as_fast(
 ) -> None:
     """The links are never idle, and whoever is not slow need not wait for more."""
     options: dict[str, Any] = {"iterations": 30, "links": SLOW, "crowd": crowd}
-    queued = run(Pace(s, 2, 2, in_flight=None), **options)
-    made = run(Pace(s, 2, 2), **options)
+    queued = run(StalenessBound(s, 2, 2, in_flight=None), **options)
+    made = run(StalenessBound(s, 2, 2), **options)
     assert set(made.delays) <= {0, 1, 2}
     assert made.delays[0] <= 3  # the first
     assert made.delays[2] <= sum(made.delays.values()) / 6  # one iteration in eight finds out
@@ -124,8 +124,8 @@ def test_who_just_comes_in_time_is_found_out(crowd: bool) -> None:
     """Links take about as long as the slow worker: with one round in flight all wait for it."""
     links = Links(bytes_per_s=1e8, latency_s=0.0, quantum=1 << 20)
     options: dict[str, Any] = {"iterations": 40, "links": links, "sleeps": slow(1, 1.25)}
-    waits = run(Pace(18, 1, 2, in_flight=1), crowd=crowd, **options)
-    goes_on = run(Pace(18, 1, 2), crowd=crowd, **options)
+    waits = run(StalenessBound(18, 1, 2, in_flight=1), crowd=crowd, **options)
+    goes_on = run(StalenessBound(18, 1, 2), crowd=crowd, **options)
     assert goes_on.seconds < 0.93 * waits.seconds
 
 
@@ -138,8 +138,8 @@ def test_on_a_slow_network_slow_workers_let_others_run_ahead(crowd: bool) -> Non
 
     links = Links(bytes_per_s=2e8, latency_s=0.0, quantum=1 << 20)
     seconds = [
-        run(pace, 4, 40, links=links, sleeps=sleeps, crowd=crowd).seconds
-        for pace in (bsp(2), Pace(18, 1, 2, in_flight=1), Pace(18, 1, 2))
+        run(bound, 4, 40, links=links, sleeps=sleeps, crowd=crowd).seconds
+        for bound in (bsp(2), StalenessBound(18, 1, 2, in_flight=1), StalenessBound(18, 1, 2))
     ]
     assert seconds[0] > 1.1 * seconds[1] > 1.1**2 * seconds[2]
 
@@ -149,8 +149,8 @@ def test_a_slow_worker_holds_bsp_back_and_ssp_after_s(crowd: bool) -> None:
     """It takes three times as long; the others are s ahead once, and then as slow."""
     light = model(2, 1000)
     times = [
-        run(pace, iterations=24, model=light, sleeps=slow(1, 2.0), crowd=crowd).seconds
-        for pace in (bsp(2), Pace(6, 2, 2))
+        run(bound, iterations=24, model=light, sleeps=slow(1, 2.0), crowd=crowd).seconds
+        for bound in (bsp(2), StalenessBound(6, 2, 2))
     ]
     assert times[0] == pytest.approx(24 * 3 * COMPUTE_S, rel=0.02)
     # Three of its iterations for each of the others' until they are 6 ahead: 4 more of each.
@@ -160,7 +160,9 @@ def test_a_slow_worker_holds_bsp_back_and_ssp_after_s(crowd: bool) -> None:
 @pytest.mark.parametrize("crowd", [False, True])
 def test_canary_drops_what_is_too_old_and_goes_on(crowd: bool) -> None:
     light = model(4, 1000)
-    made = run(Pace(3, 3, 4), iterations=60, model=light, sleeps=slow(1, 6.0), crowd=crowd)
+    made = run(
+        StalenessBound(3, 3, 4), iterations=60, model=light, sleeps=slow(1, 6.0), crowd=crowd
+    )
     assert made.dropped[0] == made.dropped[2] == 0
     assert made.dropped[1] > 3
     assert 0 < made.lost <= made.dropped[1]
@@ -173,7 +175,9 @@ def test_canary_drops_what_is_too_old_and_goes_on(crowd: bool) -> None:
 def test_with_p_colayers_sent_the_others_wait_for_the_rest(crowd: bool) -> None:
     """Whoever has sent its one of two in time is never dropped amid backward."""
     light = model(2, 1000)
-    made = run(Pace(1, 1, 2), iterations=30, model=light, sleeps=slow(1, 2.0), crowd=crowd)
+    made = run(
+        StalenessBound(1, 1, 2), iterations=30, model=light, sleeps=slow(1, 2.0), crowd=crowd
+    )
     assert made.lost == 1.0 * made.dropped[1]  # before the first colayer: then p has been reached
 
 
@@ -185,7 +189,8 @@ def test_one_worker_after_the_other_is_slow_and_hardly_matters() -> None:
         return 2 * COMPUTE_S * (rank == iteration % 4)
 
     waits, goes_on = (
-        run(pace, 4, 40, model=light, sleeps=sleeps).seconds for pace in (bsp(2), Pace(8, 1, 2))
+        run(bound, 4, 40, model=light, sleeps=sleeps).seconds
+        for bound in (bsp(2), StalenessBound(8, 1, 2))
     )
     assert waits == pytest.approx(40 * 3 * COMPUTE_S, rel=0.02)
     assert goes_on == pytest.approx(40 * 1.5 * COMPUTE_S, rel=0.1)
@@ -231,22 +236,22 @@ def test_messages_have_their_price() -> None:
 
 CASES = [
     (bsp(4), 1.0, 0.0),
-    (Pace(4, 2, 4), 1.0, 0.0),
-    (Pace(4, 2, 4), 0.25, 2.0),
-    (Pace(2, 3, 4), 1.0, 6.0),
-    (Pace(4, 4, 4), 1.0, 2.0),
+    (StalenessBound(4, 2, 4), 1.0, 0.0),
+    (StalenessBound(4, 2, 4), 0.25, 2.0),
+    (StalenessBound(2, 3, 4), 1.0, 6.0),
+    (StalenessBound(4, 4, 4), 1.0, 2.0),
 ]
 
 
-@pytest.mark.parametrize(("pace", "ratio", "factor"), CASES)
-def test_one_owner_stands_for_all(pace: Pace, ratio: float, factor: float) -> None:
+@pytest.mark.parametrize(("bound", "ratio", "factor"), CASES)
+def test_one_owner_stands_for_all(bound: StalenessBound, ratio: float, factor: float) -> None:
     options: dict[str, Any] = {
         "model": model(4, 4 * NUMEL),
         "coding": Coding(ratio=ratio),
         "sleeps": slow(1, factor),
         "work": Work(fill_s_per_byte=0.0, update_s_per_byte=0.0),
     }
-    full, crowd = (run(pace, 5, 20, crowd=crowd, **options) for crowd in (False, True))
+    full, crowd = (run(bound, 5, 20, crowd=crowd, **options) for crowd in (False, True))
     assert crowd.seconds == pytest.approx(full.seconds, rel=0.03)
     assert mean(crowd.delays) == pytest.approx(mean(full.delays), rel=0.1, abs=0.3)
     assert mean(crowd.lags) == pytest.approx(mean(full.lags), rel=0.1, abs=0.3)
@@ -270,30 +275,36 @@ class Heard:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
-@pytest.mark.parametrize("pace", [bsp(2), Pace(3, 2, 2), Pace(2, 2, 3), Pace(None, 2, 2)])
-def test_a_member_of_a_crowd_says_what_a_real_machine_says(pace: Pace, sent: int) -> None:
+@pytest.mark.parametrize(
+    "bound", [bsp(2), StalenessBound(3, 2, 2), StalenessBound(2, 2, 3), StalenessBound(None, 2, 2)]
+)
+def test_a_member_of_a_crowd_says_what_a_real_machine_says(
+    bound: StalenessBound, sent: int
+) -> None:
     """While another goes on further and further, and it has sent some colayers."""
-    heard, real = Heard(), Worker(0, 2, pace, lambda *_: None)
-    member = Member(heard, 0, pace)  # type: ignore[arg-type]
+    heard, real = Heard(), Worker(0, 2, bound, lambda *_: None)
+    member = Member(heard, 0, bound)  # type: ignore[arg-type]
     member.go_on()
     for machine in (real, member):
-        machine.begin()
+        machine.begin_iteration()
         for colayer in range(sent):
-            machine.computed(colayer, (None, None))
+            machine.send_colayer(colayer, (None, None))
     for zeta in range(1, 8):
-        real.receive(1, 0, Here(zeta, zeta - 1, 0, False, zeta, whole(2)))
+        real.receive(1, 0, Progress(zeta, zeta - 1, 0, False, zeta, initial_view(2)))
         member.hear(zeta)
     for machine in (real, member):
-        machine.finish()
-    posts = [post.message for post in real.posts if isinstance(post.message, Here)]
-    assert heard.said == [(here.at, here.said, here.zeta) for here in posts]
+        machine.end_iteration()
+    posts = [post.message for post in real.outbox if isinstance(post.message, Progress)]
+    assert heard.said == [(here.iteration, here.sent_through, here.zeta) for here in posts]
     assert member.dropped == real.dropped
-    assert member.ready() == real.ready()
+    assert member.can_begin() == real.can_begin()
 
 
 @pytest.mark.parametrize("crowd", [False, True])
 def test_the_same_arguments_give_the_same_run(crowd: bool) -> None:
-    first, second = (run(Pace(3, 2, 4), 4, sleeps=slow(2, 3.0), crowd=crowd) for _ in range(2))
+    first, second = (
+        run(StalenessBound(3, 2, 4), 4, sleeps=slow(2, 3.0), crowd=crowd) for _ in range(2)
+    )
     assert first == second
 
 
@@ -333,7 +344,7 @@ def test_measured_colayers_are_bundled_by_backward_times() -> None:
     assert bundled(made, 4, measured=True).tensors == (6, 8, 8, 16)
     assert bundled(made, 4).tensors != (6, 8, 8, 16)
     runs = [
-        run(Pace(0, 4, 4), 2, 3, model=made, links=SLOW, measured=measured)
+        run(StalenessBound(0, 4, 4), 2, 3, model=made, links=SLOW, measured=measured)
         for measured in (False, True)
     ]
     assert runs[0].seconds != runs[1].seconds
@@ -346,7 +357,7 @@ def test_measured_colayers_are_bundled_by_backward_times() -> None:
         (lambda: run(bsp(), iterations=0), "gradients=0"),
         (lambda: run(bsp(), network="ring"), "network='ring'.*allowed are .'star', 'bcube'"),
         (lambda: run(bsp(), 6, network="bcube", links=TWO), "you have 6 with 2"),
-        (lambda: run(Pace(1, 1, 2), model=model(1)), "colayers=2; allowed: up to 1"),
+        (lambda: run(StalenessBound(1, 1, 2), model=model(1)), "colayers=2; allowed: up to 1"),
         (lambda: Coding(ratio=0.0), "ratio=0.0"),
         (lambda: Coding(decode_s_per_byte=-1.0), "0 or more"),
     ],

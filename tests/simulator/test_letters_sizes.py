@@ -7,27 +7,30 @@ import dataclasses
 import pytest
 
 from helpers.one_lane import OneLane
-from wingbeat.exchanges.outgoing import Outgoing
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat.methods.bounded_staleness.communication import FrameSender
+from wingbeat.methods.bounded_staleness.messages import Envelope, Message, Piece, PieceSum, Progress
+from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator.colayers import Bundled, Coding, Letters
 from wingbeat.simulator.mailbox import LIMITS
-from wingbeat.stale.messages import Here, Message, Piece, Post, Round
-from wingbeat.stale.pace import Pace
-from wingbeat.stale.view import whole
-from wingbeat.stale.worker import Worker
 from wingbeat.transport.messages.header import FIXED
 
 WORKERS = 5
 MODEL = Bundled(0.0, (0.0, 0.0), 0.0, (12_345_678, 1001), (4, 2))
-VIEW = whole(WORKERS)
+VIEW = initial_view(WORKERS)
 
 
 def real(message: Message, nbytes: int) -> tuple[int, int]:
     """Bytes and number of messages with a payload of so many bytes."""
-    machine, lane = Worker(0, WORKERS, Pace(1, 1, 1), lambda *_: None), OneLane(LIMITS.message)
+    machine, lane = (
+        Worker(0, WORKERS, StalenessBound(1, 1, 1), lambda *_: None),
+        OneLane(LIMITS.message),
+    )
     payload = {"payload": bytes(nbytes)} if nbytes else {}
-    machine.posts.clear()
-    machine.posts.append(Post((1,), dataclasses.replace(message, **payload)))  # type: ignore
-    Outgoing(machine, lane).send()
+    machine.outbox.clear()
+    machine.outbox.append(Envelope((1,), dataclasses.replace(message, **payload)))  # type: ignore
+    FrameSender(machine, lane).send_pending()
     return sum(len(part) + FIXED for _, part in lane.parts), len(lane.parts)
 
 
@@ -38,8 +41,8 @@ def test_a_letter_is_as_long_as_the_real_one(colayer: int, ratio: float) -> None
     payload = int(4 * ratio * -(-MODEL.numel[colayer] // WORKERS)) + MODEL.tensors[colayer]
     piece = Piece(100, colayer, 3, VIEW)
     entries = tuple((100, worker) for worker in range(WORKERS))
-    some, none = (Round(colayer, 3, 100, e, (100,) * WORKERS, VIEW) for e in (entries, ()))
-    here = Here(100, 100, 100, False, 100, VIEW)
+    some, none = (PieceSum(colayer, 3, 100, e, (100,) * WORKERS, VIEW) for e in (entries, ()))
+    here = Progress(100, 100, 100, False, 100, VIEW)
     for message, nbytes in ((piece, payload), (some, payload), (none, 0), (here, 0)):
         found, wanted = letters.of(message), real(message, nbytes)
         assert found.parts == wanted[1]

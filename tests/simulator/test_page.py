@@ -1,4 +1,4 @@
-"""``docs/how-to/simulate.md``: its examples run as they stand there."""
+"""``docs/developers/simulate.md``: its examples run as they stand there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/simulate.md"
+PAGE = Path(__file__).parents[2] / "docs/developers/simulate.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wingbeat import topologies
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, Work, simulate
 from wingbeat.simulator.model import TimedLayer, buckets_of
@@ -18,6 +17,7 @@ from wingbeat.simulator.traffic import Traffic
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import bound
+from wingbeat_lab.layer_costs import LayerCosts
 
 GBIT = Links(bytes_per_s=125e6)
 FREE = Work(chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0)

@@ -8,9 +8,8 @@ import pytest
 
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
-from wingbeat.groups.layout import Layout
-from wingbeat.groups.mixing import parts_of
-from wingbeat.groups.rules import ABLATION, Rules
+from wingbeat.methods.model_averaging.mixing import count_components
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.hosts import Among, Hosts
@@ -148,7 +147,7 @@ def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_n
     assert kept[Rules()] > 0.75
     assert kept[None] < 0.5
     assert uneven[Rules()].steps[5] < 0.6 * uneven[Rules()].steps[0]
-    assert parts_of(uneven[Rules()].groups, 16) == 1
+    assert count_components(uneven[Rules()].groups, 16) == 1
 
 
 def test_with_the_papers_rules_a_slow_worker_holds_up_its_host() -> None:
@@ -198,4 +197,4 @@ def test_what_cannot_be_simulated_is_refused(wrong: dict) -> None:
 def test_a_thousand_workers() -> None:
     made = run(Rules(), Layout.even(250, 4), iterations=6, jitter=0.05, work=Work())
     assert made.iteration_s < 2.0
-    assert parts_of(made.groups, 1000) < 50
+    assert count_components(made.groups, 1000) < 50

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.plans.thresholds.cuts import levels_of
+from wingbeat.planning.thresholds import thresholds_from_cuts
 from wingbeat.simulator import Links, Model, Thresholds, TimedLayer, Work, simulate, thresholds
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines
@@ -58,7 +58,7 @@ def test_what_is_tuned_is_within_2_percent_of_the_best(pull: str) -> None:
     assert len(swept) == 6
     result = levels.tuned()
     assert levels.seconds(result.thresholds) <= 1.02 * min(swept.values())
-    assert result.seconds(()) == swept[levels_of((), 6, 2)[0]]
+    assert result.seconds(()) == swept[thresholds_from_cuts((), 6, 2)[0]]
     if pull == "start":
         assert min(swept.values()) < 0.9 * result.seconds(())
 
@@ -72,7 +72,7 @@ def test_more_classes_are_never_worse() -> None:
 def test_coarse_is_the_threshold_between_the_kinds_of_layers() -> None:
     coarse = baselines.parse("geryon:pull=start,mb=0.5,threshold=coarse").choices()
     run = simulate(MODEL, coarse, 3, LINKS, work=WORK, iterations=3)
-    assert run.median_s == made().seconds(levels_of((4,), 6, 2))
+    assert run.median_s == made().seconds(thresholds_from_cuts((4,), 6, 2))
     layers = tuple(replace(layer, fully_connected=False) for layer in MODEL.layers)
     one = simulate(replace(MODEL, layers=layers), coarse, 3, LINKS, work=WORK, iterations=3)
     assert one.median_s != run.median_s
@@ -85,7 +85,7 @@ def test_what_has_no_thresholds_is_refused(text: str) -> None:
 
 
 def test_one_bucket_is_not_divided() -> None:
-    assert made("geryon:pull=start,mb=100").tuned().thresholds == levels_of((), 1, 2)
+    assert made("geryon:pull=start,mb=100").tuned().thresholds == thresholds_from_cuts((), 1, 2)
 
 
 def test_a_run_does_not_tune() -> None:

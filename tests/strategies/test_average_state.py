@@ -129,7 +129,7 @@ def spare_late(model: Any, rank: int, step: int) -> None:
         (Tied, adamw, 1, spare_late),
     ],
 )
-def test_it_is_as_averaged_by_hand(
+def test_averaged_state_equals_averages_by_hand(
     size: int, model: Any, make: Any, every: int, before: Any
 ) -> None:
     def body(world: Any) -> tuple[Any, Any]:
@@ -184,7 +184,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_gradient_is_in_the_mean_of_all_momenta_once(name: str) -> None:
+def test_each_gradient_is_in_the_mean_of_all_momenta_once(name: str) -> None:
     """Averages leave means as they are, and here a momentum forgets nothing."""
     size = 4
 
@@ -209,7 +209,7 @@ def test_every_gradient_is_in_the_mean_of_all_momenta_once(name: str) -> None:
         torch.testing.assert_close(state, whole / size, rtol=1e-4, atol=1e-4)
 
 
-def test_otherwise_each_worker_keeps_its_own() -> None:
+def test_state_stays_local_without_average_state() -> None:
     def body(world: Any) -> Tensor:
         model = net()
         optimizer = momentum(model.parameters())
@@ -233,7 +233,7 @@ def test_otherwise_each_worker_keeps_its_own() -> None:
         wingbeat.Ripples(policy="random", compression="bf16", **OPTIONS),
     ],
 )
-def test_squares_stay_above_zero_with_uneven_gradients(strategy: Any) -> None:
+def test_second_moments_stay_positive_with_uneven_gradients(strategy: Any) -> None:
     """Also through bf16: what rounding takes is less than any share that a worker has."""
 
     def body(world: Any) -> float:
@@ -257,7 +257,7 @@ def test_squares_stay_above_zero_with_uneven_gradients(strategy: Any) -> None:
 # -- state that is saved, loaded, taken over ---------------------------------------------------
 
 
-def test_a_run_goes_on_from_rank_0s_checkpoint_after_consensus() -> None:
+def test_run_resumes_from_the_checkpoint_of_rank_0_after_synchronization() -> None:
     """All have the same state then, so that any number of workers can load one."""
 
     def first(world: Any) -> tuple[Any, Any]:
@@ -289,7 +289,7 @@ def test_a_run_goes_on_from_rank_0s_checkpoint_after_consensus() -> None:
         assert_same(each, found[0])
 
 
-def test_a_state_that_is_loaded_in_the_midst_is_averaged_from_then_on() -> None:
+def test_state_loaded_during_training_is_averaged_from_then_on() -> None:
     def body(world: Any) -> Any:
         model = net()
         model, optimizer = wingbeat.distribute(
@@ -316,7 +316,7 @@ def test_a_state_that_is_loaded_in_the_midst_is_averaged_from_then_on() -> None:
             assert (kept["momentum_buffer"] == 0.5).all()
 
 
-def test_new_options_of_the_optimizer_that_bring_state_along_are_refused() -> None:
+def test_changed_options_that_add_state_are_refused() -> None:
     def body(world: Any) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -344,12 +344,12 @@ def test_new_options_of_the_optimizer_that_bring_state_along_are_refused() -> No
         (lambda: wingbeat.DiLoCo(average_state=True), "average_state"),
     ],
 )
-def test_what_has_no_sense_is_refused(make: Callable[[], Any], said: str) -> None:
+def test_invalid_average_state_is_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         make()
 
 
-def test_an_optimizer_whose_state_has_no_average_is_refused_at_distribute() -> None:
+def test_optimizer_without_average_of_its_state_is_refused_at_distribute() -> None:
     def body(world: Any) -> None:
         model = net()
         optimizer = torch.optim.LBFGS(model.parameters())
@@ -360,7 +360,7 @@ def test_an_optimizer_whose_state_has_no_average_is_refused_at_distribute() -> N
     on(2, body, timeout=60)
 
 
-def test_workers_with_different_optimizers_are_told() -> None:
+def test_different_optimizers_on_workers_are_reported() -> None:
     def body(world: Any) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * world.rank)
@@ -370,7 +370,7 @@ def test_workers_with_different_optimizers_are_told() -> None:
     on(2, body, timeout=60)
 
 
-def test_a_second_optimizers_state_stays_with_each_worker() -> None:
+def test_state_of_a_second_optimizer_stays_local() -> None:
     def body(world: Any) -> list[Any]:
         model = net()
         optimizer = momentum([*model.first.parameters(), *model.second.parameters()])

@@ -51,9 +51,7 @@ def of(events: list[Event], what: str) -> list[Event]:
 
 
 @pytest.mark.parametrize("policy", ["random", "smart"])
-def test_a_groups_way_is_seen_from_the_request_to_the_average(
-    policy: str, recorded: list[Event]
-) -> None:
+def test_trace_of_a_group_has_request_wait_and_average(policy: str, recorded: list[Event]) -> None:
     shown = trained(wingbeat.Ripples(policy=policy, size=2, encrypted=False), 2, recorded)
     counted = Counter(event.what for event in recorded)
     # Of each worker a request for each step, for synchronize and release, each of which waits; an
@@ -80,13 +78,13 @@ def test_a_groups_way_is_seen_from_the_request_to_the_average(
         assert 0 <= cells["waits"] <= STEPS + 1
 
 
-def test_static_groups_are_asked_for_by_nobody(recorded: list[Event]) -> None:
+def test_trace_of_static_groups_has_no_requests(recorded: list[Event]) -> None:
     trained(wingbeat.Ripples(policy="static", encrypted=False), 2, recorded)
     assert not of(recorded, "request")
     assert len(of(recorded, "average")) >= 2
 
 
-def test_an_average_of_two_is_seen_on_both(recorded: list[Event]) -> None:
+def test_trace_of_a_pair_has_the_average_on_both(recorded: list[Event]) -> None:
     trained(wingbeat.ADPSGD(encrypted=False), 2, recorded)
     assert {event.group for event in of(recorded, "request")} == {(1,)}, "rank 0 asks"
     assert len(of(recorded, "request")) == len(of(recorded, "group_wait")) == STEPS
@@ -98,14 +96,14 @@ def test_an_average_of_two_is_seen_on_both(recorded: list[Event]) -> None:
         assert event.nbytes > 0
 
 
-def test_who_leaves_is_seen_once_by_each(recorded: list[Event]) -> None:
+def test_trace_has_each_departure_once_per_worker(recorded: list[Event]) -> None:
     def body(world: World) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         wingbeat.distribute(model, optimizer, wingbeat.Ripples(encrypted=False), world=world)
         train(model, optimizer, range(2))
         if world.rank == 2:
-            engine(model).update._averager.grouping._mailbox.abandon()
+            engine(model).update._averager.session._mailbox.abandon()
             return
         train(model, optimizer, range(2, 5))
         wingbeat.synchronize(model)
@@ -119,6 +117,6 @@ def test_who_leaves_is_seen_once_by_each(recorded: list[Event]) -> None:
     assert not of(events, "joined")
 
 
-def test_nothing_is_recorded_while_the_stream_is_off() -> None:
+def test_disabled_stream_records_nothing() -> None:
     trained(wingbeat.Ripples(encrypted=False), 2, events := [])
     assert not events

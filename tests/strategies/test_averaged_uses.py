@@ -60,7 +60,7 @@ def steps(model: Any, optimizer: Any, inputs: Callable[[int], Tensor], count: in
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_optimizer_that_evaluates_the_loss_itself(strategy: str) -> None:
+def test_optimizer_that_evaluates_the_loss_itself_works(strategy: str) -> None:
     def body(world: Any) -> Tensors:
         model, optimizer = made(
             world, strategy, make=lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3)
@@ -81,7 +81,7 @@ def test_an_optimizer_that_evaluates_the_loss_itself(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_empty_parameters_and_buffers_of_integers(strategy: str) -> None:
+def test_empty_parameters_and_integer_buffers_work(strategy: str) -> None:
     first = net()
     first.nothing = nn.Parameter(torch.zeros(0, 4))
     first.register_buffer("none", torch.zeros(0))
@@ -109,7 +109,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES[:3], "diloco:every=3,encrypted=false"])
-def test_a_model_of_several_dtypes(strategy: str) -> None:
+def test_model_of_several_dtypes_works(strategy: str) -> None:
     first = Mixed()
 
     def body(world: Any) -> Tensors:
@@ -121,7 +121,7 @@ def test_a_model_of_several_dtypes(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sparse_gradients_stay_with_their_worker(strategy: str) -> None:
+def test_sparse_gradients_stay_local(strategy: str) -> None:
     first = nn.Sequential(nn.Embedding(20, 4, sparse=True))
 
     def body(world: Any) -> Tensors:
@@ -136,7 +136,7 @@ def test_sparse_gradients_stay_with_their_worker(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_steps_that_a_scaler_skips_on_one_worker(strategy: str) -> None:
+def test_steps_skipped_by_a_scaler_on_one_worker_work(strategy: str) -> None:
     def body(world: Any) -> Tensors:
         model, optimizer = made(world, strategy)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -164,7 +164,7 @@ class Failing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_that_raises_is_one_step_less(strategy: str) -> None:
+def test_step_that_raises_does_not_count(strategy: str) -> None:
     def body(world: Any) -> Tensors:
         model, optimizer = made(world, strategy, make=lambda params: Failing(params, lr=0.05))
         train(model, optimizer, range(3))
@@ -180,7 +180,7 @@ def test_a_step_that_raises_is_one_step_less(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_strategy_after_the_other(strategy: str) -> None:
+def test_strategies_can_be_used_one_after_the_other(strategy: str) -> None:
     def body(world: Any) -> Tensors:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -194,7 +194,7 @@ def test_one_strategy_after_the_other(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_other_numbers_of_batches_and_training_goes_on(strategy: str) -> None:
+def test_uneven_batches_and_further_training_work(strategy: str) -> None:
     def body(world: Any) -> Tensors:
         model, optimizer = made(world, strategy)
         train(model, optimizer, range(3 + 4 * world.rank))
@@ -206,7 +206,7 @@ def test_other_numbers_of_batches_and_training_goes_on(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_moving_averages_schedules_and_copies(strategy: str) -> None:
+def test_moving_averages_schedules_and_copies_work(strategy: str) -> None:
     def body(world: Any) -> Tensors:
         model, optimizer = made(world, strategy)
         moving = torch.optim.swa_utils.AveragedModel(model)
@@ -225,7 +225,7 @@ def test_moving_averages_schedules_and_copies(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_that_are_made_of_parameters(strategy: str) -> None:
+def test_weights_computed_from_parameters_work(strategy: str) -> None:
     first = nn.Sequential(
         parametrizations.weight_norm(nn.Linear(6, 4)),
         parametrizations.orthogonal(nn.Linear(4, 4)),

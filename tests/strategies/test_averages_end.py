@@ -90,7 +90,7 @@ def trained(
     "strategy",
     ["ripples", "localsgd:every=2", "diloco:every=2", "diloco:every=4,fragments=2,delay=1"],
 )
-def test_when_only_the_generators_process_is_killed_all_go_on_and_agree(
+def test_killed_generator_process_ends_no_training_and_all_agree(
     strategy: str, tmp_path: Path, workers: list[subprocess.Popen[str]]
 ) -> None:
     stop = tmp_path / "stop"
@@ -109,7 +109,7 @@ def test_when_only_the_generators_process_is_killed_all_go_on_and_agree(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", ["ripples", "ripples:policy=static", "adpsgd"])
-def test_who_is_ended_by_ctrl_c_in_consensus_holds_nobody_up(
+def test_worker_ended_by_ctrl_c_in_a_synchronization_delays_nobody(
     strategy: str, tmp_path: Path, workers: list[subprocess.Popen[str]]
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"

@@ -1,4 +1,4 @@
-"""Training under bounded staleness: the sums, the bound, and what it refuses."""
+"""Training under bounded staleness: sums, the bound, and unsupported uses."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def made(world: Any, strategy: Any = None, make: Any = sgd, model: Any = None) -
     return wingbeat.distribute(model, make(model.parameters()), strategy, world=world)
 
 
-def courier(model: Any) -> Any:
-    return engine(model).runtime.exchange._courier
+def communication(model: Any) -> Any:
+    return engine(model).runtime.exchange._communication
 
 
-def test_on_a_model_of_few_layers_the_default_p_is_in_proportion(
+def test_canary_default_p_with_few_layers_is_proportional(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG", logger="wingbeat")
@@ -47,7 +47,7 @@ def test_on_a_model_of_few_layers_the_default_p_is_in_proportion(
     def worker(world: Any) -> int:
         strategy = wingbeat.Canary(encrypted=False)
         model, _ = made(world, strategy, lambda params: torch.optim.SGD(params, 0.1), Layers())
-        p: int = engine(model).runtime.exchange.machine.pace.p
+        p: int = engine(model).runtime.exchange.machine.bound.p
         return p
 
     assert on(2, worker) == [2, 2]  # of 4, as 6 of 10
@@ -55,7 +55,7 @@ def test_on_a_model_of_few_layers_the_default_p_is_in_proportion(
 
 
 class Layers(nn.Module):
-    """Layers of one parameter each, the gradients of which are given, and whole numbers."""
+    """Layers of one parameter each, with given gradients that are whole numbers."""
 
     SIZES = (5, 3, 7, 2)
 
@@ -103,7 +103,7 @@ def repeat(model: Any, optimizer: Any, steps: int) -> None:
 def total(
     each: Sequence[tuple[int, int]], size: int, sizes: Sequence[int] = Layers.SIZES
 ) -> dict[str, Tensor]:
-    """Weights that have met the gradients of these (step, rank), which are exact in any order."""
+    """Return the weights after the gradients of these (step, rank), exact in any order."""
     found = weights(Layers(sizes))
     for step, rank in each:
         for weight, gradient in zip(found.values(), given(step, rank, sizes), strict=True):
@@ -111,11 +111,11 @@ def total(
     return found
 
 
-# -- nobody ahead ------------------------------------------------------------------------
+# -- synchronous -------------------------------------------------------------------------
 
 
 def one_process(steps: int, size: int) -> tuple[Any, Any]:
-    """Training on the sum of scaled gradients, added in the order of ranks."""
+    """Train on the sum of scaled gradients, added in the order of ranks."""
     model = net()
     optimizer = sgd(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -136,16 +136,14 @@ def one_process(steps: int, size: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("size", "colayers"), [(2, 1), (3, 10)])
-def test_with_nobody_ahead_it_is_the_synchronous_result_bit_for_bit(
-    size: int, colayers: int
-) -> None:
+def test_canary_bsp_equals_synchronous_training_bitwise(size: int, colayers: int) -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world, canary(s=0, colayers=colayers))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         for step in range(5):
             train(model, optimizer, [step])
             scheduler.step()
-        state = copy.deepcopy(optimizer.state_dict()["state"])  # nobody waits for the others
+        state = copy.deepcopy(optimizer.state_dict()["state"])  # without waiting for others
         found = weights(model), state
         wingbeat.release(model, optimizer)
         return found
@@ -155,7 +153,7 @@ def test_with_nobody_ahead_it_is_the_synchronous_result_bit_for_bit(
         assert_same(found, (weights(model), optimizer.state_dict()["state"]))
 
 
-def test_gradients_that_accumulate_under_no_sync_are_sent_once() -> None:
+def test_canary_no_sync_gradients_are_sent_once() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, make=plain_sgd, model=Layers())
         for step in range(2):
@@ -173,7 +171,7 @@ def test_gradients_that_accumulate_under_no_sync_are_sent_once() -> None:
         assert_same(found, wanted)
 
 
-def test_parameters_that_some_do_not_use_and_that_nobody_does() -> None:
+def test_canary_unused_parameters_are_updated_as_by_ddp() -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world)
         before = weights(model)
@@ -193,8 +191,8 @@ def test_parameters_that_some_do_not_use_and_that_nobody_does() -> None:
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_gradients_that_are_set_to_zero_are_gradients(used: bool) -> None:
-    """What nobody uses any more goes on with its momentum, as under DDP; not what nobody has."""
+def test_canary_zero_gradients_count_as_gradients(used: bool) -> None:
+    """An unused parameter continues with its momentum, as under DDP."""
 
     def trained(model: Any, optimizer: Any, ranks: Sequence[int]) -> dict[str, Tensor]:
         for step in range(4):
@@ -217,12 +215,12 @@ def test_gradients_that_are_set_to_zero_are_gradients(used: bool) -> None:
         assert_same(found, wanted, 1e-5)
 
 
-# -- apart --------------------------------------------------------------------------------
+# -- asynchronous -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("s", [0, 1, None])
-def test_every_gradient_is_applied_once_and_all_end_equal(s: int | None) -> None:
-    """Also where workers have different numbers of batches; twice, with a flush between."""
+def test_canary_synchronize_applies_each_gradient_once(s: int | None) -> None:
+    """Also with different numbers of batches; twice, with synchronize() between."""
     counts = [[6, 3, 5, 4], [1, 4, 2, 0]]
 
     def body(world: Any) -> Any:
@@ -246,7 +244,7 @@ def test_every_gradient_is_applied_once_and_all_end_equal(s: int | None) -> None
 
 
 def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
-    """Rank 1 stops in its first backward until rank 0 has made some steps, and makes another."""
+    """Rank 1 pauses in its first backward until rank 0 has made some steps, then makes another."""
     go_on = threading.Event()
 
     def body(world: Any) -> Any:
@@ -261,7 +259,7 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
             model.before = wait
             iterate(model, optimizer, given(0, 1))
             model.before = lambda layer: None
-            iterate(model, optimizer, given(1, 1))  # which is not out of date
+            iterate(model, optimizer, given(1, 1))  # which is not outdated
         else:
             made_here = 0
             try:
@@ -273,7 +271,7 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
             finally:
                 go_on.set()
         model.synchronize()
-        machine = courier(model).machine
+        machine = communication(model).machine
         found = weights(model), list(machine.dropped), machine.pulls
         wingbeat.release(model, optimizer)
         return found
@@ -281,33 +279,33 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
     return on(2, body)
 
 
-def test_a_worker_that_is_out_of_date_holds_up_nobody_and_drops_its_iteration() -> None:
+def test_canary_outdated_worker_drops_its_iteration() -> None:
     strategy = canary(s=2, p=3)
     (mine, *nothing), (theirs, dropped, pulls) = held_up(strategy, steps=9, colayers_before=1)
     assert_same(mine, theirs)
     assert nothing == [[], 0]
     assert dropped == [(0, 1)]
-    assert pulls == 1  # of the nine rounds that came five may wait
+    assert pulls == 1  # five of the nine rounds may be buffered
     wanted = total([*((step, 0) for step in range(9)), (1, 1)], 2)
     sent = given(0, 1)[-1]
-    wanted["layers.3.weight"] -= 0.5 * sent / 2  # what it had sent by then counts
+    wanted["layers.3.weight"] -= 0.5 * sent / 2  # the colayer that was sent counts
     assert_same(mine, wanted)
 
 
-def test_one_that_has_sent_enough_is_waited_for() -> None:
+def test_canary_worker_with_p_colayers_is_waited_for() -> None:
     (said, made_here), _ = held_up_and_failing(canary(s=2, p=3), colayers_before=3)
-    assert "may not begin the next iteration after 0.5 s: waits for rank 1" in said
+    assert "cannot begin the next iteration after 0.5 s: waiting for rank 1" in said
     assert made_here < 4
 
 
 @pytest.mark.parametrize("s", [0, 2])
-def test_where_nothing_is_dropped_nobody_runs_ahead_of_the_bound(s: int) -> None:
+def test_canary_ssp_workers_stay_within_bound(s: int) -> None:
     (said, made_here), _ = held_up_and_failing(canary(s=s), colayers_before=0)
-    assert "waits for rank 1" in said
+    assert "waiting for rank 1" in said
     assert made_here == s
 
 
-def test_without_a_bound_nobody_waits_and_nothing_is_dropped() -> None:
+def test_canary_asp_neither_waits_nor_drops() -> None:
     (mine, *nothing), (theirs, *dropped) = held_up(canary(s=None), steps=9, colayers_before=1)
     assert nothing == dropped == [[], 0]
     assert_same(mine, theirs)
@@ -315,12 +313,12 @@ def test_without_a_bound_nobody_waits_and_nothing_is_dropped() -> None:
 
 
 def held_up_and_failing(strategy: Any, colayers_before: int) -> list[Any]:
-    """As `held_up`, where rank 0 gives up: rank 1 goes on alone, or ends where all are needed."""
+    """As `held_up`, but rank 0 gives up: rank 1 continues, or ends if loss is not tolerated."""
     go_on, there = threading.Event(), threading.Event()
 
     def body(world: Any) -> Any:
         model, optimizer = made(world, strategy, plain_sgd, Layers())
-        mine = courier(model)
+        mine = communication(model)
         if world.rank == 1:
             last = len(Layers.SIZES) - 1 - colayers_before
 
@@ -330,12 +328,12 @@ def held_up_and_failing(strategy: Any, colayers_before: int) -> list[Any]:
                     go_on.wait(20.0)
 
             model.before = wait
-            left = "rank 1: before all had settled, rank 0 has left"
+            left = "rank 1: lost a worker before training ended: rank 0 has left"
             ends = pytest.raises(PeerError, match=left) if strategy.s == 0 else nullcontext()
             with ends:
                 repeat(model, optimizer, 3)
             return None
-        assert there.wait(20.0)  # it has sent what it is to have sent
+        assert there.wait(20.0)  # rank 1 has sent its colayers
         mine._timeout = 0.05
         made_here = 0
         try:
@@ -356,7 +354,7 @@ def held_up_and_failing(strategy: Any, colayers_before: int) -> list[Any]:
 # -- through a codec ----------------------------------------------------------------------
 
 
-def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made() -> None:
+def test_canary_codec_sums_and_residuals_add_up_to_gradients() -> None:
     wire, sizes = wingbeat.Sketch(bits=2, auto_disable=False), (90, 60)
 
     def body(world: Any) -> Any:
@@ -377,7 +375,7 @@ def test_through_a_codec_what_is_applied_and_what_is_kept_is_all_that_was_made()
     assert any(bool(residual.any()) for residual in kept.values())
 
 
-def test_what_a_dropped_iteration_had_not_sent_changes_no_residual() -> None:
+def test_canary_dropped_iteration_leaves_residual_unchanged() -> None:
     (mine, *_), (theirs, dropped, _) = held_up(
         canary(s=2, p=3, compression=wingbeat.Sketch(auto_disable=False)),
         steps=6,
@@ -390,8 +388,8 @@ def test_what_a_dropped_iteration_had_not_sent_changes_no_residual() -> None:
 # -- real data ----------------------------------------------------------------------------
 
 
-def test_the_digits_are_learnt() -> None:
-    """In which order sums come is never twice the same; that all end equal is."""
+def test_canary_learns_digits() -> None:
+    """The order of sums differs in each run; all replicas end equal."""
     images, answers, test_images, test_answers = digits.data()
     start = digits.network(0).state_dict()
 
@@ -421,7 +419,7 @@ def test_the_digits_are_learnt() -> None:
 # -- state --------------------------------------------------------------------------------
 
 
-def test_state_that_is_loaded_is_what_training_goes_on_from() -> None:
+def test_canary_training_continues_from_loaded_state() -> None:
     loading = threading.Event()
 
     def body(world: Any) -> Any:
@@ -431,7 +429,7 @@ def test_state_that_is_loaded_is_what_training_goes_on_from() -> None:
         for step in range(3):
             iterate(model, optimizer, given(step, world.rank))
         loading.set()
-        model.load_state_dict(Layers().state_dict())  # nothing of before comes after it
+        model.load_state_dict(Layers().state_dict())  # no earlier round is applied after it
         optimizer.load_state_dict(plain_sgd(Layers().parameters()).state_dict())
         iterate(model, optimizer, given(7, world.rank))
         model.synchronize()
@@ -443,8 +441,8 @@ def test_state_that_is_loaded_is_what_training_goes_on_from() -> None:
         assert_same(found, total([(7, 0), (7, 1)], 2))
 
 
-def test_buffers_are_each_workers_own_until_all_meet() -> None:
-    """Rank 0 begins when rank 1, which would wait for its buffers in lockstep, has trained."""
+def test_canary_buffers_are_local_until_synchronize() -> None:
+    """Rank 0 begins when rank 1 has trained; in lockstep rank 1 would wait for its buffers."""
     trained = threading.Event()
 
     def body(world: Any) -> Any:
@@ -470,7 +468,7 @@ def test_buffers_are_each_workers_own_until_all_meet() -> None:
     assert torch.equal(theirs, own)
 
 
-def test_a_model_that_is_forgotten_goes_and_the_others_are_served() -> None:
+def test_canary_deleted_model_is_freed_and_peers_are_served() -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world, canary(s=None), plain_sgd, Layers())
         iterate(model, optimizer, given(0, world.rank))
@@ -481,11 +479,11 @@ def test_a_model_that_is_forgotten_goes_and_the_others_are_served() -> None:
     assert on(2, body) == [True, True]
 
 
-# -- what an all-reduce allows ------------------------------------------------------------
+# -- uses that an all-reduce supports ------------------------------------------------------
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in an option, as schedule-free optimizers do."""
+    """An optimizer that counts its steps in an option, as schedule-free ones do."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -526,7 +524,7 @@ def by_closure(model: Any, optimizer: Any, x: Tensor) -> None:
 
 
 def sharpness_aware(model: Any, optimizer: Any, x: Tensor) -> None:
-    """As SAM: the first gradient moves weights, the second one is stepped on."""
+    """Train as SAM does: the first gradient moves weights, the second one makes the step."""
     optimizer.zero_grad()
     model(x).square().mean().backward()
     moved = [(p, p.grad * 0.05) for p in model.parameters() if p.grad is not None]
@@ -578,7 +576,7 @@ def with_an_argument(model: Any, optimizer: Any, x: Tensor) -> None:
         (Counting, with_an_argument),
     ],
 )
-def test_where_nobody_is_ahead_all_is_as_with_an_all_reduce(make: Any, play: Any) -> None:
+def test_canary_synchronous_supports_what_allreduce_does(make: Any, play: Any) -> None:
     def body(world: Any, strategy: Any) -> Any:
         model, optimizer = made(world, strategy, make)
         for step in range(4):
@@ -595,7 +593,7 @@ def test_where_nobody_is_ahead_all_is_as_with_an_all_reduce(make: Any, play: Any
     assert_same(first, wanted, 1e-6)
 
 
-def test_a_step_that_one_worker_skips_is_found_by_all_where_nobody_is_ahead() -> None:
+def test_canary_synchronous_skipped_step_is_found_by_all() -> None:
     def body(world: Any) -> str:
         model, optimizer = made(world, canary(s=0))
         with pytest.raises(UsageError, match=r"steps \(rank 0 3, rank 1 2\)") as caught:
@@ -613,7 +611,7 @@ def skip(model: Any, optimizer: Any, rank: int) -> None:
             optimizer.step()
 
 
-def test_steps_that_one_without_batches_cannot_repeat_are_refused_on_all() -> None:
+def test_canary_synchronous_unrepeatable_steps_are_rejected_on_all() -> None:
     def body(world: Any) -> None:
         model, optimizer = made(world, canary(s=0))
         for step in range(2 + world.rank):
@@ -627,7 +625,7 @@ def test_steps_that_one_without_batches_cannot_repeat_are_refused_on_all() -> No
     on(2, body)
 
 
-# -- what is refused ----------------------------------------------------------------------
+# -- unsupported uses ---------------------------------------------------------------------
 
 
 def after_backward(model: Any, optimizer: Any) -> None:
@@ -777,7 +775,7 @@ REFUSED: dict[Callable[[Any, Any], None], str] = {
 
 
 @pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
-def test_what_cannot_be_right_is_refused_in_one_line(act: Callable[[Any, Any], None]) -> None:
+def test_canary_unsupported_use_is_rejected(act: Callable[[Any, Any], None]) -> None:
     def body(world: Any) -> str:
         model, optimizer = made(world, canary(s=None))
         if world.rank:
@@ -791,7 +789,7 @@ def test_what_cannot_be_right_is_refused_in_one_line(act: Callable[[Any, Any], N
 
 
 @pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
-def test_release_after_a_refusal_ends_what_was_sent(act: Callable[[Any, Any], None]) -> None:
+def test_canary_release_after_error_ends_iteration(act: Callable[[Any, Any], None]) -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world, canary(s=None))
         with pytest.raises(UsageError):
@@ -807,8 +805,8 @@ def test_release_after_a_refusal_ends_what_was_sent(act: Callable[[Any, Any], No
 
 
 @pytest.mark.parametrize("s", [0, 2])
-def test_weights_may_be_changed_where_all_have_the_same(s: int) -> None:
-    """After a flush, and with s=0 after each step; alike on all workers."""
+def test_canary_weights_may_be_changed_after_flush(s: int) -> None:
+    """After a flush, and with s=0 after each step, equally on all workers."""
 
     def body(world: Any) -> Any:
         model, optimizer = made(world, canary(s=s))
@@ -829,7 +827,7 @@ def test_weights_may_be_changed_where_all_have_the_same(s: int) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("s", [1, 2])
-def test_other_param_groups_are_refused_on_all(s: int, groups: int) -> None:
+def test_canary_changed_param_groups_are_rejected_on_all(s: int, groups: int) -> None:
     def body(world: Any) -> None:
         model, optimizer = made(world, canary(s=s))
         train(model, optimizer, [0])
@@ -848,7 +846,7 @@ def train_and_flush(model: Any, optimizer: Any) -> None:
     model.synchronize()
 
 
-def test_an_optimizer_that_keeps_state_in_its_options_is_refused_on_all() -> None:
+def test_canary_optimizer_that_changes_options_is_rejected_on_all() -> None:
     def body(world: Any) -> None:
         model, optimizer = made(world, canary(s=1), Counting)
         with pytest.raises(UsageError, match=r"Counting\.step\(\) changes its option"):
@@ -858,7 +856,7 @@ def test_an_optimizer_that_keeps_state_in_its_options_is_refused_on_all() -> Non
 
 
 class Ignoring(Layers):
-    """A model that keeps a trained parameter to itself, as DDP's users can have it."""
+    """A model that hides a trained parameter from synchronisation, as DDP permits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -873,7 +871,12 @@ class Ignoring(Layers):
         (net, some, canary(), "parameter 'scale' is not the optimizer's"),
         (Ignoring, plain_sgd, canary(), "1 parameters of the optimizer are not synchronised"),
         (Layers, plain_sgd, canary(s=2, p=5), "p=5 of 4 colayers; allowed: 1 to 4"),
-        (lambda: net().bfloat16(), plain_sgd, canary(), "is torch.bfloat16 on cpu: under bounded"),
+        (
+            lambda: net().bfloat16(),
+            plain_sgd,
+            canary(),
+            "is torch.bfloat16 on cpu: bounded staleness",
+        ),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
             plain_sgd,
@@ -882,7 +885,7 @@ class Ignoring(Layers):
         ),
     ],
 )
-def test_what_cannot_be_summed_or_stepped_is_refused_on_all(
+def test_canary_unsupported_model_is_rejected_on_all(
     model: Any, make: Any, strategy: Any, words: str
 ) -> None:
     def body(world: Any) -> None:
@@ -892,7 +895,7 @@ def test_what_cannot_be_summed_or_stepped_is_refused_on_all(
     on(2, body)
 
 
-def test_a_worker_alone_trains_as_ever() -> None:
+def test_canary_single_worker_trains_locally() -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world, canary(s=2))
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""``docs/how-to/compose-a-strategy.md``: examples run, and tables are what the code says."""
+"""``docs/developers/compose-a-strategy.md``: examples run, and tables are what the code says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wingbeat_lab import baselines
 if TYPE_CHECKING:
     from helpers.pool import Pool
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/compose-a-strategy.md"
+PAGE = Path(__file__).parents[2] / "docs/developers/compose-a-strategy.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 ROWS = [

@@ -30,7 +30,7 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def test_shared_models_come_together_and_their_mean_stays() -> None:
+def test_shared_models_converge_and_their_mean_is_unchanged() -> None:
     """Nobody moves a model of its own: only averages do, of groups that are known beforehand."""
 
     def body(world: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -55,7 +55,7 @@ def test_shared_models_come_together_and_their_mean_stays() -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_digits_as_well_as_with_all() -> None:
+def test_groups_learn_digits_as_well_as_one_group_of_all() -> None:
     """Of groups that are known beforehand, so that the same numbers come each time."""
     images, names, more_images, more_names = digits.data()
     first = digits.network(1)

@@ -46,7 +46,7 @@ WIRES = [
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_what_came_and_what_waits_are_all_that_workers_have_moved(wire: Any) -> None:
+def test_received_and_residual_differences_add_up_to_all_moves(wire: Any) -> None:
     """With an outer optimizer that takes the mean as it is, on gradients of no weights."""
     size = 3
 
@@ -76,7 +76,7 @@ def test_what_came_and_what_waits_are_all_that_workers_have_moved(wire: Any) -> 
         torch.testing.assert_close(whole, -0.125 * moved / size, rtol=tolerance, atol=tolerance)
 
 
-def test_fragments_and_delays_keep_what_their_own_turns_lose() -> None:
+def test_fragments_and_delays_keep_their_own_residuals() -> None:
     def body(world: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         strategy = wingbeat.DiLoCo(
             every=2,
@@ -106,7 +106,7 @@ def test_fragments_and_delays_keep_what_their_own_turns_lose() -> None:
         )
 
 
-def test_local_sgd_goes_through_codecs_as_well() -> None:
+def test_local_sgd_supports_codecs() -> None:
     def body(world: Any) -> tuple[dict[str, Tensor], bool]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -121,7 +121,7 @@ def test_local_sgd_goes_through_codecs_as_well() -> None:
     assert first[1] is False  # nothing is on trial
 
 
-def test_consensus_is_not_rounded() -> None:
+def test_synchronization_is_not_rounded() -> None:
     def body(world: Any) -> float:
         model = nn.Linear(1, 1, bias=False)
         with torch.no_grad():
@@ -138,7 +138,7 @@ def test_consensus_is_not_rounded() -> None:
     assert on(2, body) == [pytest.approx(1 - 1.5e-4, abs=1e-7)] * 2
 
 
-def test_one_worker_alone_ignores_what_others_owed() -> None:
+def test_single_worker_ignores_residuals_of_others() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -156,7 +156,7 @@ def test_one_worker_alone_ignores_what_others_owed() -> None:
     assert_same(on(1, body), on(1, plain))
 
 
-def test_the_command_line_has_them() -> None:
+def test_command_line_accepts_codecs() -> None:
     made = parse("diloco:every=30,compression=topk@0.02:bits=2").compose()
     assert (
         made == wingbeat.DiLoCo(every=30, compression=wingbeat.TopK(density=0.02, bits=2)).compose()
@@ -198,6 +198,6 @@ def test_the_command_line_has_them() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], Any], said: str) -> None:
+def test_invalid_options_are_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         make()

@@ -19,7 +19,7 @@ import wingbeat
 from helpers.training import assert_same, batch, engine, net, sgd, train, weights
 from wingbeat import parts
 from wingbeat.errors import UsageError
-from wingbeat.pairs.split import is_active
+from wingbeat.methods.model_averaging.pair_machine import is_active
 from wingbeat.strategies import parse
 from wingbeat.transport import loopback
 
@@ -91,7 +91,7 @@ def drive(model: Any, optimizer: Any, rank: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*GROUPS, *OTHERS])
-def test_every_gradient_is_in_the_mean_of_all_models_once(name: str) -> None:
+def test_each_gradient_is_in_the_mean_of_all_models_once(name: str) -> None:
     """Averages leave the mean of all models as it is; so plain SGD leads where it would alone."""
     strategy = GROUPS.get(name) or OTHERS[name]
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def test_steps_below_the_last_bit_of_bf16_add_up(strategy: str) -> None:
         wingbeat.DiLoCo(every=1, outer_lr=1, outer_momentum=0, encrypted=False),
     ],
 )
-def test_an_average_after_each_step_of_momentum_is_what_ddp_does(size: int, strategy: Any) -> None:
+def test_average_after_each_momentum_step_equals_ddp(size: int, strategy: Any) -> None:
     def body(world: Any, strategy: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, strategy)
         train(model, optimizer, range(6))
@@ -173,7 +173,7 @@ def test_workers_may_have_different_numbers_of_batches(policy: str) -> None:
         assert_same(each, found[0])
 
 
-def test_gradients_are_the_workers_own() -> None:
+def test_gradients_stay_local() -> None:
     """Who clips, accumulates, uses closures or several backwards meets nothing unusual."""
 
     def body(world: Any) -> float:
@@ -203,7 +203,7 @@ def test_gradients_are_the_workers_own() -> None:
     assert all(gained > 0 for gained in on(2, body))
 
 
-def test_two_models_of_one_process_are_averaged_apart() -> None:
+def test_two_models_of_one_process_are_averaged_separately() -> None:
     def body(world: Any) -> list[dict[str, Tensor]]:
         strategy = wingbeat.LocalSGD(every=2, encrypted=False)
         pairs = [made(world, strategy, plain, net(seed)) for seed in (0, 1)]
@@ -219,7 +219,7 @@ def test_two_models_of_one_process_are_averaged_apart() -> None:
         assert_same(each, found[0])
 
 
-def test_a_model_that_is_loaded_is_trained_on_from_there() -> None:
+def test_loaded_model_is_trained_from_there() -> None:
     """Also by an outer optimizer, whose gradient is how far workers are from what they shared."""
 
     def body(world: Any) -> float:
@@ -285,8 +285,8 @@ def test_ctrl_c_in_a_wait_loses_no_average(
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, averager: Any, then: Callable[[], None]) -> None:
     """Have the averager's next wait end as by Ctrl-C, with all that it waits for still to come."""
-    pairing = getattr(averager, "_pairing", None)
-    of, name = (averager._over, "wait") if pairing is None else (pairing, "_until")
+    exchange = getattr(averager, "_exchange", None)
+    of, name = (averager._idle, "wait") if exchange is None else (exchange, "_wait_until")
 
     def cut(*_: object) -> None:
         monkeypatch.undo()
@@ -296,7 +296,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, averager: Any, then: Callable[[],
     monkeypatch.setattr(of, name, cut)
 
 
-def test_a_step_after_shutdown_is_refused() -> None:
+def test_step_after_shutdown_is_refused() -> None:
     def body(world: Any) -> None:
         model, optimizer = made(world, wingbeat.LocalSGD(every=1, encrypted=False), plain)
         train(model, optimizer, [0])
@@ -324,7 +324,7 @@ def test_a_step_after_shutdown_is_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("outer", [False, True])
-def test_parameters_of_another_kind_are_refused_before_the_next_step(
+def test_changed_dtype_of_parameters_is_refused_before_the_next_step(
     outer: bool, change: Callable[[Any], Any], said: str
 ) -> None:
     """What stands in the model would be rounded to what it was, average by average."""
@@ -354,7 +354,7 @@ def test_parameters_of_another_kind_are_refused_before_the_next_step(
     on(2, body)
 
 
-def test_one_worker_alone_just_trains() -> None:
+def test_single_worker_trains_alone() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, wingbeat.DiLoCo())
         train(model, optimizer, range(3))
@@ -396,12 +396,12 @@ def test_one_worker_alone_just_trains() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], Any], said: str) -> None:
+def test_invalid_options_are_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         make()
 
 
-def test_modules_that_wait_for_all_are_refused_in_groups() -> None:
+def test_modules_that_wait_for_all_workers_are_refused_in_groups() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
 
     def body(world: Any) -> None:
@@ -411,7 +411,7 @@ def test_modules_that_wait_for_all_are_refused_in_groups() -> None:
     on(2, body)
 
 
-def test_a_second_model_in_groups_is_refused_while_the_first_is_there() -> None:
+def test_second_model_in_groups_is_refused_while_the_first_exists() -> None:
     """One worker would wait in a group of the one model for whoever waits for it in the other."""
 
     def body(world: Any) -> None:
@@ -432,7 +432,7 @@ def test_a_second_model_in_groups_is_refused_while_the_first_is_there() -> None:
     on(2, body)
 
 
-def test_a_join_that_tells_who_has_run_out_is_refused() -> None:
+def test_join_that_reports_exhausted_workers_is_refused() -> None:
     def body(world: Any) -> None:
         model, _ = made(world, wingbeat.Ripples(encrypted=False))
         with pytest.raises(UsageError, match="leave it out"):

@@ -21,9 +21,10 @@ PAUSE_S = 8.0
 
 SCRIPT = f"""if True:
     import functools, os, sys, time, torch, wingbeat
-    from wingbeat.exchanges import grouping
+    from wingbeat.methods.model_averaging import group_averager
     from wingbeat.strategies import parse
-    grouping.GeneratorConfig = functools.partial(grouping.GeneratorConfig, silence={SILENCE_S})
+    config = group_averager.GeneratorConfig
+    group_averager.GeneratorConfig = functools.partial(config, silence={SILENCE_S})
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
     torch.manual_seed(1)

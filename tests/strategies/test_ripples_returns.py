@@ -61,9 +61,7 @@ RETURNING = [
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", RETURNING)
-def test_a_worker_that_was_killed_comes_back_and_all_end_equal(
-    strategy: str, tmp_path: Path
-) -> None:
+def test_killed_worker_rejoins_and_all_end_equal(strategy: str, tmp_path: Path) -> None:
     port, stop = free_port(), tmp_path / "stop"
     workers = [start(SCRIPT, rank, port, strategy, stop) for rank in range(3)]
     try:

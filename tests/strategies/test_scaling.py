@@ -9,8 +9,9 @@ import pytest
 
 import wingbeat
 import wingbeat_lab
-from wingbeat import Strategy, plans
+from wingbeat import Strategy
 from wingbeat.parts.plan import BY_NAME
+from wingbeat.planning import plans
 from wingbeat.types import Plan, TensorSpec
 from wingbeat_lab import baselines
 
@@ -38,7 +39,7 @@ def plans_of(strategy: Strategy, scale: float) -> list[Plan]:
         ends = (choices.tuning.low_bytes, choices.tuning.high_bytes)
         fusions += [dataclasses.replace(choices.fusion, bucket_bytes=size) for size in ends]
     tensors = specs(scale)
-    return [plans.make(fusion, tensors, range(len(tensors))[::-1]) for fusion in fusions]
+    return [plans.make_plan(fusion, tensors, range(len(tensors))[::-1]) for fusion in fusions]
 
 
 @pytest.mark.parametrize("name", COMPOSED)

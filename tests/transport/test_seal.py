@@ -12,11 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.exchanges.attendance import Attendance
-from wingbeat.groups.board import Board
-from wingbeat.groups.returns import Returns
-from wingbeat.stale.roll import Entry, Roll
-from wingbeat.stale.view import whole, without
+from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient, MembershipLog
+from wingbeat.methods.bounded_staleness.view import initial_view, without_worker
+from wingbeat.methods.model_averaging.rendezvous import RejoinLog, StatusTable
 from wingbeat.transport import torch_store
 from wingbeat.transport.blame import Blame, has_finished, has_left, say_left
 from wingbeat.transport.job import enter
@@ -125,19 +123,19 @@ def test_what_is_too_large_is_not_read(seal: Seal | None, monkeypatch: pytest.Mo
 # -- what readers make of it ------------------------------------------------------------------
 
 
-def test_a_forged_roll_evicts_nobody() -> None:
+def test_forged_membership_entry_removes_no_worker() -> None:
     raw = dist.HashStore()
-    text = Entry(2, without(whole(3), 1)).to_text()
+    text = LogEntry(2, without_worker(initial_view(3), 1)).to_json()
     for make, evicted in ((TorchStore, [1]), (sealed, [])):
         store = make(raw)
-        attendance = Attendance(store, "room", 0, Roll(3))
-        raw.set("roll/room/0", text)
-        attendance.work()
-        assert [news.change.worker for news in attendance.news()] == evicted
-    # And the roll goes on: what is wished is written in the place of what was forged.
-    attendance.miss(without(whole(3), 2))
-    attendance.work()
-    assert [news.change.worker for news in attendance.news()] == [2]
+        client = MembershipClient(store, "room", 0, MembershipLog(3))
+        raw.set("membership/room/0", text)
+        client.synchronize()
+        assert [event.change.worker for event in client.take_events()] == evicted
+    # A proposal is written in place of the forged entry.
+    client.propose(without_worker(initial_view(3), 2))
+    client.synchronize()
+    assert [event.change.worker for event in client.take_events()] == [2]
 
 
 def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:
@@ -154,17 +152,17 @@ def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:
     assert has_finished(store, 1)
 
 
-def test_a_forged_return_or_loss_does_not_reach_the_generator_or_the_board() -> None:
+def test_a_forged_rejoin_or_loss_does_not_reach_the_generator_or_the_status_table() -> None:
     raw = dist.HashStore()
     store = sealed(raw)
-    raw.set("room/back/0", json.dumps([1, 1]))
-    raw.set("room/gone/1", "1")
-    raw.set("room/fallen/1", "7")
-    raw.set("room/sign/1", "[1, true, 1, 1]")
-    returns, board = Returns(store, "room", 3), Board(store, "room", 3)
-    returns.look()
-    assert returns.news() is None
-    assert (board.lost(), board.fallen([1]), board.signs()) == (set(), {}, {})
+    raw.set("room/rejoin/0", json.dumps([1, 1]))
+    raw.set("room/lost/1", "1")
+    raw.set("room/fallback/1", "7")
+    raw.set("room/status/1", "[1, true, 1, 1]")
+    log, table = RejoinLog(store, "room", 3), StatusTable(store, "room", 3)
+    log.poll()
+    assert log.next_rejoin() is None
+    assert (table.lost(), table.fallbacks([1]), table.statuses()) == (set(), {}, {})
 
 
 def test_a_service_is_told_that_nothing_is_there() -> None:
@@ -172,7 +170,9 @@ def test_a_service_is_told_that_nothing_is_there() -> None:
     raw.set("key", "forged")
     assert answer('{"read": "key"}', sealed(raw)) == ("null", False)
     raw.set("key", b"\xff")
-    assert answer('{"read": "key"}', TorchStore(raw)) == ("null", False), "also without a key"
+    assert answer('{"read": "key"}', TorchStore(raw)) == ("null", False), (
+        "also without_worker a key"
+    )
 
 
 # -- the key ----------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench.bound import floor
+from wingbeat_lab.layer_costs import LayerCosts
 from wingbeat_lab.pull_order import (
     Rates,
     at_start,

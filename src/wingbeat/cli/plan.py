@@ -1,20 +1,21 @@
-"""``wingbeat plan``: what tuning or measuring has found, in words and as a picture."""
+"""``wingbeat plan``: the content of a plan file, as text and as a figure."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from wingbeat.plans.result import Result
-    from wingbeat.plans.thresholds.result import Result as Thresholds
+    from wingbeat.planning.bucket_size import BucketSizeResult
+    from wingbeat.planning.thresholds import ThresholdResult
 
-HELP = """Show what a run has found out before it chose its plan: what was tried or measured.
+HELP = """Show what a run has measured and tried before it chose its plan.
 
 \b
 FILE is the plan_file that a run with DeAR(plan_file=...), OMGS(plan_file=...) or
@@ -40,84 +41,76 @@ def plan(
     png: Annotated[Path | None, typer.Option(help="Draw what was found here.")] = None,
 ) -> None:
     """Show a plan file."""
-    from wingbeat.plans.planfile import MEASURED, THRESHOLDS, kind_of
+    from wingbeat.planning import files
+    from wingbeat.planning.bucket_size import BucketSizeResult
+    from wingbeat.planning.figures import draw_png
+    from wingbeat.planning.probe import Probe
+    from wingbeat.planning.thresholds import ThresholdResult
 
-    kind = kind_of(file)
-    if kind is MEASURED:
-        _show_measured(file, png)
-    elif kind is THRESHOLDS:
-        _show_thresholds(file, png)
+    record: BucketSizeResult | ThresholdResult | Probe
+    kind = files.kind_of(file)
+    if kind == Probe.kind:
+        record = files.load(file, Probe).record
+        for line in record.explain():
+            print(line)
+    elif kind == ThresholdResult.kind:
+        thresholds = files.load(file, ThresholdResult)
+        record = thresholds.record
+        _show(record.samples and render_thresholds(record), record.explain(), thresholds.key)
     else:
-        _show_tuned(file, png)
+        sizes = files.load(file, BucketSizeResult)
+        record = sizes.record
+        table = record.samples and render_sizes(record)
+        _show(table, record.explain(), sizes.key, "expected: predicted by all trials for that size")
     if png is not None:
+        draw_png(record, png)
         print(f"picture: {png}")
 
 
-def _show_measured(file: Path, png: Path | None) -> None:
-    from wingbeat.probe import picture, saved
-
-    known = saved.load(file)
-    for line in known.probe.explain():
-        print(line)
-    if png is not None:
-        picture.draw_png(known.probe, png)
-
-
-def _show_tuned(file: Path, png: Path | None) -> None:
+def _show(table: Any, summary: str, key: Mapping[str, Any], note: str = "") -> None:
     from rich.console import Console
 
-    from wingbeat.plans import picture, saved
-
-    known = saved.load(file)
-    if known.result.samples:
-        console = Console(width=None if sys.stdout.isatty() else 100)
-        console.print(render(known.result))
-        print("expected: what all trials together make likely at that size")
-    print(known.result.explain())
-    print("tuned for " + ", ".join(f"{name} {value}" for name, value in known.key.items()))
-    if png is not None:
-        picture.draw_png(known.result, png)
+    if table:
+        Console(width=None if sys.stdout.isatty() else 100).print(table)
+        if note:
+            print(note)
+    print(summary)
+    print("tuned for " + ", ".join(f"{name} {value}" for name, value in key.items()))
 
 
-def _show_thresholds(file: Path, png: Path | None) -> None:
-    from rich.console import Console
-
-    from wingbeat.plans.thresholds import picture, saved
-
-    known = saved.load(file)
-    if known.result.samples:
-        console = Console(width=None if sys.stdout.isatty() else 100)
-        console.print(render_thresholds(known.result))
-    print(known.result.explain())
-    print("tuned for " + ", ".join(f"{name} {value}" for name, value in known.key.items()))
-    if png is not None:
-        picture.draw_png(known.result, png)
-
-
-def render_thresholds(result: Thresholds) -> Table:
-    """Return one row for each division that was tried, the fastest first; the chosen is bold."""
+def _table(title: str, columns: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    from wingbeat.plans.thresholds.cuts import divided, levels_of
-    from wingbeat.plans.thresholds.result import written
-
     table = Table(
-        title=f"Thresholds: {len(result.samples)} divisions of {result.layers} layers",
+        title=title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    for name in ("threshold", "layers", "ms", "iterations", ""):
+    for name in columns:
         table.add_column(name, justify="right")
+    return table
+
+
+def render_thresholds(result: ThresholdResult) -> Table:
+    """Return one row for each measured division, the fastest first; the chosen one is bold."""
+    from wingbeat.planning.thresholds import (
+        format_division,
+        format_thresholds,
+        thresholds_from_cuts,
+    )
+
+    title = f"Thresholds: {len(result.samples)} divisions of {result.layers} layers"
+    table = _table(title, ("threshold", "layers", "ms", "iterations", ""))
     for sample in sorted(result.samples, key=lambda sample: sample.seconds):
         chosen = sample.cuts == result.chosen
-        levels = levels_of(sample.cuts, result.layers, result.classes)
+        levels = thresholds_from_cuts(sample.cuts, result.layers, result.classes)
         table.add_row(
-            written(levels) if sample.cuts else "one class",
-            divided(sample.cuts, result.layers),
+            format_thresholds(levels) if sample.cuts else "one class",
+            format_division(sample.cuts, result.layers),
             f"{1e3 * sample.seconds:.4g}",
             str(sample.iterations),
             "chosen" if chosen else "",
@@ -126,36 +119,27 @@ def render_thresholds(result: Thresholds) -> Table:
     return table
 
 
-def render(result: Result) -> Table:
+def render_sizes(result: BucketSizeResult) -> Table:
     """Return one row for each trial, in order; the chosen one is bold and marked."""
-    from rich import box
-    from rich.table import Table
+    from wingbeat.planning.bucket_size import counted, format_mb
 
-    from wingbeat.plans.result import as_mb, counted
-
+    low, high = format_mb(result.low_bytes), format_mb(result.high_bytes)
     trials = counted(len(result.samples), "trial")
-    table = Table(
-        title=f"Bucket size: {trials} from {as_mb(result.low_bytes)} to "
-        f"{as_mb(result.high_bytes)} MB ({result.search})",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+    table = _table(
+        f"Bucket size: {trials} from {low} to {high} MB ({result.search})",
+        ("trial", "size\nMB", "iterations\nper s", "of the\nstart", "expected\nper s"),
     )
-    for name in ("trial", "size\nMB", "iterations\nper s", "of the\nstart", "expected\nper s"):
-        table.add_column(name, justify="right")
     table.add_column("")
-    first = result.samples[0].throughput
+    first = result.samples[0].iterations_per_s
     for index, (sample, expected) in enumerate(zip(result.samples, result.expected, strict=True)):
         chosen = index == result.chosen_index
         notes = [sample.topology] if sample.topology else []
         notes += [*(["start"] if index == 0 else []), *(["chosen"] if chosen else [])]
         table.add_row(
             str(index + 1),
-            as_mb(sample.nbytes),
-            f"{sample.throughput:.4g}",
-            f"{sample.throughput / first:.3f}",
+            format_mb(sample.bucket_bytes),
+            f"{sample.iterations_per_s:.4g}",
+            f"{sample.iterations_per_s / first:.3f}",
             f"{expected:.4g}",
             ", ".join(notes),
             style="bold" if chosen else "",

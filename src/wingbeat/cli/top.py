@@ -27,7 +27,7 @@ Examples:
 
 \b
 Run it on the host of rank 0, as the job's user. The job need not be told anything.
-docs/how-to/watch-a-job.md has the columns, --json and Prometheus.
+docs/how-to/monitor.md has the columns, --json and Prometheus.
 """
 
 _MISSING = (

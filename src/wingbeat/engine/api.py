@@ -30,13 +30,13 @@ from wingbeat.engine.upgrade import (
     upgrade,
 )
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
-from wingbeat.exchanges.stale import StaleExchange
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
+from wingbeat.methods.model_averaging.build import check_modules
 from wingbeat.monitor import launch
 from wingbeat.monitor.place import job_name
 from wingbeat.monitor.reporter import Place, Reporter
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
-from wingbeat.sync import averaged
 from wingbeat.transport.torch_store import keeps_everything
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices
@@ -91,7 +91,7 @@ def distribute(
     check_momentum(choices, optimizer)
     check_complex(model, choices, repr(strategy))
     check_sparse(model, choices, repr(strategy))
-    averaged.check(model, choices.averaging)
+    check_modules(model, choices.averaging)
     _check_returned(world, choices, strategy)
     if world.size > 1:
         if not world.returned:
@@ -173,11 +173,11 @@ def join(
     return joined(_engine_of(model, "join"), *options)
 
 
-def bounded_exchange(model: torch.nn.Module) -> StaleExchange | None:
+def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
     """Return the exchange of a model under bounded staleness; None under other strategies."""
     engine = engine_of(model)
     exchange = None if engine is None else engine.runtime.exchange
-    return exchange if isinstance(exchange, StaleExchange) else None
+    return exchange if isinstance(exchange, BoundedStalenessExchange) else None
 
 
 def synchronize(model: torch.nn.Module) -> None:

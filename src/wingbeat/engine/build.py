@@ -29,17 +29,16 @@ from wingbeat.engine.updates.update import SingleWorkerUpdate, Training, Update,
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
-from wingbeat.exchanges.gpus import GpuServers
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.exchanges.servers import FLOAT32, ServerExchange
-from wingbeat.exchanges.stale import StaleExchange
+from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
+from wingbeat.methods.model_averaging.build import build_runtime
+from wingbeat.methods.parameter_server.exchange import FLOAT32, ServerExchange
+from wingbeat.methods.parameter_server.gpu import GpuServerExchange
+from wingbeat.methods.parameter_server.server_update import OPTION, ServerUpdate, describe_optimizer
 from wingbeat.schedules.events import Operation, Schedule
-from wingbeat.sync import averaged
-from wingbeat.sync.bundling import Bundling
 from wingbeat.types import Choices
-from wingbeat.updates.bounded import BoundedUpdate, MeetingUpdate
-from wingbeat.updates.described import OPTION, describe
-from wingbeat.updates.served import ServedUpdate
 
 
 def make_compression(
@@ -77,7 +76,7 @@ def make_runtime(
     """
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
-        return averaged.runtime_of(averaging, choices.wire, training, compression, buffers)
+        return build_runtime(averaging, choices.wire, training, compression, buffers)
     schedule = _make_schedule(choices, training.collectives.world.size)
     views = _make_views(schedule, training, compression, gatherer)
     # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
@@ -97,14 +96,14 @@ def make_runtime(
         IntentExchange(training.collectives, len(training.bucketing.slots)),
         training.steps,
     )
-    if isinstance(exchange, StaleExchange) and isinstance(views, SentGradients):
+    if isinstance(exchange, BoundedStalenessExchange) and isinstance(views, SentGradients):
         exchange.waited = WeakCall(runtime.waited)
     return runtime
 
 
 def make_bundling(
     choices: Choices, runtime: Runtime, rebucket: Callable[[], object]
-) -> Bundling | None:
+) -> LayerProfiler | None:
     """Make the measurements for colayers; None where colayers are not changed in training.
 
     Args:
@@ -112,10 +111,10 @@ def make_bundling(
         runtime: its parts.
         rebucket: changes to the next plan.
     """
-    if not choices.fusion.measured or not isinstance(runtime.exchange, StaleExchange):
+    if not choices.fusion.measured or not isinstance(runtime.exchange, BoundedStalenessExchange):
         return None
-    bundling = Bundling(runtime.bucketing, rebucket)
-    runtime.exchange.measures(bundling)
+    bundling = LayerProfiler(runtime.bucketing, rebucket)
+    runtime.exchange.set_profiler(bundling)
     return bundling
 
 
@@ -149,7 +148,7 @@ def _make_bounded(
     assert choices.staleness is not None, "the strategy's parts have been checked"
     if isinstance(views, SentGradients):
         _refuse_other_optimizers(training)
-    exchange = StaleExchange(
+    exchange = BoundedStalenessExchange(
         training.collectives.world,
         choices.staleness,
         compression,
@@ -160,7 +159,7 @@ def _make_bounded(
     )
     if isinstance(views, SentGradients):
         return exchange, BoundedUpdate(training, views, exchange)
-    return exchange, MeetingUpdate(training, exchange)
+    return exchange, SynchronousUpdate(training, exchange)
 
 
 def _refuse_other_optimizers(training: Training) -> None:
@@ -193,9 +192,9 @@ def _make_server_updates(
             f"{OPTION} with parameters on {device}: servers update on the CPU only; use "
             'update="worker", or keep the model on the CPU'
         )
-    described = describe(training.optimizer, training.stepper.snapshot())
+    description = describe_optimizer(training.optimizer, training.stepper.snapshot())
     specs = training.bucketing.specs
-    memory = described.room(sum(s.numel for s in specs), sum(s.nbytes for s in specs))
+    numel, nbytes = sum(s.numel for s in specs), sum(s.nbytes for s in specs)
     check_divisible(training)
     exchange = ServerExchange(
         training.collectives.world,
@@ -203,10 +202,11 @@ def _make_server_updates(
         dataclasses.replace(choices.servers, dense=True),
         _gradient_bytes(choices, training),
         choices.wire,
-        optimizer=described.text,
-        memory=memory,
+        optimizer=description.text,
+        max_update_bytes=description.max_nbytes(numel, nbytes),
     )
-    return exchange, ServedUpdate(training, schedule, views, exchange.remote, described.each)
+    remote = exchange.remote
+    return exchange, ServerUpdate(training, schedule, views, remote, description.elementwise)
 
 
 def _make_exchange(choices: Choices, training: Training, compression: Compression) -> Exchange:
@@ -222,7 +222,7 @@ def _make_exchange(choices: Choices, training: Training, compression: Compressio
     if choices.servers is None or collectives.world.size == 1:
         return CollectiveExchange(collectives, compression)
     if training.bucketing.device.type in collectives.world.native_on:
-        return GpuServers(collectives.world, choices.servers, choices.wire)
+        return GpuServerExchange(collectives.world, choices.servers, choices.wire)
     nbytes = _gradient_bytes(choices, training)
     exchange = ServerExchange(collectives.world, choices.servers, nbytes, choices.wire)
     compression.collect = exchange.collect

@@ -25,10 +25,10 @@ from wingbeat.engine.engine import Engine
 from wingbeat.engine.updates.local import LocalUpdate
 from wingbeat.engine.updates.stepper import State
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate
+from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
 from wingbeat.observe.log import log
 from wingbeat.types import Span
-from wingbeat.updates.bounded import BoundedUpdate
-from wingbeat.updates.outer import SHARED, START, VELOCITY, OuterUpdate
 
 SHARD_FORMAT = "wingbeat optimizer shard, version 1"
 _FIELDS: dict[str, type] = {

@@ -37,9 +37,6 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.control.control import Control
-from wingbeat.control.merging import LayerMerging
-from wingbeat.control.passes import Passes
 from wingbeat.engine import build
 from wingbeat.engine.buffers import BufferSync
 from wingbeat.engine.clipping import clip_blocks, norm_is_separable, unscale_blocks
@@ -68,6 +65,9 @@ from wingbeat.engine.updates.stepper import StepArguments, Stepper
 from wingbeat.engine.updates.update import Closure, Training
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.meter import Meter
+from wingbeat.planning.backward import BackwardProfiler
+from wingbeat.planning.control import Control
+from wingbeat.planning.merging import LayerMerging
 from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
@@ -233,7 +233,7 @@ class Engine:
         return None if self.control is None else self.control.merging
 
     @property
-    def passes(self) -> Passes | None:
+    def passes(self) -> BackwardProfiler | None:
         """Times backwards for planning; None where nothing is planned."""
         by = self.merging or self.bundling
         return None if by is None else by.passes
@@ -489,7 +489,7 @@ class Engine:
 
     def _launch(self, bucket: Bucket) -> None:
         if self.bundling is not None:
-            self.bundling.look(bucket)
+            self.bundling.measure_widths(bucket)
         bucket.wire = self.compression.launching(bucket)
         if bucket.wire is not None and self.update.shards is not None:  # encoded once, not gathered
             self.compression.add_own_residual(bucket, bucket.owned(self.world.rank))

@@ -11,7 +11,7 @@ from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.updates.local import LocalUpdate
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.copied import Copy, written
+from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
 from wingbeat.observe.log import log
 from wingbeat.transport.text import first_line
 
@@ -40,7 +40,7 @@ class LiveState:
         params = [slot.param for slot in bucketing.slots]
         kept, numbers = update.handed()
         try:
-            return written([*_tensors(bucketing), *kept], params, optimizer, numbers)
+            return encode_snapshot([*_tensors(bucketing), *kept], params, optimizer, numbers)
         except (PeerError, RuntimeError) as error:
             # Only the requester is concerned, also if the state changes meanwhile.
             log.warning("%s", first_line(error))
@@ -58,12 +58,12 @@ class LiveState:
         assert update is not None
         kept, _ = update.handed()
         params = [slot.param for slot in bucketing.slots]
-        copy = Copy(payload, [*_tensors(bucketing), *kept], params)
-        numbers = copy.last
+        snapshot = Snapshot(payload, [*_tensors(bucketing), *kept], params)
+        numbers = snapshot.extra
         try:
             if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
                 raise ValueError("no list of numbers")
-            copy.put(optimizer)
+            snapshot.load_into(optimizer)
             update.take_over(numbers)
         except ValueError as error:
             raise PeerError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Exchange(Protocol):
     """Starts operations on buckets, in the order of the calls, which is the same on all workers.
 
-    Exchanges with traffic classes also satisfy `wingbeat.control.thresholds.Prioritised`.
+    Exchanges with traffic classes also satisfy `wingbeat.planning.controllers.Prioritized`.
     """
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:

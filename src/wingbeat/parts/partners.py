@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from wingbeat.errors import UsageError
-from wingbeat.groups.rules import FILTERED, GROUP_SIZE, POLICIES, THRESHOLD
+from wingbeat.methods.model_averaging.rules import FILTERED, GROUP_SIZE, POLICIES, THRESHOLD
 from wingbeat.settings import READ, Named, Settings
 from wingbeat.traits import LOCAL, MEANS, Part
 

@@ -22,7 +22,8 @@ from wingbeat.schedules.events import (
 class Stale:
     """Sends each bucket as it completes; a step applies the sums that have come by then.
 
-    How far workers may be apart is decided when a step is made, by `wingbeat.stale`.
+    How far workers may be apart is decided when a step is made, by
+    `wingbeat.methods.bounded_staleness`.
 
     Attributes:
         phase: where the gradients of the last backward are; between backward and step under way.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from wingbeat import topologies
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator import paths
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
@@ -20,15 +22,13 @@ from wingbeat.simulator.staleness import Log, StaleRun
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.simulator.trainer import Machine, Trainer
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.pace import Pace
-from wingbeat.stale.worker import Worker
 
 NETWORKS = ("star", "bcube")
 
 
 def simulate_bounded(
     model: Model,
-    pace: Pace,
+    bound: StalenessBound,
     workers: int,
     links: Links,
     *,
@@ -48,7 +48,7 @@ def simulate_bounded(
 
     Args:
         model: layers and their times.
-        pace: staleness s, proportion p and the number of colayers k.
+        bound: staleness s, proportion p and the number of colayers k.
         workers: how many, two at least.
         links: what joins them. On several interfaces of a star each message is divided.
         gradients: contributions, of one worker and one iteration each; workers count for all.
@@ -73,13 +73,13 @@ def simulate_bounded(
         )
     if network not in NETWORKS:
         raise UsageError(f"simulate_bounded(network={network!r}): allowed are {NETWORKS}")
-    colayers = bundled(model, pace.colayers, measured=measured)
-    job = _Job(colayers, pace, workers, links, coding or Coding(), work or Work())
+    colayers = bundled(model, bound.colayers, measured=measured)
+    job = _Job(colayers, bound, workers, links, coding or Coding(), work or Work())
     if cores is not None and (crowd or cores < 1):
         raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without crowd=True")
     agenda = Agenda()
     shared = Cores(agenda, cores)
-    log = Log(agenda, workers, pace.colayers, gradients)
+    log = Log(agenda, workers, bound.colayers, gradients)
     if crowd:
         machines = job.stand_in(network, agenda, traffic)
     else:
@@ -111,7 +111,7 @@ _Member = tuple[Machine, Callable[[], None], Callable[[Callable[[], None]], None
 @dataclass(frozen=True, slots=True)
 class _Job:
     model: Bundled
-    pace: Pace
+    bound: StalenessBound
     workers: int
     links: Links
     coding: Coding
@@ -128,7 +128,7 @@ class _Job:
         crew: list[Courier] = []
         letters = self.letters
         for rank in range(self.workers):
-            machine = Worker(rank, self.workers, self.pace, lambda *_: None)
+            machine = Worker(rank, self.workers, self.bound, lambda *_: None)
             crew.append(
                 Courier(machine, letters, self.coding, self.work, agenda, cores, cards, crew)
             )
@@ -155,8 +155,8 @@ class _Job:
             away = [sum(map(bool, _digits(cube, other))) for other in range(1, self.workers)]
             hops = sum(away) / len(away)
         crowd = Crowd(
-            self.pace, self.workers, self.links, hops, self.letters, self.coding, self.work, agenda,
-            traffic,
+            self.bound, self.workers, self.links, hops, self.letters, self.coding, self.work,
+            agenda, traffic,
         )  # fmt: skip
         return crowd.members
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wingbeat.servers.outbox import Flow, Order
-from wingbeat.servers.protocol import Ids, Kind, link_of
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, link_of
+from wingbeat.methods.parameter_server.send_queue import Flow, Order
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding
@@ -20,7 +20,7 @@ from wingbeat.transport.messages.header import LARGEST
 
 
 class Part(NamedTuple):
-    """A slice as one request has it, see `wingbeat.exchanges.client.Part`.
+    """A slice as one request has it, see `wingbeat.methods.parameter_server.client.Transfer`.
 
     Attributes:
         nbytes: of what is pushed.
@@ -59,7 +59,7 @@ class Request:
 
 
 class Client(Messenger[tuple[Request, Part]]):
-    """The thread that a `wingbeat.exchanges.client.Client` has, by the same rules.
+    """The thread that a `wingbeat.methods.parameter_server.client.Client` has, by the same rules.
 
     Args:
         order: in which order slices are pushed that are ready at the same time.
@@ -105,18 +105,18 @@ class Client(Messenger[tuple[Request, Part]]):
         return item[1].dense * self._coding.encode_s_per_byte if self.nbytes(item) else 0.0
 
     def begin(self) -> None:
-        """Let what the training thread has started wait in the outbox."""
+        """Let what the training thread has started wait in the send queue."""
         while self._new:
             request = self._new.popleft()
             pull = request.kind is Kind.PULL
             for part in request.parts:
-                if request.kind is not Kind.STORE:
+                if request.kind is not Kind.PUSH:
                     self._wanted[part.ids[:3]] = request, part
                 nbytes = LARGEST if pull else LARGEST + part.nbytes
-                link = link_of(part.ids.wish)
+                link = link_of(part.ids.route)
                 flow = Flow(part.server, 0 if pull else part.urgency, link)
-                self._outbox.add(flow, part.position, nbytes, (request, part))
-            if request.kind is Kind.STORE:
+                self._queue.enqueue(flow, part.position, nbytes, (request, part))
+            if request.kind is Kind.PUSH:
                 self._storing.append(request)
 
     def nbytes(self, item: tuple[Request, Part]) -> int:
@@ -128,7 +128,7 @@ class Client(Messenger[tuple[Request, Part]]):
         """Push or pull one slice."""
         request, part = item
         posted = self._mailbox.post(flow, request.kind, self.nbytes(item), part.ids)
-        if request.kind is Kind.STORE:
+        if request.kind is Kind.PUSH:
             request.posted.append(posted)
         return posted
 

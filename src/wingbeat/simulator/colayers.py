@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wingbeat import plans
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.messages import (
+    Message,
+    Piece,
+    PieceSum,
+    Progress,
+    encode_frame,
+)
+from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.planning import plans
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model
-from wingbeat.stale.letters import letter_of
-from wingbeat.stale.messages import Here, Message, Piece, Round
-from wingbeat.stale.view import whole
 from wingbeat.transport.messages.header import FIXED
 from wingbeat.types import Fusion
 from wingbeat.wires import Coded, Half, Sketch
@@ -115,7 +120,7 @@ def bundled(model: Model, count: int, *, measured: bool = False) -> Bundled:
     Raises:
         UsageError: it has fewer layers with parameters.
     """
-    plan = plans.make(
+    plan = plans.make_plan(
         Fusion(kind="colayers", layers=count),
         model.tensors,
         model.ready_order,
@@ -159,7 +164,7 @@ class Letter(NamedTuple):
 
 
 class Letters:
-    """Sizes of what couriers carry (`wingbeat.exchanges.courier`).
+    """Sizes of what couriers carry (`wingbeat.methods.bounded_staleness.courier`).
 
     Args:
         model: in colayers.
@@ -168,21 +173,21 @@ class Letters:
 
     Attributes:
         numel: elements of a piece, by colayer.
-        here: of a `Here`.
+        here: of a `Progress`.
         pieces: of a `Piece`, by colayer.
     """
 
     def __init__(self, model: Bundled, workers: int, coding: Coding) -> None:
         self.numel = tuple(-(-numel // workers) for numel in model.numel)
         self._flags, self._ratio = model.tensors, coding.ratio
-        view, first = whole(workers), (_TYPICAL,) * workers
+        view, first = initial_view(workers), (_TYPICAL,) * workers
         number = _TYPICAL
-        self.here = _letter(_words(Here(number, number, number, False, number, view)), 0)
+        self.here = _letter(_words(Progress(number, number, number, False, number, view)), 0)
         words = _words(Piece(number, 0, workers - 1, view))
         self.pieces = tuple(_letter(words, self._payload(z)) for z in range(len(self.numel)))
 
         def length(entries: Sequence[tuple[int, int]]) -> int:
-            return _words(Round(0, workers - 1, number, tuple(entries), first, view))
+            return _words(PieceSum(0, workers - 1, number, tuple(entries), first, view))
 
         entry = number, workers - 1
         self._entry = length([entry, entry]) - length([entry])
@@ -191,7 +196,7 @@ class Letters:
     def of(self, message: Message) -> Letter:
         """Return how a message travels."""
         match message:
-            case Round():
+            case PieceSum():
                 return self.round(message.colayer, len(message.entries))
             case Piece():
                 return self.pieces[message.colayer]
@@ -207,7 +212,7 @@ class Letters:
 
 
 def _words(message: Message) -> int:
-    return len(letter_of(message, 0).said)
+    return len(encode_frame(message, 0).header)
 
 
 def _letter(words: int, payload: int) -> Letter:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from wingbeat.methods.bounded_staleness.messages import Envelope, Message, PieceSum
+from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding, Letter, Letters
 from wingbeat.simulator.cores import Cores
 from wingbeat.simulator.model import ITEMSIZE
-from wingbeat.stale.messages import Message, Post, Round
-from wingbeat.stale.worker import Worker
 
 
 class Courier:
@@ -55,7 +55,7 @@ class Courier:
 
     def wake(self) -> None:
         """Have the thread look at what there is to do."""
-        if self._resting and (self._arrived or self.machine.posts):
+        if self._resting and (self._arrived or self.machine.outbox):
             self._resting = False
             self._agenda.at(self._agenda.now, self._go)
 
@@ -75,15 +75,15 @@ class Courier:
                 yield letter.handled_s(self._work)
                 self.machine.receive(sender, 0, message)
                 self.heard()
-            while self.machine.posts:
-                yield from self._send(self.machine.posts.popleft())
+            while self.machine.outbox:
+                yield from self._send(self.machine.outbox.popleft())
             if not self._arrived:
                 yield None
 
-    def _send(self, post: Post) -> Iterator[float]:
+    def _send(self, post: Envelope) -> Iterator[float]:
         message = post.message
         letter = self._letters.of(message)
-        if isinstance(message, Round) and message.entries:
+        if isinstance(message, PieceSum) and message.entries:
             z = message.colayer
             yield len(message.entries) * self._add_s[z] + self._encode_s[z]
         for to in post.to:

@@ -3,8 +3,8 @@
 Owners do the same at about the same moments: each gets a piece of every colayer of every worker,
 and sums them by the same rule. So here a colayer's pieces arrive at all owners at once, when the
 last of them has, and all owners close a round at once. What is left of ``2 k n**2`` messages
-a round is ``2 k n`` steps. The rule of staleness is the real one (`wingbeat.stale.pace`); who says
-what, and when, is that of `wingbeat.stale.core` without workers that come or go.
+a round is ``2 k n`` steps. The staleness bound is the real one; the messages are those of
+`wingbeat.methods.bounded_staleness.worker` without workers that join or leave.
 """
 
 from __future__ import annotations
@@ -14,67 +14,71 @@ from typing import Any
 
 import numpy as np
 
+from wingbeat.methods.bounded_staleness.bound import StalenessBound, StragglerDetector
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
+from wingbeat.methods.bounded_staleness.view import View
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.colayers import Coding, Letter, Letters
 from wingbeat.simulator.model import ITEMSIZE
 from wingbeat.simulator.traffic import Traffic
-from wingbeat.stale.messages import Entry, Round
-from wingbeat.stale.pace import Even, Pace
-from wingbeat.stale.view import View
 
 _NO_VIEW = View(())
 
 
 class Member:
-    """One worker's machine: the part of `wingbeat.stale.worker.Worker` that training calls."""
+    """One worker's machine: what training calls of the real `Worker`."""
 
-    def __init__(self, crowd: Crowd, rank: int, pace: Pace) -> None:
-        self._crowd, self._rank, self._pace = crowd, rank, pace
-        self.at = self.zeta = 0
+    def __init__(self, crowd: Crowd, rank: int, bound: StalenessBound) -> None:
+        self._crowd, self._rank, self._bound = crowd, rank, bound
+        self.iteration = self.zeta = 0
         self.applied = self.complete = 0
         self.dropped: list[tuple[int, int]] = []
         self._sent = 0
         self._computing = self._out = False
         self._told: tuple[int, ...] = ()
-        self._even = Even()
+        self._stragglers = StragglerDetector()
         self.heard: Callable[[], None] = lambda: None
 
-    def ready(self) -> bool:
+    def can_begin(self) -> bool:
         """Whether the wanted iteration may be computed."""
-        if self.applied < self._pace.first_needed(self.at, even=self._even.now):
+        if self.applied < self._bound.rounds_required(
+            self.iteration, stragglers=self._stragglers.found
+        ):
             return False
-        s = self._pace.s
-        return s is None or self._crowd.reach(self._rank, self.at - s)
+        s = self._bound.s
+        return s is None or self._crowd.reach(self._rank, self.iteration - s)
 
-    def begin(self) -> int:
+    def begin_iteration(self) -> int:
         """Enter the wanted iteration, and return it."""
         self._out, self._computing, self._sent = False, True, 0
-        self.zeta = max(self.zeta, self.at)
+        self.zeta = max(self.zeta, self.iteration)
         self.go_on()
-        return self.at
+        return self.iteration
 
-    def computed(self, colayer: int, payloads: Sequence[Any]) -> bool:  # noqa: ARG002
+    def send_colayer(self, colayer: int, payloads: Sequence[Any]) -> bool:  # noqa: ARG002
         """Send a colayer's pieces; return whether they were sent."""
         if not self._computing:
             return False
         self._sent += 1
-        self._crowd.send_pieces(self._rank, self.at, colayer)
+        self._crowd.send_pieces(self._rank, self.iteration, colayer)
         self.go_on()
         return True
 
-    def finish(self) -> None:
+    def end_iteration(self) -> None:
         """End the iteration."""
         if self._computing:
-            self.at, self._computing, self._sent = self.at + 1, False, 0
+            self.iteration, self._computing, self._sent = self.iteration + 1, False, 0
         self.go_on()
 
-    def take(self) -> tuple[Round, ...] | None:
+    def take_round(self) -> tuple[PieceSum, ...] | None:
         """Return the next round to apply."""
         if self.applied == self.complete:
             return None
         parts = self._crowd.rounds[self.applied]
-        self._even.applied((part.entries for part in parts), self.applied, self._crowd.ranks)
+        self._stragglers.observe_round(
+            (part.entries for part in parts), self.applied, self._crowd.ranks
+        )
         self.applied += 1
         self.go_on()
         return parts
@@ -94,15 +98,15 @@ class Member:
     def go_on(self) -> None:
         """Drop what is out of date, and say what has changed."""
         if not self._out:
-            self._out = self._pace.outdated(self.zeta - self.at, self._sent)
+            self._out = self._bound.is_outdated(self.zeta - self.iteration, self._sent)
             if self._out and self._computing:
-                self.dropped.append((self.at, self._sent))
+                self.dropped.append((self.iteration, self._sent))
                 self._computing, self._sent = False, 0
         if self._out:
-            self.at = self.zeta
-        reached = self._pace.reached(self.at, self.zeta)
-        said = reached if reached > self.at + 1 else self.at - 1
-        told = self.at, self.zeta if self._out else said, self.zeta, self.applied
+            self.iteration = self.zeta
+        reached = self._bound.last_computed(self.iteration, self.zeta)
+        said = reached if reached > self.iteration + 1 else self.iteration - 1
+        told = self.iteration, self.zeta if self._out else said, self.zeta, self.applied
         if told != self._told:
             self._told = told
             self._crowd.say(self._rank, *told[:3])
@@ -122,7 +126,7 @@ class Crowd:
 
     def __init__(
         self,
-        pace: Pace,
+        bound: StalenessBound,
         workers: int,
         links: Links,
         hops: float,
@@ -132,7 +136,7 @@ class Crowd:
         agenda: Agenda,
         traffic: Traffic | None,
     ) -> None:
-        self._n, self._k, self._agenda, self._traffic = workers, pace.colayers, agenda, traffic
+        self._n, self._k, self._agenda, self._traffic = workers, bound.colayers, agenda, traffic
         self._letters, self._work = letters, work
         self._latency_s, self._hops = hops * links.latency_s, hops
         self._seconds_per_byte = hops / (links.bytes_per_s * links.count)
@@ -142,13 +146,13 @@ class Crowd:
         self._thread, self._card = np.zeros(workers), np.zeros(workers)  # busy until, in seconds
         self._at = np.zeros(workers, np.int64)
         self._said = np.full((self._k, workers), -1, np.int64)
-        self._waiting: list[list[Entry]] = [[] for _ in range(self._k)]
+        self._waiting: list[list[Contribution]] = [[] for _ in range(self._k)]
         self._next = [0] * self._k
         self._zeta = 0
-        self._here_at: dict[int, tuple[list[Round], Any]] = {}
-        self.rounds: list[tuple[Round, ...]] = []
+        self._here_at: dict[int, tuple[list[PieceSum], Any]] = {}
+        self.rounds: list[tuple[PieceSum, ...]] = []
         self.ranks = range(workers)
-        crew = [Member(self, rank, pace) for rank in range(workers)]
+        crew = [Member(self, rank, bound) for rank in range(workers)]
         self._crew = crew
         self.members = [
             (member, _nothing, lambda heard, member=member: setattr(member, "heard", heard))
@@ -225,7 +229,7 @@ class Crowd:
                 member.heard()
 
     def _close(self, colayer: int) -> None:
-        """Sum a colayer's rounds for which all have answered (`wingbeat.stale.owned`)."""
+        """Sum a colayer's rounds for which all have answered (`OwnedPiece.close_rounds`)."""
         limit = int(self._said[colayer].min())
         while self._next[colayer] <= limit:
             number = self._next[colayer]
@@ -233,10 +237,10 @@ class Crowd:
             waiting = self._waiting[colayer]
             due = tuple(sorted(entry for entry in waiting if entry[0] <= number))
             self._waiting[colayer] = [entry for entry in waiting if entry[0] > number]
-            part = Round(colayer, 0, number, due, (), _NO_VIEW)
+            part = PieceSum(colayer, 0, number, due, (), _NO_VIEW)
             self._spread(part)
 
-    def _spread(self, part: Round) -> None:
+    def _spread(self, part: PieceSum) -> None:
         """Have each owner sum its piece and send it to all others, which take it."""
         letter = self._letters.round(part.colayer, len(part.entries))
         handled_s, others = letter.handled_s(self._work), self._n - 1
@@ -258,7 +262,7 @@ class Crowd:
 
         self._agenda.at(max(typical, self._agenda.now), arrive)
 
-    def _complete(self, part: Round, moments: Any) -> None:
+    def _complete(self, part: PieceSum, moments: Any) -> None:
         """Have each worker learn when it has all colayers of a round."""
         parts, latest = self._here_at.setdefault(part.number, ([], np.zeros(self._n)))
         parts.append(part)

@@ -9,14 +9,12 @@ from functools import partial
 from random import Random
 
 from wingbeat.errors import UsageError
-from wingbeat.groups.generator import Generator, Run
-from wingbeat.groups.layout import Layout
-from wingbeat.groups.member import Member
-from wingbeat.groups.rooms import Rooms
-from wingbeat.groups.rules import Rules
-from wingbeat.groups.static import PHASES, group_of
+from wingbeat.methods.model_averaging.generator import Generator, Member, Run
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.service import ConnectionCache
+from wingbeat.methods.model_averaging.static import PHASES, group_of
+from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.schedules.events import Operation
-from wingbeat.servers.tables import Places
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives
@@ -147,7 +145,7 @@ class _Scene:
         self.groups: list[tuple[int, ...]] = []
         self.crew: list[_Worker] = []
         self._generator = Generator(layout, rules, seed) if rules else None
-        self._rooms = Rooms(layout.workers)
+        self._connections = ConnectionCache(layout.workers)
         self._free = 0.0
 
     def tell(self, say: Callable[[Generator], list[Run]]) -> None:
@@ -161,13 +159,13 @@ class _Scene:
         assert self._generator is not None
         self._free = max(self._free, self.agenda.now) + self.work.message_s
         for run in say(self._generator):
-            meeting = 0
+            connection = 0
             if len(run.members) > 1:
                 self.groups.append(run.members)
-                meeting = self._rooms.meeting(run.members)
+                connection = self._connections.id_of(run.members)
             for member in run.members:
                 self._free += self.work.message_s
-                hear = partial(self.crew[member].hear, run, meeting)
+                hear = partial(self.crew[member].hear, run, connection)
                 self.agenda.at(self._free + self._trip_s, hear)
 
     @property
@@ -199,7 +197,7 @@ class _Scene:
     def _exchange(
         self, rank: int, meeting: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
-        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), Places((1,), 1))
+        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), LayerPositions((1,), 1))
         place, size = members.index(rank), len(members)
         network = Among(self.network, meeting, members)
         collectives = Collectives(
@@ -249,15 +247,15 @@ class _Worker:
         self._thread = self._train()
         self._scene.agenda.at(self._scene.agenda.now, self._go)
 
-    def hear(self, run: Run, meeting: int) -> None:
-        """Run what the generator says, at the meeting of that number."""
+    def hear(self, run: Run, connection: int) -> None:
+        """Run a group of the generator, over the connections with this id."""
         assert self._member is not None
-        if not self._member.hear(run):
+        if not self._member.start(run):
             return
         if len(run.members) == 1:
             self._averaged()
         else:
-            self._average(run[:2], run.members, self._averaged, meeting)
+            self._average(run[:2], run.members, self._averaged, connection)
 
     def _average(
         self, number: object, members: tuple[int, ...], over: Callable[[], None], kept: object
@@ -269,7 +267,7 @@ class _Worker:
 
     def _averaged(self) -> None:
         assert self._member is not None
-        run = self._member.done()
+        run = self._member.finish()
         self._scene.tell(lambda generator: generator.acknowledge(self._rank, run[0], run[1]))
         if not self._member.waiting:
             self._rest()
@@ -323,7 +321,7 @@ class _Worker:
     def _ask(self) -> None:
         self._busy = True
         if self._member is not None:
-            self._member.ask()
+            self._member.request()
             self._scene.tell(lambda generator: generator.request(self._rank))
             return
         turn, self._turns = self._turns, self._turns + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from wingbeat.groups.layout import Layout
+from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links
 from wingbeat.simulator.network import Carrier, Key, Network, Side

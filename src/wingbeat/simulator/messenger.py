@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from wingbeat.servers.outbox import Flow, Order, Outbox
+from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import Mailbox
@@ -36,7 +36,7 @@ class Messenger(ABC, Generic[Item]):
     ) -> None:
         self._agenda, self._mailbox = agenda, mailbox
         self._message_s, self._byte_s = work.message_s, byte_s
-        self._outbox: Outbox[Item] = Outbox(order)
+        self._queue: SendQueue[Item] = SendQueue(order)
         self._resting, self._woken = True, False
         self._thread = self._run()
         mailbox.wake = self.wake
@@ -69,7 +69,7 @@ class Messenger(ABC, Generic[Item]):
         return True
 
     def begin(self) -> None:
-        """Let what is new wait in the outbox."""
+        """Let what is new wait in the send queue."""
 
     def finish(self) -> None:
         """See what has ended, after something was sent or has arrived."""
@@ -111,7 +111,7 @@ class Messenger(ABC, Generic[Item]):
             posted.append(self.post(flow, item))
 
     def _choose(self) -> tuple[Flow, Item, list[Posted]] | None:
-        """Take what is to be sent next out of the outbox."""
+        """Take what is to be sent next out of the send queue."""
         chosen: list[tuple[Flow, Item, list[Posted]]] = []
 
         def room(flow: Flow) -> int:
@@ -122,8 +122,8 @@ class Messenger(ABC, Generic[Item]):
             chosen.append((flow, item, posted))
             return lambda: bool(posted) and posted[0].arrived
 
-        if self._outbox.waiting:
-            self._outbox.flush(room, send, self.ready)
+        if self._queue.queued:
+            self._queue.flush(room, send, self.ready)
         return chosen[0] if chosen else None
 
     def _price(self, nbytes: int) -> float:

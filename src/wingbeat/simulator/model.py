@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wingbeat import plans
-from wingbeat.plans import Measured
-from wingbeat.servers.tables import Places
+from wingbeat.methods.parameter_server.slicing import LayerPositions
+from wingbeat.planning import plans
+from wingbeat.planning.colayers import Measured
 from wingbeat.types import Fusion, TensorSpec
 
 ITEMSIZE = 4
@@ -83,13 +83,13 @@ class Buckets:
     numel: tuple[int, ...]
     forward: tuple[int, ...]
     fully_connected: tuple[bool, ...]
-    places: Places
+    places: LayerPositions
 
 
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:
     """Return the buckets that training would make of the model by this rule."""
     order = model.ready_order
-    plan = plans.make(fusion, model.tensors, order)
+    plan = plans.make_plan(fusion, model.tensors, order)
     of = [0] * len(model.tensors)
     for number, bucket in enumerate(plan.buckets):
         for tensor in bucket.tensors:
@@ -107,7 +107,7 @@ def buckets_of(model: Model, fusion: Fusion) -> Buckets:
         tuple(_numel(model, bucket.tensors) for bucket in plan.buckets),
         tuple(forward),
         tuple(connected.issuperset(bucket.tensors) for bucket in plan.buckets),
-        Places(
+        LayerPositions(
             tuple(min(layer_of[t] for t in plan.buckets[b].tensors) for b in forward), len(having)
         ),
     )

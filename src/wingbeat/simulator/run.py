@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from wingbeat import schedules, topologies
 from wingbeat.errors import UsageError
-from wingbeat.groups.layout import Layout
+from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from wingbeat.servers.outbox import Flow, Order
-from wingbeat.servers.protocol import Ids, Kind, link_of, position_of, urgency_of
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, link_of, position_of, urgency_of
+from wingbeat.methods.parameter_server.send_queue import Flow, Order
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding
@@ -28,7 +28,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Total:
-    """One slice, as `wingbeat.servers.sums.Total` has it but for the numbers.
+    """One slice: `wingbeat.methods.parameter_server.aggregator.Accumulator` without the numbers.
 
     Attributes:
         round: the sum that is being made, or was made last.
@@ -48,7 +48,7 @@ class Total:
 
 
 class Server(Messenger[Answer]):
-    """The loop that a `wingbeat.servers.service.Service` is, by the same rules.
+    """The loop that a `wingbeat.methods.parameter_server.server.Server` is, by the same rules.
 
     Args:
         workers: how many push each slice.
@@ -84,7 +84,7 @@ class Server(Messenger[Answer]):
         if message.kind == Kind.PULL:
             self._pull(total, worker, ids)
             return
-        if message.kind == Kind.PUSH:
+        if message.kind == Kind.PUSH_PULL:
             total.answers.append(Answer(worker, ids))
         dense, back = self._sizes[ids.slice]
         yield self._push(total, worker, ids, len(message.payload)) * dense * self._add_s
@@ -95,8 +95,8 @@ class Server(Messenger[Answer]):
             answers, total.answers = total.answers, []
             for answer in answers:
                 answer.nbytes = back
-                if not self._forward or message.kind == Kind.PUSH:
-                    self._queue(answer)
+                if not self._forward or message.kind == Kind.PUSH_PULL:
+                    self._enqueue(answer)
 
     def _push(self, total: Total, worker: int, ids: Ids, nbytes: int) -> int:
         """Note what has come; return how many workers' gradients can be added now."""
@@ -120,13 +120,13 @@ class Server(Messenger[Answer]):
         else:
             total.answers.append(answer)
         if answer.nbytes is not None or self._forward:
-            self._queue(answer)
+            self._enqueue(answer)
 
-    def _queue(self, answer: Answer) -> None:
+    def _enqueue(self, answer: Answer) -> None:
         nbytes = LARGEST + (LIMITS.message if answer.nbytes is None else answer.nbytes)
-        wish = answer.ids.wish
-        flow = Flow(answer.worker, urgency_of(wish), link_of(wish))
-        self._outbox.add(flow, position_of(wish), nbytes, answer)
+        route = answer.ids.route
+        flow = Flow(answer.worker, urgency_of(route), link_of(route))
+        self._queue.enqueue(flow, position_of(route), nbytes, answer)
 
     def ready(self, item: Answer) -> bool:
         """Whether the sum is complete."""

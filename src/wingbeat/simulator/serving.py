@@ -1,17 +1,18 @@
-"""Exchange by servers in virtual time: what `wingbeat.exchanges.servers` does, without bytes."""
+"""Exchange with parameter servers in virtual time, without payloads.
+
+The counterpart of `wingbeat.methods.parameter_server.exchange`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from wingbeat.groups.layout import Layout
+from wingbeat.methods.model_averaging.rules import Layout
+from wingbeat.methods.parameter_server.protocol import MAX_HEADER_BYTES, Kind
+from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.slicing import KIND_OF, RequestPlanner, Slice
 from wingbeat.schedules.events import Operation
-from wingbeat.servers import head
-from wingbeat.servers.outbox import Order
-from wingbeat.servers.partition import Slice
-from wingbeat.servers.protocol import Kind
-from wingbeat.servers.requests import KINDS, Requests
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
 from wingbeat.simulator.client import Client, Part, Request
@@ -49,18 +50,18 @@ class ServerExchange:
     ) -> None:
         self._workers, self._client = workers, client
         self._coding, self._dense = coding, serving.dense
-        self._requests = Requests(serving, servers, rank, (1 / links,) * links)
+        self._planner = RequestPlanner(serving, servers, rank, (1 / links,) * links)
         largest = LIMITS.message // ITEMSIZE
-        if coding.ratio < 1:  # a head goes before, and sums may be sent as they are
-            largest = (LIMITS.message - head.ROOM) // ITEMSIZE
-        self._requests.planned(
+        if coding.ratio < 1:  # a header goes before, and sums may be sent as they are
+            largest = (LIMITS.message - MAX_HEADER_BYTES) // ITEMSIZE
+        self._planner.set_buckets(
             buckets.numel, buckets.forward, buckets.fully_connected, buckets.places, largest
         )
         self._last: dict[int, Request] = {}
 
     def sizes(self) -> list[tuple[int, int]]:
         """Return of each slice the bytes of its gradients, and of its sum as it travels."""
-        return [(len(each) * ITEMSIZE, self._back(each)) for each in self._requests.slices()]
+        return [(len(each) * ITEMSIZE, self._back(each)) for each in self._planner.slices()]
 
     def _out(self, each: Slice) -> int:
         return math.ceil(len(each) * self._coding.ratio) * ITEMSIZE
@@ -70,8 +71,8 @@ class ServerExchange:
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:  # noqa: ARG002
         """Begin to push or pull a bucket; servers keep the order by themselves."""
-        for number in self._requests.begin(operation, bucket):
-            self._begin(KINDS[operation], number)
+        for number in self._planner.begin(operation, bucket):
+            self._begin(KIND_OF[operation], number)
 
     def under_way(self, bucket: int) -> Sequence[Request]:
         """Return what was started last on a bucket."""
@@ -88,7 +89,7 @@ class ServerExchange:
                 each.urgency,
                 each.position,
             )
-            for each in self._requests.asked(bucket)
+            for each in self._planner.requests(bucket)
         ]
         self._last[bucket] = self._client.start(kind, parts)
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.stale.messages import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Log:
         """Note that a worker ends an iteration so many behind the fastest."""
         self._lags[lag] += 1
 
-    def applied(self, worker: int, parts: Sequence[Round]) -> None:
+    def applied(self, worker: int, parts: Sequence[PieceSum]) -> None:
         """Note that a worker has applied a round."""
         self._pieces = len(parts) // self._colayers
         self._applied[worker] += sum(len(part.entries) for part in parts)

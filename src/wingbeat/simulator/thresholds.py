@@ -7,9 +7,14 @@ from dataclasses import replace
 from functools import cache
 
 from wingbeat.errors import UsageError
-from wingbeat.plans.thresholds.cuts import Cuts, cuts_of, levels_of
-from wingbeat.plans.thresholds.result import Result, nothing
-from wingbeat.plans.thresholds.tuner import ThresholdTuner
+from wingbeat.planning.thresholds import (
+    Cuts,
+    ThresholdResult,
+    cuts_from_thresholds,
+    threshold_trial,
+    thresholds_from_cuts,
+    untuned,
+)
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.model import Model, buckets_of
 from wingbeat.simulator.run import simulate
@@ -58,7 +63,7 @@ class Thresholds:
         self.classes = serving.classes
 
         def simulated(cuts: Cuts) -> float:
-            levels = levels_of(cuts, self.layers, self.classes)
+            levels = thresholds_from_cuts(cuts, self.layers, self.classes)
             own = replace(choices, servers=replace(serving, thresholds=levels, tuning=None))
             run = simulate(model, own, workers, links, work=work, iterations=iterations)
             return run.median_s
@@ -67,7 +72,7 @@ class Thresholds:
 
     def seconds(self, thresholds: Sequence[float]) -> float:
         """Return the median iteration with these thresholds."""
-        return self._simulated(cuts_of(thresholds, self.layers))
+        return self._simulated(cuts_from_thresholds(thresholds, self.layers))
 
     def sweep(self, thresholds: Iterable[float]) -> dict[float, float]:
         """Return the median iteration in seconds for each of several thresholds of two classes."""
@@ -78,18 +83,18 @@ class Thresholds:
         return [
             level
             for place in range(self.layers)
-            for level in levels_of((place,) if place else (), self.layers, 2)
+            for level in thresholds_from_cuts((place,) if place else (), self.layers, 2)
         ]
 
-    def tuned(self) -> Result:
+    def tuned(self) -> ThresholdResult:
         """Return what the tuner of a real run makes of these times, which do not scatter."""
         if self.layers < 2:
-            return nothing(self.layers, self.classes)
-        start = levels_of((), self.layers, self.classes)
-        tuner = ThresholdTuner(self.layers, start, steps=1, rank=0, size=1)
-        used, seconds = start, 0.0
-        while not tuner.done:
-            used = tuner.take([tuner.report(seconds)]) or used
-            seconds = self.seconds(used)
-        assert tuner.result is not None
-        return tuner.result
+            return untuned(self.layers, self.classes)
+        start = thresholds_from_cuts((), self.layers, self.classes)
+        trial = threshold_trial(self.layers, start, steps=1, rank=0, size=1)
+        seconds = 0.0
+        while not trial.done:
+            trial.take([trial.report(seconds)])
+            seconds = self._simulated(trial.candidate)
+        assert trial.result is not None
+        return trial.result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Bundled, Coding
@@ -12,35 +13,34 @@ from wingbeat.simulator.cores import Busy, Cores
 from wingbeat.simulator.model import ITEMSIZE
 from wingbeat.simulator.staleness import Log
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.stale.messages import Round
 
 
 class Machine(Protocol):
-    """What training calls, see `wingbeat.stale.worker.Worker`.
+    """What training calls, see `wingbeat.methods.bounded_staleness.worker.Worker`.
 
     Attributes:
-        at: the iteration that is computed, or wanted.
+        iteration: the iteration that is computed, or wanted.
         zeta: the latest iteration that any worker has entered.
         dropped: iterations that the rule has ended, with the number of colayers that were sent.
     """
 
-    at: int
+    iteration: int
     zeta: int
     dropped: list[tuple[int, int]]
 
-    def ready(self) -> bool:
+    def can_begin(self) -> bool:
         """Whether the wanted iteration may be computed."""
 
-    def begin(self) -> int:
+    def begin_iteration(self) -> int:
         """Enter the wanted iteration, and return it."""
 
-    def computed(self, colayer: int, payloads: Sequence[Any]) -> bool:
+    def send_colayer(self, colayer: int, payloads: Sequence[Any]) -> bool:
         """Send a colayer's pieces; return whether they were sent."""
 
-    def finish(self) -> None:
+    def end_iteration(self) -> None:
         """End the iteration."""
 
-    def take(self) -> tuple[Round, ...] | None:
+    def take_round(self) -> tuple[PieceSum, ...] | None:
         """Return the next round to apply."""
 
 
@@ -108,7 +108,7 @@ class Trainer:
         while True:
             count += 1
             yield from self._between()
-            self._log.began(self._rank, self._machine.begin())
+            self._log.began(self._rank, self._machine.begin_iteration())
             self._posted()
             yield self._sleeps(self._rank, count)
             yield self._model.forward_s
@@ -117,11 +117,11 @@ class Trainer:
     def _between(self) -> Iterator[float | None]:
         """Apply what has come, and wait until nobody is left behind."""
         while True:
-            while (parts := self._machine.take()) is not None:
+            while (parts := self._machine.take_round()) is not None:
                 yield self._step_s
                 self._log.applied(self._rank, parts)
                 self._posted()
-            if self._machine.ready():
+            if self._machine.can_begin():
                 return
             yield None
 
@@ -131,10 +131,10 @@ class Trainer:
             yield seconds
             if sends:
                 yield self._fill_s[colayer]
-            sends = self._machine.computed(colayer, self._payloads)
+            sends = self._machine.send_colayer(colayer, self._payloads)
             self._posted()
         yield self._model.rest_s
         if sends:
-            self._log.ended(self._machine.zeta - self._machine.at)
-        self._machine.finish()
+            self._log.ended(self._machine.zeta - self._machine.iteration)
+        self._machine.end_iteration()
         self._posted()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from wingbeat import parts
 from wingbeat.parts.exchange import AUTO, bundles_of, check_thresholds, colayers_of, count_of
-from wingbeat.plans.colayers import DEFAULT, LEAST
+from wingbeat.planning.colayers import DEFAULT_COUNT, MIN_COUNT
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy
@@ -61,7 +61,7 @@ class Canary(Preset):
 
     s: int | None = field(default=18, metadata={READ: count_of})
     p: int | str | None = field(default=AUTO, metadata={READ: colayers_of})
-    colayers: int | str = field(default=DEFAULT, metadata={READ: bundles_of})
+    colayers: int | str = field(default=DEFAULT_COUNT, metadata={READ: bundles_of})
     measured: bool = False
     compression: Wire = AUTO
     encrypted: bool = True
@@ -83,14 +83,14 @@ class Canary(Preset):
     @property
     def _most(self) -> int:
         """How many colayers at most."""
-        return self.colayers if isinstance(self.colayers, int) else DEFAULT
+        return self.colayers if isinstance(self.colayers, int) else DEFAULT_COUNT
 
     @property
     def _least(self) -> int:
         """How many at least, where their number is chosen; 0 where it is not."""
         if self.colayers != AUTO:
             return 0
-        return max(LEAST, self.p) if isinstance(self.p, int) else LEAST
+        return max(MIN_COUNT, self.p) if isinstance(self.p, int) else MIN_COUNT
 
     def compose(self) -> Strategy:
         """Return the parts that it stands for."""

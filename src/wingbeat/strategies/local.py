@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from wingbeat import parts
 from wingbeat.errors import UsageError
-from wingbeat.groups.rules import GROUP_SIZE, THRESHOLD
+from wingbeat.methods.model_averaging.rules import GROUP_SIZE, THRESHOLD
 from wingbeat.parts.partners import check_groups, threshold_of
 from wingbeat.parts.schedule import check_local
 from wingbeat.parts.update import check_outer

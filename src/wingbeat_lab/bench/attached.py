@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.control.control import Control
-from wingbeat.control.decisions import Decisions
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.planning.control import Control, Decisions
 
 
 @dataclass

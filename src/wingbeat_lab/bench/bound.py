@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wingbeat.costs import LayerCosts, backward_floor, forward_floor
 from wingbeat.errors import UsageError
+from wingbeat_lab.layer_costs import LayerCosts, backward_floor, forward_floor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wingbeat.plans.thresholds.search import usual_trials
-from wingbeat.plans.thresholds.tuner import LAG, SETTLING
+from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
 from wingbeat.wires import TopK
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
@@ -172,8 +171,8 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         # A model that the smallest size holds has one plan only, which the first iteration shows.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
     if choices.servers is not None and choices.servers.tuning is not None:
-        trial = SETTLING + choices.servers.tuning.steps + LAG
-        count += LAG + usual_trials(choices.servers.classes) * trial
+        trial = WARMUP + choices.servers.tuning.steps + LAG
+        count += LAG + typical_blocks(choices.servers.classes) * trial
     if choices.merging is not None:
         count += 2 * (choices.merging.steps + 2)
         if choices.merging.rule == "tried":

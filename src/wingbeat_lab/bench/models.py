@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError, unknown
 from wingbeat_lab import paced
 from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.layer_costs import LayerCosts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

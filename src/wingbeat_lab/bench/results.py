@@ -88,7 +88,7 @@ class Deciding:
     Attributes:
         iterations: of training.
         seconds: that they took, by rank 0's clock.
-        decision: what was found, as `wingbeat.control.decisions.Decisions` says it.
+        decision: what was found, as `wingbeat.planning.control.Decisions` says it.
     """
 
     iterations: int

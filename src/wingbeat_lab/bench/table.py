@@ -8,8 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from wingbeat.plans.result import as_mb
-from wingbeat.plans.thresholds.result import written
+from wingbeat.planning.bucket_size import format_mb
+from wingbeat.planning.thresholds import format_thresholds
 from wingbeat_lab.bench import cross, models
 from wingbeat_lab.bench.clocks import CORES_FULL
 from wingbeat_lab.bench.machine import disturbed
@@ -149,12 +149,12 @@ def decided(decision: dict[str, Any]) -> str:
     if "codec" in decision:
         said.append(f"codec {decision['codec']}")
     if "bucket_bytes" in decision:
-        said.append(f"buckets of {as_mb(decision['bucket_bytes'])} MB")
+        said.append(f"buckets of {format_mb(decision['bucket_bytes'])} MB")
     if "buckets" in decision:
         of = f" ({' = '.join(decision['rules'])})" if decision.get("rules") else ""
         said.append(f"layers merged into {decision['buckets']} buckets{of}")
     if "thresholds" in decision:
-        said.append(f"thresholds {written(tuple(decision['thresholds']))}")
+        said.append(f"thresholds {format_thresholds(tuple(decision['thresholds']))}")
     return ", ".join(said)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wingbeat.control.decisions import Decisions
+from wingbeat.planning.control import Decisions
 from wingbeat_lab.bench import attach, models, slow
 from wingbeat_lab.bench.attached import Attached
 from wingbeat_lab.bench.config import Checked

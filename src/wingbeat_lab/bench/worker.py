@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
-from wingbeat.control.decisions import Decisions
 from wingbeat.errors import WingbeatError
+from wingbeat.planning.control import Decisions
 from wingbeat.transport.world import World
 from wingbeat_lab.bench import halves, measure, processes, steps, tracing, traffic
 from wingbeat_lab.bench.attached import Attached

@@ -24,8 +24,8 @@ from helpers.training import (
     weights,
 )
 from wingbeat.errors import UsageError
-from wingbeat.groups import config
-from wingbeat.groups.patience import Patience
+from wingbeat.methods.model_averaging import service
+from wingbeat.methods.model_averaging.service import AdaptiveTimeout
 from wingbeat.strategies import parse
 
 PATIENCE = 60.0
@@ -44,9 +44,8 @@ AVERAGING = (
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have groups go on without a worker whose step takes some tenths of a second longer."""
-    monkeypatch.setattr(config, "Patience", lambda workers, first_s, factor, least_s: Patience(
-        workers, 0.5, 2.0, 0.2
-    ))  # fmt: skip
+    short = lambda workers, *_: AdaptiveTimeout(workers, 0.5, 2.0, 0.2)  # noqa: E731
+    monkeypatch.setattr(service, "AdaptiveTimeout", short)
 
 
 @pytest.mark.usefixtures("impatient")

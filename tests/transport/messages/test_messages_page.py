@@ -1,4 +1,4 @@
-"""``docs/how-to/messages.md``: its example runs, and its tables are those of the code."""
+"""``docs/developers/messages.md``: its example runs, and its tables are those of the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wingbeat.transport import loopback
 from wingbeat.transport.messages.header import FIXED, REASONS, Type
 from wingbeat.transport.world import World
 
-PAGE = Path(__file__).parents[3] / "docs/how-to/messages.md"
+PAGE = Path(__file__).parents[3] / "docs/developers/messages.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 [EXAMPLE] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 

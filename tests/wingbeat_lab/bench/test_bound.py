@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench.bound import (
     BOUNDS,
@@ -20,6 +19,7 @@ from wingbeat_lab.bench.bound import (
 )
 from wingbeat_lab.bench.links import reduce_seconds_per_byte, scaled
 from wingbeat_lab.lab.spec import LabSpec
+from wingbeat_lab.layer_costs import LayerCosts
 
 # Two layers: the first 1 s forward, 2 s backward, 10 bytes; the second 3 s, 4 s, 30 bytes.
 TWO = [LayerCosts(1.0, 2.0, 10.0), LayerCosts(3.0, 4.0, 30.0)]

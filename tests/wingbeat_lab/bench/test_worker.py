@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from wingbeat.control.decisions import Decisions
+from wingbeat.planning.control import Decisions
 from wingbeat.transport import loopback
 from wingbeat_lab.bench import attach, worker
 from wingbeat_lab.bench import training as training_module

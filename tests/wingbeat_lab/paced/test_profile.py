@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.costs import LayerCosts
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench.bound import seconds_per_byte, simple
+from wingbeat_lab.layer_costs import LayerCosts
 from wingbeat_lab.paced import Parameter, load_profile, names, parse, table
 from wingbeat_lab.paced.profile import decode, encode
 
@@ -357,7 +357,7 @@ def test_tables_show_the_profiles_numbers() -> None:
 
 
 def test_the_documentations_table_is_the_profiles() -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "paced-models.md"
+    page = Path(__file__).resolve().parents[3] / "docs" / "developers" / "paced-models.md"
     assert table([load_profile(name) for name in names()]) in page.read_text(encoding="utf-8")
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
-from wingbeat import plans
 from wingbeat.engine.gradients.bucket import Bucket, Slot, dtype_name
 from wingbeat.errors import PeerError
+from wingbeat.planning import plans
 from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
 
@@ -170,7 +170,7 @@ class Bucketing:
 
     def build(self) -> None:
         """Make the buckets of the rule and the order in force."""
-        plan = self._plan or plans.make(self.fusion, self.specs, self._ready_order)
+        plan = self._plan or plans.make_plan(self.fusion, self.specs, self._ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
             for i, bucket in enumerate(plan.buckets)

@@ -14,12 +14,12 @@ import torch
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.views import ShownGradients, replaced
 from wingbeat.engine.updates.deferred import PendingUpdates, overlapping
+from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.engine.updates.stepper import GroupSnapshot, State, step_outside
 from wingbeat.engine.updates.update import Closure, Host, Training, Update, evaluated
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.schedules.events import GradientsNeeded, OthersStep, Phase, Schedule, StepCalled
 from wingbeat.schedules.intents import Answer
-from wingbeat.servers.values import decode, encode
 
 SCALER = ("grad_scale", "found_inf")
 """Attributes that a GradScaler sets on an optimizer that unscales in its own step."""

@@ -57,10 +57,10 @@ class Averager(Protocol):
             PeerError: a worker failed or timed out; names it.
         """
 
-    def taken(self) -> None:
+    def commit(self) -> None:
         """The average was adopted: the codec's residuals are sent with the next one."""
 
-    def level(self, part: Span) -> None:
+    def synchronize(self, part: Span) -> None:
         """Average a span over all workers, which all call this; the same bits on all."""
 
     def sections(self) -> Sequence[Section]:
@@ -287,7 +287,7 @@ class LocalUpdate(WholeUpdate):
         self._model.read()
         self._model.read_checksum()
         try:
-            self._wait(functools.partial(self._averager.level, self._model.shared))
+            self._wait(functools.partial(self._averager.synchronize, self._model.shared))
         except Exception:
             # Meanwhile others may have adopted an average with this worker.
             with contextlib.suppress(PeerError):
@@ -300,7 +300,7 @@ class LocalUpdate(WholeUpdate):
         self._schedule.resume(round(float(self._model.number)))
         if self._model.frozen_differ:
             self._model.read_frozen()
-            self._wait(functools.partial(self._averager.level, self._model.frozen))
+            self._wait(functools.partial(self._averager.synchronize, self._model.frozen))
             self._model.write_frozen()
 
     def _begin(self, first: int, last: int) -> None:
@@ -326,7 +326,7 @@ class LocalUpdate(WholeUpdate):
         self._take(*under_way)
         members = self._averager.members
         stream.record("take_over", begin, time.monotonic_ns(), group=members)
-        self._averager.taken()
+        self._averager.commit()
         self.renew()
 
     def _wait_again(self) -> None:

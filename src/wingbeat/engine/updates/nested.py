@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wingbeat.servers.values import dtype_of
+from wingbeat.engine.updates.json_values import dtype_of
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -18,9 +18,9 @@ import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.updates.json_values import decode, dtype_of, encode
 from wingbeat.engine.updates.stepper import State, Stepper
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.servers.values import decode, dtype_of, encode
 from wingbeat.types import Span
 
 OPTIMIZER_STATE = "optimizer state (shard_optimizer: every rank must ask for it)"

@@ -20,9 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wingbeat.engine.updates import nested
+from wingbeat.engine.updates.json_values import encode
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
-from wingbeat.servers.values import encode
 
 LR = 0.01
 """Replaces a group's own learning rate, which a warm-up may have set to zero."""

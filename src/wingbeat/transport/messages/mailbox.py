@@ -92,7 +92,7 @@ class Mailbox:
 
     @property
     def refused(self) -> Counter[str]:
-        """How many frames were dropped, by the reason; see docs/how-to/messages.md."""
+        """How many frames were dropped, by the reason; see docs/developers/messages.md."""
         return self._endpoint.refused
 
     @property

@@ -1,1 +1,0 @@
-"""What is measured and decided while training goes on."""

@@ -1,0 +1,1 @@
+"""Bounded staleness with the gradient exchange index (Canary)."""

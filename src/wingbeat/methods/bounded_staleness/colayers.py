@@ -1,0 +1,352 @@
+"""Colayers by measurement: workers profile the model's layers, and change colayers together.
+
+Each worker measures how long backward takes for each gradient, and how wide gradients are
+distributed (Canary, section 4.3.2). When the fastest enters a certain iteration, all workers drain.
+Each then writes its measurements and its view to the rendezvous store, and applies no round until
+there is a decision. Whoever writes a decision first decides:
+
+- Other colayers, bundled by the medians of all measurements, if all members have written the same
+  view and number of rounds. All replicas are then equal, and nothing is in flight.
+- The same colayers, if the view has changed meanwhile. Workers then try again later, unless one has
+  finished training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wingbeat.engine.gradients.bucket import Bucket
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.errors import PeerError
+from wingbeat.methods.bounded_staleness.view import View, members
+from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.planning import plans
+from wingbeat.planning.backward import BackwardProfiler
+from wingbeat.planning.colayers import Measured
+from wingbeat.transport.store import Ledger
+from wingbeat.types import Plan, PlannedBucket
+
+SAMPLE = 4096
+"""Elements of a gradient that are sampled."""
+
+QUANTILE = 0.999
+"""The quantile of the absolute values that is taken for the width."""
+
+FIRST_ATTEMPT = 6
+"""The iteration in which workers drain: five are measured, after the first, which is too slow."""
+
+RETRY_AFTER = 50
+"""Iterations after which workers try again."""
+
+_POLL_S = 0.05
+"""Seconds between two looks at the store."""
+
+_STORE_S = 10.0
+"""Seconds that the store may take to answer."""
+
+_MAX_MEASURED = 1e6
+
+_VIEW_CHANGED = "a worker came or went"
+
+Buckets = tuple[tuple[int, ...], ...]
+
+Measurements = tuple[list[float] | None, list[float | None]]
+"""By tensor: when its gradient is ready, in seconds from the first; and its width."""
+
+
+class LayerProfiler:
+    """The measurements of one worker, and the colayers that follow from those of all.
+
+    Attributes:
+        passes: times backward, gradient by gradient.
+        count: number of gradients.
+    """
+
+    def __init__(self, bucketing: Bucketing, rebucket: Callable[[], object]) -> None:
+        self._bucketing, self.rebucket = bucketing, rebucket
+        self.count = len(bucketing.slots)
+        self.passes = BackwardProfiler(self.count, bucketing.device, asynchronous=False)
+        self._widths: list[list[float]] = [[] for _ in range(self.count)]
+
+    @torch.no_grad()
+    def measure_widths(self, bucket: Bucket) -> None:
+        """Measure the widths of the gradients of a complete bucket."""
+        if self.passes.enabled:
+            for slot in bucket.slots:
+                if slot.used and (width := gradient_width(slot.view)) is not None:
+                    self._widths[slot.index].append(width)
+
+    def measurements(self) -> Measurements:
+        """Return the medians over this worker's iterations, which JSON can represent."""
+        times, order = self.passes, self._bucketing.ready_order
+        ready = dict(zip(order, times.medians(order), strict=True)) if times.totals() else None
+        return (
+            None if ready is None else [ready[slot.index] for slot in self._bucketing.slots],
+            [statistics.median(each) if each else None for each in self._widths],
+        )
+
+    def choose_colayers(self, measured: Sequence[Any]) -> Buckets | None:
+        """Return the tensors of each colayer; None if no worker has measured."""
+        rows = [self._validated(each) for each in measured]
+        ready = [times for times, _ in rows if times is not None]
+        if not ready:
+            return None
+        widths = [
+            [width for width in column if width is not None]
+            for column in zip(*(widths for _, widths in rows), strict=True)
+        ]
+        medians = Measured(
+            tuple(statistics.median(column) for column in zip(*ready, strict=True)),
+            tuple(statistics.median(column) if column else None for column in widths),
+        )
+        b = self._bucketing
+        plan = plans.make_plan(b.fusion, b.specs, b.ready_order, medians)
+        return tuple(bucket.tensors for bucket in plan.buckets)
+
+    def set_colayers(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Use these colayers from the next plan on, and stop to measure."""
+        self.stop()
+        self._bucketing.follow(Plan(tuple(PlannedBucket(tuple(each)) for each in buckets)))
+
+    def stop(self) -> None:
+        """Stop to measure."""
+        self.passes.enabled = False
+
+    def _validated(self, measured: Any) -> Measurements:
+        count = self.count
+        try:
+            ready, widths = measured
+            times = [0.0] * count if ready is None else ready
+            valid = len(times) == len(widths) == count and all(
+                type(value) in (int, float) and math.isfinite(value) and abs(value) <= _MAX_MEASURED
+                for value in (*times, *(width for width in widths if width is not None))
+            )
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
+            raise PeerError(
+                f"a worker sent {measured!r:.60} as the measurements of {count} gradients; all "
+                "workers have to run the same model and the same version of wingbeat"
+            )
+        return ready, widths
+
+
+def gradient_width(gradient: torch.Tensor) -> float | None:
+    """Return the natural logarithm of a high quantile of the absolute values of a sample.
+
+    Args:
+        gradient: any shape, floating point.
+
+    Returns:
+        None if no value is finite and other than 0.
+
+    >>> gradient_width(torch.tensor([0.5, -1.0, 0.25, 0.0]))
+    0.0
+    >>> gradient_width(torch.zeros(3))
+    """
+    flat = gradient.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // SAMPLE)].abs().float()
+    place = max(0, math.ceil(QUANTILE * sample.numel()) - 1)
+    value = float(sample.sort().values[place]) if sample.numel() else 0.0
+    return math.log(value) if 0 < value < math.inf else None
+
+
+@dataclass(frozen=True, slots=True)
+class ColayerDecision:
+    """A decision, the same on all workers.
+
+    Attributes:
+        rounds: rounds in the parameters of the worker that decided.
+        view: its view.
+        buckets: the tensors of each colayer; None to keep the colayers.
+        reason: why they are kept.
+        retry: whether workers try again.
+    """
+
+    rounds: int
+    view: View
+    buckets: Buckets | None
+    reason: str = ""
+    retry: bool = False
+
+    def to_json(self) -> str:
+        """Encode the decision."""
+        return json.dumps([self.rounds, self.view, self.buckets, self.reason, self.retry])
+
+    @classmethod
+    def from_json(cls, text: str, tensors: int) -> ColayerDecision:
+        """Decode a decision about so many tensors.
+
+        Raises:
+            ValueError: it is malformed.
+            TypeError: as well.
+            RecursionError: as well.
+        """
+        rounds, view, buckets, reason, retry = json.loads(text)
+        if buckets is not None:
+            buckets = tuple(map(tuple, buckets))
+            found = sorted(tensor for bucket in buckets for tensor in bucket)
+            if found != list(range(tensors)) or not all(buckets):
+                raise ValueError(text)
+        if any(type(n) is not int for n in [rounds, *view]) or type(retry) is not bool:
+            raise ValueError(text)
+        return cls(rounds, View(tuple(view)), buckets, str(reason)[:60], retry)
+
+
+class ColayerChange:
+    """One worker's part in the decision. It never waits, and has no thread.
+
+    Args:
+        store: the rendezvous store.
+        namespace: of the training; the same on all workers.
+        rank: of this worker.
+        tensors: number of tensors that are bundled.
+        choose: makes colayers of the measurements of all members, by rank; None of none.
+        first: the iteration of the first attempt.
+        retry_after: iterations after which workers try again.
+        clock: seconds.
+
+    Attributes:
+        due: the iteration from which on workers drain for an attempt; None if there is no more.
+        decision: the last one that was read.
+    """
+
+    def __init__(
+        self,
+        store: Ledger,
+        namespace: str,
+        rank: int,
+        tensors: int,
+        choose: Callable[[Sequence[Any]], Buckets | None],
+        *,
+        first: int = FIRST_ATTEMPT,
+        retry_after: int = RETRY_AFTER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._namespace, self._rank = store, namespace, rank
+        self._tensors, self._choose = tensors, choose
+        self._clock, self._retry_after = clock, retry_after
+        self.due: int | None = first
+        self.decision: ColayerDecision | None = None
+        self._attempt, self._polled = 0, -1.0
+        self._view: View | None = None  # as written in this attempt
+
+    @property
+    def _key(self) -> str:
+        return f"{self._namespace}/{self._attempt}"
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether workers drain for an attempt, as one has entered this iteration."""
+        return self.due is not None and iteration >= self.due
+
+    def mark_finished(self) -> None:
+        """Write that this worker has finished training, so that colayers do not change any more."""
+        with contextlib.suppress(RuntimeError):  # without a store there are no decisions
+            self._store.set(f"{self._namespace}/ended", "")
+
+    def catch_up(self) -> None:
+        """Read all decisions, as a restarted worker does."""
+        while self.due is not None and self._read_decision():
+            pass
+
+    def poll_decision(self) -> bool:
+        """Whether there is a decision, even if this worker has not drained."""
+        return self._may_poll() and self._read_decision()
+
+    def _may_poll(self) -> bool:
+        now = self._clock()
+        if now < self._polled + _POLL_S:
+            return False
+        self._polled = now
+        return True
+
+    def decide(
+        self, machine: Worker, lost: Collection[int], measurements: Any
+    ) -> ColayerDecision | None:
+        """Contribute to the decision of drained workers; return it, or None while it is open."""
+        view, rounds = machine.view, machine.applied
+        if self._view is None:
+            self._view = view
+            self._write(json.dumps([view, rounds, measurements]))
+        elif not self._may_poll():
+            return None
+        if self._read_decision():
+            return self.decision
+        if machine.view_changing or view != self._view or not set(lost).isdisjoint(members(view)):
+            return self._claim(ColayerDecision(rounds, view, None, _VIEW_CHANGED, True))
+        if self._store.has(f"{self._namespace}/ended"):
+            reason = "a worker has ended its training"
+            return self._claim(ColayerDecision(rounds, view, None, reason))
+        if self.missing():
+            return None
+        told = [json.loads(self._store.get(f"{self._key}/{w}", _STORE_S)) for w in members(view)]
+        if any(each[:2] != [list(view), rounds] for each in told):
+            return self._claim(ColayerDecision(rounds, view, None, _VIEW_CHANGED, True))
+        buckets = self._choose([measured for _, _, measured in told])
+        reason = "" if buckets else "nothing was measured"
+        return self._claim(ColayerDecision(rounds, view, buckets, reason, buckets is None))
+
+    def missing(self) -> list[int]:
+        """Return the members that have not written their measurements."""
+        present = () if self._view is None else members(self._view)
+        return [w for w in present if not self._store.has(f"{self._key}/{w}")]
+
+    def _write(self, text: str) -> None:
+        try:
+            self._store.set(f"{self._key}/{self._rank}", text)
+        except RuntimeError as error:
+            raise self._store_lost(error) from None
+
+    def _claim(self, decision: ColayerDecision) -> ColayerDecision:
+        try:
+            text = self._store.claim(f"{self._key}/decided", decision.to_json())
+        except (TimeoutError, RuntimeError) as error:
+            raise self._store_lost(error) from None
+        return self._adopt(text)
+
+    def _store_lost(self, error: Exception) -> PeerError:
+        return PeerError(
+            f"rank {self._rank}: cannot reach the rendezvous store to decide whether colayers "
+            f"change: {error}; start the job again from a checkpoint"
+        )
+
+    def _read_decision(self) -> bool:
+        key = f"{self._key}/decided"
+        if not self._store.has(key):
+            return False
+        self._adopt(self._store.get(key, _STORE_S))
+        return True
+
+    def _adopt(self, text: str) -> ColayerDecision:
+        try:
+            decision = ColayerDecision.from_json(text, self._tensors)
+        except (ValueError, TypeError, RecursionError):
+            raise PeerError(
+                f"rank {self._rank}: {text!r:.60} is not a decision about {self._tensors} tensors; "
+                "all workers have to run the same model and the same version of wingbeat"
+            ) from None
+        self.decision, self._view = decision, None
+        self._attempt += 1
+        self.due = decision.rounds + self._retry_after if decision.retry else None
+        return decision
+
+
+def weak_chooser(profiler: LayerProfiler) -> Callable[[Sequence[Any]], Buckets | None]:
+    """Return `choose_colayers` of a profiler without keeping it, and its model, alive."""
+    reference = weakref.ref(profiler)
+
+    def choose(measured: Sequence[Any]) -> Buckets | None:
+        found = reference()
+        return None if found is None else found.choose_colayers(measured)
+
+    return choose

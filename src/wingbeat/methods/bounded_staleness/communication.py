@@ -1,0 +1,628 @@
+"""The communication thread of a worker: carries the messages of its state machine.
+
+`Lanes` deliver the messages between two workers in order. Two threads use the state machine under
+one lock: this one, and training between and within its iterations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.exchanges.departures import Departures
+from wingbeat.exchanges.lanes.lanes import BEGIN, MORE, Lanes
+from wingbeat.exchanges.lanes.order import Astray
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat.methods.bounded_staleness.failure_detector import (
+    FailureDetector,
+    WorkerLost,
+    WorkerRejoined,
+)
+from wingbeat.methods.bounded_staleness.journal import Journal
+from wingbeat.methods.bounded_staleness.membership import MembershipClient
+from wingbeat.methods.bounded_staleness.messages import (
+    Envelope,
+    Frame,
+    MalformedMessage,
+    Message,
+    decode_epoch,
+    decode_frames,
+    decode_message,
+    encode_frame,
+)
+from wingbeat.methods.bounded_staleness.view import View, ViewProposal
+from wingbeat.methods.bounded_staleness.worker import Combine, Worker
+from wingbeat.observe.log import log
+from wingbeat.transport.liveness import LOGGED_S, LONGEST, Wait
+from wingbeat.transport.messages.endpoint import Message as Packet
+from wingbeat.transport.messages.mailbox import CLOSING, Mailbox
+
+if TYPE_CHECKING:
+    from wingbeat.methods.bounded_staleness.replica import WeakReplica
+
+_POLL_S = 0.1
+"""Seconds between two looks at lost workers."""
+
+_SERVE_POLL_S = 0.02
+"""Seconds between two looks at whether all workers have finished."""
+
+_QUICK_CLOSE_S = 1.0
+"""Seconds that the last messages may take after a failure."""
+
+MAX_PAYLOAD = 1 << 36
+"""Bytes of a payload."""
+
+
+class _Queued(NamedTuple):
+    """A frame for an incarnation of a worker."""
+
+    incarnation: int
+    frame: Frame
+
+
+class FrameSender:
+    """Sends the messages of a machine in parts: short frames together, long ones split."""
+
+    def __init__(self, machine: Worker, lanes: Lanes) -> None:
+        self._machine, self._lanes = machine, lanes
+        self._queues: dict[int, deque[_Queued]] = {}
+        self._rest: dict[int, Iterator[memoryview]] = {}  # of a payload that is sent in parts
+        self._blocked: dict[int, tuple[int, Any]] = {}  # a part without room in its lane
+        self._last = machine.rank  # the receiver of the last part
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages wait."""
+        return bool(self._queues or self._machine.outbox)
+
+    def remove_worker(self, worker: int, incarnation: int) -> None:
+        """Discard what is for an incarnation that has ended; keep what is for a later one."""
+        self._blocked.pop(worker, None)
+        self._rest.pop(worker, None)
+        queue = self._queues.pop(worker, ())
+        later = deque(each for each in queue if each.incarnation > incarnation)
+        if later:
+            self._queues[worker] = later
+
+    def send_pending(self) -> None:
+        """Send as much as the lanes have room for."""
+        while self._machine.outbox:
+            self._enqueue(self._machine.outbox.popleft())
+        # One part to each in turn, from the next rank on: so not all workers send to one at a time.
+        turns = deque(sorted(self._queues, key=lambda worker: (worker <= self._last, worker)))
+        while turns:
+            worker = turns.popleft()
+            if self._send_part(worker):
+                self._last = worker
+                turns.append(worker)
+            elif not self._queues[worker] and worker not in self._blocked:
+                del self._queues[worker]
+
+    def _enqueue(self, envelope: Envelope) -> None:
+        message, machine = envelope.message, self._machine
+        frame = encode_frame(message, machine.incarnation, machine.epoch)
+        for worker in envelope.to:
+            incarnation = self._receiving_incarnation(worker, message)
+            if incarnation >= 0:
+                self._queues.setdefault(worker, deque()).append(_Queued(incarnation, frame))
+
+    def _receiving_incarnation(self, worker: int, message: Message) -> int:
+        """Return the incarnation that a message is for; -1 if there is none.
+
+        A proposal is for any: it tells a worker that it was removed, and a restarted worker sends
+        it before it knows the incarnations of the others.
+        """
+        known, current = self._machine.incarnation_of(worker), self._lanes.life(worker)
+        if known is None:
+            return current
+        return max(known, current) if isinstance(message, ViewProposal) else known
+
+    def _send_part(self, worker: int) -> bool:
+        """Send the next part to a worker; return whether there was one, and room for it."""
+        part = self._blocked.pop(worker, None) or self._next_part(worker)
+        if part is None:
+            return False
+        if not self._lanes.send(worker, *part):
+            self._blocked[worker] = part
+            return False
+        return True
+
+    def _next_part(self, worker: int) -> tuple[int, Any] | None:
+        """Return the kind and bytes of the next part; None if there is none."""
+        rest = self._rest.get(worker)
+        if rest is not None:
+            chunk = next(rest, None)
+            if chunk is not None:
+                return MORE, chunk
+            del self._rest[worker]
+        queue, current = self._queues[worker], self._lanes.life(worker)
+        while queue and current > queue[0].incarnation:
+            queue.popleft()
+        if not queue or current < queue[0].incarnation:  # it is not connected again yet
+            return None
+        header, payload = queue.popleft().frame
+        largest = self._lanes.largest
+        if payload and len(header) + len(payload) > largest:
+            self._rest[worker] = _chunks(payload, largest)
+            return BEGIN, header
+        room = largest - len(header) - len(payload)
+        together: list[bytes | memoryview] = [header, payload]
+        while queue and queue[0].incarnation == current:
+            header, payload = queue[0].frame
+            room -= len(header) + len(payload)
+            if room < 0:
+                break
+            queue.popleft()
+            together += header, payload
+        return BEGIN, b"".join(together)
+
+
+def _chunks(payload: memoryview, largest: int) -> Iterator[memoryview]:
+    for start in range(0, len(payload), largest):
+        yield payload[start : start + largest]
+
+
+class FrameReceiver:
+    """Assembles the messages of one worker from parts."""
+
+    def __init__(
+        self, workers: int, colayers: int, max_payload: int = MAX_PAYLOAD, epoch: int = 0
+    ) -> None:
+        self._workers, self._colayers, self._max_payload = workers, colayers, max_payload
+        self._epoch = epoch
+        self._early: list[tuple[Sequence[int], bytearray | None]] = []  # of the next epoch
+        self._numbers: Sequence[int] = ()  # of the frame whose payload is incomplete
+        self._payload: bytearray | None = None
+        self._filled = 0
+
+    def receive_part(self, kind: int, part: Any) -> Iterator[tuple[int, Message]]:
+        """Yield the sender's incarnation and the message for each message that is complete.
+
+        Messages of an earlier epoch are dropped; those of the next one wait for `change_colayers`.
+
+        Raises:
+            MalformedMessage: no worker of this job sends such a part.
+        """
+        if (kind == BEGIN) != (self._payload is None):
+            raise MalformedMessage(f"unexpected part of kind {kind}")
+        if self._payload is not None:
+            yield from self._receive_payload(self._payload, part)
+            return
+        for frame in decode_frames(part, self._max_payload):
+            if len(frame.payload) < frame.payload_nbytes:
+                self._numbers, self._filled = frame.numbers, 0
+                self._payload = bytearray(frame.payload_nbytes)
+            else:
+                # A copy is aligned, as kernels need it.
+                yield from self._decode(frame.numbers, bytearray(frame.payload) or None)
+
+    def _receive_payload(self, payload: bytearray, part: Any) -> Iterator[tuple[int, Message]]:
+        end = self._filled + len(part)
+        if end > len(payload) or not len(part):
+            missing = len(payload) - self._filled
+            raise MalformedMessage(f"part of {len(part)} bytes; {missing} bytes are missing")
+        payload[self._filled : end] = part
+        self._filled = end
+        if end == len(payload):
+            self._payload = None
+            yield from self._decode(self._numbers, payload)
+
+    def change_colayers(self, colayers: int) -> Iterator[tuple[int, Message]]:
+        """Start the next epoch, with this number of colayers, and yield its early messages."""
+        self._colayers, self._epoch = colayers, self._epoch + 1
+        early, self._early = self._early, []
+        for numbers, payload in early:
+            yield from self._decode(numbers, payload)
+
+    def _decode(
+        self, numbers: Sequence[int], payload: bytearray | None
+    ) -> Iterator[tuple[int, Message]]:
+        epoch = decode_epoch(numbers)
+        if epoch == self._epoch:
+            yield decode_message(numbers, self._workers, self._colayers, payload)
+        elif epoch > self._epoch + 1:
+            raise MalformedMessage(f"epoch is {epoch}; this worker is in epoch {self._epoch}")
+        elif epoch > self._epoch:
+            self._early.append((numbers, payload))
+
+
+class CommunicationThread:
+    """Connects the state machine of a worker to the others.
+
+    Args:
+        machine: the state machine. Payloads are bytes, or None.
+        mailbox: to the other workers, numbered by rank; only this thread uses it.
+        replica: what rounds are applied to.
+        timeout: seconds that training may wait.
+        clock: seconds.
+        tolerates_loss: whether training continues without lost workers. Otherwise it ends on all,
+            so that the parts of a partitioned network do not both continue.
+        departures: logs lost and rejoined workers.
+        lanes: to the other workers; made from the mailbox if None.
+        membership: decides which workers are lost; each worker decides by itself if None.
+        journal: records what this worker does; None for no record.
+
+    Attributes:
+        machine: the state machine.
+        no_failures: whether no worker was lost, and this one is in its first incarnation.
+    """
+
+    def __init__(
+        self,
+        machine: Worker,
+        mailbox: Mailbox,
+        replica: WeakReplica,
+        *,
+        timeout: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        tolerates_loss: bool = True,
+        departures: Departures | None = None,
+        lanes: Lanes | None = None,
+        membership: MembershipClient | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.machine, self._mailbox, self._replica = machine, mailbox, replica
+        self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
+        if lanes is None:
+            lanes = Lanes(mailbox, machine.rank, machine.workers, begin=timeout, clock=clock)
+        self._lanes, self._membership = lanes, membership
+        if journal is None:
+            journal = Journal(
+                None, machine.rank, machine.incarnation, machine.workers, machine.bound
+            )
+        self._journal = journal
+        self._detector = FailureDetector(
+            mailbox, lanes, machine, membership, tolerates_loss=tolerates_loss,
+            departures=departures or Departures(None, self._me), clock=clock,
+        )  # fmt: skip
+        self._changed = threading.Condition()
+        self._interrupt = mailbox.interrupter()
+        self._sender = FrameSender(machine, lanes)
+        self._receivers: dict[int, FrameReceiver] = {}
+        self._error: PeerError | None = None
+        self._closing = False
+        self._events = 0  # counted, so that training misses none between two looks
+        self.no_failures = machine.incarnation == 0
+        self._thread = threading.Thread(
+            target=self._run, name="wingbeat-communication", daemon=True
+        )
+
+    # -- called by the training thread ----------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        if self._membership is not None:
+            self._membership.start(self._interrupt)
+        self._thread.start()
+
+    def send_colayer(self, colayer: int, payloads: Sequence[bytes | bytearray | None]) -> bool:
+        """Send the pieces of a colayer; see `Worker.send_colayer`."""
+        with self._lock_machine():
+            iteration = self.machine.iteration
+            sent = self.machine.send_colayer(colayer, payloads)
+            if sent:
+                self._journal.sent(iteration, colayer)
+            return sent
+
+    def begin_iteration(self, poll: Callable[[], object] = lambda: None) -> int:
+        """Apply rounds, wait until the bound allows the next iteration, and enter it.
+
+        Returns:
+            The number of the iteration.
+        """
+
+        def entered() -> int | None:
+            poll()
+            return self.try_begin_iteration()
+
+        iteration: int = self._wait_for(entered, "cannot begin the next iteration")
+        return iteration
+
+    def try_begin_iteration(self) -> int | None:
+        """Apply rounds, and enter the next iteration; return None if others must be waited for."""
+        self._apply_rounds()
+        with self._lock_machine():
+            if not self.machine.can_begin():
+                return None
+            iteration = self.machine.begin_iteration()
+            self._journal.began(iteration)
+            return iteration
+
+    def end_iteration(self) -> None:
+        """End the iteration; see `Worker.end_iteration`."""
+        with self._lock_machine():
+            self.machine.end_iteration()
+            self._journal.dropped(self.machine.dropped)
+
+    def drain(self) -> None:
+        """Wait until all workers have called this, apply all rounds, and resume.
+
+        All replicas are equal afterwards.
+        """
+        self.finish()
+        self.resume()
+
+    def finish(self, log_after_s: float = math.inf) -> None:
+        """As `drain`, without resuming. A worker that calls `close` afterwards is not missed."""
+        self.try_drain(lambda: False, log_after_s)
+
+    def try_drain(self, cancelled: Callable[[], bool], log_after_s: float = math.inf) -> bool:
+        """As `finish`, unless ``cancelled`` says that other workers, which had drained, resumed.
+
+        Args:
+            cancelled: called repeatedly.
+            log_after_s: as for `finish`.
+
+        Returns:
+            Whether all have drained.
+        """
+        with self._lock_machine():
+            self.machine.finish()
+
+        def drained() -> bool | None:
+            return self._is_drained() or (False if cancelled() else None)
+
+        if not self._wait_for(drained, "cannot finish", log_after_s):
+            return False
+        if self._journal.enabled:
+            digest = None
+            with contextlib.suppress(UsageError):  # the model may be gone
+                digest = hashlib.sha256(self._replica.state_bytes()).hexdigest()
+            self._journal.drained(self.machine.applied, digest)
+        return True
+
+    def await_decision(self, decided: Callable[[], Any], missing: Callable[[], list[int]]) -> Any:
+        """Wait for a decision of all drained workers; no round is applied meanwhile."""
+
+        def poll() -> Any:
+            with self._lock_machine():
+                pass
+            return decided()
+
+        return self._wait_for(poll, "cannot change its colayers", behind=missing)
+
+    def lost_workers(self) -> frozenset[int]:
+        """Return the lost workers, with those that left after all had drained."""
+        with self._lock_machine():
+            return frozenset(self._detector.lost)
+
+    def resume(self) -> None:
+        """Resume after all have drained."""
+        with self._lock_machine():
+            self.machine.resume()
+
+    def resume_at(self, first: int) -> None:
+        """Resume without being drained; see `Worker.resume_at`."""
+        with self._lock_machine():
+            self._journal.resumed(self.machine.iteration)
+            self.machine.resume_at(first)
+
+    def change_colayers(self, bound: StalenessBound, combine: Combine, view: View) -> None:
+        """Continue with other colayers; see `Worker.change_colayers`."""
+        with self._lock_machine():
+            self.machine.change_colayers(bound, combine, view)
+            self._journal.changed_colayers(bound, self.machine.iteration)
+            for source, receiver in list(self._receivers.items()):
+                self._receive(source, receiver.change_colayers(bound.colayers))
+
+    def serve_until(self, finished: Callable[[], bool], log_after_s: float = math.inf) -> None:
+        """After `finish`, drain again with workers that resume, until ``finished``.
+
+        These have called `drain` where this worker has called `finish`.
+
+        Raises:
+            PeerError: the others neither trained nor finished in time.
+        """
+        deadline = self._clock() + self._timeout
+        while self.no_failures and not finished():
+            if self.machine.peer_resumed:
+                self.resume()
+                self.finish(log_after_s)
+                deadline = self._clock() + self._timeout
+            elif self._clock() >= deadline:
+                raise PeerError(
+                    f"{self._me}: the other workers did not finish within {self._timeout:g} s; "
+                    "check that all still train, or set a longer wingbeat.init(timeout=...)"
+                )
+            else:
+                time.sleep(_SERVE_POLL_S)
+
+    def close(self, *, quick: bool = False) -> None:
+        """Send what is pending and end; the others take this worker as gone."""
+        if quick:
+            self._fail(PeerError(f"{self._me}: training has failed here"))
+        self._closing = True
+        self._interrupt()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _is_drained(self) -> bool | None:
+        self._apply_rounds()
+        with self._lock_machine():
+            return True if self.machine.fully_applied else None
+
+    def _apply_rounds(self) -> None:
+        """Apply what has arrived to the replica, without the lock, and answer pull requests."""
+        with self._lock_machine():
+            pulled = self.machine.take_pulled_state()
+        if pulled is not None:
+            self._replica.load_state(pulled)
+            self._journal.pulled(self.machine.applied)
+        while True:
+            with self._lock_machine():
+                parts = self.machine.take_round()
+            if parts is None:
+                break
+            self._replica.apply_round(parts)
+            self._journal.applied(parts)
+        with self._lock_machine():
+            for worker in self.machine.take_pull_requests():
+                response = self.machine.pull_response(self._replica.state_bytes())
+                self.machine.outbox.append(Envelope((worker,), response))
+
+    def _wait_for(
+        self,
+        condition: Callable[[], Any],
+        failure: str,
+        log_after_s: float = math.inf,
+        behind: Callable[[], Sequence[int]] | None = None,
+    ) -> Any:
+        """Wait until ``condition`` returns something else than None."""
+        lagging = behind or self.machine.lagging_peers
+        # Longer than it takes to detect a lost worker.
+        wait = Wait(self._me, "sums", self._clock)
+        limit_s = LONGEST * self._timeout
+        deadline, log_at = wait.begun + limit_s, wait.begun + log_after_s
+        while True:
+            with self._changed:
+                events = self._events
+            found = condition()
+            if found is not None:
+                return found
+            with self._changed:
+                now = self._clock()
+                names = ", ".join(f"rank {worker}" for worker in lagging())
+                if now >= deadline:
+                    raise PeerError(
+                        f"{self._me}: {failure} after {limit_s:g} s: waiting for "
+                        f"{names or 'sums'}; check that all still train, or set a longer "
+                        "wingbeat.init(timeout=...)"
+                    )
+                if now >= log_at:
+                    log_at = math.inf
+                    log.warning(
+                        f"{self._me}: finished training after {self.machine.iteration} "
+                        f"iterations, and sums gradients for workers that still train: {names}"
+                    )
+                wait.look(names or "the others")
+                if self._events == events:
+                    self._changed.wait(min(deadline - now, log_at - now, LOGGED_S))
+
+    @contextlib.contextmanager
+    def _lock_machine(self) -> Iterator[None]:
+        """Lock the machine, and have its messages sent afterwards."""
+        with self._changed:
+            self._raise_if_failed()
+            yield
+            pending = bool(self.machine.outbox)
+        if pending:
+            self._interrupt()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise PeerError(str(self._error))
+        if self.machine.expelled:
+            raise PeerError(
+                f"{self._me}: removed by the other workers, which did not hear from it; restart "
+                "this worker"
+            )
+        if self.machine.stranded:
+            raise PeerError(
+                f"{self._me}: no remaining worker has all parameters; start the job again from a "
+                "checkpoint"
+            )
+
+    # -- the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            linger_until = math.inf
+            while not self._closing or (self._must_stay(linger_until) and self._error is None):
+                self.process(self._mailbox.next(_POLL_S))
+                if self._closing and linger_until == math.inf:
+                    linger_until = self._clock() + self._lanes.linger
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:  # the training thread raises it
+            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
+        finally:
+            if self._membership is not None:
+                self._membership.stop()
+            with contextlib.suppress(PeerError):
+                quick = self._error is not None or self._lanes.cut
+                self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSING)
+
+    def _must_stay(self, linger_until: float) -> bool:
+        """Whether messages are pending here, or others may need this worker to forward theirs."""
+        return self._sender.busy or self._lanes.busy or self._clock() < linger_until
+
+    def _fail(self, error: PeerError) -> None:
+        with self._changed:
+            self._error = error
+            self._notify_training()
+
+    def _notify_training(self) -> None:
+        self._events += 1
+        self._changed.notify_all()
+
+    def process(self, packet: Packet | None) -> None:
+        """Process received packets, lost workers and pending messages."""
+        with self._changed:
+            suspects = self._detector.suspects()
+            while packet is not None:
+                self._receive_packet(packet)
+                packet = self._mailbox.poll()
+            for event in self._detector.poll(suspects):  # after its last messages
+                if isinstance(event, WorkerLost):
+                    self._remove_worker(event)
+                else:
+                    self._readmit_worker(event)
+            self._lanes.tick()  # forwarded packets go first
+            self._sender.send_pending()
+            self._notify_training()
+
+    def _remove_worker(self, event: WorkerLost) -> None:
+        worker = event.worker
+        self.no_failures = self.no_failures and not event.needed
+        self._lanes.forget(worker)
+        if worker not in self._mailbox.left:  # otherwise it still receives the last messages
+            self._mailbox.drop(worker)
+        self._receivers.pop(worker, None)
+        self._sender.remove_worker(worker, event.incarnation)
+        if event.needed:
+            self.machine.mark_lost(worker, event.incarnation)
+
+    def _readmit_worker(self, event: WorkerRejoined) -> None:
+        """Connect to a worker that was restarted, and acknowledge it."""
+        try:
+            if event.worker in self._lanes.near:
+                self._mailbox.join(event.worker, event.card)
+        except UsageError as error:  # it waits in vain, and the others continue
+            log.warning(f"{self._me}: cannot accept rank {event.worker} again: {error}")
+            return
+        self._lanes.renew(event.worker, event.incarnation)
+        assert self._membership is not None
+        self._membership.acknowledge(event.worker, event.incarnation)
+
+    def _receive_packet(self, packet: Packet) -> None:
+        try:
+            for source, kind, part in self._lanes.take(packet):
+                self._receive_part(source, kind, part)
+        except Astray as error:
+            raise self._malformed(packet.peer, error) from None
+
+    def _receive_part(self, source: int, kind: int, part: Any) -> None:
+        receiver = self._receivers.get(source)
+        if receiver is None:
+            machine = self.machine
+            receiver = self._receivers[source] = FrameReceiver(
+                machine.workers, machine.colayers, epoch=machine.epoch
+            )
+        self._receive(source, receiver.receive_part(kind, part))
+
+    def _receive(self, source: int, messages: Iterator[tuple[int, Message]]) -> None:
+        try:
+            for incarnation, message in messages:
+                self.machine.receive(source, incarnation, message)
+        except MalformedMessage as error:
+            raise self._malformed(source, error) from None
+
+    def _malformed(self, source: int, error: Exception) -> PeerError:
+        return PeerError(f"{self._me}: rank {source} sent a malformed message: {error}")

@@ -1,0 +1,378 @@
+"""Messages between workers, and their encoding as frames of integers.
+
+Iterations, rounds, colayers (0 has the last layers), pieces and workers are counted from 0. A frame
+is a header, the integers of one message, and its payload (gradients, sums or parameters). Every
+integer is range-checked before use. The receiver of a payload checks its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from wingbeat.methods.bounded_staleness.gei import Gei
+from wingbeat.methods.bounded_staleness.view import View, ViewProposal, Watermarks
+
+Contribution = tuple[int, int]
+"""Iteration and worker that computed the gradients of one colayer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a worker is, and the rounds for which it has nothing (more): the empty packet.
+
+    Attributes:
+        iteration: the iteration that it computes, or is going to compute.
+        sent_through: it has sent all that it has for the rounds up to this one.
+        applied: rounds in its parameters; -1 if it has to pull parameters itself.
+        finished: it begins no iteration until all workers have finished.
+        zeta: the latest iteration that it knows any worker has entered.
+        view: its committed view.
+    """
+
+    iteration: int
+    sent_through: int
+    applied: int
+    finished: bool
+    zeta: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A worker's gradients of one piece of one colayer, sent to the owner of the piece."""
+
+    iteration: int
+    colayer: int
+    piece: int
+    view: View
+    payload: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSum:
+    """The sum of one piece of one colayer in one round, sent by the owner to all workers.
+
+    Attributes:
+        number: the round.
+        entries: the contributions in the order of addition; empty for an empty packet.
+        earliest: by worker, the first iteration that later rounds may contain; -1 if it is dead.
+    """
+
+    colayer: int
+    piece: int
+    number: int
+    entries: tuple[Contribution, ...]
+    earliest: tuple[int, ...]
+    view: View
+    payload: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The first round of a piece that a joining worker receives, by colayer."""
+
+    piece: int
+    first_rounds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """A request for parameters with at least ``applied`` rounds."""
+
+    applied: int
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class PullResponse:
+    """The answer to a `PullRequest`.
+
+    Attributes:
+        applied: rounds in the parameters.
+        watermarks: the contributions in these rounds, by piece.
+        gei: the index of these contributions.
+        payload: parameters and the state of the optimizer.
+    """
+
+    applied: int
+    watermarks: tuple[Watermarks, ...]
+    gei: Gei
+    payload: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """A worker that has finished has received ``rounds`` rounds and expects no more."""
+
+    rounds: int
+    view: View
+
+
+Message = (
+    Progress | Piece | PieceSum | ViewProposal | Welcome | PullRequest | PullResponse | Drained
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message and its receivers; a receiver gets the messages of a sender in order."""
+
+    to: tuple[int, ...]
+    message: Message
+
+
+# -- frames ----------------------------------------------------------------------------------
+
+MAX_NUMBER = 1 << 48
+"""Iterations, rounds and incarnations are below this."""
+
+_HEADER = struct.Struct("<IIQ")
+"""Bytes of an integer, number of integers, bytes of the payload."""
+
+_FORMATS = {4: "i", 8: "q"}
+_LIMB = 30
+"""Bits of a mask of workers in one integer."""
+
+_KINDS = (
+    Progress, Piece, PieceSum, ViewProposal, Welcome, PullRequest, PullResponse, Drained,
+)  # fmt: skip
+_FIELDS: Mapping[type, tuple[str, ...]] = {
+    kind: tuple(each.name for each in dataclasses.fields(kind) if each.name != "payload")
+    for kind in _KINDS
+}
+
+
+class MalformedMessage(Exception):
+    """Bytes or text that no worker of this job sends; says what is wrong."""
+
+
+class Frame(NamedTuple):
+    """An encoded message.
+
+    Attributes:
+        header: header and integers.
+        payload: may be empty.
+    """
+
+    header: bytes
+    payload: memoryview
+
+
+class ReceivedFrame(NamedTuple):
+    """A decoded frame.
+
+    Attributes:
+        numbers: the integers; see `decode_message`.
+        payload_nbytes: size of the payload.
+        payload: the whole payload, or nothing if it follows in later parts.
+    """
+
+    numbers: tuple[int, ...]
+    payload_nbytes: int
+    payload: memoryview
+
+
+def encode_frame(message: Message, incarnation: int, epoch: int = 0) -> Frame:
+    """Encode a message of a worker."""
+    data = getattr(message, "payload", None)
+    payload = memoryview(b"" if data is None else data).cast("B")
+    numbers = encode_numbers(message, incarnation, epoch)
+    width = 4 if max(numbers) < 1 << 31 else 8
+    header = _HEADER.pack(width, len(numbers), len(payload))
+    return Frame(header + struct.pack(f"<{len(numbers)}{_FORMATS[width]}", *numbers), payload)
+
+
+def encode_numbers(message: Message, incarnation: int, epoch: int = 0) -> list[int]:
+    """Return epoch, kind of message, incarnation, and the fields without the payload."""
+    kind = type(message)
+    out = [epoch, _KINDS.index(kind), incarnation]
+    for name in _FIELDS[kind]:
+        out += _CODERS[name][0](getattr(message, name))
+    return out
+
+
+def _encode_number(value: int) -> tuple[int]:
+    return (value,)
+
+
+def _encode_entries(entries: Sequence[Contribution]) -> list[int]:
+    return [len(entries), *(number for entry in entries for number in entry)]
+
+
+def _encode_watermarks(watermarks: Iterable[Iterable[Iterable[int]]]) -> list[int]:
+    return [number for piece in watermarks for row in piece for number in row]
+
+
+def _encode_gei(gei: Gei) -> list[int]:
+    rows = gei.rows
+    out = [gei.retired, gei.zeta, gei.counted, len(rows)]
+    for iteration in sorted(rows):
+        out.append(iteration)
+        for mask in (mask for pieces in rows[iteration] for mask in pieces):
+            out += [mask >> bit & (1 << _LIMB) - 1 for bit in range(0, gei.workers, _LIMB)]
+    return out
+
+
+def decode_frames(part: Any, max_payload: int) -> Iterator[ReceivedFrame]:
+    """Yield the frames in a part; the payload of the last one may follow in later parts.
+
+    Raises:
+        MalformedMessage: the part is not a sequence of frames.
+    """
+    view = memoryview(part).cast("B")
+    if not len(view):
+        raise MalformedMessage("empty part")
+    while len(view):
+        if len(view) < _HEADER.size:
+            raise MalformedMessage(f"frame header of {len(view)} bytes")
+        width, count, nbytes = _HEADER.unpack_from(view)
+        end = _HEADER.size + width * count
+        if width not in _FORMATS or end > len(view):
+            raise MalformedMessage(f"{count} integers of {width} bytes in {len(view)} bytes")
+        if nbytes > max_payload:
+            raise MalformedMessage(f"payload of {nbytes} bytes; the limit is {max_payload}")
+        numbers = struct.unpack_from(f"<{count}{_FORMATS[width]}", view, _HEADER.size)
+        payload, view = view[end : end + nbytes], view[end + nbytes :]
+        if 0 < len(payload) < nbytes:
+            raise MalformedMessage(f"{len(payload)} bytes of a payload of {nbytes}")
+        yield ReceivedFrame(numbers, nbytes, payload)
+
+
+def decode_epoch(numbers: Sequence[int]) -> int:
+    """Return the epoch of the sender, which determines how the other integers are decoded."""
+    return _FieldReader(numbers, 0, 0).number("epoch")
+
+
+def decode_message(
+    numbers: Sequence[int], workers: int, colayers: int, payload: Any
+) -> tuple[int, Message]:
+    """Return the incarnation of the sender, and its message.
+
+    Args:
+        numbers: the integers of a frame.
+        workers: number of workers.
+        colayers: k.
+        payload: passed on unchanged; None if there is none.
+
+    Raises:
+        MalformedMessage: the integers encode no message of this job.
+    """
+    reader = _FieldReader(numbers, workers, colayers)
+    reader.number("epoch")
+    kind = _KINDS[reader.number("kind", end=len(_KINDS))]
+    incarnation = reader.number("incarnation")
+    fields = {name: _CODERS[name][1](reader, name) for name in _FIELDS[kind]}
+    reader.check_end()
+    if kind in (Piece, PieceSum, PullResponse):
+        fields["payload"] = payload
+    elif payload is not None:
+        raise MalformedMessage(f"unexpected payload of {len(payload)} bytes in {kind.__name__}")
+    return incarnation, kind(**fields)
+
+
+class _FieldReader:
+    """Reads one field after the other from the integers of a frame."""
+
+    def __init__(self, numbers: Sequence[int], workers: int, colayers: int) -> None:
+        self._numbers, self._at = numbers, 0
+        self._workers, self._colayers = workers, colayers
+
+    def check_end(self) -> None:
+        if self._at != len(self._numbers):
+            raise MalformedMessage(f"{len(self._numbers) - self._at} extra integers")
+
+    def number(self, name: str, least: int = 0, end: int = MAX_NUMBER) -> int:
+        numbers, at = self._numbers, self._at
+        self._at += 1
+        if at >= len(numbers) or not least <= numbers[at] < end:
+            raise MalformedMessage(f"{name} is {numbers[at : self._at]!r:.40}")
+        return numbers[at]
+
+    def row(self, name: str, length: int, least: int = 0, end: int = MAX_NUMBER) -> tuple[int, ...]:
+        row = tuple(self._numbers[self._at : self._at + length])
+        self._at += length
+        if len(row) != length or (length and not least <= min(row) <= max(row) < end):
+            raise MalformedMessage(f"{name} is {row!r:.40}")
+        return row
+
+    def worker(self, name: str) -> int:
+        return self.number(name, end=self._workers)
+
+    def colayer(self, name: str) -> int:
+        return self.number(name, end=self._colayers)
+
+    def number_or_none(self, name: str) -> int:
+        return self.number(name, least=-1)
+
+    def flag(self, name: str) -> bool:
+        return bool(self.number(name, end=2))
+
+    def view(self, name: str) -> View:
+        return View(self.row(name, self._workers))
+
+    def by_colayer(self, name: str) -> tuple[int, ...]:
+        return self.row(name, self._colayers)
+
+    def by_worker(self, name: str) -> tuple[int, ...]:
+        return self.row(name, self._workers, least=-1)
+
+    def entries(self, name: str) -> tuple[Contribution, ...]:
+        flat = self.row(name, 2 * self.number(name, end=len(self._numbers)))
+        out = tuple(zip(flat[::2], flat[1::2], strict=True))
+        if max(flat[1::2], default=0) >= self._workers:
+            raise MalformedMessage(f"{name} are {out!r:.40}")
+        if any(before >= after for before, after in itertools.pairwise(out)):
+            raise MalformedMessage(f"{name} are not strictly increasing")
+        return out
+
+    def watermarks(self, name: str) -> tuple[Watermarks, ...]:
+        return tuple(
+            tuple(self.by_worker(name) for _ in range(self._colayers)) for _ in range(self._workers)
+        )
+
+    def gei(self, name: str) -> Gei:
+        retired, zeta = self.number(name), self.number(name, least=-1)
+        counted, rows = self.number(name), dict[int, list[list[int]]]()
+        least = retired
+        for _ in range(self.number(name, end=len(self._numbers))):
+            iteration = self.number(name, least, zeta + 1)
+            least = iteration + 1
+            rows[iteration] = [
+                [self._mask(name) for _ in range(self._workers)] for _ in range(self._colayers)
+            ]
+        return Gei.from_rows(self._workers, self._colayers, retired, zeta, counted, rows)
+
+    def _mask(self, name: str) -> int:
+        limbs = self.row(name, -(-self._workers // _LIMB), end=1 << _LIMB)
+        mask = sum(limb << _LIMB * place for place, limb in enumerate(limbs))
+        if mask >> self._workers:
+            raise MalformedMessage(f"{name} has a mask {mask:#x}"[:60])
+        return mask
+
+
+_NUMBER = _encode_number, _FieldReader.number
+_NUMBER_OR_NONE = _encode_number, _FieldReader.number_or_none
+_CODERS: Mapping[str, tuple[Callable[[Any], Iterable[int]], Callable[[_FieldReader, str], Any]]] = {
+    "view": (tuple, _FieldReader.view),
+    "earliest": (tuple, _FieldReader.by_worker),
+    "sent_through": _NUMBER_OR_NONE,
+    "applied": _NUMBER_OR_NONE,
+    "complete": _NUMBER_OR_NONE,
+    "finished": (_encode_number, _FieldReader.flag),
+    "zeta": _NUMBER,
+    "iteration": _NUMBER,
+    "number": _NUMBER,
+    "rounds": _NUMBER,
+    "colayer": (_encode_number, _FieldReader.colayer),
+    "piece": (_encode_number, _FieldReader.worker),
+    "entries": (_encode_entries, _FieldReader.entries),
+    "watermarks": (_encode_watermarks, _FieldReader.watermarks),
+    "first_rounds": (tuple, _FieldReader.by_colayer),
+    "gei": (_encode_gei, _FieldReader.gei),
+}
+"""How each field is encoded and decoded, in every message."""

@@ -1,0 +1,262 @@
+"""Rounds: contributions are kept, summed by the owner of a piece, and applied in order.
+
+The owner of a piece alone decides which contributions a round has (Canary, section 4.4.2). So every
+worker adds the same sums in the same order, and all replicas hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
+from wingbeat.methods.bounded_staleness.view import Watermarks
+
+Table = list[list[list[int]]]
+
+
+class ReceivedRounds:
+    """The rounds that a worker has received and not applied.
+
+    A round is complete when all pieces of all colayers have arrived. It is applied as a whole, so
+    an optimizer of any kind makes one step a round on the same gradients on every worker.
+
+    Attributes:
+        complete: number of rounds that are complete or applied.
+        applied: number of rounds in the parameters.
+        pull_target: number of rounds that pulled parameters must have, as earlier rounds cannot
+            be received any more; None if no parameters are needed, and while some first rounds are
+            unknown.
+    """
+
+    def __init__(self, workers: int, colayers: int, first: int = 0) -> None:
+        self._workers, self._colayers = workers, colayers
+        self.complete = self.applied = first
+        self.pull_target: int | None = None
+        self._frozen = False
+        self._watermarks = [[[-1] * workers for _ in range(colayers)] for _ in range(workers)]
+        self._next: list[list[int] | None] = [[first] * colayers for _ in range(workers)]
+        self._received: dict[int, dict[tuple[int, int], PieceSum]] = {}
+
+    def clear_expected(self) -> None:
+        """Expect no rounds until `expect`: a joining worker receives first rounds in Welcome."""
+        self._next = [None] * self._workers
+
+    def expect(self, piece: int, first_rounds: Sequence[int]) -> None:
+        """Expect the rounds of a piece from ``first_rounds`` on, one number a colayer."""
+        self._next[piece] = list(first_rounds)
+        self._update_pull_target()
+
+    def is_next(self, part: PieceSum) -> bool:
+        """Whether ``part`` is the next round of its piece and colayer."""
+        numbers = self._next[part.piece]
+        return numbers is not None and numbers[part.colayer] == part.number
+
+    def freeze(self) -> None:
+        """Complete no rounds: during a view change they must be those of the proposal."""
+        self._frozen = True
+
+    def unfreeze(self) -> None:
+        """Complete rounds again."""
+        self._frozen = False
+        self._update_complete()
+
+    def add_sum(self, part: PieceSum) -> None:
+        """Add a part that `is_next`. One that is already in pulled parameters is not kept."""
+        numbers = self._next[part.piece]
+        assert numbers is not None
+        numbers[part.colayer] += 1
+        if part.number >= self.applied:
+            self._received.setdefault(part.number, {})[part.colayer, part.piece] = part
+        self._update_complete()
+
+    def _update_complete(self) -> None:
+        if self._frozen:
+            return
+        whole = self._workers * self._colayers
+        while len(self._received.get(self.complete, ())) == whole:
+            self.complete += 1
+
+    def restart_piece(self, piece: int, number: int) -> None:
+        """Discard the rounds of a piece from ``number`` on: its new owner sums them again.
+
+        Args:
+            piece: the piece.
+            number: the first round of the new owner. All earlier ones are complete on some worker,
+                and no later one has been applied here.
+        """
+        self._next[piece] = [number] * self._colayers
+        for later in (n for n in self._received if n >= number):
+            for colayer in range(self._colayers):
+                self._received[later].pop((colayer, piece), None)
+        self.complete = max(min(self.complete, number), self.applied)
+        self._update_pull_target()
+
+    def _update_pull_target(self) -> None:
+        """Find the first round from which on all parts are here or can still arrive."""
+        self.pull_target = None
+        if not self.knows_first_rounds:
+            return
+        first = self.applied
+        for piece, numbers in enumerate(self._next):
+            for colayer, number in enumerate(numbers or ()):
+                while number > first and (colayer, piece) in self._received.get(number - 1, ()):
+                    number -= 1
+                first = max(first, number)
+        if first > self.applied:
+            self.pull_target = first
+
+    @property
+    def knows_first_rounds(self) -> bool:
+        """Whether the first round of every piece is known."""
+        return None not in self._next
+
+    @property
+    def buffered(self) -> int:
+        """Number of rounds that are held, complete or not."""
+        return len(self._received)
+
+    def take_round(self) -> tuple[PieceSum, ...] | None:
+        """Return the parts of the next complete round by colayer and piece, as applied now."""
+        if self.applied == self.complete:
+            return None
+        parts = self._received.pop(self.applied)
+        self.applied += 1
+        _update_watermarks(self._watermarks, parts.values())
+        return tuple(parts[key] for key in sorted(parts))
+
+    def skip_to(self, applied: int, watermarks: Sequence[Watermarks]) -> None:
+        """Continue from pulled parameters with ``applied`` rounds and these watermarks."""
+        self._discard_before(applied)
+        self.applied = applied
+        self.complete = max(self.complete, applied)
+        self._watermarks = [[list(row) for row in piece] for piece in watermarks]
+        self._update_complete()
+        self._update_pull_target()
+
+    def drop_before(self, end: int) -> None:
+        """Discard the rounds before ``end``: parameters that contain them will be pulled."""
+        self._discard_before(end)
+        self.complete = self.applied
+        self._update_pull_target()
+
+    def _discard_before(self, end: int) -> None:
+        for number in [number for number in self._received if number < end]:
+            del self._received[number]
+
+    def last_fully_applied(self, colayer: int, worker: int) -> int:
+        """Return the last iteration of a worker of which all pieces are in the parameters."""
+        return min(piece[colayer][worker] for piece in self._watermarks)
+
+    def last_partly_applied(self, worker: int) -> int:
+        """Return the last iteration of a worker of which any piece is in the parameters."""
+        return max(row[worker] for piece in self._watermarks for row in piece)
+
+    def watermarks(self, *, complete: bool) -> tuple[Watermarks, ...]:
+        """Return the watermarks of the applied rounds, or also of the ``complete`` ones."""
+        table: Table = [[list(row) for row in piece] for piece in self._watermarks]
+        if complete:
+            for number in range(self.applied, self.complete):
+                _update_watermarks(table, self._received[number].values())
+        return tuple(tuple(tuple(row) for row in piece) for piece in table)
+
+
+def _update_watermarks(watermarks: Table, parts: Iterable[PieceSum]) -> None:
+    for part in parts:
+        row = watermarks[part.piece][part.colayer]
+        for iteration, worker in part.entries:
+            row[worker] = max(row[worker], iteration)
+
+
+class OwnedPiece:
+    """Collects the contributions to one piece of all colayers, and decides what a round has.
+
+    A round closes when each worker has sent its contribution to it, or has said that it has none.
+    A later contribution joins a later round.
+
+    Attributes:
+        next_rounds: by colayer, the round that closes next.
+    """
+
+    def __init__(self, workers: int, colayers: int, first: int) -> None:
+        self.next_rounds = [first] * colayers
+        self._pending: list[dict[Contribution, Any]] = [{} for _ in range(colayers)]
+        self._sent_through = [[-1] * workers for _ in range(colayers)]
+        self._changed = set(range(colayers))  # those that may be ready to close
+        self._members: tuple[int, ...] = ()
+
+    def add_contribution(self, worker: int, iteration: int, colayer: int, payload: Any) -> None:
+        """Add a contribution; it is also the worker's answer for the round of its iteration."""
+        self._pending[colayer][iteration, worker] = payload
+        self._mark(colayer, worker, iteration)
+
+    def mark_sent_through(self, worker: int, number: int) -> None:
+        """Record that the worker has sent all that it has for the rounds up to ``number``."""
+        for colayer in range(len(self.next_rounds)):
+            self._mark(colayer, worker, number)
+
+    def _mark(self, colayer: int, worker: int, number: int) -> None:
+        sent = self._sent_through[colayer]
+        if number > sent[worker]:
+            sent[worker] = number
+            self._changed.add(colayer)
+
+    def remove_worker(self, worker: int) -> None:
+        """Discard the pending contributions and answers of a worker that died."""
+        for pending, sent in zip(self._pending, self._sent_through, strict=True):
+            for entry in [entry for entry in pending if entry[1] == worker]:
+                del pending[entry]
+            sent[worker] = -1
+
+    def earliest_pending(self, colayer: int, worker: int, iteration: int) -> int:
+        """Return the first iteration of a worker, now at ``iteration``, that may be summed."""
+        pending = (entry[0] for entry in self._pending[colayer] if entry[1] == worker)
+        return min(pending, default=iteration)
+
+    def close_rounds(
+        self, members: Iterable[int]
+    ) -> Iterator[tuple[int, int, dict[Contribution, Any]]]:
+        """Yield colayer, number and contributions of each round that can close now.
+
+        Contributions are sorted by iteration, then by worker: the same ones give the same bits, and
+        all those of one iteration give the synchronous sum. A contribution of a later iteration
+        than the round waits for its own round.
+        """
+        members = tuple(members)
+        if members != self._members:
+            self._members = members
+            self._changed.update(range(len(self.next_rounds)))
+        changed, self._changed = sorted(self._changed), set()
+        for colayer in changed:
+            limit = min(self._sent_through[colayer][worker] for worker in members)
+            while self.next_rounds[colayer] <= limit:
+                number = self.next_rounds[colayer]
+                self.next_rounds[colayer] += 1
+                pending = self._pending[colayer]
+                due = sorted(entry for entry in pending if entry[0] <= number)
+                yield colayer, number, {entry: pending.pop(entry) for entry in due}
+
+
+class SentContributions:
+    """A worker's own payloads until they are in its parameters: the owner of a piece may die."""
+
+    def __init__(self, colayers: int) -> None:
+        self._kept: list[deque[tuple[int, Sequence[Any]]]] = [deque() for _ in range(colayers)]
+
+    def add(self, colayer: int, iteration: int, payloads: Sequence[Any]) -> None:
+        """Keep the pieces of a colayer."""
+        self._kept[colayer].append((iteration, payloads))
+
+    def after(self, piece: int, watermarks: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
+        """Yield colayer, iteration and payload of a piece beyond the watermark of each colayer."""
+        for colayer, kept in enumerate(self._kept):
+            for iteration, payloads in kept:
+                if iteration > watermarks[colayer]:
+                    yield colayer, iteration, payloads[piece]
+
+    def release(self, last_applied: Callable[[int], int]) -> None:
+        """Discard the contributions of each colayer up to ``last_applied(colayer)``."""
+        for colayer, kept in enumerate(self._kept):
+            while kept and kept[0][0] <= last_applied(colayer):
+                kept.popleft()

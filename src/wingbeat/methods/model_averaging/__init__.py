@@ -1,0 +1,1 @@
+"""Model averaging: Ripples, AD-PSGD, LocalSGD and DiLoCo."""

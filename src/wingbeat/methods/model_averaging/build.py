@@ -1,0 +1,297 @@
+"""Builds the runtime of strategies that average models (Ripples, AD-PSGD, LocalSGD, DiLoCo)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wingbeat import schedules
+from wingbeat.codecs import Coding
+from wingbeat.codecs.bf16 import Bf16Codec
+from wingbeat.codecs.coding import Region
+from wingbeat.codecs.regions import regions
+from wingbeat.collectives import wire_dtype
+from wingbeat.engine.gradients.bucket import Slot
+from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.views import ShownGradients
+from wingbeat.engine.hooks import WeakCall
+from wingbeat.engine.live import LiveState
+from wingbeat.engine.runtime import IntentExchange, Runtime
+from wingbeat.engine.updates.flat import ElementState, FlatModel, buffer_dtype, is_narrow
+from wingbeat.engine.updates.local import Averager, LocalUpdate
+from wingbeat.engine.updates.update import Training
+from wingbeat.errors import MismatchError, UsageError
+from wingbeat.methods.model_averaging.group_all_reduce import ModelCompression
+from wingbeat.methods.model_averaging.group_averager import GroupAverager, GroupSession
+from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
+from wingbeat.methods.model_averaging.pair_averager import PairAverager
+from wingbeat.methods.model_averaging.rules import rules_of
+from wingbeat.observe.log import log
+from wingbeat.planning import plans
+from wingbeat.schedules.events import Operation
+from wingbeat.transport.world import World
+from wingbeat.types import Averaging, Fusion, Span
+from wingbeat.wires import Coded, TopK
+
+if TYPE_CHECKING:
+    from wingbeat.engine.gradients.bucket import Bucket
+    from wingbeat.observe.meter import Section
+
+
+class ModelExchange:
+    """The exchange of a runtime without gradient exchange: the update averages models."""
+
+    def __init__(self, sections: Callable[[], Sequence[Section]]) -> None:
+        self.sections = sections
+
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
+        """Not supported."""
+        raise NotImplementedError(f"{operation} of bucket {bucket.index}")
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
+        """Do nothing: there are no buckets."""
+        assert not [*buckets, *forward], "model averaging has no buckets"
+
+
+def build_runtime(
+    averaging: Averaging,
+    wire: str | Coded,
+    training: Training,
+    compression: Compression,
+    buffers: Callable[[], list[torch.Tensor]],
+) -> Runtime:
+    """Return the runtime of a model that is averaged.
+
+    Args:
+        averaging: how models are averaged.
+        wire: the name of the dtype in which models are sent, empty for float32 (or float64); or
+            the codec of their differences.
+        training: the model and its optimizer.
+        compression: keeps the residuals of codecs.
+        buffers: returns the model's current buffers.
+
+    Raises:
+        UsageError: the model, or the optimizer's state, cannot be averaged, or the generator cannot
+            be started.
+        MismatchError: the workers' optimizers have different state, and it is averaged.
+        RendezvousError: a worker did not connect.
+    """
+    bucketing, world = training.bucketing, training.collectives.world
+    _check(training, world, averaging)
+    fragments = _fragments(training, bucketing.fusion)
+    slots = [slot for part in fragments for slot in part]
+    state = _averaged_state(training, slots) if averaging.state else None
+    frozen = _floating([param for _, param in bucketing.frozen])
+    model = _flat_model(fragments, averaging, lambda: _floating(buffers()), state, frozen)
+    compressed = _model_compression(wire, slots, compression, averaging, len(model.trained))
+    averager = _averager(averaging, compressed, world, model)
+    schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
+    update = _update(averaging, training, model, averager, schedule, slots)
+    if averaging.in_groups:
+        _in_groups[world.parent or world] = weakref.ref(update)
+    runtime = Runtime(
+        schedule,
+        ModelExchange(averager.sections),
+        bucketing,
+        ShownGradients(bucketing),
+        update,
+        IntentExchange(training.collectives, len(bucketing.slots)),
+        training.steps,
+    )
+    update.waited = WeakCall(runtime.waited)
+    if isinstance(averager, GroupAverager):  # a PairAverager closes itself
+        _close_with(update, averager, world)
+        state_of_worker = LiveState(training, update)
+        session = averager.session
+        session.snapshot = state_of_worker.written
+        # With one shared model, a worker is active from the moment that it has a peer's state.
+        shared = averaging.outer is not None and averaging.partners == "all"
+        if shared and isinstance(update, OuterUpdate):
+            session.copy_state_when_excluded()
+        update.renew = functools.partial(_copy_state, session, state_of_worker, join=shared)
+        if world.returned:
+            state_of_worker.put(session.fetch_state(join=shared))
+    return runtime
+
+
+def check_modules(model: torch.nn.Module, averaging: Averaging | None) -> None:
+    """Raise a `UsageError` for a module that does not support averages in groups or pairs."""
+    if averaging is None or averaging.partners == "all":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise UsageError(
+                f"{name!r} is a torch.nn.SyncBatchNorm, which waits for all workers in each "
+                "forward, while others may wait in groups of some (Ripples, ADPSGD); use "
+                "torch.nn.BatchNorm, or LocalSGD()"
+            )
+
+
+_in_groups: Any = weakref.WeakKeyDictionary()
+"""By world of all workers: a weak reference to the update of the model that groups average."""
+
+
+def _copy_state(session: GroupSession, state: LiveState, *, join: bool) -> None:
+    """Copy a peer's state if groups have gone on without this worker."""
+    if session.must_fetch:
+        log.warning(
+            "groups went on without this worker, which took too long: it copies a peer's model"
+        )
+        state.put(session.fetch_state(join=join))
+
+
+def _close_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:
+    """Close the averager with the world, or when the update is garbage collected."""
+    world.on_close(averager.close)
+    # A garbage collector must not wait for other workers.
+    closing = threading.Thread(target=averager.close, name="wingbeat-ending", daemon=True)
+    weakref.finalize(update, closing.start).atexit = False
+
+
+def _check(training: Training, world: World, averaging: Averaging) -> None:
+    """Raise a `UsageError` for a model that cannot be averaged on this device, or not now."""
+    other = _in_groups.get(world.parent or world, lambda: None)()
+    if averaging.in_groups and other is not None and not other.left:
+        raise UsageError(
+            "models are averaged in groups (Ripples) one model at a time: workers would wait for "
+            "each other in groups of different models; distribute one module that contains both, "
+            "call wingbeat.release() on the first, or use LocalSGD()"
+        )
+    device = training.bucketing.device
+    if device.type != "cpu" or device.type in world.native_on:
+        raise UsageError(
+            f"parameters on {device}: models are averaged on the CPU only (Ripples, ADPSGD, "
+            "LocalSGD, DiLoCo); keep the model on the CPU, or use wingbeat.DeAR()"
+        )
+
+
+def _update(
+    averaging: Averaging,
+    training: Training,
+    model: FlatModel,
+    averager: Averager,
+    schedule: schedules.Local,
+    slots: Sequence[Slot],
+) -> LocalUpdate:
+    if averaging.outer is None:
+        return LocalUpdate(training, model, averager, schedule)
+    lr, momentum = averaging.outer
+    return OuterUpdate(
+        training,
+        model,
+        averager,
+        schedule,
+        [slot.name for slot in slots],
+        lr=lr,
+        momentum=momentum,
+        shared=averaging.partners == "all",
+    )
+
+
+def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
+    """Return the parameters of each fragment, in the order in which forward reads them."""
+    bucketing = training.bucketing
+    plan = plans.make_plan(fusion, bucketing.specs, bucketing.ready_order)
+    return [
+        [bucketing.slots[index] for index in sorted(bucket.tensors)]
+        for bucket in reversed(plan.buckets)
+    ]
+
+
+def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
+    """Return the optimizer's state to average, after a check that all workers have the same."""
+    state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
+    world, own = training.collectives.world, state.described()
+    if not world.returned:
+        world.publish("averaged state", own)
+    for rank in range(world.size):
+        theirs = world.read("averaged state", rank)
+        if theirs != own:
+            raise MismatchError(
+                f"rank {world.rank}'s optimizer has the state {_difference(own, theirs)}, rank "
+                f"{rank}'s {_difference(theirs, own)}: with average_state=True all ranks must "
+                "build equal optimizers"
+            )
+    return state
+
+
+def _difference(description: Any, other: Any) -> str:
+    """Return the first item of an `ElementState.described` that another one lacks."""
+    try:
+        name, kept = next(each for each in description if each not in other)
+        return f"{kept[:80] or 'nothing'} of {name!r:.80}"
+    except (TypeError, ValueError, StopIteration):
+        return f"{description!r:.80}"
+
+
+def _flat_model(
+    fragments: Sequence[Sequence[Slot]],
+    averaging: Averaging,
+    buffers: Callable[[], list[torch.Tensor]],
+    state: ElementState | None,
+    frozen: Sequence[torch.Tensor],
+) -> FlatModel:
+    params = [[slot.param for slot in part] for part in fragments]
+    copies = 0
+    if averaging.outer is not None:
+        each = [param for part in params for param in part]
+        narrow = is_narrow(each, buffer_dtype([*each, *buffers(), *frozen]))
+        copies = num_copies(averaging.outer[1], narrow=narrow)
+    return FlatModel(params, buffers, copies, state, frozen)
+
+
+def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that have a mean, unlike the number of batches, for example."""
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def _model_compression(
+    wire: str | Coded,
+    slots: Sequence[Slot],
+    compression: Compression,
+    averaging: Averaging,
+    trained: int,
+) -> ModelCompression:
+    """Return how a flat model with the parameters of ``slots`` is compressed.
+
+    Models that are rounded need error feedback, as most steps are smaller than the rounding error.
+    Pairs and outer optimizers round differences.
+    """
+    if isinstance(wire, str):
+        dtype = wire_dtype(wire)
+        if dtype is torch.bfloat16 and averaging.partners != "pairs" and averaging.outer is None:
+            coding = Coding([Region(Span(0, trained), Bf16Codec())])
+            return ModelCompression(coding, torch.zeros(trained, device="cpu"), models=True)
+        return ModelCompression(dtype)
+    coding = Coding(list(regions(wire, [(slot.name, slot.param.shape) for slot in slots])))
+    residual = None
+    if compression.residuals is not None:
+        numels = [slot.param.numel() for slot in slots]
+        names = [slot.name for slot in slots]
+        residual = compression.residuals.flat_for(names, numels, sum(numels), torch.device("cpu"))
+    return ModelCompression(coding, residual, gathers=isinstance(wire, TopK))
+
+
+def _averager(
+    averaging: Averaging, compression: ModelCompression, world: World, model: FlatModel
+) -> GroupAverager | PairAverager:
+    seed, encrypted = averaging.seed, averaging.encrypted
+    if averaging.partners == "pairs":
+        params = model.flat[: len(model.trained)]
+        return PairAverager(
+            world, params, whole=model.flat, dtype=compression.dtype, seed=seed,
+            encrypted=encrypted,
+        )  # fmt: skip
+    static = averaging.partners == "static"
+    rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
+    # Groups are opened in the world of all workers.
+    session = GroupSession(
+        world.parent or world, model.flat, rules, compression=compression, seed=seed,
+        encrypted=encrypted,
+    )  # fmt: skip
+    return GroupAverager(session, model.flat, world)

@@ -1,0 +1,492 @@
+"""A worker's client of the group generator, which falls back to `StaticClient` without one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from wingbeat.errors import PeerError
+from wingbeat.methods.model_averaging.generator import (
+    ID_LIMIT,
+    Kind,
+    Member,
+    ProtocolError,
+    Reason,
+    Run,
+    RunMessage,
+    decode_run,
+)
+from wingbeat.methods.model_averaging.rendezvous import StatusTable
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.static import (
+    ABANDONED,
+    SYNC_CALL,
+    Arrival,
+    Reducer,
+    StaticClient,
+    isolation_text,
+)
+from wingbeat.observe.events import AVERAGES, stream
+from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
+
+_log = logging.getLogger(__name__)
+
+_CHECK_S = 0.25
+"""Interval of checks of whether the generator lives, while a message of it is awaited."""
+
+_KEEPALIVE_S = 1.0
+"""Interval of messages that fail to arrive if the generator is dead."""
+
+State = TypeVar("State")
+
+_AWAITED = {False: "the end of its step", True: SYNC_CALL}
+"""What a worker waits for; by whether it synchronizes."""
+
+_REASONS = {
+    Reason.LATE: "took too long for a step, or for an average",
+    Reason.SILENT: "has given no sign for long",
+    Reason.LEFT: "has left",
+    Reason.DIED: "has ended",
+}
+
+
+class GeneratorLost(Exception):
+    """The generator has died, left or cannot be reached; the text says how."""
+
+
+class GeneratorConnection:
+    """Messages to and from the generator. For one thread.
+
+    Attributes:
+        received: messages that were received and not handled, oldest first.
+    """
+
+    def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
+        self._mailbox, self._worker, self._generator = mailbox, worker, generator
+        self._timeout, self._sent_at = timeout, 0.0
+        self._lost = False
+        self.received: deque[Message] = deque()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the generator has left, is silent or has closed its connections; for good."""
+        if not self._lost:
+            mailbox, generator = self._mailbox, self._generator
+            self._lost = (
+                generator in mailbox.left
+                or generator in mailbox.lost
+                or mailbox.unconnected().get(generator, 0.0) > UNCONNECTED_S
+            )
+        return self._lost
+
+    def send(self, kind: Kind, *ids: int) -> None:
+        """Send a message.
+
+        Raises:
+            GeneratorLost: the generator cannot be sent anything.
+        """
+        try:
+            padded = (*ids, 0, 0, 0, 0)[:4]
+            self._mailbox.post(self._generator, kind, ids=padded, urgency=0)
+        except PeerError as error:
+            raise GeneratorLost(str(error)) from None
+
+    def receive(self, deadline: float) -> Message:
+        """Wait for the next message.
+
+        Raises:
+            GeneratorLost: the generator is lost.
+            PeerError: the deadline has passed.
+        """
+        sent_at = time.monotonic()
+        while True:
+            if self.received:
+                return self.received.popleft()
+            try:
+                return self._mailbox.receive(_CHECK_S, of=[self._generator])
+            except PeerError as error:
+                if self.lost:
+                    raise GeneratorLost(self._how_lost(error)) from None
+            now = time.monotonic()
+            if now >= deadline:
+                raise PeerError(
+                    f"rank {self._worker}: no group came from the group generator within "
+                    f"{self._timeout:g} s; check that the others still train"
+                )
+            if now - sent_at >= _KEEPALIVE_S:
+                sent_at = now
+                self.send(Kind.KEEPALIVE)
+
+    def poll(self) -> None:
+        """Append all messages that have arrived to `received`."""
+        while (message := self._mailbox.poll(of=[self._generator])) is not None:
+            self.received.append(message)
+
+    def keep_alive(self) -> None:
+        """Send a keepalive message if the last one is old enough."""
+        now = time.monotonic()
+        if now - self._sent_at >= _KEEPALIVE_S:
+            self._sent_at = now
+            with contextlib.suppress(GeneratorLost):
+                self.send(Kind.KEEPALIVE)
+
+    def _how_lost(self, error: PeerError) -> str:
+        if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
+            return str(error)
+        return "its connections have closed without a goodbye"
+
+
+class Client:
+    """Takes part in the groups that the generator makes. For one thread.
+
+    When the generator is lost, all workers continue with the static schedule from its first step,
+    or with groups of all workers if these are the rules, each as soon as it finds out. Members of a
+    group wait for those that have not found out yet.
+
+    Args:
+        mailbox: is connected to the generator.
+        worker: this worker's rank.
+        generator: the number of the generator's mailbox.
+        layout: which worker is on which host.
+        rules: the generator's.
+        timeout: seconds without a message of the generator after which a wait fails. The generator
+            sends messages while the awaited workers live; then a wait fails after `LONGEST` times
+            as many.
+        table: the status table, used when the generator is lost.
+        is_running: whether the process of a worker runs, as far as is known; used without a
+            generator.
+
+    Attributes:
+        fallback: why groups are made without the generator; None if they are not.
+        excluded: whether groups have gone on without this worker since it last synchronized, or
+            copied a peer's state.
+        stale: whether it was silent for so long that it must copy a peer's state before it is in a
+            group again. Until then steps end without an average.
+        copies_state: whether an excluded worker always copies a peer's state before it is in a
+            group again. Until then steps end without an average.
+        on_lost: called with each worker that is lost.
+        on_back: called with each worker that is active again.
+        on_fetch: called with a worker that wants this one's state, and their connection id, while
+            this worker waits for a group.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        worker: int,
+        generator: int,
+        layout: Layout,
+        rules: Rules,
+        timeout: float,
+        table: StatusTable,
+        is_running: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._connection = GeneratorConnection(mailbox, worker, generator, timeout)
+        self._worker = worker
+        self._layout, self._rules, self._timeout = layout, rules, timeout
+        self._table, self._is_running = table, is_running
+        self._member = Member(worker, rules)
+        self._synchronizes = self._joins = False
+        self._requests = self._waiting_since = 0
+        self._inactive: dict[int, Reason] = {}
+        self._missed = False  # whether others have synchronized without this worker
+        self._members: tuple[int, ...] = ()  # of the last group
+        self._static: StaticClient | None = None
+        self.fallback: str | None = None
+        self.excluded = self.stale = self.copies_state = False
+        self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_back: Callable[[int], None] = lambda _: None
+        self.on_fetch: Callable[[int, int], None] | None = None
+
+    @property
+    def lost_peers(self) -> set[int]:
+        """The workers that are not active, as far as this worker knows."""
+        return set(self._inactive) if self._static is None else self._static.lost_peers
+
+    def step(self, reducer: Reducer) -> None:
+        """Take part in groups until the next step may begin.
+
+        Raises:
+            PeerError: no group came in time, or the generator violates the protocol.
+        """
+        if self._static is None and self._use_generator(reducer, synchronize=False):
+            return
+        assert self._static is not None
+        self._static.step(reducer)
+
+    def synchronize(self, reducer: Reducer) -> None:
+        """Average with all active workers, once all of them have called this.
+
+        The others may make steps before; their groups do not wait for this worker. Lost workers are
+        left out. Afterwards all have the same parameters.
+
+        Raises:
+            PeerError: the generator is silent, or violates the protocol; a worker lives, and does
+                not call this; or no other worker is active, and one lives or has synchronized
+                without this worker.
+        """
+        if self._static is None and self._use_generator(reducer, synchronize=True):
+            self._check_isolation()
+            self.excluded = self.stale = self._missed = False
+            return
+        assert self._static is not None
+        self._static.synchronize(reducer)
+
+    def fetch_state(
+        self, receive: Callable[[int, int, Callable[[], bool]], State | None], *, join: bool = False
+    ) -> State:
+        """Return the state of an active peer.
+
+        Args:
+            receive: receives it from a worker over the connection with an id. Its last argument
+                says whether the worker is still active. Returns None if it was lost.
+            join: whether this worker is active from now on, instead of from its next request.
+
+        Raises:
+            PeerError: no peer is active, or has sent it in time, or the generator is lost.
+        """
+        self._joins, self.excluded, self.stale, self._missed = join, False, False, False
+        lost, deadline = -1, time.monotonic() + self._timeout
+        try:
+            while True:
+                self._connection.send(Kind.FETCH_STATE, lost + 1, int(join))
+                sender, connection = self._await_sender(deadline)
+                state = receive(sender, connection, functools.partial(self._is_active, sender))
+                if state is not None:
+                    return state
+                lost = sender
+        except GeneratorLost as error:
+            raise PeerError(
+                f"rank {self._worker}: cannot find a peer to copy training state from: the group "
+                f"generator is unreachable: {error}"
+            ) from None
+
+    def _await_sender(self, deadline: float) -> tuple[int, int]:
+        while True:
+            message = self._connection.receive(deadline)
+            ids = message.ids
+            if message.kind != Kind.SEND_STATE or ids[0] == self._worker != ids[1]:
+                self._handle_between_steps(message)
+            elif ids[0] == ids[1]:
+                raise PeerError(
+                    f"rank {self._worker}: cannot find a peer to copy training state from: no "
+                    "other worker is active: start from a checkpoint"
+                )
+            elif ids[1] == self._worker and ids[0] < self._layout.workers:
+                return ids[0], ids[2]
+
+    def _is_active(self, worker: int) -> bool:
+        self._handle_received()
+        return worker not in self._inactive and not self._connection.lost
+
+    def _handle_received(self) -> None:
+        self._connection.poll()
+        while self._connection.received:
+            self._handle_between_steps(self._connection.received.popleft())
+
+    def _handle_between_steps(self, message: Message) -> None:
+        match message.kind:
+            case Kind.REMOVED if message.ids[0] == self._worker:
+                self._note_exclusion(message.ids[2])
+            case Kind.REMOVED | Kind.ADDED:
+                self._note_peer(message.kind, message.ids)
+            case Kind.SEND_STATE if message.ids[0] == self._worker and self.on_fetch is not None:
+                self.on_fetch(message.ids[1], message.ids[2])
+
+    def _note_peer(self, kind: int, ids: Sequence[int]) -> None:
+        """Note that another worker is not active any more, or is active again."""
+        worker, before = ids[0], self._inactive.pop(ids[0], None)
+        if kind == Kind.REMOVED:
+            self._inactive[worker] = reason = Reason.parse(ids[2])
+            self._missed = bool(ids[3])
+            if reason != Reason.LATE and before in (None, Reason.LATE):
+                self.on_lost(worker)
+            elif reason == Reason.LATE and before is None:
+                _log.info(
+                    "rank %d: rank %d took too long for a step, or for an average: groups go on "
+                    "without it until its next step; wingbeat.synchronize() waits for it",
+                    self._worker,
+                    worker,
+                )
+        elif before is not None:
+            self.on_back(worker)
+        if (before is None) == (kind == Kind.REMOVED):
+            stream.happened("left" if kind == Kind.REMOVED else "joined", (worker,))
+
+    def _note_exclusion(self, reason: int) -> None:
+        """Note that groups have gone on without this worker.
+
+        Raises:
+            PeerError: it copies a peer's state.
+        """
+        self.excluded = True
+        self.stale |= reason == Reason.SILENT
+        if self._joins:
+            raise PeerError(
+                f"rank {self._worker}: groups went on without this worker before it had a peer's "
+                "state; start it again, or give it more time: wingbeat.init(timeout=...)"
+            )
+
+    def _check_isolation(self) -> None:
+        """Raise a `PeerError` if the mean was of this worker alone, and others have another model.
+
+        They do not if all have died, or have left, and have not synchronized without this worker.
+        """
+        over = {Reason.DIED, Reason.LEFT}
+        if len(self._members) > 1 or not (self._missed or set(self._inactive.values()) - over):
+            return
+        names = "; ".join(f"rank {w} {_REASONS[why]}" for w, why in sorted(self._inactive.items()))
+        missed = "; the others have made theirs without this rank" if self._missed else ""
+        raise PeerError(isolation_text(self._worker, names + missed))
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Publish that this worker takes part no more, if there is no generator to notice it."""
+        if self._static is not None:
+            self._static.leave(failed=failed)
+
+    def _use_generator(self, reducer: Reducer, *, synchronize: bool) -> bool:
+        """Execute what the generator sends; return False if it is lost and there was no average."""
+        self._synchronizes = synchronize
+        try:
+            self._request_and_run(reducer)
+        except GeneratorLost as error:
+            self._fall_back(str(error), reducer)
+            return not self._member.waiting
+        return True
+
+    def _fall_back(self, why: str, reducer: Reducer) -> None:
+        """Continue without the generator."""
+        self.fallback = why
+        reducer.close()
+        everyone = self._rules.whole
+        self._handle_received()
+        self._table.mark_fallback(self._worker, self._member.last)
+        for worker, reason in self._inactive.items():
+            # The other workers may not know it.
+            self._table.mark_lost(worker, left=reason == Reason.LEFT)
+        self._static = StaticClient(
+            self._worker, self._layout, self._timeout, self._table,
+            everyone=everyone, lost=self._inactive, is_running=self._is_running,
+        )  # fmt: skip
+        self._static.on_lost = self.on_lost
+        _log.warning(
+            "rank %d: the group generator is gone (%s); groups %s from now on",
+            self._worker,
+            why,
+            "contain all workers" if everyone else "follow the static schedule",
+        )
+
+    def _request_and_run(self, reducer: Reducer) -> None:
+        self._request()
+        wait = Wait(f"rank {self._worker}", _AWAITED[self._synchronizes], time.monotonic)
+        deadline = wait.begun + self._timeout
+        while self._member.waiting:
+            message = self._connection.receive(deadline)
+            # The others may have long steps, so each message extends the deadline.
+            deadline = time.monotonic() + self._timeout
+            if message.kind == Kind.KEEPALIVE and message.ids[0]:
+                self._check_wait(wait, f"rank {message.ids[0] - 1}")
+            try:
+                self._handle(message, reducer)
+            except ProtocolError as error:
+                raise PeerError(
+                    f"rank {self._worker}: the group generator violated the protocol: {error}"
+                ) from None
+
+    def _check_wait(self, wait: Wait, peer: str) -> None:
+        """Log a long wait for a live worker.
+
+        Raises:
+            PeerError: it is too long.
+        """
+        wait.look(peer)
+        if wait.seconds() > LONGEST * self._timeout:
+            me = f"rank {self._worker}"
+            raise PeerError(stuck_text(me, peer, _AWAITED[self._synchronizes], self._timeout))
+
+    def _handle(self, message: Message, reducer: Reducer) -> None:
+        ids = message.ids
+        match message.kind:
+            case Kind.RUN:
+                decoded = decode_run(ids, message.payload, self._layout.workers)
+                reducer.close(decoded.close)
+                if self._member.start(decoded.run):
+                    self._run(decoded, reducer)
+            case Kind.REMOVED if ids[0] == self._worker:
+                self._note_exclusion(ids[2])
+                # All groups of this worker go on without it. A request makes it active again,
+                # unless the generator has sent this before it had received the last request.
+                if ids[1] == self._requests:
+                    self._member = Member(self._worker, self._rules)
+                    if self._synchronizes or not (self.copies_state or self.stale):
+                        self._request()
+            case Kind.REMOVED | Kind.ADDED:
+                self._note_peer(message.kind, ids)
+            case Kind.SEND_STATE if ids[0] == self._worker and self.on_fetch is not None:
+                self.on_fetch(ids[1], ids[2])
+            case Kind.REFUSED:
+                raise ProtocolError(
+                    f"a refusal: {bytes(message.payload[:200]).decode(errors='replace')}"
+                )
+            case Kind.KEEPALIVE:
+                pass
+            case _:
+                raise ProtocolError(f"a message of kind {message.kind}")
+
+    def _request(self) -> None:
+        self._member.request(synchronize=self._synchronizes)
+        self._requests = (self._requests + 1) % ID_LIMIT
+        self._waiting_since = time.monotonic_ns()
+        stream.happened("request")
+        if self._synchronizes:
+            self._connection.send(Kind.SYNCHRONIZE)
+        else:
+            self._connection.send(Kind.REQUEST, int(self.copies_state))
+
+    def _run(self, message: RunMessage, reducer: Reducer) -> None:
+        run, lost = message.run, None
+        self._members = run.members
+        stream.record(
+            "group_wait", self._waiting_since, time.monotonic_ns(), lane=AVERAGES, group=run.members
+        )
+        if len(run.members) > 1:
+            lost = reducer.average(run, message.connection, functools.partial(self._arrival, run))
+            self._waiting_since = time.monotonic_ns()
+        if lost == ABANDONED and self._connection.lost:
+            raise GeneratorLost("it died before it had told all members of a group")
+        if lost == ABANDONED:
+            return  # The generator has sent that the group runs again.
+        if lost is not None:
+            # The group runs again without it.
+            self._connection.send(Kind.LOST, run.number, run.epoch, lost)
+            return
+        self._joins = False
+        if self.copies_state:  # an excluded worker would not be in a group
+            self.excluded = False
+        self._member.finish()
+        self._connection.send(Kind.DONE, run.number, run.epoch)
+
+    def _arrival(self, run: Run) -> Arrival:
+        self._connection.poll()
+        if any(self._supersedes(message, run) for message in self._connection.received):
+            return Arrival.IMPOSSIBLE
+        self._connection.keep_alive()
+        if not self._connection.lost:
+            return Arrival.POSSIBLE
+        # A worker that falls back abandons the group it was in.
+        lasts = self._table.fallbacks(set(run.members) - {self._worker}).values()
+        return Arrival.IMPOSSIBLE if any(last < run.number for last in lasts) else Arrival.DEPARTED
+
+    def _supersedes(self, message: Message, run: Run) -> bool:
+        """Whether a message starts a new epoch of ``run``, or removes this worker."""
+        number, epoch = message.ids[:2]
+        if message.kind == Kind.REMOVED:
+            return number == self._worker and epoch == self._requests
+        return message.kind == Kind.RUN and number == run.number and epoch > run.epoch

@@ -1,0 +1,506 @@
+"""The group generator's protocol (Ripples, sections 4.1 and 5): state machines and messages.
+
+`Generator` receives requests and acknowledgements, and returns the groups that run now. `Member` is
+a worker's side. Neither has a clock or does I/O. Decisions:
+
+- *A group runs when it is the oldest group of each member, and all members have sent a request*
+  (section 5.1). So models are averaged between two steps, which a Group Buffer relies on. With
+  ``Rules(notified=True)`` a group does not wait for requests (Fig. 8), and workers average in the
+  middle of a step.
+- *The lock vector is the front of all buffers.* A group holds the locks of the members whose oldest
+  group it is. All other groups form the pending queue. Each member's acknowledgement releases that
+  member's lock.
+- *All members see one order,* that in which groups were made. A group never overtakes another one
+  with a common member, even one that waits for locks. So the oldest group of all is the oldest of
+  each of its members, it runs once these have sent requests, and there is no deadlock.
+- *A worker continues when the group that answers its request is done:* its oldest group with a
+  Group Buffer, otherwise the one made for it. Before that it takes part in all older groups.
+- *A worker that synchronizes waits for a group of all workers,* and is in no other group until
+  then, because the others may have more steps to make. Once all workers synchronize, that group is
+  made; afterwards all are idle.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool, policy_of
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+
+
+class ProtocolError(Exception):
+    """A message is malformed, or not allowed in the current state; the text says why."""
+
+
+class Run(NamedTuple):
+    """The command to average the parameters of a group now.
+
+    Attributes:
+        number: of the group, in the order in which groups are made.
+        epoch: 0, plus 1 each time that a member was lost while the group ran. A member that is
+            still in an older epoch abandons it and runs this one. A member that has completed one
+            ignores later ones.
+        members: in no order.
+        initiator: the worker whose request the group was made for, which may not be a member.
+    """
+
+    number: int
+    epoch: int
+    members: tuple[int, ...]
+    initiator: int
+
+
+class _Group:
+    """A group that is not done. Only members that are removed leave ``members``."""
+
+    __slots__ = ("epoch", "initiator", "members", "missing", "number", "running")
+
+    def __init__(self, number: int, initiator: int, members: list[int]) -> None:
+        self.number, self.initiator, self.members = number, initiator, members
+        self.epoch, self.running = 0, False
+        self.missing = len(members)
+        """The number of members that have sent no request, or have an older group."""
+
+
+class Generator:
+    """Decides whose parameters are averaged. At first all workers of the layout are active."""
+
+    def __init__(self, layout: Layout, rules: Rules | None = None, seed: int = 0) -> None:
+        self.rules = rules or Rules()
+        self._pool = WorkerPool(layout, self.rules, Random(seed))
+        self._connectivity = Connectivity(layout.workers, self.rules.connect)
+        self._policy = policy_of(self.rules)
+        self._buffers: list[deque[_Group]] = [deque() for _ in range(layout.workers)]
+        self._answer: list[_Group | None] = [None] * layout.workers
+        self._synchronizing: dict[int, None] = {}  # disjoint from the pool
+        self._late: set[int] = set()  # disjoint from both
+        self._next_number = 0
+
+    def __contains__(self, worker: int) -> bool:
+        """Whether ``worker`` is active."""
+        return worker in self._pool or worker in self._synchronizing
+
+    def is_late(self, worker: int) -> bool:
+        """Whether groups go on without ``worker``, while synchronization waits for it."""
+        return worker in self._late
+
+    def waiting_for(self, worker: int) -> tuple[int, ...]:
+        """Return the workers that ``worker``, which waits, waits for."""
+        if worker in self._synchronizing:
+            return tuple(sorted([*self._pool.active, *self._late]))
+        own = self._buffers[worker]
+        return tuple(w for w in own[0].members if not self.is_waiting(w)) if own else ()
+
+    def request(self, worker: int) -> list[Run]:
+        """Handle the request of a worker that has ended a step; return the groups that run now.
+
+        Raises:
+            ProtocolError: it is not active, or already waits.
+        """
+        self._check_free(worker, "requests a group")
+        runs: list[Run] = []
+        own = self._buffers[worker]
+        if not own:
+            self._pool.mark_busy(worker)
+        self._pool.count_request(worker)
+        disconnected = self._connectivity.count_request()
+        if own and self.rules.buffer:
+            self._answer[worker] = own[0]
+        else:
+            self._answer[worker] = self._make_groups(worker, disconnected, runs)
+        if not self.rules.notified:
+            self._count_present(own[0], runs)
+        return runs
+
+    def synchronize(self, worker: int) -> list[Run]:
+        """Handle a worker that waits for a group of all workers; return the groups that run now.
+
+        It leaves its groups, which run without it, and is in no other group until all active
+        workers synchronize. Then one group of all runs, which is acknowledged like any other.
+
+        Raises:
+            ProtocolError: it is not active, or already waits; or with ``Rules(notified=True)``,
+                with which it might be in a group that runs.
+        """
+        self._check_free(worker, "synchronizes")
+        if self.rules.notified:
+            raise ProtocolError(f"worker {worker} synchronizes, but may be in a running group")
+        runs: list[Run] = []
+        self._leave_waiting_groups(worker, runs)
+        self._pool.remove(worker)
+        self._connectivity.reset(len(self._pool.active))
+        self._synchronizing[worker] = None
+        self._run_if_all_synchronize(runs)
+        return runs
+
+    def acknowledge(self, worker: int, number: int, epoch: int = 0) -> list[Run]:
+        """Handle a worker that has completed group ``number``; return the groups that run now.
+
+        Raises:
+            ProtocolError: this group does not run there.
+        """
+        own = self._buffers[worker]
+        if not own or own[0].number != number or not own[0].running or epoch > own[0].epoch:
+            if worker not in self:
+                return []  # It does not know yet that it was removed.
+            raise ProtocolError(f"worker {worker} acknowledges group {number}, which does not run")
+        runs: list[Run] = []
+        group = own[0]
+        self._pop_group(worker, runs)
+        if epoch < group.epoch:
+            # The members of the new epoch wait for this worker, which ignores it.
+            self._rerun(group, runs)
+        return runs
+
+    def mark_late(self, worker: int) -> list[Run]:
+        """Let groups go on without a worker that lives; return the groups that run now.
+
+        It is active again after `add`. Until then, or until `remove`, there is no group of all
+        workers: its model may differ from the others'.
+        """
+        if worker in self:
+            self._late.add(worker)
+        return self._remove(worker)
+
+    def remove(self, worker: int) -> list[Run]:
+        """Remove a worker that has died or left; return the groups that run now.
+
+        Its groups go on without it. Those that run start a new epoch with the members that have not
+        acknowledged them.
+        """
+        self._late.discard(worker)
+        return self._remove(worker)
+
+    def _remove(self, worker: int) -> list[Run]:
+        runs: list[Run] = []
+        if worker not in self:
+            self._run_if_all_synchronize(runs)
+            return runs
+        running = [group for group in self._buffers[worker] if group.running]
+        self._leave_waiting_groups(worker, runs)
+        for group in running:
+            group.members.remove(worker)
+            self._rerun(group, runs)
+        self._answer[worker] = None
+        if worker in self._pool:
+            self._pool.remove(worker)
+            self._connectivity.reset(len(self._pool.active))
+        self._synchronizing.pop(worker, None)
+        self._run_if_all_synchronize(runs)
+        return runs
+
+    def add(self, worker: int, *, at_once: bool = False) -> None:
+        """Add a worker (again). It is idle, and counts as one of the fastest.
+
+        Args:
+            worker: its rank.
+            at_once: whether it joins the groups of all workers that were made and do not run yet,
+                instead of the next one.
+
+        Raises:
+            ProtocolError: it is active.
+        """
+        if worker in self:
+            raise ProtocolError(f"worker {worker} joins, but is active")
+        waiting = {
+            group.number: group for own in self._buffers for group in own if not group.running
+        }
+        self._late.discard(worker)
+        self._pool.add(worker)
+        self._connectivity.reset(len(self._pool.active))
+        for _, group in sorted(waiting.items() if at_once and self.rules.whole else ()):
+            group.members.append(worker)
+            group.missing += 1
+            self._buffers[worker].append(group)
+            self._pool.mark_busy(worker)
+
+    def is_waiting(self, worker: int) -> bool:
+        """Whether ``worker`` has sent a request whose group is not done."""
+        return self._answer[worker] is not None or worker in self._synchronizing
+
+    def run_together(self, worker: int, number: int, epoch: int, other: int) -> bool:
+        """Whether ``worker`` and ``other`` both run this epoch of a group, and are not done."""
+        own = self._buffers[worker][0] if self._buffers[worker] else None
+        return (
+            own is not None
+            and own.running
+            and (own.number, own.epoch) == (number, epoch)
+            and 0 <= other < len(self._buffers)
+            and other != worker
+            and bool(self._buffers[other])
+            and self._buffers[other][0] is own
+        )
+
+    def unfinished(self, worker: int) -> tuple[int, ...]:
+        """Return the members that are not done of the group that ``worker`` runs."""
+        own = self._buffers[worker]
+        return tuple(self._unfinished(own[0])) if own and own[0].running else ()
+
+    def is_awaited(self, worker: int) -> bool:
+        """Whether another worker waits for a request or an acknowledgement of ``worker``."""
+        own = self._buffers[worker]
+        if not own:
+            return False
+        if own[0].running:
+            return len(self._unfinished(own[0])) < len(own[0].members)
+        if self._answer[worker] is not None:
+            return False
+        # The members of its oldest group may all compute, while a later group waits for it.
+        return any(self.is_waiting(member) for group in own for member in group.members)
+
+    def _check_free(self, worker: int, action: str) -> None:
+        if worker not in self:
+            raise ProtocolError(f"worker {worker} {action}, but is not active")
+        if self.is_waiting(worker):
+            raise ProtocolError(f"worker {worker} {action}, but already waits for a group")
+
+    def _unfinished(self, group: _Group) -> list[int]:
+        buffers = self._buffers
+        return [w for w in group.members if buffers[w] and buffers[w][0] is group]
+
+    def _leave_waiting_groups(self, worker: int, runs: list[Run]) -> None:
+        own = self._buffers[worker]
+        present = self.rules.notified or self._answer[worker] is not None
+        for place, group in enumerate(own):
+            if group.running:
+                continue
+            group.members.remove(worker)
+            if place or not present:
+                self._count_present(group, runs)
+        own.clear()
+
+    def _run_if_all_synchronize(self, runs: list[Run]) -> None:
+        if self._pool.active or self._late or not self._synchronizing:
+            return
+        members = list(self._synchronizing)
+        self._synchronizing.clear()
+        group = self._new_group(members[0], members)
+        for member in members:
+            self._pool.add(member)
+            self._pool.mark_busy(member)
+            self._buffers[member].append(group)
+            self._answer[member] = group
+            self._count_present(group, runs)
+        self._connectivity.reset(len(members))
+
+    def _new_group(self, initiator: int, members: list[int]) -> _Group:
+        group = _Group(self._next_number, initiator, members)
+        self._next_number += 1
+        return group
+
+    def _make_groups(self, initiator: int, disconnected: bool, runs: list[Run]) -> _Group:
+        """Make groups, and return the first one of ``initiator``.
+
+        If ``disconnected``, the initiator's group gets a worker of another component.
+        """
+        buffers, own = self._buffers, None
+        for members in self._policy(initiator, self._pool):
+            if disconnected and initiator in members:
+                disconnected = False
+                self._add_unconnected(initiator, members)
+            self._connectivity.add_group(members, len(self._pool.active))
+            group = self._new_group(initiator, members)
+            for member in members:
+                buffers[member].append(group)
+            if own is None and initiator in members:
+                own = group
+            if self.rules.notified:
+                for member in tuple(members):
+                    if buffers[member][0] is group:
+                        self._count_present(group, runs)
+        assert own is not None, "a policy makes a group with the initiator"
+        return own
+
+    def _add_unconnected(self, initiator: int, members: list[int]) -> None:
+        other = self._connectivity.find_unconnected(initiator, self._pool)
+        if other is not None and other not in members:
+            self._pool.mark_busy(other)
+            members.append(other)
+
+    def _pop_group(self, worker: int, runs: list[Run]) -> None:
+        """Remove a worker's oldest group, which is done there; the next one may run."""
+        own = self._buffers[worker]
+        if self._answer[worker] is own.popleft():
+            self._answer[worker] = None
+        if not own:
+            self._pool.mark_idle(worker)
+        elif self.rules.notified or self._answer[worker] is not None:
+            self._count_present(own[0], runs)
+
+    def _count_present(self, group: _Group, runs: list[Run]) -> None:
+        """Count one missing member less; run the group if none is missing."""
+        group.missing -= 1
+        if not group.missing and group.members:
+            group.running = True
+            runs.append(Run(group.number, 0, tuple(group.members), group.initiator))
+
+    def _rerun(self, group: _Group, runs: list[Run]) -> None:
+        """Start a new epoch of a running group with its unfinished members."""
+        left = self._unfinished(group)
+        if left:
+            group.epoch += 1
+            runs.append(Run(group.number, group.epoch, tuple(left), group.initiator))
+
+
+class Member:
+    """A worker's view of its groups.
+
+    Attributes:
+        waiting: whether it has sent a request whose group is not done.
+        running: the group that it runs now.
+        last: the number of the last group that it has completed; -1 before the first.
+    """
+
+    def __init__(self, worker: int, rules: Rules) -> None:
+        self._worker, self._buffer = worker, rules.buffer
+        self._synchronizes = False
+        self.waiting = False
+        self.running: Run | None = None
+        self.last = -1
+
+    def request(self, *, synchronize: bool = False) -> None:
+        """Note a request for a group; with ``synchronize`` for a group of all workers."""
+        assert not self.waiting, "a worker sends one request per step"
+        self.waiting, self._synchronizes = True, synchronize
+
+    def start(self, run: Run) -> bool:
+        """Return whether to execute ``run``, abandoning the group that runs.
+
+        It is ignored if this worker has completed the group: then a member was lost before others
+        had, and they run it again without this worker.
+
+        Raises:
+            ProtocolError: the generator does not send this to this worker now.
+        """
+        now = self.running
+        if self._worker not in run.members:
+            raise ProtocolError(f"group {run.number} does not contain worker {self._worker}")
+        if run.number <= self.last:
+            return False
+        if now is not None and (run.number != now.number or run.epoch <= now.epoch):
+            raise ProtocolError(f"group {run.number} starts while group {now.number} runs")
+        self.running = run
+        return True
+
+    def finish(self) -> Run:
+        """Return the completed group, to be acknowledged, and update `waiting`."""
+        run = self.running
+        assert run is not None, "nothing runs"
+        self.running, self.last = None, run.number
+        # With a Group Buffer a request is answered by the worker's oldest group, otherwise by the
+        # one that was made for it. A worker that synchronizes is in one group only.
+        if self._buffer or self._synchronizes or run.initiator == self._worker:
+            self.waiting = self._synchronizes = False
+        return run
+
+
+# A message is a kind, four numbers (`ids`) and, for `Kind.RUN`, a payload.
+
+ID_LIMIT = 1 << 32
+"""Upper bound of the numbers in messages, exclusive."""
+
+_MAX_PAYLOAD = 1 << 20
+"""Bytes."""
+
+
+class Kind(enum.IntEnum):
+    """Kinds of messages. ``ids`` of `RUN`, `DONE` and `LOST` begin with group number and epoch.
+
+    Workers send `REQUEST`, `DONE`, `LOST`, `SYNCHRONIZE` and `FETCH_STATE`, both sides `KEEPALIVE`,
+    and the generator the rest.
+    """
+
+    REQUEST = 1
+    """A step has ended. An excluded worker becomes active again, unless the first number is 1: then
+    it gets `REMOVED`, and copies a peer's state first."""
+    DONE = 2
+    """The sender's parameters are the group's average."""
+    LOST = 3
+    """The third number is a member that was lost while the group ran."""
+    SYNCHRONIZE = 4
+    """The sender waits for a group of all workers. It counts as a request."""
+    KEEPALIVE = 5
+    """It fails to arrive if the receiver is dead. The generator's first number is 0, or 1 more than
+    a live worker that the receiver waits for."""
+    RUN = 6
+    """Average with the payload's workers. The third number is the initiator, the fourth the
+    connection id. The payload ends with connection ids to close first."""
+    REMOVED = 7
+    """The first number is a worker that is not active any more, the second how many requests it has
+    sent, from which it sees whether it has sent another one since. The third is a `Reason`. The
+    fourth is 1 if others have synchronized without the receiver."""
+    ADDED = 8
+    """The first number is a worker that is active again."""
+    REFUSED = 9
+    """The receiver has violated the protocol; the payload says how. Nothing else follows."""
+    FETCH_STATE = 10
+    """The sender wants a peer's state. The first number is 0, or 1 more than a peer that was lost;
+    the second is 1 if the sender is active from now on."""
+    SEND_STATE = 11
+    """The first number is the worker that sends its state to the second; the third is their
+    connection id. If both are the same, no worker has a state to send."""
+
+
+class Reason(enum.IntEnum):
+    """Why a worker is not active."""
+
+    LATE = 0
+    """Its step, or an average with it, took too long. It lives: synchronization waits for it."""
+    SILENT = 1
+    """No message came from it for long: it was stopped, or the network failed. Its model is old, so
+    it copies a peer's state before it is in a group again."""
+    DIED = 2
+    """Its connections have closed without a goodbye."""
+    LEFT = 3
+    """It has shut down in good order."""
+
+    @classmethod
+    def parse(cls, number: int) -> Reason:
+        """Return the reason with this number; `LATE` if there is none."""
+        return cls(number) if number in cls._value2member_map_ else cls.LATE
+
+
+class RunMessage(NamedTuple):
+    """The content of a `Kind.RUN`.
+
+    Attributes:
+        run: the group.
+        connection: the id of the group's connections, see `ConnectionCache`.
+        close: ids of connections to close.
+    """
+
+    run: Run
+    connection: int
+    close: tuple[int, ...] = ()
+
+
+def encode_members(members: Sequence[int], close: Sequence[int] = ()) -> bytes:
+    """Return the payload of a `Kind.RUN`: number of members, members, connection ids to close."""
+    return struct.pack(f"<{1 + len(members) + len(close)}I", len(members), *members, *close)
+
+
+def run_ids(run: Run, connection: int) -> tuple[int, int, int, int]:
+    """Return the numbers of a `Kind.RUN`."""
+    return run.number, run.epoch, run.initiator, connection
+
+
+def decode_run(ids: Sequence[int], payload: bytes | memoryview, workers: int) -> RunMessage:
+    """Return the content of a `Kind.RUN`.
+
+    Raises:
+        ProtocolError: it is malformed, or not about ``workers`` workers.
+    """
+    if ids[2] >= workers:
+        raise ProtocolError(f"initiator {ids[2]} is none of {workers} workers")
+    if len(payload) % 4 or not 8 <= len(payload) <= _MAX_PAYLOAD:
+        raise ProtocolError(f"a payload of {len(payload)} bytes is no group")
+    size, *numbers = struct.unpack(f"<{len(payload) // 4}I", payload)
+    members = tuple(numbers[:size])
+    if not members or max(members) >= workers or len(set(members)) < size:
+        raise ProtocolError(f"{members[:8]} is no group of {workers} workers")
+    return RunMessage(Run(ids[0], ids[1], members, ids[2]), ids[3], tuple(numbers[size:]))

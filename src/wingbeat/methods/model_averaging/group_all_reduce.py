@@ -1,0 +1,217 @@
+"""P-Reduce (Ripples, section 3.2): the mean of a flat buffer over the members of a group."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from wingbeat.collectives import Collectives, Encoded, WireFormat
+from wingbeat.errors import PeerError
+from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
+from wingbeat.observe.events import AVERAGES, stream
+from wingbeat.transport.blame import Blame
+from wingbeat.transport.meeting import room_of
+from wingbeat.types import Group, Span
+
+if TYPE_CHECKING:
+    from wingbeat.codecs import Coding
+    from wingbeat.collectives import Handle
+    from wingbeat.methods.model_averaging.generator import Run
+    from wingbeat.transport.world import World
+
+_CHECK_S = 0.5
+"""Interval of checks of whether missing members may still arrive."""
+
+GRACE_S = 5.0
+"""Seconds, plus twice the longest average so far, in which data of departed members may arrive."""
+
+
+class ModelCompression:
+    """How parts of a flat model are compressed, with error feedback.
+
+    Each average may fail and be repeated. So a part is encoded with a copy of its residual, which
+    replaces the residual when the average is applied. Until then a checkpoint has the residual from
+    before the average. Where models are sent it is replaced at once, as an average with another
+    group may follow before one is applied.
+
+    Args:
+        compression: the dtype or codec of all parts; None for none.
+        residual: the error of codecs so far, float32, as long as the model; None for no error
+            feedback.
+        gathers: whether each worker receives all payloads, instead of their sum.
+        models: whether models are sent, instead of differences: then the residual is a part of
+            this worker's model.
+    """
+
+    def __init__(
+        self,
+        compression: torch.dtype | Coding | None,
+        residual: torch.Tensor | None = None,
+        *,
+        gathers: bool = False,
+        models: bool = False,
+    ) -> None:
+        self.gathers, self._models = gathers, models
+        self._compression, self._residual = compression, residual
+        self._new_residual = None if residual is None else torch.zeros_like(residual)
+        self._averaged: slice | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of all parts, if no codec is used."""
+        return self._compression if isinstance(self._compression, torch.dtype) else None
+
+    def begin(self, part: Span) -> WireFormat | None:
+        """Return the wire format of ``part`` for an average that begins now."""
+        self._averaged = None
+        if self._compression is None or isinstance(self._compression, torch.dtype):
+            return self._compression
+        coding, inside = self._compression.cut(part), slice(part.start, part.stop)
+        if self._residual is None or self._new_residual is None:
+            return Encoded(coding)
+        return Encoded(coding, self._new_residual[inside].copy_(self._residual[inside]))
+
+    def add_residual(self, model: torch.Tensor) -> None:
+        """Add the residual to a model before a synchronization, and reset it."""
+        if self._models and self._residual is not None:
+            model[: self._residual.numel()].add_(self._residual)
+            self._residual.zero_()
+
+    def end(self, part: Span) -> None:
+        """Note that the average of ``part`` is complete."""
+        self._averaged = slice(part.start, part.stop)
+        if self._models:
+            self.commit()
+
+    def commit(self) -> None:
+        """Replace the residual, if the last average is complete, which has been applied."""
+        inside, self._averaged = self._averaged, None
+        if inside is not None and self._residual is not None and self._new_residual is not None:
+            self._residual[inside] = self._new_residual[inside]
+
+
+class GroupAllReduce:
+    """Averages this worker's parameters with those of groups. A `Reducer`.
+
+    Connections stay open until `close`. If a group fails, the buffer is unchanged.
+
+    Args:
+        world: all workers, on CPUs.
+        buffer: all parameters: flat, contiguous, floating point, on the CPU.
+        compression: how parameters are compressed; None for not at all.
+        first: the epoch of connection id 0 in the world; different for each buffer.
+
+    Attributes:
+        part: the part of the buffer that is averaged; initially all of it.
+        uncompressed: whether the next averages ignore ``compression``.
+        compression: as given.
+        members: of the current or last group.
+        completed: the number of completed averages.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        buffer: torch.Tensor,
+        compression: ModelCompression | None = None,
+        *,
+        first: int = 0,
+    ) -> None:
+        self._world, self._buffer = world, buffer
+        self.compression = compression or ModelCompression(None)
+        self.uncompressed = False
+        self._first = first
+        self.part = Span(0, buffer.numel())
+        self.members: tuple[int, ...] = ()
+        self.completed = 0
+        # A collective that fails leaves garbage in its buffer.
+        self._sum = torch.empty_like(buffer)
+        self._longest_s = 0.0
+        self._open: dict[int, tuple[Group, World, Collectives]] = {}
+
+    def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
+        """Replace the buffer's part by its mean over the members; same bits on all of them.
+
+        Opens the connections if needed. Returns None; or a lost member, or `ABANDONED`, and the
+        buffer is unchanged.
+        """
+        if connection not in self._open:
+            group = Group(run.members, epoch=self._first + connection)
+            inner = self._world.open_group(group)
+            self._open[connection] = group, inner, Collectives(inner)
+        group, inner, collectives = self._open[connection]
+        self.members = run.members
+        inside = slice(self.part.start, self.part.stop)
+        begin = time.monotonic_ns() if stream.on else 0
+        total = self._sum[inside].copy_(self._buffer[inside])
+        try:
+            handle = self._start(collectives, total)
+            if not self._wait(handle, arrival):
+                collectives.abandon()
+                self.close([connection])
+                self._sum = torch.empty_like(self._sum)  # the collective may still write to it
+                return ABANDONED
+            handle.wait()
+        except PeerError:
+            lost = self._lost_member(group, inner)
+            self.close([connection])
+            return lost
+        self._buffer[inside].copy_(total.div_(len(run.members)))
+        if not self.uncompressed:
+            self.compression.end(self.part)
+        self.completed += 1
+        if begin:
+            stream.record(
+                "average", begin, time.monotonic_ns(), nbytes=total.nbytes, lane=AVERAGES,
+                group=run.members,
+            )  # fmt: skip
+        return None
+
+    def close(self, connections: Iterable[int] | None = None) -> None:
+        """Close the connections with these ids; all if None."""
+        for connection in list(self._open) if connections is None else connections:
+            opened = self._open.pop(connection, None)
+            if opened is not None:
+                opened[1].close()
+
+    def _start(self, collectives: Collectives, total: torch.Tensor) -> Handle:
+        # The bucket number differs by part: members at different fragments must not add them up.
+        bucket = self.part.start or -1
+        wire = None if self.uncompressed else self.compression.begin(self.part)
+        if isinstance(wire, Encoded) and self.compression.gathers:
+            return collectives.all_gather_sum(total, wire=wire, bucket=bucket)
+        return collectives.all_reduce(total, wire=wire, bucket=bucket)
+
+    def _wait(self, handle: Handle, arrival: Callable[[], Arrival]) -> bool:
+        """Wait for a collective; return False if members will not arrive.
+
+        A departed member may have sent all that is needed. If this worker abandoned the collective
+        too early, the others would lose this worker.
+        """
+        over = threading.Event()
+        handle.add_done_callback(lambda _: over.set())
+        begun = time.monotonic()
+        departed_at: float | None = None
+        while not over.wait(_CHECK_S):
+            now, expected = time.monotonic(), arrival()
+            if expected is Arrival.IMPOSSIBLE:
+                return over.is_set()
+            if expected:
+                departed_at = None
+            elif departed_at is None:
+                departed_at = now
+            elif now - departed_at > GRACE_S + 2 * self._longest_s:
+                return False
+        self._longest_s = max(self._longest_s, time.monotonic() - begun)
+        return True
+
+    def _lost_member(self, group: Group, inner: World) -> int:
+        """Return the member that has failed; this worker if the others have not waited for any."""
+        rank = self._world.rank
+        blame = Blame(inner.store, rank, self._world.size, inner.timeout, room_of(group))
+        waited_for = blame.whom(rank)
+        return rank if waited_for is None else blame.culprit(waited_for)

@@ -1,0 +1,490 @@
+"""Averages with groups beside training, and the transfer of state to restarted workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from wingbeat.errors import PeerError, UsageError, WingbeatError
+from wingbeat.exchanges.departures import departures_of
+from wingbeat.methods.model_averaging.client import Client
+from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.observe.meter import Section
+from wingbeat.transport import incarnation, interfaces, leaving
+from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport.text import first_line
+from wingbeat.types import SERIES, Group, Span
+
+if TYPE_CHECKING:
+    from wingbeat.methods.model_averaging.static import StaticClient
+    from wingbeat.transport.link import Link
+    from wingbeat.transport.messages.mailbox import Mailbox
+    from wingbeat.transport.world import World
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 16 << 20
+"""Bytes of a state that are sent at a time, each with the full timeout."""
+
+_TAG = 0
+_CHECK_S = 0.1
+
+_NO_STATE = -1
+"""Sent instead of a size if there is no state."""
+
+_STATE_FACTOR, _STATE_EXTRA = 8, 64 << 20
+"""Limit of a state: a multiple of the parameters' bytes, plus some."""
+
+
+class StateSender:
+    """Sends states to other workers, each in a thread, while training goes on."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._running: dict[threading.Thread, World] = {}
+
+    def send(self, receiver: int, connection: int, state: bytes | bytearray | None) -> None:
+        """Start to send a state to a worker; None if there is none."""
+        self._running = {thread: w for thread, w in self._running.items() if thread.is_alive()}
+        inner = self._world.open_group(Group((self._world.rank, receiver), epoch=connection))
+        thread = threading.Thread(
+            target=_send_state, args=(inner, state), name="wingbeat-send-state", daemon=True
+        )
+        self._running[thread] = inner
+        thread.start()
+
+    def close(self) -> None:
+        """Cancel all transfers; receivers ask another worker."""
+        for thread, inner in self._running.items():
+            for link in inner.links:
+                link.close()
+            thread.join()
+        self._running.clear()
+
+
+def _send_state(inner: World, state: bytes | bytearray | None) -> None:
+    with contextlib.suppress(RuntimeError, WingbeatError), inner:  # the receiver reports errors
+        link, peer = inner.links[0], 1 - inner.rank
+        _send(link, peer, torch.tensor([_NO_STATE if state is None else len(state)]), inner.timeout)
+        # torch warns of tensors that share the memory of immutable bytes.
+        for chunk in _chunks(bytearray(state or b"")):
+            _send(link, peer, chunk, inner.timeout)
+        _receive(link, peer, torch.zeros(1, dtype=torch.int64), inner.timeout)
+
+
+def receive_state(
+    world: World, sender: int, connection: int, limit: int, is_active: Callable[[], bool]
+) -> bytearray:
+    """Receive the state that ``sender`` sends.
+
+    Raises:
+        PeerError: the sender has no state, or the state is too large.
+        SenderLost: the sender was lost.
+    """
+    inner = world.open_group(Group((world.rank, sender), epoch=connection))
+    receiver = _Receiver(inner, limit)
+    thread = threading.Thread(target=receiver.run, name="wingbeat-receive-state", daemon=True)
+    thread.start()
+    begun = time.monotonic()
+    while thread.is_alive():
+        thread.join(_CHECK_S)
+        if not is_active():
+            for link in inner.links:
+                link.close()
+            thread.join()
+    inner.close()
+    name = f"rank {world.rank}: rank {sender}"
+    if receiver.state is None:
+        raise SenderLost(f"{name} was lost {time.monotonic() - begun:.1f} s after it was asked for "
+                         f"its state: {receiver.error}")  # fmt: skip
+    if receiver.size == _NO_STATE:
+        raise PeerError(
+            f"{name} has no training state for a worker that rejoins; start all workers again from "
+            "a checkpoint"
+        )
+    if not 0 <= receiver.size <= limit:
+        raise PeerError(
+            f"{name} sends a state of {receiver.size} bytes: allowed are {limit}; start all "
+            "workers again from a checkpoint"
+        )
+    return receiver.state
+
+
+class SenderLost(Exception):
+    """The sender of a state was lost; the text says how."""
+
+
+class _Receiver:
+    """Receives a state. `run` is a thread's target.
+
+    Attributes:
+        size: the announced size.
+        state: all of it; None if the sender was lost.
+        error: how it was lost.
+    """
+
+    def __init__(self, inner: World, limit: int) -> None:
+        self._inner, self._limit = inner, limit
+        self.size = 0
+        self.state: bytearray | None = None
+        self.error = ""
+
+    def run(self) -> None:
+        inner = self._inner
+        link, peer, timeout = inner.links[0], 1 - inner.rank, inner.timeout
+        try:
+            size = torch.zeros(1, dtype=torch.int64)
+            _receive(link, peer, size, timeout)
+            self.size = int(size)
+            state = bytearray(self.size if 0 < self.size <= self._limit else 0)
+            for chunk in _chunks(state):
+                _receive(link, peer, chunk, timeout)
+            if len(state) == max(0, self.size):
+                _send(link, peer, size, timeout)
+            self.state = state
+        except (RuntimeError, MemoryError, WingbeatError) as error:
+            self.error = first_line(error)
+
+
+def _chunks(state: bytearray) -> Iterator[torch.Tensor]:
+    if state:
+        yield from torch.frombuffer(state, dtype=torch.uint8).split(_CHUNK_BYTES)
+
+
+def _send(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> None:
+    link.send(tensor, peer, _TAG).wait(timeout)
+
+
+def _receive(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> None:
+    link.recv(tensor, peer, _TAG).wait(timeout)
+
+
+class GroupSession:
+    """Connects a flat buffer to the groups that average it. Rank 0 starts the generator.
+
+    Args:
+        world: all workers. Each makes a session at the same time, or when it was restarted.
+        buffer: all parameters: flat, contiguous, on the CPU.
+        rules: how groups are made, the same on all workers; None for the static schedule, which
+            needs no generator.
+        compression: how parameters are compressed; None for not at all.
+        seed: of random groups.
+        encrypted: whether messages to the generator are encrypted. Parameters are not.
+
+    Attributes:
+        snapshot: returns the state for a restarted worker, between two steps; None for no state.
+            See `fetch_state`.
+
+    Raises:
+        UsageError: the generator cannot be started, or no process can rejoin.
+        PeerError: a worker sent a malformed identity of its host.
+        RendezvousError: a worker, or the generator, did not connect.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        buffer: torch.Tensor,
+        rules: Rules | None,
+        *,
+        compression: ModelCompression | None = None,
+        seed: int = 0,
+        encrypted: bool = True,
+    ) -> None:
+        serial = next_serial(world)
+        config = GeneratorConfig(
+            room=f"groups{serial}",
+            host_of=_layout(world, serial).host_of,
+            interfaces=_interfaces(world),
+            encrypted=encrypted,
+            timeout=world.timeout,
+            rules=rules or Rules(),
+            seed=seed,
+        )
+        self._world, self._timeout = world, world.timeout
+        self._limit = _STATE_FACTOR * buffer.numel() * buffer.element_size() + _STATE_EXTRA
+        self._sender = StateSender(world)
+        self.snapshot: Callable[[], bytes | None] | None = None
+        store = world.store if world.group_store is None else world.group_store()
+        self._service: Started | None = None
+        self._mailbox: Mailbox | None = None
+        self._first = (serial - 1) * SERIES
+        self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
+        self.client: Client | StaticClient
+        departures = departures_of(world)
+        is_running = functools.partial(incarnation.lives, store)
+        if rules is None:
+            if world.returned:
+                raise UsageError(
+                    f"rank {world.rank} was started again while the others go on: the static "
+                    "schedule has no rejoin; use Rules(), or start all workers again"
+                )
+            self.client = config.static_client(store, world.rank, is_running)
+            self.client.on_lost = departures.lost
+            return
+        try:
+            if world.rank == 0 and not world.returned:
+                self._service = (InThread if world.threads else InProcess)(config, store)
+            self._mailbox, self.client = config.client(
+                store, world.rank, world.returned, is_running
+            )
+            self.client.on_fetch = self._send_state
+            self.client.on_lost, self.client.on_back = departures.lost, departures.back
+        except BaseException as error:
+            self._end_service(kill=True)
+            if isinstance(error, OSError) and not isinstance(error, WingbeatError):
+                raise UsageError(
+                    f"rank {world.rank}: cannot start the group generator: {error}"
+                ) from None
+            raise
+
+    def step(self) -> None:
+        """Average the buffer with groups, until the next step may begin.
+
+        Raises:
+            PeerError: no group came in time.
+        """
+        self.client.step(self.reducer)
+
+    def synchronize(self) -> None:
+        """Average the buffer over all active workers, once all of them have called this.
+
+        Afterwards it is the same on all of them. The others may make steps before.
+
+        Raises:
+            PeerError: the generator gave no sign in time.
+        """
+        self.client.synchronize(self.reducer)
+
+    def copy_state_when_excluded(self) -> None:
+        """Let an excluded worker be in no group until `fetch_state`.
+
+        Until then steps end without an average, and `must_fetch` is true.
+        """
+        if isinstance(self.client, Client):
+            self.client.copies_state = True
+
+    @property
+    def must_fetch(self) -> bool:
+        """Whether this worker must call `fetch_state` before it is in a group again."""
+        client = self.client
+        if not isinstance(client, Client) or client.fallback is not None:
+            return False
+        return client.stale or (client.copies_state and client.excluded)
+
+    def fetch_state(self, *, join: bool = False) -> bytearray:
+        """Return the state of an active peer, for a restarted or excluded worker before a step.
+
+        The peer calls its `snapshot` while it waits for a group, and sends the state in a thread.
+        If it is lost, another peer is asked.
+
+        Args:
+            join: whether this worker is active from now on, so that the peer's group waits for it,
+                instead of from its next request.
+
+        Raises:
+            UsageError: groups follow the static schedule, which has no rejoin.
+            PeerError: no peer is active, has a state or sends it in time; or it is too large.
+        """
+        if not isinstance(self.client, Client):
+            raise UsageError("fetch_state(): the static schedule has no rejoin; use Rules()")
+
+        def receive(
+            sender: int, connection: int, is_active: Callable[[], bool]
+        ) -> bytearray | None:
+            try:
+                first = self._first
+                return receive_state(
+                    self._world, sender, first + connection, self._limit, is_active
+                )
+            except SenderLost as error:
+                _log.warning("%s; another one is asked", error)
+                return None
+
+        return self.client.fetch_state(receive, join=join)
+
+    def _send_state(self, receiver: int, connection: int) -> None:
+        state = self.snapshot() if self.snapshot is not None else None
+        self._sender.send(receiver, self._first + connection, state)
+
+    def close(self) -> None:
+        """Leave. The generator ends when all workers have left."""
+        self._sender.close()
+        self.client.leave(failed=leaving.failing())
+        self.reducer.close()
+        kill = leaving.failing() or self.client.fallback is not None
+        if self._mailbox is None:
+            return
+        if kill:
+            self._mailbox.abandon()
+        else:
+            with contextlib.suppress(PeerError):  # the generator may have died just now
+                self._mailbox.close()
+        self._end_service(kill)
+
+    def _end_service(self, kill: bool) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            if kill:
+                service.kill()
+            else:
+                service.close(self._timeout)
+
+
+_serials: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
+
+
+def next_serial(world: World) -> int:
+    """Return a number from 1 on for a user of a world's groups, the same on all workers.
+
+    Its epochs start at ``(number - 1) * SERIES``. A restarted process makes its users in the same
+    order.
+    """
+    serial = _serials[world] = _serials.get(world, 0) + 1
+    return serial
+
+
+def _interfaces(world: World) -> tuple[str, ...]:
+    if world.threads:
+        return ("lo",)
+    return world.interfaces or tuple(link.name for link in world.links)
+
+
+def _layout(world: World, serial: int) -> Layout:
+    """Exchange host identities; a restarted worker is on the host of its first process."""
+    key = f"group hosts {serial}"
+    if not world.returned:
+        world.publish(key, json.dumps(interfaces.local().identity))
+    identities = [world.read(key, rank) for rank in range(world.size)]
+    for rank, identity in enumerate(identities):
+        if not isinstance(identity, str):
+            raise PeerError(f"rank {rank} sent a malformed identity of its host")
+    return Layout.by_name(identities)
+
+
+class GroupAverager:
+    """Averages with groups in a thread, while training goes on. An `Averager`."""
+
+    def __init__(self, session: GroupSession, buffer: torch.Tensor, world: World) -> None:
+        self.buffer = buffer
+        self.session, self._threads, self._closed = session, world.threads, False
+        self._rank = world.rank
+        self._whole = Span(0, buffer.numel())
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._error: BaseException | None = None
+        self._averages = self._waits = self._completed_before = 0
+        self._thread = threading.Thread(target=self._run, name="wingbeat-averages", daemon=True)
+        self._thread.start()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The last group since `begin`; this worker if there was none."""
+        reducer = self.session.reducer
+        if reducer.completed > self._completed_before:
+            return reducer.members
+        return (self._rank,)
+
+    def begin(self, part: Span) -> None:
+        """Start to average the part with the next groups. It must not be used until `end`.
+
+        Raises:
+            UsageError: the averager is closed.
+        """
+        self._start(part, self.session.step)
+
+    def end(self) -> None:
+        """Wait until this worker's groups are done.
+
+        Raises:
+            PeerError: no group came in time, or the generator violated the protocol.
+        """
+        self._waits += not self._idle.is_set()
+        self._idle.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def commit(self) -> None:
+        """Note that the average is applied: its compression error is sent with the next one."""
+        self.session.reducer.compression.commit()
+
+    def synchronize(self, part: Span | None = None) -> None:
+        """Make the buffer the mean over all active workers, which all call this.
+
+        It is sent uncompressed, after compression errors of earlier averages are added to it.
+
+        Raises:
+            PeerError: a worker did not call it.
+            UsageError: the averager is closed.
+        """
+        self.session.reducer.compression.add_residual(self.buffer)
+        self._start(part or self._whole, self.session.synchronize)
+        self.end()
+
+    def sections(self) -> Sequence[Section]:
+        """Return counts, the last group and lost peers for `wingbeat top`."""
+        client = self.session.client
+        return [
+            Section(
+                "groups",
+                {
+                    "averages": self._averages,
+                    "waits": self._waits,
+                    "group": " ".join(map(str, sorted(self.session.reducer.members))),
+                    "absent": " ".join(map(str, sorted(client.lost_peers))),
+                    "generator": "gone" if client.fallback else "",
+                },
+            )
+        ]
+
+    def close(self) -> None:
+        """Leave. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        if self._threads:
+            # The worlds of one process are closed one after the other.
+            threading.Thread(target=self._end, name="wingbeat-ending").start()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if not leaving.failing():
+            self._thread.join()
+        self.session.close()
+
+    def _start(self, part: Span, job: Callable[[], None]) -> None:
+        if self._closed:
+            raise UsageError(
+                f"rank {self._rank}: wingbeat was shut down; models cannot be averaged: call "
+                "wingbeat.shutdown() after the last step and wingbeat.synchronize()"
+            )
+        reducer = self.session.reducer
+        reducer.part, reducer.uncompressed = part, job == self.session.synchronize
+        self._completed_before = reducer.completed
+        self._idle.clear()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+                self._averages += 1
+            except BaseException as error:  # raised in the training thread
+                self._error = error
+            self._idle.set()

@@ -1,0 +1,686 @@
+"""AD-PSGD: two workers at a time average their parameters atomically, beside training.
+
+As published by Lian et al. (2018) and described in sections 2.3 and 2.4 of Ripples. Active workers
+send requests and passive ones serve them, so there is no deadlock. `pair_machine` has the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from wingbeat.collectives.cast import narrower
+from wingbeat.errors import MismatchError, PeerError, UsageError, WingbeatError
+from wingbeat.exchanges.departures import Departures, departures_of
+from wingbeat.methods.model_averaging.generator import ProtocolError
+from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
+from wingbeat.methods.model_averaging.group_averager import next_serial
+from wingbeat.methods.model_averaging.pair_machine import (
+    Apply,
+    Discard,
+    Kind,
+    PairMachine,
+    Send,
+    is_active,
+    partners,
+)
+from wingbeat.methods.model_averaging.rendezvous import StatusTable
+from wingbeat.methods.model_averaging.rules import Layout
+from wingbeat.methods.model_averaging.static import SYNC_CALL, StaticClient
+from wingbeat.observe.events import AVERAGES, stream
+from wingbeat.observe.meter import Section
+from wingbeat.transport import leaving
+from wingbeat.transport.incarnation import lives
+from wingbeat.transport.liveness import LONGEST, Wait, stuck_text
+from wingbeat.transport.messages.endpoint import Limits, Message
+from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.store import Store
+from wingbeat.transport.text import first_line
+from wingbeat.transport.world import World
+from wingbeat.types import SERIES, Span
+
+SILENCE_S = 10.0
+"""Seconds without a message, at most, after which an awaited worker is lost."""
+
+CHUNK_BYTES = 1 << 20
+"""Bytes of a chunk of a model, at most."""
+
+_CHECK_S = 0.5
+"""Interval of checks of whether awaited workers live."""
+
+_PROGRESS = frozenset({Kind.GRANT, Kind.CHUNK, Kind.AVERAGE, Kind.DONE, Kind.SYNCHRONIZE})
+"""Messages that show progress, and extend the deadline of a wait."""
+
+_QUICK_CLOSE_S = 1.0
+"""Timeout of the shutdown after a failure."""
+
+
+class PairBuffer:
+    """A worker's parameters, and the memory in which an average is made.
+
+    The average is x_i, x_j <- (x_i + x_j) / 2, chunk by chunk. The parameters do not change before
+    all chunks have arrived, so that a worker that dies leaves its peer's model unchanged.
+
+    Uncompressed, the responder computes the average and sends it back, so both end with the same
+    bits. If models were rounded to a narrower dtype, they would lose most steps, which are smaller
+    than the last bit of most parameters. So the response is half of the difference, rounded: one
+    worker adds it, the other subtracts it. The sum of both models is unchanged; they differ by the
+    rounding error, as models of AD-PSGD differ anyway.
+
+    Args:
+        buffer: all parameters: flat, contiguous, floating point, on the CPU.
+        dtype: in which chunks are sent; None, or a dtype that is no narrower, for the buffer's.
+        chunk_bytes: size of a chunk.
+
+    Attributes:
+        spans: the chunks, in elements.
+
+    Raises:
+        UsageError: parameters cannot be sent in this dtype.
+    """
+
+    def __init__(
+        self, buffer: torch.Tensor, dtype: torch.dtype | None, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._buffer = buffer.detach()
+        narrow = narrower(dtype, buffer)
+        self._compressed = narrow is not None
+        sent = buffer.dtype if narrow is None else narrow
+        self.spans = Span(0, buffer.numel()).cut(max(1, chunk_bytes // sent.itemsize))
+        self._itemsize = sent.itemsize
+        self._result = torch.empty(buffer.numel(), dtype=sent, device="cpu")
+        self._result_bytes = _bytes_of(self._result)
+        self._sent_bytes = self._result_bytes if self._compressed else _bytes_of(self._buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks, as they are sent."""
+        return len(self._result_bytes)
+
+    def is_valid_chunk(self, chunk: int, nbytes: int) -> bool:
+        """Whether the chunk with this number has ``nbytes`` bytes."""
+        return chunk < len(self.spans) and nbytes == len(self.spans[chunk]) * self._itemsize
+
+    def model_chunk(self, chunk: int) -> memoryview:
+        """Return a chunk of this worker's model to send; valid until the response arrives."""
+        span = self.spans[chunk]
+        if self._compressed:
+            self._result[span.start : span.stop].copy_(self._buffer[span.start : span.stop])
+        return self._sent_bytes[self._place(span)]
+
+    def average_chunk(self, chunk: int) -> memoryview:
+        """Return the response to a chunk, after `average_with`."""
+        return self._result_bytes[self._place(self.spans[chunk])]
+
+    def average_with(self, chunk: int, payload: memoryview) -> None:
+        """Average a valid chunk of the requester's model with this worker's."""
+        span = self.spans[chunk]
+        self._result_bytes[self._place(span)] = payload
+        result = self._result[span.start : span.stop]
+        own = self._buffer[span.start : span.stop]
+        with torch.no_grad():
+            if self._compressed:
+                result.copy_((own - result.to(own.dtype)).mul_(0.5))
+            else:
+                result.add_(own).mul_(0.5)
+
+    def receive_average(self, chunk: int, payload: memoryview) -> None:
+        """Store the valid response to a chunk."""
+        self._result_bytes[self._place(self.spans[chunk])] = payload
+
+    def apply(self, *, is_requester: bool) -> None:
+        """Make the complete average this worker's model."""
+        with torch.no_grad():
+            if not self._compressed:
+                self._buffer.copy_(self._result)
+            elif is_requester:
+                self._buffer.add_(self._result)
+            else:
+                self._buffer.sub_(self._result)
+
+    def discard(self) -> None:
+        """Discard an average. Its memory may still be referenced by unsent messages."""
+        self._result = torch.empty_like(self._result)
+        self._result_bytes = _bytes_of(self._result)
+        if self._compressed:
+            self._sent_bytes = self._result_bytes
+
+    def _place(self, span: Span) -> slice:
+        return slice(span.start * self._itemsize, span.stop * self._itemsize)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    view: memoryview = tensor.view(torch.uint8).numpy().data
+    return view
+
+
+class PairExchange:
+    """Executes the commands of a worker's machine in a thread, beside training.
+
+    A lock protects the machine and the buffer, which this thread and the training thread use.
+
+    Args:
+        machine: this worker's.
+        mailbox: is connected to its partners, numbered by rank; used by the thread only.
+        buffer: the parameters.
+        timeout: seconds; a live partner is awaited `LONGEST` times as long.
+        on_lost: called with each worker that is lost, in the thread.
+        departures: logs lost workers.
+        clock: returns seconds.
+
+    Attributes:
+        waits: how often training had to wait for an average.
+        members: this worker, and its last partner.
+        watches_all: whether all partners are checked, and not only awaited ones.
+    """
+
+    def __init__(
+        self,
+        machine: PairMachine,
+        mailbox: Mailbox,
+        buffer: PairBuffer,
+        *,
+        timeout: float,
+        on_lost: Callable[[int], None] = lambda _: None,
+        departures: Departures | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.machine, self._mailbox, self._buffer = machine, mailbox, buffer
+        self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
+        self._on_lost, self._reported = on_lost, set[int]()
+        self._departures = departures or Departures(None, self._me)
+        self.waits = 0
+        self.watches_all = False
+        self.members: tuple[int, ...] = ()
+        self._requested_ns = self._granted_ns = 0
+        self._changed = threading.Condition()
+        self._interrupt = mailbox.interrupter()
+        self._error: PeerError | None = None
+        self._closing = self._quick = False
+        self._progress_at = self._checked_at = 0.0
+        self._interfaces: dict[int, int] = {}  # by chunk in flight
+        self._load: Counter[int] = Counter()  # chunks in flight by interface
+        self._thread = threading.Thread(target=self._run, name="wingbeat-pairs", daemon=True)
+
+    # -- calls of the training thread -----------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Allow averages of the model; see `PairMachine.begin`.
+
+        Raises:
+            PeerError: the thread has failed, or no partner is left.
+        """
+        with self._changed:
+            self._check()
+            self.machine.begin()
+        self._interrupt()
+
+    def end(self) -> None:
+        """Wait until the model may change; see `PairMachine.end`.
+
+        Raises:
+            PeerError: no partner is left, or an awaited one gives no sign.
+        """
+        with self._changed:
+            self._check()
+            self.machine.end()
+            self.waits += self.machine.pending
+            self._wait_until(lambda: not self.machine.pending, "an average")
+
+    def synchronize(self) -> None:
+        """Wait until no more models are averaged; see `PairMachine.synchronize`.
+
+        Raises:
+            PeerError: a worker did not call it. It may be called again, or `begin`; `end` waits for
+                a running average then.
+        """
+        with self._changed:
+            self._check()
+            self.machine.synchronize()
+        self._interrupt()
+        with self._changed:
+            try:
+                self._wait_until(lambda: self.machine.synchronized, SYNC_CALL)
+            except BaseException:  # also KeyboardInterrupt
+                self.machine.cancel_synchronization()
+                raise
+            self.machine.end()
+
+    def close(self, *, quick: bool = False) -> None:
+        """Leave after running averages; after a failure ``quick``, without. May be repeated."""
+        self._quick = self._quick or quick
+        self._closing = True
+        self._interrupt()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def request_close(self) -> None:
+        """Let the thread leave soon. Takes no lock, as a garbage collector may call it."""
+        self._closing = True
+
+    def _check(self) -> None:
+        if self._closing:
+            raise UsageError(
+                f"{self._me}: close() was called: the averager cannot be used any more"
+            )
+        if self._error is not None:
+            raise PeerError(str(self._error))
+        lost = self.machine.lost
+        if lost and not self.machine.live_partners:
+            how = ", ".join(f"rank {p} {self._departures.how(p)}" for p in sorted(lost))
+            raise PeerError(
+                f"{self._me}: no worker is left to average parameters with: {how}; "
+                "start all workers again"
+            )
+
+    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
+        """Wait, with the lock held. `_check_partners` detects dead partners."""
+        wait = Wait(self._me, what, self._clock)
+        while True:
+            self._check()
+            if done():
+                return
+            names = ", ".join(f"rank {peer}" for peer in self.machine.waiting_for())
+            if self._clock() - max(wait.begun, self._progress_at) > LONGEST * self._timeout:
+                raise PeerError(stuck_text(self._me, names, what, self._timeout))
+            wait.look(names)
+            self._changed.wait(min(_CHECK_S, LONGEST * self._timeout))
+
+    # -- the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self.step(self._mailbox.next(_CHECK_S))
+            with self._changed:
+                self.machine.leave()
+            until = self._clock() + CLOSING
+            while self.machine.in_transfer and not self._quick and self._clock() < until:
+                self.step(self._mailbox.next(_CHECK_S))
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:  # raised in the training thread
+            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {first_line(error)}"))
+        with contextlib.suppress(WingbeatError):
+            self._close_mailbox()
+
+    def _fail(self, error: PeerError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _close_mailbox(self) -> None:
+        failed = self._quick or self._error is not None
+        for peer in self.machine.live_partners if failed else ():
+            with contextlib.suppress(PeerError):
+                self._mailbox.post(peer, Kind.FAILED, seconds=0.0)
+        self._mailbox.close(_QUICK_CLOSE_S if failed else CLOSING)
+
+    def step(self, message: Message | None) -> None:
+        """Handle a message, if any, further ones that have arrived, and checks that are due.
+
+        Raises:
+            PeerError: a worker violates the protocol.
+        """
+        # Read before the messages: what a worker sent before it left must still be handled.
+        left, lost = self._mailbox.left, self._mailbox.lost
+        while message is not None or (message := self._mailbox.poll()) is not None:
+            with self._changed:
+                self._receive(message)
+                self._execute_commands()
+                self._changed.notify_all()
+            message = None
+        with self._changed:
+            for peer in self.machine.live_partners:
+                if peer in lost:
+                    self._remove_lost(peer, lost[peer])
+                elif peer in left:
+                    stream.happened("left", (peer,))
+                    self.machine.remove(peer, lost=False)
+            self._check_partners()
+            self._execute_commands()
+            self._changed.notify_all()
+            newly_lost = self.machine.lost - self._reported
+        self._reported |= newly_lost
+        for peer in newly_lost:
+            self._on_lost(peer)
+
+    def _receive(self, message: Message) -> None:
+        peer, kind, payload = message.peer, message.kind, message.payload
+        number, chunk = message.ids[:2]
+        has_chunk = kind in (Kind.CHUNK, Kind.AVERAGE)
+        try:
+            valid = self._buffer.is_valid_chunk(chunk, len(payload)) if has_chunk else not payload
+            if not valid:
+                raise ProtocolError(f"{len(payload)} bytes in chunk {chunk}, of kind {kind}")
+            accepted = self.machine.receive(peer, kind, number, chunk)
+        except ProtocolError as error:
+            raise PeerError(f"{self._me}: rank {peer} violated the protocol: {error}") from None
+        # A busy passive worker sends keepalives to the workers in its queue.
+        if kind in _PROGRESS or (kind == Kind.KEEPALIVE and self.machine.requests):
+            self._progress_at = self._clock()
+        if accepted and kind == Kind.GRANT:
+            self._granted_ns = now = time.monotonic_ns()
+            group = (self.machine.rank, peer)
+            stream.record("group_wait", self._requested_ns, now, lane=AVERAGES, group=group)
+        if not accepted or not has_chunk:
+            if kind == Kind.FAILED:
+                self._departures.lost(peer, "has failed")
+        elif kind == Kind.CHUNK:
+            self._interfaces[chunk] = message.route.interface
+            self._buffer.average_with(chunk, payload)
+        else:
+            self._load[self._interfaces.pop(chunk)] -= 1
+            self._buffer.receive_average(chunk, payload)
+
+    def _remove_lost(self, peer: int, how: str) -> None:
+        self._departures.lost(peer, how)
+        self._mailbox.drop(peer)
+        stream.happened("left", (peer,))
+        self.machine.remove(peer, lost=True)
+
+    def _execute_commands(self) -> None:
+        commands = self.machine.commands
+        while commands:
+            command = commands.popleft()
+            if isinstance(command, Send):
+                self._record_begin(command.kind, command.peer)
+                self._send(command)
+            elif isinstance(command, Apply):
+                self._buffer.apply(is_requester=command.is_requester)
+                self._record_end(command.peer)
+            else:
+                assert isinstance(command, Discard)
+                self._buffer.discard()
+                self._interfaces.clear()
+                self._load.clear()
+
+    def _record_begin(self, kind: Kind, peer: int) -> None:
+        now = time.monotonic_ns()
+        if kind == Kind.REQUEST:
+            self._requested_ns = now
+            stream.happened("request", (peer,))
+        elif kind == Kind.GRANT:
+            self._granted_ns = now
+
+    def _record_end(self, peer: int) -> None:
+        self.members = (self.machine.rank, peer)
+        stream.record(
+            "average", self._granted_ns, time.monotonic_ns(), nbytes=self._buffer.nbytes,
+            lane=AVERAGES, group=self.members,
+        )  # fmt: skip
+
+    def _send(self, command: Send) -> None:
+        payload: Any = b""
+        interface = None
+        if command.kind == Kind.CHUNK:
+            payload = self._buffer.model_chunk(command.chunk)
+            # Faster interfaces return chunks sooner, and so get more of them.
+            interface = min(self._mailbox.interfaces(command.peer), key=lambda i: self._load[i])
+            self._load[interface] += 1
+            self._interfaces[command.chunk] = interface
+        elif command.kind == Kind.AVERAGE:
+            payload = self._buffer.average_chunk(command.chunk)
+            interface = self._interfaces.pop(command.chunk)
+        ids = (command.number, command.chunk, 0, 0)
+        self._post(command.peer, command.kind, payload, ids, interface)
+
+    def _post(
+        self,
+        peer: int,
+        kind: Kind,
+        payload: Any = b"",
+        ids: tuple[int, int, int, int] = (0, 0, 0, 0),
+        interface: int | None = None,
+    ) -> None:
+        try:
+            self._mailbox.post(peer, kind, payload, ids=ids, interface=interface)
+        except PeerError:
+            # The next step removes a peer that is gone, after its last messages.
+            if peer not in self._mailbox.lost and peer not in self._mailbox.left:
+                raise
+
+    def _check_partners(self) -> None:
+        now = self._clock()
+        if now - self._checked_at >= _CHECK_S:
+            self._checked_at = now
+            self._execute_commands()
+            for peer, seconds in self._mailbox.unconnected().items():
+                if seconds > UNCONNECTED_S and peer in self.machine.live_partners:
+                    self._remove_lost(peer, "has ended without a word")
+            self._send_keepalives()
+
+    def _send_keepalives(self) -> None:
+        """Probe awaited partners, and tell those in the queue that this busy worker lives."""
+        awaited, queue = self.machine.waiting_for(), self.machine.queue
+        queued = queue if self.machine.served is not None else ()
+        for peer in self.machine.live_partners if self.watches_all else (*awaited, *queued):
+            self._post(peer, Kind.KEEPALIVE)
+
+
+class PairAverager:
+    """Averages this worker's parameters with one other worker's at a time. An `Averager`.
+
+    Workers of even rank are active: each `begin` requests an average from a random passive worker,
+    and `end` waits for it. Passive workers serve requests, one at a time, between `begin` and
+    `end`, which waits only for a running average. An average is atomic: if a partner dies, an
+    active worker asks another one, and a passive one keeps its model.
+
+    Args:
+        world: all workers, on CPUs; all make one at the same time.
+        buffer: all parameters: flat, contiguous, floating point, on the CPU.
+        whole: what `synchronize` averages, of which the buffer is a part; the buffer if None.
+        dtype: in which parameters are sent; None for their own. Then both workers have the same
+            bits afterwards; otherwise they differ by the rounding error, and their sum is
+            unchanged.
+        seed: of the random choice of partners.
+        encrypted: whether messages are encrypted.
+        silence: seconds without a message after which an awaited worker is lost.
+
+    Attributes:
+        buffer: as given.
+
+    Raises:
+        UsageError: the buffer cannot be averaged, or not in this dtype.
+        MismatchError: another worker has a different buffer or dtype.
+        RendezvousError: a worker did not connect.
+        PeerError: a worker cannot be reached.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        buffer: torch.Tensor,
+        *,
+        whole: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        encrypted: bool = True,
+        silence: float = SILENCE_S,
+    ) -> None:
+        _check_buffer(buffer)
+        self._world, self.buffer = world, buffer
+        self._whole = buffer if whole is None else whole
+        pair_buffer = PairBuffer(buffer, dtype)
+        _check_equal(world, [buffer.numel(), str(buffer.dtype), str(dtype)])
+        self._machine = PairMachine(world.rank, world.size, len(pair_buffer.spans), seed)
+        self._everyone = world.parent or world
+        self._first = (next_serial(self._everyone) - 1) * SERIES
+        store = _store_of(world)
+        table = StatusTable(store, f"pairs/{world.path}", world.size)
+        self._client = StaticClient(
+            world.rank, Layout.even(1, world.size), world.timeout, table, everyone=True,
+            is_running=functools.partial(lives, store),
+        )  # fmt: skip
+        self._client.on_lost = departures_of(world).lost
+        self._begun = self._left = False
+        self._exchange: PairExchange | None = None
+        if world.size > 1:
+            mailbox = open_mailbox(
+                _store_of(world),
+                world.rank,
+                partners(world.rank, world.size),
+                room=f"pairs/{world.path}",
+                interfaces=("lo",) if world.threads else world.interfaces or None,
+                classes=1,
+                encrypted=encrypted,
+                limits=Limits(silence=min(silence, world.timeout)),
+                seconds=world.timeout,
+            )
+            self._exchange = PairExchange(
+                self._machine, mailbox, pair_buffer, timeout=world.timeout,
+                on_lost=table.mark_lost, departures=departures_of(world),
+            )  # fmt: skip
+            self._exchange.start()
+            # An averager that is garbage collected without `close` ends its thread.
+            weakref.finalize(self, self._exchange.request_close).atexit = False
+        world.on_close(_CloseWith(self))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """This worker, and its last partner."""
+        return () if self._exchange is None else self._exchange.members
+
+    def begin(self, part: Span) -> None:
+        """Allow averages of the buffer. It must not be used until `end`.
+
+        Raises:
+            UsageError: the part is not the whole buffer, or `end` was not called.
+            PeerError: no partner is left.
+        """
+        if part != Span(0, self.buffer.numel()):
+            raise UsageError(
+                f"begin({part}): fragments are not supported, allowed is "
+                f"{Span(0, self.buffer.numel())}"
+            )
+        if self._begun:
+            raise UsageError("begin() was called twice: call end() before the model changes")
+        if self._exchange is not None:
+            self._exchange.begin()
+        self._begun = True
+
+    def end(self) -> None:
+        """Wait until the buffer may change. Does nothing without `begin`.
+
+        An active worker waits for its average, a passive one for a running average.
+
+        Raises:
+            PeerError: an awaited worker gave no sign.
+        """
+        try:
+            if self._begun and self._exchange is not None:
+                self._exchange.end()
+        except Exception:
+            self._begun = False
+            raise
+        self._begun = False  # not after KeyboardInterrupt: an average may still use the buffer
+
+    def commit(self) -> None:
+        """Do nothing: rounding errors are not fed back."""
+
+    def synchronize(self, part: Span | None = None) -> None:
+        """Make the buffer, and what it is a part of, the mean over all workers; same bits.
+
+        Passive workers serve until all active ones have called this. Running averages are
+        completed. Workers that are lost or have left are left out.
+
+        Raises:
+            PeerError: a worker did not call it in time, or the others went on without this one.
+        """
+        self.end()
+        if self._exchange is None:
+            return
+        self._begun = True  # averages may use the buffer until the exchange has synchronized
+        self._exchange.synchronize()
+        self._begun = False
+        self._exchange.watches_all = True
+        whole = self._whole if part is None else self._whole[part.start : part.stop]
+        reducer = GroupAllReduce(self._everyone, whole, first=self._first)
+        try:
+            with torch.no_grad():
+                self._client.synchronize(reducer)
+        finally:
+            self._exchange.watches_all = False
+            reducer.close()
+        if self._client.silent:
+            names = ", ".join(f"rank {rank}" for rank in sorted(self._client.silent))
+            raise PeerError(
+                f"rank {self._world.rank}: {names} did not synchronize within "
+                f"{self._world.timeout:g} s: the mean is of the other workers; start all workers "
+                "again"
+            )
+
+    def sections(self) -> Sequence[Section]:
+        """Return counts and the current partner for `wingbeat top`. Takes no lock."""
+        machine, exchange = self._machine, self._exchange
+        average = machine.requested or machine.served
+        return [
+            Section(
+                "pairs",
+                {
+                    "set": "active" if is_active(self._world.rank) else "passive",
+                    "averages": machine.averages,
+                    "waits": 0 if exchange is None else exchange.waits,
+                    "partner": "-" if average is None else average.peer,
+                    "queue": len(machine.queue),
+                },
+            )
+        ]
+
+    def close(self) -> None:
+        """Leave. May be called again."""
+        if self._exchange is not None:
+            if not self._left:
+                self._left = True
+                self._client.leave(failed=leaving.failing())
+            self._exchange.close(quick=leaving.failing())
+
+
+class _CloseWith:
+    """Closes an averager, to which it has a weak reference."""
+
+    def __init__(self, averager: PairAverager) -> None:
+        self._ref = weakref.ref(averager)
+
+    def __call__(self) -> None:
+        averager = self._ref()
+        if averager is not None:
+            averager.close()
+
+
+def _check_buffer(buffer: torch.Tensor) -> None:
+    flat = buffer.dim() == 1 and buffer.is_contiguous()
+    if not (flat and buffer.device.type == "cpu" and buffer.is_floating_point()):
+        raise UsageError(
+            f"a buffer of shape {tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}: allowed "
+            "is a flat, contiguous one of floating point numbers on the CPU"
+        )
+
+
+def _check_equal(world: World, own: list[object]) -> None:
+    """Raise a `MismatchError` if a worker has another buffer or dtype."""
+    for rank, theirs in enumerate(world.exchange("pairs", own)):
+        if theirs != own:
+            raise MismatchError(
+                f"rank {world.rank} averages [elements, dtype, wire] = {json.dumps(own)}, rank "
+                f"{rank} {json.dumps(theirs)[:80]}: give all workers the same model and wire"
+            )
+
+
+def _store_of(world: World) -> Store:
+    """Return a connection to the store on which long waits block no other user."""
+    return world.store if world.group_store is None else world.group_store()

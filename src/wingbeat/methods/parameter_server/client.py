@@ -1,0 +1,529 @@
+"""The worker's connection to the servers: a thread that pushes slices and receives their sums."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from wingbeat.collectives.callbacks import run_callback
+from wingbeat.errors import PeerError
+from wingbeat.methods.parameter_server.failures import Pinger, ping_delay, printable
+from wingbeat.methods.parameter_server.protocol import (
+    ONE_WAY_KINDS,
+    UPDATE_KINDS,
+    Document,
+    Ids,
+    Kind,
+    RequestError,
+    interface_of,
+    link_of,
+    urgency_of,
+)
+from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
+from wingbeat.observe.log import log
+from wingbeat.transport.liveness import LOGGED_S, LONGEST
+from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.mailbox import UNCONNECTED_S, Mailbox
+
+_QUICK_S = 1.0
+"""Seconds to close the mailbox after a failure."""
+
+_CHECK_S = 0.1
+"""Seconds between two checks for lost servers and late sums."""
+
+_WITHOUT_PAYLOAD = frozenset({Kind.PULL, Kind.PULL_RESIDUAL, Kind.FETCH, Kind.STATE})
+
+_REPLY_TO = {
+    Kind.PUSH_PULL: Kind.SUM,
+    Kind.PULL: Kind.SUM,
+    Kind.PULL_RESIDUAL: Kind.RESIDUAL,
+    Kind.FETCH: Kind.PARAMETERS,
+    Kind.EXPECT: Kind.PARAMETERS,
+    Kind.STATE: Kind.STATE,
+}
+
+_MAX_STATE_BYTES = 1 << 32
+"""Maximum size of the optimizer state of one slice."""
+
+_NOTHING = memoryview(b"")
+
+
+class SliceFormat(Protocol):
+    """How a slice travels, if not as it is in memory."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the messages with gradients."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradients in bytes."""
+
+    def encode(self) -> memoryview:
+        """Return the gradients; called once, when they are sent."""
+
+    def decode(self, dtype: str, payload: memoryview) -> None:
+        """Write a server's reply to the slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One slice of a request.
+
+    Attributes:
+        server: number of the server's mailbox.
+        memory: the gradients; the reply is written there.
+        urgency: traffic class of the push, 0 the most urgent.
+        position: the bucket's position in forward order.
+        format: how the slice travels; None: as it is in memory.
+    """
+
+    server: int
+    ids: Ids
+    memory: memoryview
+    urgency: int
+    position: int
+    format: SliceFormat | None = None
+
+    @property
+    def link(self) -> int:
+        """The link, in both directions."""
+        return link_of(self.ids.route)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the pushed gradients in bytes."""
+        return len(self.memory) if self.format is None else self.format.nbytes
+
+    def write(self, message: Message, dtype: str) -> bool:
+        """Write a reply to the slice, which has this dtype; return False if it is malformed."""
+        if self.server != message.peer:
+            return False
+        if self.format is not None:
+            try:
+                self.format.decode(message.dtype, message.payload)
+            except ValueError:
+                return False
+            return True
+        if message.dtype != dtype or len(message.payload) != len(self.memory):
+            return False
+        self.memory[:] = message.payload
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Slices that are pushed or pulled together; usable as a collective's `Handle`.
+
+    Attributes:
+        description: what error messages call the request.
+        on_complete: called by the client's thread when all replies have arrived, before the
+            request is done.
+        missing: number of replies that have not arrived.
+        posted: messages in flight, of a request without a reply.
+        documents: received optimizer state, by plan, slice and round.
+    """
+
+    kind: Kind
+    dtype: str
+    transfers: Sequence[Transfer]
+    description: str
+    on_complete: Callable[[], None] = lambda: None
+    missing: int = 0
+    error: PeerError | None = None
+    posted: list[Posted] = field(default_factory=list)
+    documents: dict[tuple[int, ...], Document] = field(default_factory=dict)
+    _finished: threading.Event = field(default_factory=threading.Event)
+    _callbacks: list[Callable[[Request], None]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def done(self) -> bool:
+        """Whether the request has completed or failed."""
+        return self._finished.is_set()
+
+    def add_done_callback(self, callback: Callable[[Request], None]) -> None:
+        """Call ``callback(request)`` once the request has completed or failed."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        run_callback(lambda: callback(self))
+
+    def wait(self) -> None:
+        """Block until all replies are written, or all messages without a reply have arrived.
+
+        Raises:
+            PeerError: a server or a worker has failed; names it.
+        """
+        # No timeout: the client's thread ends every request.
+        self._finished.wait()
+        if self.error is not None:
+            raise PeerError(str(self.error))
+
+    wait_received = wait
+
+    def finish(self, error: PeerError | None = None) -> None:
+        """Complete the request, or fail it with an error; for the client's thread."""
+        with self._lock:
+            self.error = error
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            run_callback(functools.partial(callback, self))
+
+
+class Client:
+    """Pushes and pulls slices for one worker, in a thread of its own after `serve`.
+
+    Args:
+        mailbox: connects this worker to the servers; used by the client's thread only.
+        servers: numbers of the servers' mailboxes.
+        me: name of this worker in messages.
+        name: returns the name of the process with a mailbox number.
+        timeout: seconds that a sum may take.
+        order: the order in which slices are pushed that are ready at the same time.
+        check_servers: returns how a server that this worker started has ended, if one has.
+        publish_failure: publishes why this worker has failed.
+        poll_failure: returns why another worker has failed, if one has.
+        attribute_failure: returns which worker's exception has caused the failure, if known.
+        on_abandoned: called after the thread of an abandoned client has ended.
+
+    Attributes:
+        failed: whether a server or a worker has failed.
+        sent: bytes of payloads by mailbox and class; any thread may copy it.
+        received: likewise, by the class that was requested.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        servers: Sequence[int],
+        *,
+        me: str,
+        name: Callable[[int], str],
+        timeout: float,
+        order: Order = Order.READY,
+        check_servers: Callable[[], str | None] = lambda: None,
+        publish_failure: Callable[[str], None] = lambda _: None,
+        poll_failure: Callable[[], str | None] = lambda: None,
+        attribute_failure: Callable[[], str | None] = lambda: None,
+        on_abandoned: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._mailbox = mailbox
+        self._servers = tuple(servers)
+        self._me, self._name = me, name
+        self._timeout = timeout
+        self._check_servers, self._on_abandoned = check_servers, on_abandoned
+        self._publish_failure, self._poll_failure = publish_failure, poll_failure
+        self._attribute_failure = attribute_failure
+        self._clock = clock
+        self._submitted: deque[Request] = deque()
+        self._queue: SendQueue[tuple[Request, Transfer]] = SendQueue(order)
+        self._awaited: dict[tuple[int, ...], tuple[Request, Transfer]] = {}
+        self._one_way: list[Request] = []
+        self._error: PeerError | None = None
+        self._pinger, self._ping_delay = Pinger(mailbox), ping_delay(timeout)
+        self._checked_at = self._pinged_at = 0.0
+        self._progress_at = self._logged_at = clock()
+        self._closing = self._quick = self._abandoned = self.failed = False
+        self.sent: Counter[tuple[int, int]] = Counter()
+        self.received: Counter[tuple[int, int]] = Counter()
+        self._interrupt = mailbox.interrupter()
+        self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
+
+    def serve(self) -> Client:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def submit(
+        self,
+        kind: Kind,
+        dtype: str,
+        transfers: Iterable[Transfer],
+        description: str,
+        on_complete: Callable[[], None] = lambda: None,
+    ) -> Request:
+        """Submit a request; returns at once.
+
+        Raises:
+            PeerError: a server or a worker has failed before.
+        """
+        before = self._failure()
+        if before is not None:
+            raise PeerError(str(before))
+        request = Request(kind, dtype, tuple(transfers), description, on_complete)
+        self._submitted.append(request)
+        self._interrupt()
+        error = self._failure()
+        if error is not None:  # the thread may have ended without this request
+            request.finish(error)
+        return request
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Number of refused frames and connections, by reason; any thread may read it."""
+        return self._mailbox.refused + self._mailbox.turned_away
+
+    def _failure(self) -> PeerError | None:
+        return self._error
+
+    def close(self, *, quick: bool = False) -> None:
+        """Leave the servers, and end the thread; may be called again.
+
+        Pushed gradients are delivered first, because other workers need them, unless ``quick``.
+        Sums are not awaited.
+        """
+        self._closing, self._quick = True, quick
+        self._interrupt()
+        if self._thread.ident is None:
+            self._end()
+        elif threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """End the thread within a second, without `close`.
+
+        Takes no lock: the garbage collector may call this in any thread at any time.
+        """
+        self._abandoned = self._closing = True
+
+    # -- the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_finished():
+                message = self._mailbox.next(_CHECK_S if self._busy else 1.0)
+                self.run_once(message)
+        except PeerError as error:
+            self._fail(error)
+        except Exception as error:  # raised again by the requests
+            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
+        finally:
+            self._end()
+        if self._abandoned:
+            self._on_abandoned()
+
+    def _fail(self, error: PeerError) -> None:
+        if (cause := self._attribute_failure()) is not None:
+            noticed = str(error).removeprefix(f"{self._me}: ")
+            error = PeerError(f"{self._me}: {cause} (noticed as: {noticed})")
+        self.failed, self._error = True, error
+        self._publish_failure(str(error).removeprefix(f"{self._me}: "))
+
+    def _is_finished(self) -> bool:
+        """Whether all requests are handed over to the mailbox, after `close`."""
+        return self._closing and (self._quick or not (self._queue.queued or self._submitted))
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._awaited or self._one_way or self._queue.queued)
+
+    def run_once(self, message: Message | None) -> None:
+        """Handle received messages, start submitted requests, send what has room.
+
+        Raises:
+            PeerError: a server or a worker has failed; names it.
+        """
+        while message is not None:
+            self._handle(message)
+            message = self._mailbox.poll()
+        while self._submitted:
+            self._begin(self._submitted.popleft())
+        if self._queue.queued:
+            self._queue.flush(self._room, self._post)
+        if self._one_way:
+            self._finish_delivered()
+        now = self._clock()
+        if now - self._checked_at > _CHECK_S:
+            self._checked_at = now
+            self._check(now)
+
+    def _begin(self, request: Request) -> None:
+        self._progress_at = self._clock()
+        request.missing = len(request.transfers)
+        if not request.transfers:
+            request.finish()
+            return
+        empty = request.kind in _WITHOUT_PAYLOAD
+        reply = _REPLY_TO.get(request.kind)
+        for transfer in request.transfers:
+            if reply is not None:
+                key = (reply, *transfer.ids[:3])
+                self._awaited[key] = request, transfer
+            if request.kind is Kind.EXPECT:
+                continue
+            nbytes = LARGEST if empty else LARGEST + transfer.nbytes
+            # One link for requests to servers with an optimizer: their order matters.
+            link = 0 if request.kind in UPDATE_KINDS else transfer.link
+            flow = Flow(transfer.server, 0 if empty else transfer.urgency, link)
+            self._queue.enqueue(flow, transfer.position, nbytes, (request, transfer))
+        if request.kind in ONE_WAY_KINDS:
+            self._one_way.append(request)
+
+    def _room(self, flow: Flow) -> int:
+        interface = self._interface(flow)
+        return self._mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
+
+    def _interface(self, flow: Flow) -> int:
+        return interface_of(self._mailbox.interfaces(flow.peer), flow.link)
+
+    def _post(self, flow: Flow, item: tuple[Request, Transfer]) -> Callable[[], bool]:
+        request, transfer = item
+        payload, dtype = transfer.memory, request.dtype
+        if request.kind in _WITHOUT_PAYLOAD:
+            payload, dtype = _NOTHING, ""
+        elif transfer.format is not None:
+            payload, dtype = transfer.format.encode(), transfer.format.dtype
+        posted = self._mailbox.post(
+            flow.peer,
+            request.kind,
+            payload,
+            ids=transfer.ids,
+            dtype=dtype,
+            interface=self._interface(flow),
+            urgency=flow.urgency,
+        )
+        self.sent[flow.peer, flow.urgency] += payload.nbytes
+        if request.kind in ONE_WAY_KINDS:
+            request.posted.append(posted)
+        return posted.done
+
+    def _handle(self, message: Message) -> None:
+        """Write a reply to its slice.
+
+        Raises:
+            PeerError: the reply was not requested, is malformed, or reports a failure.
+        """
+        server = self._name(message.peer)
+        if message.kind == Kind.FAILED:
+            raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
+        if message.kind == Kind.PING:
+            return
+        ids = Ids(*message.ids)
+        kind = Kind.STATE if message.kind == Kind.CONTINUATION else message.kind
+        key = kind, *ids[:3]
+        found = self._awaited.get(key)
+        if found is None:
+            raise PeerError(f"{self._me}: {server} sent an unexpected message: {message!r}")
+        request, transfer = found
+        self._progress_at = self._clock()
+        self.received[message.peer, urgency_of(transfer.ids.route)] += len(message.payload)
+        if kind == Kind.STATE:
+            if not self._append_state(message, request, transfer):
+                return
+        elif not transfer.write(message, request.dtype):
+            raise PeerError(
+                f"{self._me}: {server} sent a malformed reply for slice {ids.slice}: "
+                f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
+            )
+        request.missing -= 1
+        if not request.missing:
+            request.on_complete()
+            request.finish()
+        del self._awaited[key]  # last, so that `_end` finds the request if anything above raises
+
+    def _append_state(self, message: Message, request: Request, transfer: Transfer) -> bool:
+        """Append to the received optimizer state; return whether it is complete.
+
+        Raises:
+            PeerError: the state is malformed.
+        """
+        key = transfer.ids[:3]
+        try:
+            if message.peer != transfer.server:
+                raise RequestError("another server has this slice")
+            if message.kind == Kind.STATE:
+                request.documents[key] = Document(message.payload, _MAX_STATE_BYTES)
+            else:
+                request.documents[key].append(message.payload)
+        except (RequestError, KeyError) as error:
+            server = self._name(message.peer)
+            raise PeerError(f"{self._me}: {server} sent a malformed state: {error}") from None
+        return request.documents[key].complete
+
+    def _finish_delivered(self) -> None:
+        for request in list(self._one_way):
+            sent = len(request.posted) == len(request.transfers)
+            if sent and all(posted.arrived for posted in request.posted):
+                self._one_way.remove(request)
+                request.finish()
+
+    def _check(self, now: float) -> None:
+        """Check for lost servers and late sums.
+
+        Raises:
+            PeerError: a server is lost or late; names it.
+        """
+        ended = self._check_servers()
+        if ended is not None:
+            raise PeerError(f"{self._me}: {ended}")
+        killed = {
+            server: "has ended unexpectedly: its connections are closed"
+            for server, seconds in self._mailbox.unconnected().items()
+            if seconds > UNCONNECTED_S
+        }
+        for server, why in {**killed, **self._mailbox.lost}.items():
+            raise PeerError(f"{self._me}: {self._name(server)} {why}")
+        if not self._busy:
+            return
+        if now - max(self._progress_at, self._pinged_at) > self._ping_delay:
+            self._ping(now)
+        left = self._mailbox.left
+        while left and (message := self._mailbox.poll()) is not None:
+            self._handle(message)  # may contain the reason
+        for server in left if self._busy else ():
+            raise PeerError(
+                f"{self._me}: {self._name(server)} has ended; start the job again from a checkpoint"
+            )
+        self._check_progress(now)
+
+    def _check_progress(self, now: float) -> None:
+        waited = now - self._progress_at
+        if now - max(self._progress_at, self._logged_at) >= LOGGED_S:
+            self._logged_at = now
+            log.warning(
+                "%s: waiting for gradients of other workers for %d s; the servers are alive",
+                self._me,
+                waited,
+            )
+        if waited > LONGEST * self._timeout:
+            transfers = [transfer for _, transfer in self._awaited.values()]
+            late = sorted({transfer.server for transfer in transfers}) or self._servers
+            requests = [request for request, _ in self._awaited.values()]
+            what = requests[0].description if requests else "gradients"
+            raise PeerError(
+                f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
+                f"{LONGEST * self._timeout:g} s: check that it and all workers run, or increase "
+                "the timeout: wingbeat.init(timeout=...)"
+            )
+
+    def _ping(self, now: float) -> None:
+        """Look for a published failure, and ping the servers whose replies are missing."""
+        self._pinged_at = now
+        reason = self._poll_failure()
+        if reason is not None:
+            raise PeerError(f"{self._me}: {reason}")
+        for server, link in {(each.server, each.link) for _, each in self._awaited.values()}:
+            self._pinger.ping(server, [link])
+
+    def _end(self) -> None:
+        """Fail all requests, and leave."""
+        error = self._error or PeerError(f"{self._me}: the connection to the servers is closed")
+        self._error = error
+        pending = {id(r): r for r in self._one_way}
+        pending.update({id(r): r for r, _ in self._awaited.values()})
+        pending.update({id(r): r for r in tuple(self._submitted)})  # others may still submit
+        for request in pending.values():
+            request.finish(error)
+        with contextlib.suppress(PeerError):  # reported already
+            self._mailbox.close(_QUICK_S if self.failed or self._quick else self._timeout)

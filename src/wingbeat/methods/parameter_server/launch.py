@@ -1,0 +1,247 @@
+"""Starts a job's servers next to the workers, and connects this worker to all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from wingbeat.errors import PeerError, UsageError, WingbeatError
+from wingbeat.exchanges.departures import departures_of
+from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
+from wingbeat.methods.parameter_server.client import Client
+from wingbeat.methods.parameter_server.failures import FailureNotice
+from wingbeat.methods.parameter_server.protocol import MAX_LINKS
+from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.server import ServerConfig
+from wingbeat.transport import interfaces, leaving
+from wingbeat.transport.messages import Mailbox, open_mailbox
+from wingbeat.transport.services.launch import InProcess, InThread, Started
+from wingbeat.transport.store import Store
+from wingbeat.transport.world import World
+from wingbeat.types import Serving
+from wingbeat.wires import Coded
+
+MEMORY_FACTOR = 8
+"""A server's memory limit as a multiple of the gradients' size. Two sums of each slice are kept, in
+twice the bytes where float16 or bfloat16 is summed in float32; and twice that while buckets change
+and sums of the old ones are still in flight."""
+
+_SPARE_BYTES = 64 << 20
+
+OVERHEAD_PART = 4
+"""The overhead of a plan's slices may take one part in so many of a server's memory limit."""
+
+_POLL_S = 1.0
+"""Seconds between two checks for ended servers while this worker waits for their mailboxes."""
+
+
+class ServerGroup:
+    """The job's servers: starts those of this worker, and connects to all of them.
+
+    Args:
+        world: the workers, each of which creates a `ServerGroup`.
+        serving: number of servers, placement, and traffic classes.
+        nbytes: size of all gradients.
+        wire: dtype or codec of the gradients; empty for their own dtype.
+        optimizer: what the servers apply, see `ServerConfig`; empty if they only sum.
+        max_update_bytes: maximum size of parameters and optimizer state on a server.
+
+    Attributes:
+        count: number of servers.
+        message: maximum size of a message.
+        max_slices: maximum slices of a server.
+        weights: for each network between workers and servers, its share of the total speed.
+        client: this worker's connection to the servers.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        serving: Serving,
+        nbytes: int,
+        wire: str | Coded = "",
+        optimizer: str = "",
+        max_update_bytes: int = 0,
+    ) -> None:
+        identity = json.dumps(interfaces.local().identity)
+        hosts = place_servers(world.exchange("server hosts", identity), serving.count)
+        self._world = world
+        self.count = len(hosts)
+        self.weights = _network_weights(world)
+        max_sum_bytes = MEMORY_FACTOR * nbytes + _SPARE_BYTES
+        self.max_slices = max_sum_bytes // (OVERHEAD_PART * SLICE_OVERHEAD)
+        config = ServerConfig(
+            room=f"servers/{world.path}",
+            index=0,
+            workers=world.size,
+            hosts=hosts,
+            interfaces=("lo",) if world.threads else tuple(link.name for link in world.links),
+            classes=serving.classes,
+            encrypted=serving.encrypted,
+            timeout=world.timeout,
+            max_sum_bytes=max_sum_bytes,
+            order=serving.order,
+            wire=None if isinstance(wire, str) else wire,
+            dense=bool(serving.dense and wire),
+            optimizer=optimizer,
+            max_update_bytes=max_update_bytes + _SPARE_BYTES,
+        )
+        self.message = config.limits.message
+        store = world.store if world.group_store is None else world.group_store()
+        self._started: list[Started] = []
+        self._notice = FailureNotice(store, f"{config.room}/failed")
+        try:
+            self._start(config, store)
+            mailbox = self._connect(config, store)
+        except BaseException as error:
+            for started in self._started:
+                started.kill()
+            if isinstance(error, WingbeatError):
+                self._notice.publish(str(error).removeprefix(f"rank {world.rank}: "))
+            self._notice.close(_POLL_S)
+            raise
+        self.client = self._make_client(mailbox, config)
+        # If nobody calls `close`, for example because the model is garbage.
+        weakref.finalize(self, self.client.abandon).atexit = False
+
+    def _start(self, config: ServerConfig, store: Store) -> None:
+        start, rank = InThread if self._world.threads else InProcess, self._world.rank
+        for index in (index for index, host in enumerate(config.hosts) if host == rank):
+            try:
+                self._started.append(start(dataclasses.replace(config, index=index), store))
+            except OSError as err:  # out of memory, or too many processes
+                raise UsageError(
+                    f"rank {rank}: cannot start server {index}: {err}; {config.hosts.count(rank)} "
+                    f"of {self.count} servers run beside this worker: use fewer"
+                ) from None
+
+    def _connect(self, config: ServerConfig, store: Store) -> Mailbox:
+        return open_mailbox(
+            _WatchedStore(store, self._check_startup),
+            self._world.rank,
+            self._numbers(),
+            room=config.room,
+            interfaces=config.interfaces,
+            classes=config.classes,
+            encrypted=config.encrypted,
+            limits=config.limits,
+            seconds=config.timeout,
+            name=config.name,
+        )
+
+    def _make_client(self, mailbox: Mailbox, config: ServerConfig) -> Client:
+        """Return the client. Its thread must not keep this object, and the model, alive."""
+        world, notice, started = self._world, self._notice, self._started
+        return Client(
+            mailbox,
+            self._numbers(),
+            me=f"rank {world.rank}",
+            name=config.name,
+            timeout=world.timeout,
+            order=Order.URGENT if config.order == Order.URGENT.value else Order.READY,
+            check_servers=functools.partial(_find_ended, notice, started),
+            publish_failure=notice.publish,
+            poll_failure=notice.poll,
+            attribute_failure=departures_of(world).blame,
+            on_abandoned=functools.partial(_stop, notice, started, world.timeout),
+        ).serve()
+
+    def number(self, server: int) -> int:
+        """Return the number of a server's mailbox."""
+        return self._world.size + server
+
+    def _numbers(self) -> list[int]:
+        return [self.number(index) for index in range(self.count)]
+
+    def close(self) -> None:
+        """Leave the servers, and wait until those that this worker started have ended.
+
+        Other workers may need them longer. After a failure the servers are killed.
+        """
+        failing = leaving.failing()
+        self.client.close(quick=failing)
+        failed = failing or self.client.failed
+        _stop(self._notice, self._started, 0.0 if failed else self._world.timeout)
+
+    def _check_startup(self) -> None:
+        ended = _find_ended(self._notice, self._started)
+        if ended is not None:
+            raise PeerError(f"rank {self._world.rank}: {ended} before all workers had connected")
+        reason = self._notice.poll()
+        if reason is not None:
+            raise PeerError(f"rank {self._world.rank}: {reason}")
+
+
+def _find_ended(notice: FailureNotice, started: Sequence[Started]) -> str | None:
+    """Return how one of these servers, or the notice's thread, has ended, if one has."""
+    return next(filter(None, (each.ended() for each in started)), None) or notice.failure or None
+
+
+def _stop(notice: FailureNotice, started: Sequence[Started], seconds: float) -> None:
+    """Wait until these servers have ended; kill them if ``seconds`` is 0."""
+    notice.close(_POLL_S)
+    for each in started:
+        if seconds:
+            each.close(seconds)
+        else:
+            each.kill()
+
+
+class _WatchedStore:
+    """A store whose `get` calls ``check`` every second."""
+
+    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+        self._store, self._check = store, check
+        self.set, self.has = store.set, store.has
+
+    def get(self, key: str, seconds: float) -> str:
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._store.get(key, max(0.01, min(_POLL_S, left)))
+            except TimeoutError:
+                self._check()
+                if left <= _POLL_S:
+                    raise
+
+
+def _network_weights(world: World) -> tuple[float, ...]:
+    """Return each network's share of the total speed, in the mailboxes' order of networks.
+
+    The order follows rank 0's names of the networks, so that all workers have the same.
+    """
+    if world.threads or len(world.links) < 2 or len(world.links) > MAX_LINKS:
+        return (1.0,)
+    subnets = world.networks[0] if world.networks else ()
+    if len(set(subnets)) < len(world.links):
+        return world.weights
+    known = zip(map(interfaces.in_order, subnets), world.weights, strict=True)
+    return tuple(weight for _, weight in sorted(known))
+
+
+def place_servers(identities: list[object], count: int) -> tuple[int, ...]:
+    """Return for each server the rank that starts it: round-robin over hosts, then over ranks.
+
+    Args:
+        identities: for each rank, the identity of its host.
+        count: number of servers; 0 for one on each host.
+
+    Raises:
+        PeerError: an identity is malformed.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        if not isinstance(identity, str):
+            raise PeerError(f"rank {rank} sent a malformed identity of its host")
+        ranks.setdefault(identity, []).append(rank)
+    hosts = list(ranks.values())
+    chosen = []
+    for index in range(count or len(hosts)):
+        turn, host = divmod(index, len(hosts))
+        chosen.append(hosts[host][turn % len(hosts[host])])
+    return tuple(chosen)

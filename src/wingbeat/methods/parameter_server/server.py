@@ -1,0 +1,603 @@
+"""The parameter server: sums the slices that workers push, and sends them back.
+
+With an optimizer the server keeps the sums, updates its parameters, and sends those (Geryon,
+section II-A).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from wingbeat import wires
+from wingbeat.errors import PeerError
+from wingbeat.methods.parameter_server.aggregator import (
+    SLICE_OVERHEAD,
+    Aggregator,
+    Array,
+    SliceKey,
+    SliceSum,
+)
+from wingbeat.methods.parameter_server.failures import Pinger, ping_delay
+from wingbeat.methods.parameter_server.protocol import (
+    MAX_REASON,
+    UPDATE_KINDS,
+    Ids,
+    Kind,
+    RequestError,
+    interface_of,
+    link_of,
+    position_of,
+    split_document,
+    urgency_of,
+)
+from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
+from wingbeat.methods.parameter_server.shard_updates import ParameterReply, ShardUpdates
+from wingbeat.transport.liveness import LONGEST
+from wingbeat.transport.messages.endpoint import Limits, Message
+from wingbeat.transport.messages.flow import Posted
+from wingbeat.transport.messages.header import LARGEST
+from wingbeat.transport.messages.mailbox import CLOSING, UNCONNECTED_S, Mailbox
+from wingbeat.transport.messages.meeting import open_mailbox
+from wingbeat.transport.store import Store
+from wingbeat.wires import Coded
+
+if TYPE_CHECKING:
+    from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
+
+_log = logging.getLogger(__name__)
+
+_CHECK_S = 0.25
+"""Seconds between two checks for lost workers and incomplete sums."""
+
+_NOTHING = np.empty(0, np.float32)
+
+_QUICK_S = 1.0
+"""Seconds to close the mailbox after the worker that started this server has ended."""
+
+_BATCH = 32
+"""Messages that are handled before sums are sent."""
+
+WINDOW = 128 << 20
+"""Bytes that may wait at a server to be added, over all workers and classes."""
+
+_MIN_MESSAGES = 2
+"""Minimum messages in a flow's window: one is added while the next arrives."""
+
+SILENT = 0.8
+"""Part of the timeout after which a silent peer is lost. All other waits are longer, so that the
+error names the interface."""
+
+SOONER = 0.9
+"""Part of the timeout after which a server reports late workers, before workers time out."""
+
+
+class Reply:
+    """A sum, parameters or a residual for one worker; ``result`` is None until it is complete."""
+
+    __slots__ = ("_posted", "dtype", "ids", "kind", "queued", "result", "worker")
+
+    def __init__(self, worker: int, ids: Ids, kind: Kind = Kind.SUM) -> None:
+        self.worker, self.ids, self.kind = worker, ids, kind
+        self.dtype = ""
+        self.result: Array | None = None
+        self.queued = False
+        self._posted: Posted | None = None
+
+    def set_sum(self, total: SliceSum) -> None:
+        """Set the payload, and register as a reader of it."""
+        if self.worker in total.requested_by:
+            raise _requested_twice(self)
+        total.requested_by.add(self.worker)
+        self.dtype, self.result = total.dtype, total.result
+        total.readers.append(self.arrived)
+
+    def set_residual(self, residual: Array | None) -> None:
+        """Set a residual, which has no other readers."""
+        self.dtype, self.result = ("float32", residual) if residual is not None else ("", _NOTHING)
+
+    def is_complete(self) -> bool:
+        """Whether the reply can be sent."""
+        return self.result is not None
+
+    def post(self, mailbox: Mailbox, interface: int) -> Callable[[], bool]:
+        """Send the reply; return a function that reports its arrival."""
+        self._posted = mailbox.post(
+            self.worker,
+            self.kind,
+            self.result,
+            ids=self.ids,
+            dtype=self.dtype,
+            interface=interface,
+            urgency=urgency_of(self.ids.route),
+        )
+        return self.arrived
+
+    def arrived(self) -> bool:
+        """Whether the worker has received the reply."""
+        return self._posted is not None and self._posted.arrived
+
+
+def _requested_twice(reply: Reply) -> RequestError:
+    ids = reply.ids
+    return RequestError(
+        f"rank {reply.worker} requested slice {ids.slice} of round {ids.round} twice"
+    )
+
+
+class Server:
+    """One server: handles the requests of all workers for its slices.
+
+    Args:
+        mailbox: connects the server to all workers; their numbers are their ranks.
+        workers: number of workers.
+        aggregator: computes the sums; its limit also limits the number of pending pulls.
+        updates: the server's parameters; None if it only sums.
+        order: the order in which replies are sent.
+        timeout: seconds that a sum may wait for a worker.
+        classes: number of traffic classes.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        workers: int,
+        aggregator: Aggregator,
+        updates: ShardUpdates | None = None,
+        *,
+        order: Order = Order.READY,
+        timeout: float = 300.0,
+        classes: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._mailbox = mailbox
+        self._workers = workers
+        self._order = order
+        self._timeout = timeout
+        self._classes = classes
+        self._clock = clock
+        self._aggregator, self._updates = aggregator, updates
+        self._queue: SendQueue[Reply] = SendQueue(order)
+        self._pulls: dict[SliceKey, list[Reply]] = {}
+        self._pending = [0] * workers
+        self._max_pending = aggregator.max_nbytes // SLICE_OVERHEAD
+        self._reserved: dict[tuple[int, SliceKey], Reply] = {}
+        self._pinger, self._ping_delay = Pinger(mailbox), ping_delay(timeout)
+        self._links: set[int] = set()  # links of received gradients
+        self._checked_at = self._pinged_at = clock()
+        self._failed = False
+
+    def run(self, is_parent_alive: Callable[[], bool] = lambda: True) -> None:
+        """Serve until all workers have left, or the worker that started this server has ended."""
+        everyone = frozenset(range(self._workers))
+        while is_parent_alive() and not self._gone() >= everyone:
+            seconds = 0.0 if self.has_work else _CHECK_S
+            self.run_once(self._mailbox.next(seconds, keep=True))
+        seconds = CLOSING
+        if not is_parent_alive():
+            self._fail("the worker that started this server has ended")
+            seconds = _QUICK_S
+        with contextlib.suppress(PeerError):  # the workers are lost
+            self._mailbox.close(seconds)
+
+    def run_once(self, message: Message | None) -> None:
+        """Handle received messages, update one slice, send what has room."""
+        try:
+            drained = self._handle_batch(message)
+            if self._updates is not None and not self._failed:
+                self._send_parameters(self._updates.update_next())
+            if self._queue.queued and not self._failed:
+                self._queue.flush(self._room, self._send, Reply.is_complete)
+        except (PeerError, RequestError) as error:
+            self._fail(str(error))
+            return
+        now = self._clock()
+        if now - self._checked_at > _CHECK_S:
+            self._checked_at = now
+            self._check(now, drained)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a slice can be updated without another message."""
+        return self._updates is not None and self._updates.has_work and not self._failed
+
+    # -- requests --------------------------------------------------------------------------
+
+    def _handle_batch(self, message: Message | None) -> bool:
+        """Handle received messages; return whether none is left."""
+        for _ in range(_BATCH):
+            if message is None:
+                return True
+            self._handle(message)
+            message = self._mailbox.poll(keep=True)
+        if message is not None:
+            self._handle(message)
+        return False
+
+    def _handle(self, message: Message) -> None:
+        free = functools.partial(self._mailbox.free, message)
+        # Only gradients stay in the sender's window. The size of other requests is limited
+        # separately.
+        if self._failed or message.kind not in (Kind.PUSH_PULL, Kind.PUSH):
+            free()
+        if self._failed or message.kind == Kind.PING:
+            return
+        ids = Ids(*message.ids)
+        try:
+            if urgency_of(ids.route) >= self._classes:
+                raise RequestError(
+                    f"rank {message.peer} requested class {urgency_of(ids.route)}; there are "
+                    f"{self._classes}"
+                )
+            self._perform(message, ids, free)
+        except RequestError:
+            free()  # has no effect if the message is free
+            raise
+
+    def _perform(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
+        worker, updates = message.peer, self._updates
+        if message.kind == Kind.PULL:
+            self._pull(Reply(worker, ids))
+        elif message.kind == Kind.PULL_RESIDUAL:
+            if worker != ids.slice % self._workers:
+                raise RequestError(f"rank {worker} does not own the residual of slice {ids.slice}")
+            self._pull(Reply(worker, ids, Kind.RESIDUAL))
+        elif message.kind in (Kind.PUSH_PULL, Kind.PUSH):
+            self._push(message, ids, free)
+        elif updates is not None and message.kind in UPDATE_KINDS:
+            now = self._clock()
+            self._send_parameters(updates.handle(worker, message.kind, ids, message.payload, now))
+        else:
+            raise RequestError(f"rank {worker} sent a message of kind {message.kind}")
+
+    def _push(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
+        """Add gradients; call ``free`` once they are added."""
+        worker, key = message.peer, (ids.plan, ids.slice)
+        if self._updates is not None:
+            self._updates.set_route(key, ids.route)
+        self._links.add(link_of(ids.route))
+        if message.kind == Kind.PUSH_PULL:
+            self._add_pending(Reply(worker, ids))
+        # A worker that is ahead fills its window until the others catch up.
+        total = self._aggregator.push(
+            worker, key, ids.round, message.dtype, message.payload, self._clock(), free
+        )
+        if total is None:
+            return
+        for reply in self._pulls.pop(key, ()):
+            self._pending[reply.worker] -= 1
+            self._complete(reply, total)
+            if not reply.queued:
+                self._enqueue(reply)
+        if self._updates is not None:
+            self._updates.sum_completed(key)
+
+    def _pull(self, reply: Reply) -> None:
+        ids = reply.ids
+        total = self._aggregator.completed_sum((ids.plan, ids.slice), ids.round)
+        if total is None:
+            self._add_pending(reply)
+        else:
+            self._complete(reply, total)
+        if total is not None or self._order is Order.FORWARD:
+            self._enqueue(reply)
+
+    def _complete(self, reply: Reply, total: SliceSum) -> None:
+        if reply.kind is Kind.RESIDUAL:
+            reply.set_residual(self._aggregator.take_residual((reply.ids.plan, reply.ids.slice)))
+        else:
+            reply.set_sum(total)
+
+    def _add_pending(self, reply: Reply) -> None:
+        """Record a request for an incomplete sum."""
+        waiting = self._pulls.setdefault(reply.ids[:2], [])
+        if any((reply.worker, reply.kind) == (each.worker, each.kind) for each in waiting):
+            raise _requested_twice(reply)
+        if self._pending[reply.worker] >= self._max_pending:
+            raise RequestError(
+                f"rank {reply.worker} has more than {self._max_pending} pending pulls"
+            )
+        self._pending[reply.worker] += 1
+        waiting.append(reply)
+
+    def _send_parameters(self, replies: Iterable[ParameterReply]) -> None:
+        for each in replies:
+            key = each.worker, each.ids[:2]
+            if each.state is not None:
+                self._send_state(each.worker, each.ids, *each.state)
+            elif each.params is not None:
+                reply = self._reserved.pop(key, None) or Reply(
+                    each.worker, each.ids, Kind.PARAMETERS
+                )
+                reply.set_sum(each.params)
+                if not reply.queued:
+                    self._enqueue(reply)
+            elif self._order is Order.FORWARD:  # reserves its place in the queue
+                self._reserved[key] = reply = Reply(each.worker, each.ids, Kind.PARAMETERS)
+                self._enqueue(reply)
+
+    def _send_state(
+        self, worker: int, ids: Ids, fields: dict[str, Any], arrays: list[memoryview]
+    ) -> None:
+        for count, payload in enumerate(split_document(fields, arrays, self._mailbox.largest)):
+            reply = Reply(worker, ids, Kind.CONTINUATION if count else Kind.STATE)
+            reply.result = np.frombuffer(payload, np.uint8)
+            self._enqueue(reply)
+
+    # -- sending ---------------------------------------------------------------------------
+
+    def _enqueue(self, reply: Reply) -> None:
+        reply.queued = True
+        ids, result = reply.ids, reply.result
+        nbytes = LARGEST + (self._mailbox.largest if result is None else result.nbytes)
+        flow = Flow(reply.worker, urgency_of(ids.route), link_of(ids.route))
+        self._queue.enqueue(flow, position_of(ids.route), nbytes, reply)
+
+    def _room(self, flow: Flow) -> int:
+        if flow.peer in self._mailbox.left or flow.peer in self._mailbox.lost:
+            return 0
+        return self._mailbox.room(flow.peer, interface=self._interface(flow), urgency=flow.urgency)
+
+    def _interface(self, flow: Flow) -> int:
+        return interface_of(self._mailbox.interfaces(flow.peer), flow.link)
+
+    def _send(self, flow: Flow, reply: Reply) -> Callable[[], bool]:
+        try:
+            return reply.post(self._mailbox, self._interface(flow))
+        except PeerError:
+            if self._room(flow):
+                raise
+            return reply.arrived  # the worker has just left; its peers detect that if it matters
+
+    # -- failures --------------------------------------------------------------------------
+
+    def _gone(self) -> frozenset[int]:
+        return self._mailbox.left.union(self._mailbox.lost)
+
+    def _check(self, now: float, drained: bool) -> None:
+        """Check for lost and late workers; ping them if a sum is incomplete.
+
+        Messages of a worker that has left may still be in the mailbox unless it is ``drained``.
+        """
+        if drained:
+            self._check_gone()
+        if now - self._pinged_at > self._ping_delay and self._is_incomplete(now - self._ping_delay):
+            self._pinged_at = now
+            gone = self._gone()
+            for worker in range(self._workers):
+                if worker not in gone:
+                    self._pinger.ping(worker, self._links)
+        self._check_late(now)
+
+    def _is_incomplete(self, before: float) -> bool:
+        return self._aggregator.find_incomplete(before) is not None or (
+            self._updates is not None and self._updates.find_incomplete(before) is not None
+        )
+
+    def _check_gone(self) -> None:
+        mailbox, aggregator, updates = self._mailbox, self._aggregator, self._updates
+        left = dict.fromkeys(mailbox.left, "has ended")
+        killed = {
+            worker: "has ended unexpectedly: its connections are closed"
+            for worker, seconds in mailbox.unconnected().items()
+            if seconds > UNCONNECTED_S
+        }
+        for worker, why in {**left, **killed, **mailbox.lost}.items():
+            if aggregator.is_waiting_for(worker) or (
+                updates is not None and updates.is_waiting_for(worker)
+            ):
+                self._fail(f"rank {worker} {why}")
+
+    def _check_late(self, now: float) -> None:
+        """Fail if workers wait for each other, or for a live worker for too long.
+
+        A live worker that has pushed nothing may evaluate or save.
+        """
+        aggregator = self._aggregator
+        for seconds in (LONGEST * self._timeout, self._timeout):
+            late = aggregator.find_incomplete(now - seconds)
+            if late is not None and (
+                seconds > self._timeout or all(map(aggregator.is_waiting, late[1]))
+            ):
+                key, workers = late
+                self._fail(
+                    f"no gradients from rank {_join(workers)} for slice {key[1]} within "
+                    f"{seconds:g} s"
+                )
+                break
+        if self._updates is not None:
+            incomplete = self._updates.find_incomplete(now - self._timeout)
+            if incomplete is not None:
+                what, workers = incomplete
+                self._fail(f"no {what} from rank {_join(workers)} within {self._timeout:g} s")
+
+    def _fail(self, why: str) -> None:
+        """Send the reason to all workers, once."""
+        if self._failed:
+            return
+        self._failed = True
+        reason, gone = why.encode()[:MAX_REASON], self._gone()
+        for worker in range(self._workers):
+            if worker not in gone:
+                with contextlib.suppress(PeerError):  # the worker is lost
+                    self._mailbox.post(worker, Kind.FAILED, reason, urgency=0, seconds=0.1)
+
+
+def _join(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Configuration of one server process.
+
+    Attributes:
+        room: name of the rendezvous of servers and workers.
+        index: index of this server.
+        workers: number of workers. Mailboxes are numbered by rank; servers follow.
+        hosts: for each server, the rank of the worker that starts it.
+        interfaces: names of the network interfaces to use.
+        classes: number of traffic classes.
+        encrypted: whether messages are encrypted.
+        timeout: seconds that any wait may take.
+        max_sum_bytes: maximum size of all sums.
+        order: the order in which sums are sent, see `Order`.
+        wire: codec of the gradients, optional.
+        dense: whether sums are sent in the dtype of the sum, and not in that of the gradients.
+        optimizer: the optimizer as JSON, see `shard_optimizer.rebuild_optimizer`; empty if the
+            server only sums.
+        max_update_bytes: maximum size of parameters and optimizer state.
+    """
+
+    module: ClassVar[str] = "wingbeat.methods.parameter_server"
+    asks_later: ClassVar[bool] = False
+
+    room: str
+    index: int
+    workers: int
+    hosts: tuple[int, ...]
+    interfaces: tuple[str, ...]
+    classes: int
+    encrypted: bool
+    timeout: float
+    max_sum_bytes: int
+    order: str
+    wire: Coded | None = None
+    dense: bool = False
+    optimizer: str = ""
+    max_update_bytes: int = 0
+
+    @property
+    def number(self) -> int:
+        """The number of the server's mailbox."""
+        return self.workers + self.index
+
+    def name(self, number: int) -> str:
+        """Return the name of the process with a mailbox number."""
+        if number < self.workers:
+            return f"rank {number}"
+        index = number - self.workers
+        return f"server {index} (started by rank {self.hosts[index]})"
+
+    @property
+    def me(self) -> str:
+        """The name of this server."""
+        return self.name(self.number)
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the message layer between the server and the workers."""
+        links = max(1, len(self.interfaces))
+        return limits_of(self.workers, self.classes, self.timeout, links)
+
+    def to_json(self) -> str:
+        """Return the configuration as JSON."""
+        wire = None if self.wire is None else wires.to_json(self.wire)
+        return json.dumps({**asdict(self), "wire": wire})
+
+    @staticmethod
+    def from_json(text: str) -> ServerConfig:
+        """Parse what `to_json` returns."""
+        fields = json.loads(text)
+        fields["hosts"], fields["interfaces"] = tuple(fields["hosts"]), tuple(fields["interfaces"])
+        if fields["wire"] is not None:
+            fields["wire"] = wires.from_json(fields["wire"])
+        return ServerConfig(**fields)
+
+    def open(self, store: Store) -> Mailbox:
+        """Connect to all workers."""
+        return open_mailbox(
+            store,
+            self.number,
+            range(self.workers),
+            room=self.room,
+            interfaces=self.interfaces,
+            classes=self.classes,
+            encrypted=self.encrypted,
+            limits=self.limits,
+            seconds=self.timeout,
+            name=self.name,
+        )
+
+    def make_aggregator(self) -> Aggregator:
+        """Return the aggregator. With a codec it loads torch, which takes a second."""
+        if self.wire is None:
+            return Aggregator(self.workers, self.max_sum_bytes, dense=self.dense)
+        from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator
+
+        return CodedAggregator(
+            self.workers,
+            self.max_sum_bytes,
+            wire=self.wire,
+            largest=Limits().message,
+            dense=self.dense,
+        )
+
+    def meet(self, store: Store) -> Callable[[Callable[[], bool]], None]:
+        """Connect to all workers; return a function that serves them while its argument says so."""
+        # Modules are loaded before workers connect: on a busy host this takes longer than a sum
+        # may.
+        aggregator = self.make_aggregator()
+        if self.optimizer:
+            importlib.import_module("wingbeat.methods.parameter_server.shard_optimizer")
+        return functools.partial(self.serve, self.open(store), aggregator)
+
+    def serve(
+        self, mailbox: Mailbox, aggregator: Aggregator, is_parent_alive: Callable[[], bool]
+    ) -> None:
+        """Serve until all workers have left, or the worker that started this server has ended."""
+        updates = None
+        if self.optimizer:
+            updates = ShardUpdates(
+                self.workers,
+                self._make_optimizer,
+                aggregator.completed_sum,
+                self.max_update_bytes,
+            )
+        server = Server(
+            mailbox,
+            self.workers,
+            aggregator,
+            updates,
+            order=Order(self.order),
+            timeout=SOONER * self.timeout,
+            classes=self.classes,
+        )
+        server.run(is_parent_alive)
+        refused = mailbox.turned_away + mailbox.refused
+        if refused:
+            _log.warning(
+                "%s refused %d connections or frames of unknown senders: %s",
+                self.me,
+                refused.total(),
+                ", ".join(f"{why} {n}" for why, n in sorted(refused.items())),
+            )
+
+    def _make_optimizer(self) -> ShardOptimizer:
+        from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
+
+        return ShardOptimizer(json.loads(self.optimizer))
+
+
+def limits_of(workers: int, classes: int, timeout: float, interfaces: int = 1) -> Limits:
+    """Return the limits of the message layer between a job's workers and servers.
+
+    There is a flow for each worker, class and interface. The windows of all flows to a server add
+    up to at most `WINDOW` bytes, unless a window would hold less than two messages.
+
+    >>> [limits_of(n, 2, 60.0).window >> 20 for n in (1, 2, 4, 8, 64)]
+    [32, 32, 16, 8, 8]
+    """
+    usual = Limits()
+    least = _MIN_MESSAGES * (usual.message + LARGEST)
+    window = min(usual.window, max(least, WINDOW // (workers * classes * interfaces)))
+    return Limits(message=usual.message, window=window, silence=SILENT * timeout)

@@ -1,0 +1,671 @@
+"""Optimizer updates on the servers: gradients are pushed, parameters are pulled.
+
+Geryon (Wang et al., 2020), section II-A. `wingbeat.schedules.served_updates` decides what starts
+when. Nothing is pickled: a server imports the optimizer's class by name, and receives its
+attributes and settings as JSON. Before training, test tensors show whether the rebuilt optimizer
+gives the same results as the user's, and treats each element independently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.views import ShownGradients, clone_displaced
+from wingbeat.engine.updates.deferred import refuse_evaluating
+from wingbeat.engine.updates.divided import SCALER, DividedUpdate
+from wingbeat.engine.updates.json_values import decode, dtype_of, encode
+from wingbeat.engine.updates.stepper import GroupSnapshot, State
+from wingbeat.engine.updates.trials import Division, prove_elementwise
+from wingbeat.engine.updates.update import Closure, Training
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.methods.parameter_server.client import Client, Request, Transfer
+from wingbeat.methods.parameter_server.launch import ServerGroup
+from wingbeat.methods.parameter_server.protocol import (
+    NO_ROUND,
+    Document,
+    Ids,
+    Kind,
+    pack_numbers,
+    split_document,
+)
+from wingbeat.methods.parameter_server.shard_optimizer import HOOKS, rebuild_optimizer
+from wingbeat.methods.parameter_server.slicing import RequestPlanner, Slice
+from wingbeat.observe.events import stream
+from wingbeat.schedules.events import (
+    Defer,
+    Forget,
+    Hand,
+    Phase,
+    Schedule,
+    Update,
+    UpdateCommand,
+    UpdateServers,
+)
+from wingbeat.schedules.intents import Answer
+
+OPTION = 'update="server"'
+
+_ALTERNATIVE = 'use update="worker"'
+
+_REBUILT_ATTRIBUTES = {*HOOKS, "defaults", "param_groups", "state", "step"}
+"""Attributes of every optimizer, which a server creates by itself."""
+
+_BEFORE_GRADIENTS = -1
+"""Position in forward order of messages that precede all gradients."""
+
+ParamState = dict[int, dict[str, Any]]
+"""Optimizer state of whole parameters, by slot index and name."""
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# -- the optimizer's description -----------------------------------------------------------
+
+
+class OptimizerDescription(NamedTuple):
+    """What a server needs to rebuild an optimizer, as JSON.
+
+    ``elementwise`` says by name of the optimizer state whether it has a value for each element.
+    """
+
+    text: str
+    elementwise: dict[str, bool]
+
+    def max_nbytes(self, numel: int, nbytes: int) -> int:
+        """Return an upper bound on parameters and state, over all servers.
+
+        Both exist under two plans while buckets change. An element of the state may take 8 bytes:
+        the optimizer chooses its dtype.
+        """
+        return 2 * (nbytes + 8 * numel * (sum(self.elementwise.values()) + 1))
+
+
+def describe_optimizer(
+    optimizer: torch.optim.Optimizer, snapshot: GroupSnapshot
+) -> OptimizerDescription:
+    """Describe an optimizer, and check that it can run on servers.
+
+    Raises:
+        UsageError: the optimizer cannot run on servers.
+    """
+    refuse_evaluating(optimizer)
+    kind = type(optimizer)
+    _check_importable(kind)
+    encode_groups(snapshot)
+    attributes = vars(optimizer)
+    description = {
+        "module": kind.__module__,
+        "name": kind.__qualname__,
+        "path": [place for place in sys.path if place],
+        "attributes": _encode_possible(
+            {k: v for k, v in attributes.items() if k not in _REBUILT_ATTRIBUTES}
+        ),
+        "defaults": _encode_possible(attributes.get("defaults", {})),
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
+    replica = rebuild_optimizer(json.loads(json.dumps(description)))
+    division = Division(OPTION, "the servers", _ALTERNATIVE, replica)
+    elementwise = prove_elementwise(optimizer, kind.step, division)
+    return OptimizerDescription(
+        json.dumps({**description, "elementwise": elementwise}), elementwise
+    )
+
+
+def encode_groups(snapshot: GroupSnapshot) -> list[dict[str, Any]]:
+    """Encode the settings of the param groups.
+
+    Raises:
+        UsageError: a setting cannot be sent to servers.
+    """
+    out: list[dict[str, Any]] = []
+    for number, group in enumerate(snapshot):
+        out.append({})
+        for key, value in group.items():
+            try:
+                out[-1][key] = encode(value)
+            except TypeError as error:
+                raise UsageError(
+                    f"{OPTION}: setting {key!r} of the optimizer's group {number}: {error}; "
+                    "allowed are numbers, text, None, small tensors, and lists and tuples of them; "
+                    f"{_ALTERNATIVE}"
+                ) from None
+    return out
+
+
+def _encode_possible(values: dict[str, Any]) -> dict[str, Any]:
+    """Encode the values that can be; the comparison shows whether the others are needed."""
+    out = {}
+    for key, value in values.items():
+        try:
+            out[key] = encode(value)
+        except TypeError:
+            continue
+    return out
+
+
+def _check_importable(kind: type) -> None:
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if kind.__module__ == "__main__" or found is not kind:
+        raise UsageError(
+            f"{OPTION}: optimizer {kind.__name__} is defined in {kind.__module__} as "
+            f"{kind.__qualname__}, which a server cannot import: move the class to the top level "
+            f"of a module that the script imports, or {_ALTERNATIVE}"
+        )
+
+
+# -- requests ------------------------------------------------------------------------------
+
+
+class RemoteOptimizer:
+    """The optimizer on the servers, from the view of one worker.
+
+    All requests use the most urgent class, so that a server receives them in order.
+
+    Attributes:
+        updates: number of requested updates.
+        landing: by bucket, the buffer for its parameters; by default the bucket's buffer.
+        unused: slot indices of parameters whose sums the next update does not use, as no worker
+            has a gradient for them.
+    """
+
+    def __init__(self, servers: ServerGroup, planner: RequestPlanner) -> None:
+        self._servers, self._planner = servers, planner
+        self._client: Client = servers.client
+        self.updates = 0
+        self.landing: dict[int, torch.Tensor] = {}
+        self.unused: frozenset[int] = frozenset()
+
+    @property
+    def plan(self) -> int:
+        """The number of the current plan."""
+        return self._planner.plan
+
+    def slices(self) -> list[Slice]:
+        """Return all slices of the current plan, by number."""
+        return self._planner.slices()
+
+    def load(self, each: Slice, fields: dict[str, Any], data: torch.Tensor) -> None:
+        """Load parameters of a slice, and its optimizer state if the fields describe it.
+
+        Args:
+            each: the slice.
+            fields: see `shard_optimizer.ShardOptimizer.load`; empty: replace the values only.
+            data: the arrays; must not change until they have arrived.
+        """
+        ids = Ids(self.plan, each.number, self.updates, 0)
+        document = split_document(fields, [_bytes_of(data)], self._servers.message)
+        for count, payload in enumerate(document):
+            self._send(Kind.CONTINUATION if count else Kind.LOAD, each.server, ids, payload)
+
+    def send_gradients(self, each: Slice, gradients: torch.Tensor) -> None:
+        """Send gradients of a slice that replace the sum in the next update."""
+        ids = Ids(self.plan, each.number, self.updates, 0)
+        self._send(Kind.GRADIENTS, each.server, ids, _bytes_of(gradients))
+
+    def barrier(self) -> None:
+        """Signal that this worker has loaded all its slices: servers wait for all workers."""
+        for server in range(self._servers.count):
+            self._send(Kind.BARRIER, server, Ids(self.plan, 0, 0, 0), b"")
+
+    def step(self, settings: bytes, *, summed: bool, unasked: bool) -> None:
+        """Request the update with number `updates`.
+
+        Args:
+            settings: the settings as JSON.
+            summed: whether the update uses the last round's sums, or the gradients of
+                `send_gradients`.
+            unasked: whether the servers send the parameters without a request.
+        """
+        number = self._planner.completed_rounds() if summed else NO_ROUND
+        for server in range(self._servers.count):
+            self._send(Kind.STEP, server, Ids(self.plan, number, self.updates, unasked), settings)
+
+    def collect(self, plan: int, slices: Sequence[Slice]) -> Iterable[tuple[Slice, Document]]:
+        """Request the optimizer state of slices, and wait for it.
+
+        Raises:
+            PeerError: a server or a worker has failed.
+        """
+        request = self.request_state(plan, slices)
+        request.wait()
+        for each, transfer in zip(slices, request.transfers, strict=True):
+            yield each, request.documents.pop(transfer.ids[:3])
+
+    def request_state(self, plan: int, slices: Sequence[Slice]) -> Request:
+        """Request the optimizer state of slices; returns at once."""
+        transfers = [
+            self._transfer(each.server, Ids(plan, each.number, self.updates, 0), b"")
+            for each in slices
+        ]
+        return self._client.submit(Kind.STATE, "", transfers, "the optimizer's state")
+
+    def _transfer(self, server: int, ids: Ids, payload: Any) -> Transfer:
+        number = self._servers.number(server)
+        return Transfer(number, ids, memoryview(payload), 0, _BEFORE_GRADIENTS)
+
+    def _send(self, kind: Kind, server: int, ids: Ids, payload: Any) -> None:
+        transfer = self._transfer(server, ids, payload)
+        self._client.submit(kind, "", [transfer], "an update request")
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    view: memoryview = data.detach().view(torch.uint8).numpy().data
+    return view
+
+
+# -- slices --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPart:
+    """``length`` elements of a parameter that lie in a slice.
+
+    They begin at element ``first`` of the parameter, and at element ``offset`` of the slice.
+    """
+
+    slot: Slot
+    group: int
+    first: int
+    offset: int
+    length: int
+
+    def values(self) -> torch.Tensor:
+        """Return the elements; a view if the parameter is contiguous."""
+        return self.slot.param.detach().reshape(-1)[self.first : self.first + self.length]
+
+
+class OwnedSlice:
+    """A slice with the parts of parameters in it.
+
+    The worker ``owner`` sends changed parameters to the server; there, ``known`` are the server's
+    values.
+    """
+
+    known: torch.Tensor
+
+    def __init__(self, each: Slice, bucket: Bucket, owner: int, parts: Sequence[SlotPart]) -> None:
+        self.slice, self.bucket, self.owner = each, bucket, owner
+        self.parts = parts
+
+    def has_any(self, slots: frozenset[int]) -> bool:
+        """Whether the slice has a part of one of these slots."""
+        return any(part.slot.index in slots for part in self.parts)
+
+    def values(self) -> torch.Tensor:
+        """Return this worker's parameters; zeros where the optimizer has none."""
+        values = torch.zeros_like(self.bucket.flat[self.slice.start : self.slice.stop])
+        for part in self.parts:
+            values[part.offset : part.offset + part.length].copy_(part.values())
+        return values
+
+    def update_known(self) -> bool:
+        """Copy this worker's parameters to `known`; return whether any has changed."""
+        changed = False
+        for part in self.parts:
+            known, now = self.known[part.offset : part.offset + part.length], part.values()
+            # Compare bits: NaN equals itself, and 0 differs from -0.
+            if not torch.equal(_bits_of(known), _bits_of(now)):
+                known.copy_(now)
+                changed = True
+        return changed
+
+    def export(
+        self, states: ParamState, elementwise: dict[str, bool]
+    ) -> tuple[dict[str, Any], torch.Tensor]:
+        """Return the slice's parameters and optimizer state: fields, and the bytes of all arrays.
+
+        Raises:
+            UsageError: the state's shape does not match, or the state cannot be sent.
+        """
+        self.update_known()
+        state: list[Any] = []
+        arrays = [self.known]
+        for part in self.parts:
+            values = states.get(part.slot.index)
+            state.append(None if values is None else {})
+            for key, value in (values or {}).items():
+                state[-1][key] = _encode_state(part, key, value, elementwise, arrays)
+        fields = {
+            "dtype": str(self.known.dtype).removeprefix("torch."),
+            "numel": len(self.slice),
+            "pieces": [[p.slot.index, p.group, p.offset, p.length] for p in self.parts],
+            "state": state,
+        }
+        return fields, torch.cat([array.view(torch.uint8) for array in arrays])
+
+
+def _encode_state(
+    part: SlotPart, key: str, value: Any, elementwise: dict[str, bool], arrays: list[torch.Tensor]
+) -> dict[str, Any]:
+    """Encode one value of the optimizer state; append elementwise values to the arrays."""
+    param, name = part.slot.param, part.slot.name
+    if isinstance(value, torch.Tensor) and elementwise.get(key, value.shape == param.shape):
+        if value.shape != param.shape:
+            raise UsageError(
+                f"optimizer state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, "
+                f"and must have the parameter's, {tuple(param.shape)}: load the state of the same "
+                "model"
+            )
+        flat = value.detach().reshape(-1)[part.first : part.first + part.length].contiguous()
+        arrays.append(flat)
+        return {"each": str(flat.dtype).removeprefix("torch.")}
+    try:
+        return {"all": encode(value)}
+    except TypeError as error:
+        raise UsageError(
+            f"optimizer state {key!r} of parameter {name!r}: {error}; {_ALTERNATIVE}"
+        ) from None
+
+
+def _bits_of(values: torch.Tensor) -> torch.Tensor:
+    return values.view(_INTEGERS[values.element_size()])
+
+
+class OwnedSlices:
+    """All slices of one plan, which the workers own in turn; ``owned`` are this worker's."""
+
+    def __init__(
+        self, plan: int, slices: Sequence[Slice], training: Training, rank: int, workers: int
+    ) -> None:
+        self.plan = plan
+        buckets = training.bucketing.buckets
+        self.all = [
+            OwnedSlice(
+                each,
+                buckets[each.bucket],
+                each.number % workers,
+                list(_parts_in(each, buckets[each.bucket], training)),
+            )
+            for each in slices
+        ]
+        self.owned = [each for each in self.all if each.owner == rank]
+        self._owned_in: dict[int, list[OwnedSlice]] = defaultdict(list)
+        for each in self.owned:
+            each.known = each.values()
+            self._owned_in[each.slice.bucket].append(each)
+
+    def owned_in(self, bucket: Bucket) -> list[OwnedSlice]:
+        """Return the slices of a bucket that this worker owns."""
+        return self._owned_in.get(bucket.index, [])
+
+    def overlapping(self, others: Iterable[OwnedSlice]) -> list[OwnedSlice]:
+        """Return the slices that share elements with another plan's slices."""
+        wanted: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for other in others:
+            for part in other.parts:
+                wanted[part.slot.index].append((part.first, part.first + part.length))
+        return [
+            each
+            for each in self.all
+            if any(
+                start < part.first + part.length and part.first < stop
+                for part in each.parts
+                for start, stop in wanted.get(part.slot.index, ())
+            )
+        ]
+
+    def join_states(self, documents: Iterable[tuple[Slice, Document]]) -> ParamState:
+        """Join the servers' optimizer state; elements of other slices are zeros.
+
+        Raises:
+            PeerError: a server sent a malformed state.
+        """
+        states: ParamState = {}
+        arrays: dict[tuple[int, str], torch.Tensor] = {}
+        for each, document in documents:
+            try:
+                self._join(self.all[each.number], document, states, arrays)
+            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise PeerError(
+                    f"server {each.server} sent a malformed state of slice {each.number}: {error}"
+                ) from None
+        slots = {part.slot.index: part.slot for each in self.all for part in each.parts}
+        for (index, key), flat in arrays.items():
+            # In the parameter's memory format, as the optimizer would create it.
+            value = torch.empty_like(slots[index].param, dtype=flat.dtype).detach()
+            states[index][key] = value.copy_(flat.view(value.shape))
+        return states
+
+    def _join(
+        self,
+        owned: OwnedSlice,
+        document: Document,
+        states: ParamState,
+        arrays: dict[tuple[int, str], torch.Tensor],
+    ) -> None:
+        start = 0
+        for part, state in zip(owned.parts, document.fields["state"], strict=True):
+            index = part.slot.index
+            for key, kind in ({} if state is None else state).items():
+                found = states.setdefault(index, {})
+                if "all" in kind:
+                    found[key] = decode(kind["all"], torch.device("cpu"))
+                    continue
+                dtype = dtype_of(kind["each"])
+                end = start + part.length * dtype.itemsize
+                found.setdefault(key, None)  # keeps the order of keys
+                flat = arrays.setdefault(
+                    (index, key),
+                    torch.zeros(part.slot.param.numel(), dtype=dtype, device="cpu"),
+                )
+                values = torch.frombuffer(document.data[start:end], dtype=torch.uint8).view(dtype)
+                flat[part.first : part.first + part.length] = values
+                start = end
+
+
+def _parts_in(each: Slice, bucket: Bucket, training: Training) -> Iterable[SlotPart]:
+    """Yield the parts of the optimizer's parameters that lie in a slice."""
+    stop = 0
+    for slot in bucket.slots:
+        start, stop = stop, stop + slot.param.numel()
+        first, last = max(start, each.start), min(stop, each.stop)
+        group = training.stepper.group_of(slot.param)
+        if first < last and group is not None:
+            yield SlotPart(slot, group, first - start, first - each.start, last - first)
+
+
+# -- the update ----------------------------------------------------------------------------
+
+
+class ServerUpdate(DividedUpdate):
+    """Sends gradients and changed parameters to the servers, and receives new parameters.
+
+    Each slice has an owner among the workers. The owner detects parameters that were changed
+    locally, and sends gradients that the user has inspected, and may have changed.
+    """
+
+    option: ClassVar[str] = OPTION
+    state_is: ClassVar[str] = (
+        f"{OPTION}: the servers have it; call optimizer.state_dict() for a copy of all of it, and "
+        "optimizer.load_state_dict() to change it"
+    )
+    shards = None
+
+    def __init__(
+        self,
+        training: Training,
+        schedule: Schedule,
+        views: ShownGradients,
+        remote: RemoteOptimizer,
+        elementwise: dict[str, bool],
+    ) -> None:
+        super().__init__(training, schedule, views)
+        self._remote = remote
+        self._elementwise = elementwise
+        self._slices: OwnedSlices | None = None
+        self._summed = self._has_state = False
+
+    # -- commands --------------------------------------------------------------------------
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
+        """Perform one command of the schedule."""
+        buckets = self._training.bucketing.buckets
+        match command:
+            case Hand(answer):
+                self._send_changes(answer)
+            case UpdateServers(answer, unasked):
+                self._request_step(answer, unasked)
+            case Defer(number, used):
+                self._defer(buckets[number], used or frozenset())
+            case Forget(spent):
+                self._forget(spent)
+            case Update(number):
+                with stream.timed("update", bucket=number):
+                    self._apply_parameters(buckets[number])
+
+    def _send_changes(self, answer: Answer) -> None:
+        """Send locally changed parameters, and gradients that are not the servers' sums."""
+        self._remote.updates += 1
+        self._has_state = True
+        self._summed = self._schedule.phase is Phase.REDUCED
+        slots, owns = self._training.bucketing.slots, self._training.stepper.owns
+        unused = frozenset(slot.index for slot in slots if owns(slot.param)) - answer.used
+        self._remote.unused = unused if self._summed else frozenset()
+        rank = self._training.collectives.world.rank
+        if answer.follows(rank):
+            return
+        active = [r for r, _ in enumerate(answer.intents) if not answer.follows(r)]
+        finals = [] if self._summed else self._prepare_gradients(answer.used, active, rank)
+        for each in self._plan.all:
+            # The leader also sends the slices of workers without batches, which do not follow
+            # what the others change.
+            if each.owner == rank and each.update_known():
+                self._remote.load(each.slice, {}, each.known)
+            elif rank == answer.leader and answer.follows(each.owner):
+                self._remote.load(each.slice, {}, each.values())
+        for each in finals:
+            flat = each.bucket.flat
+            self._remote.send_gradients(each.slice, flat[each.slice.start : each.slice.stop])
+
+    def _prepare_gradients(
+        self, used: frozenset[int], active: list[int], rank: int
+    ) -> list[OwnedSlice]:
+        """Copy the gradients into the buckets; return the slices that this worker sends."""
+        buckets = self._training.bucketing.buckets
+        for bucket in buckets:
+            bucket.settle()
+        clone_displaced(self._training.bucketing)
+        for bucket in buckets:
+            self._renew_if_kept(bucket)
+            for slot in bucket.slots:
+                grad = slot.param.grad
+                if slot.index in used and grad is None:
+                    slot.view.zero_()
+                elif slot.index in used and grad is not None and not slot.holds(grad):
+                    slot.view.copy_(grad)
+        return [
+            each
+            for each in self._plan.all
+            if active[each.slice.number % len(active)] == rank and each.has_any(used)
+        ]
+
+    def _request_step(self, answer: Answer, unasked: bool) -> None:
+        rank = self._training.collectives.world.rank
+        fields: dict[str, Any] = {"digest": ""}
+        if not answer.follows(rank):
+            groups = encode_groups(self._snapshot)
+            fields["digest"] = hashlib.sha1(json.dumps(groups).encode()).hexdigest()
+            if rank == answer.leader:
+                inside = self._training.optimizer.__dict__
+                scaler = {key: encode(inside[key]) for key in SCALER if inside.get(key) is not None}
+                used = pack_numbers(answer.used)
+                fields |= {"groups": groups, "used": used, "scaler": scaler}
+        self._remote.step(json.dumps(fields).encode(), summed=self._summed, unasked=unasked)
+
+    def _forget(self, spent: frozenset[int] | None) -> None:
+        super()._forget(spent)
+        if spent is not None:
+            for bucket in self._training.bucketing.buckets:
+                self._renew_if_kept(bucket)
+
+    def _renew_if_kept(self, bucket: Bucket) -> None:
+        """Give the bucket a new buffer if the user keeps gradients in the old one."""
+        if bucket.is_referenced():
+            bucket.reallocate()
+            self._views.on_new_buffer(bucket)
+
+    def _apply_parameters(self, bucket: Bucket) -> None:
+        """Copy received parameters to the model."""
+        self._pending.remove(bucket)
+        fresh = {slot.index for slot in self._fresh.pop(bucket.index)}
+        landing = self._remote.landing.get(bucket.index, bucket.flat)
+        offset = 0
+        for slot in bucket.slots:
+            end = offset + slot.param.numel()
+            if slot.index in fresh:
+                slot.param.detach().copy_(landing[offset:end].view(slot.param.shape))
+            offset = end
+        for each in self._plan.owned_in(bucket):
+            each.known.copy_(landing[each.slice.start : each.slice.stop])
+
+    # -- plans and state -------------------------------------------------------------------
+
+    @property
+    def _plan(self) -> OwnedSlices:
+        assert self._slices is not None
+        return self._slices
+
+    @torch.no_grad()
+    def on_new_buckets(self) -> None:
+        """Load parameters and state of the slices that this worker owns in a new plan."""
+        old, world = self._slices, self._training.collectives.world
+        new = OwnedSlices(
+            self._remote.plan, self._remote.slices(), self._training, world.rank, world.size
+        )
+        if old is None:
+            states = self._take_local_state()
+        else:
+            needed = [each.slice for each in old.overlapping(new.owned)]
+            states = old.join_states(self._remote.collect(old.plan, needed))
+        self._slices = new
+        for bucket in self._training.bucketing.buckets:
+            if not all(self._training.stepper.owns(slot.param) for slot in bucket.slots):
+                # Another optimizer's gradients stay in the bucket's buffer.
+                self._remote.landing[bucket.index] = torch.zeros_like(bucket.flat)
+        self._load(states)
+
+    @torch.no_grad()
+    def on_load_state_dict(self) -> None:
+        """Send a state that the optimizer has loaded to the servers."""
+        self._load(self._take_local_state())
+
+    def _load(self, states: ParamState) -> None:
+        self._has_state |= bool(states)
+        for each in self._plan.owned:
+            fields, data = each.export(states, self._elementwise)
+            self._remote.load(each.slice, fields, data)
+        self._remote.barrier()
+
+    def _take_local_state(self) -> ParamState:
+        """Remove the state of the servers' parameters from the local optimizer; return it."""
+        state: State = self._training.optimizer.__dict__["state"]
+        slots = self._training.bucketing.slots
+        found = {slot.index: state.pop(slot.param, None) for slot in slots}
+        return {index: each for index, each in found.items() if each}
+
+    @torch.no_grad()
+    def _whole(self) -> State:
+        """Collect the state from the servers; other workers do not take part."""
+        plan = self._plan
+        slices = [each.slice for each in plan.all]
+        joined = plan.join_states(self._remote.collect(plan.plan, slices))
+        slots = self._training.bucketing.slots
+        parts = {slot.param: joined[slot.index] for slot in slots if slot.index in joined}
+        others: State = self._training.optimizer.__dict__["state"]
+        known = {**others, **parts}
+        order = [p for p in self._training.stepper.params() if p in known]
+        return defaultdict(dict, {key: known[key] for key in [*order, *others]})
+
+    def _parts(self) -> int:
+        return len(self._plan.all) if self._has_state else 0

@@ -1,0 +1,366 @@
+"""Slices of buckets: which server sums them, over which link, and in which traffic class. Pure.
+
+Geryon (Wang et al., 2020), section IV: "we partition each parameter into multiple shards, with one
+shard on each PS", and "perform fine-grained parameter slicing based on partition result". The
+traffic class follows from the layer's position in forward order (section III-C).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from wingbeat.errors import UsageError
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
+from wingbeat.schedules.events import Operation
+from wingbeat.types import Serving, Span, split
+
+MIN_SHARD = 4096
+"""Minimum elements of a shard: a smaller one is not worth a message."""
+
+KIND_OF = {
+    Operation.ALL_REDUCE: Kind.PUSH_PULL,
+    Operation.PUSH: Kind.PUSH,
+    Operation.PULL: Kind.PULL,
+    Operation.FETCH: Kind.FETCH,
+    Operation.EXPECT: Kind.EXPECT,
+}
+"""The request that starts an operation on a bucket."""
+
+
+# -- partitioning --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements ``start`` to ``stop`` of a bucket, which one server sums.
+
+    ``number`` is the index among all slices of the plan.
+    """
+
+    number: int
+    bucket: int
+    start: int
+    stop: int
+    server: int
+    link: int = 0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class _LinkLoads:
+    """Balances the elements on each link to each server, in proportion to the links' speeds."""
+
+    def __init__(self, servers: int, weights: Sequence[float]) -> None:
+        self._weights = weights
+        self._load = [[0.0] * len(weights) for _ in range(servers)]
+
+    def assign(self, server: int, numel: int) -> int:
+        """Return the link that finishes first with ``numel`` more elements."""
+        load = self._load[server]
+        ends = [(load[k] + numel) / weight for k, weight in enumerate(self._weights)]
+        link = ends.index(min(ends))
+        load[link] += numel
+        return link
+
+    def divide(
+        self, server: int, start: int, stop: int, smallest: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield the parts of a shard as (start, stop, link), none below ``smallest`` elements."""
+        numel = stop - start
+        chosen = [k for k, weight in enumerate(self._weights) if weight * numel >= smallest]
+        if len(chosen) < 2:
+            yield start, stop, self.assign(server, numel)
+            return
+        spans = split(Span(start, stop), [self._weights[k] for k in chosen])
+        for link, span in zip(chosen, spans, strict=True):
+            self._load[server][link] += len(span)
+            yield span.start, span.stop, link
+
+
+def partition_buckets(
+    sizes: Sequence[int],
+    servers: int,
+    threshold: int | None,
+    smallest: int = MIN_SHARD,
+    weights: Sequence[float] = (1.0,),
+) -> tuple[Slice, ...]:
+    """Divide every bucket evenly among the servers, and large shards into slices.
+
+    A bucket whose shards would be smaller than ``smallest`` goes to fewer servers, those with the
+    least load. A shard likewise uses fewer links.
+
+    Args:
+        sizes: elements of each bucket.
+        servers: number of servers.
+        threshold: maximum elements of a slice, the paper's "parameter slicing threshold"; None: a
+            shard is one slice (the paper's "partition" alone).
+        smallest: minimum elements of a shard, and of a link's part of it.
+        weights: each link's share of the total speed.
+    """
+    links = _LinkLoads(servers, weights)
+    load = [(0, server) for server in range(servers)]
+    slices: list[Slice] = []
+    for bucket, numel in enumerate(sizes):
+        shards = min(servers, max(1, numel // smallest))
+        chosen = sorted(heapq.nsmallest(shards, load), key=lambda entry: entry[1])
+        for (start, stop), (before, server) in zip(_even(0, numel, shards), chosen, strict=True):
+            load[server] = before + stop - start, server
+            for begin, end, link in links.divide(server, start, stop, smallest):
+                pieces = -(-(end - begin) // (threshold or max(1, numel)))
+                for first, last in _even(begin, end, pieces):
+                    slices.append(Slice(len(slices), bucket, first, last, server, link))
+    return tuple(slices)
+
+
+def place_buckets(
+    sizes: Sequence[int], servers: int, limit: int, weights: Sequence[float] = (1.0,)
+) -> tuple[Slice, ...]:
+    """Assign whole buckets to servers in round-robin order, as TensorFlow does (section II-B).
+
+    Args:
+        sizes: elements of each bucket.
+        servers: number of servers.
+        limit: maximum elements of a message. A larger bucket takes several, which are summed and
+            sent independently. TensorFlow waits for the whole bucket, which is slower.
+        weights: each link's share of the total speed.
+    """
+    # One server has too few buckets to balance its links: balance the links of all servers.
+    links = _LinkLoads(1, weights)
+    slices: list[Slice] = []
+    for bucket, numel in enumerate(sizes):
+        for first, last in _even(0, numel, -(-numel // limit)):
+            link = links.assign(0, last - first)
+            slices.append(Slice(len(slices), bucket, first, last, bucket % servers, link))
+    return tuple(slices)
+
+
+def _even(start: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of ``parts`` parts whose sizes differ by at most one element."""
+    numel = stop - start
+    for part in range(parts):
+        yield start + numel * part // parts, start + numel * (part + 1) // parts
+
+
+# -- traffic classes -----------------------------------------------------------------------
+
+
+def urgency_level(position: int, layers: int) -> float:
+    """Return ``1 - l/L``, the urgency of layer ``position`` (section III-C)."""
+    # Not 1 - l / L, which rounds twice: a threshold of 0.3 is met by layer 7 of 10.
+    return (layers - position) / layers
+
+
+class LayerPositions(NamedTuple):
+    """Positions of buckets among the layers of a model.
+
+    Attributes:
+        first: for each bucket in forward order, the position of its first layer, from 1.
+        layers: number of layers.
+    """
+
+    first: tuple[int, ...]
+    layers: int
+
+
+def layer_positions(buckets: Sequence[Sequence[str]]) -> LayerPositions:
+    """Return the layer positions of buckets, given their parameters' names in forward order.
+
+    >>> layer_positions(
+    ...     [["conv1.weight", "conv1.bias", "conv2.weight"], ["conv2.bias"], ["fc.weight"]]
+    ... )
+    LayerPositions(first=(1, 2, 3), layers=3)
+    """
+    number: dict[str, int] = {}
+    first = []
+    for names in buckets:
+        layers = [name.rpartition(".")[0] for name in names]
+        first.append(min(number.setdefault(layer, len(number) + 1) for layer in layers))
+    return LayerPositions(tuple(first), len(number))
+
+
+def priority_classes(places: LayerPositions, thresholds: Sequence[float]) -> tuple[int, ...]:
+    """Return the traffic class of each bucket, 0 the most urgent: the paper's ``map_table``.
+
+    A bucket is as urgent as its first layer in forward order. A bucket above the first threshold
+    has class 0, a bucket not above any has the last class.
+
+    Raises:
+        UsageError: the thresholds do not fall from 1 to 0.
+    """
+    levels = tuple(thresholds)
+    fall = all(a > b for a, b in itertools.pairwise(levels))
+    if not fall or not all(0 <= level <= 1 for level in levels):
+        raise UsageError(f"thresholds={levels!r}: allowed are falling numbers from 1 to 0")
+    urgencies = [urgency_level(position, places.layers) for position in places.first]
+    return tuple(sum(level <= threshold for threshold in levels) for level in urgencies)
+
+
+class BucketPriorities:
+    """The traffic classes of a model's buckets, by position in forward order.
+
+    Classes are by urgency, or with ``serving.coarse`` by kind of layer (section III-B): buckets
+    with only fully connected layers have class 1, all others class 0.
+
+    Attributes:
+        classes: the class of each bucket, 0 the most urgent.
+        thresholds: the thresholds between the classes.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self.thresholds = serving.thresholds
+        self.set_buckets((), LayerPositions((), 1))
+
+    def set_buckets(self, fully_connected: Sequence[bool], places: LayerPositions) -> None:
+        """Replace the buckets; both arguments are in forward order."""
+        self._places = places
+        self.classes = (
+            tuple(map(int, fully_connected))
+            if self._serving.coarse
+            else priority_classes(places, self.thresholds)
+        )
+
+    def set_thresholds(self, thresholds: Sequence[float]) -> None:
+        """Change the thresholds between the classes.
+
+        Raises:
+            UsageError: the number of thresholds does not match the classes, the thresholds do not
+                fall, or classes are by kind of layer.
+        """
+        levels, serving = tuple(thresholds), self._serving
+        if serving.coarse or len(levels) != serving.classes - 1:
+            raise UsageError(
+                f"thresholds={levels!r}: there are {serving.classes} classes, "
+                f"{'by kind of layer' if serving.coarse else 'with one less between them'}"
+            )
+        self.classes = priority_classes(self._places, levels)
+        self.thresholds = levels
+
+    def of_reply(self, position: int) -> int:
+        """Return the class of a bucket's sum."""
+        return self.classes[position]
+
+    def of_push(self, position: int) -> int:
+        """Return the class of a bucket's gradients."""
+        return self.classes[position] if self._serving.pushes else self._serving.classes - 1
+
+
+# -- one worker's requests -----------------------------------------------------------------
+
+
+class SliceRequest(NamedTuple):
+    """A push or pull of one slice; ``urgency`` is the class of a push."""
+
+    slice: Slice
+    ids: Ids
+    urgency: int
+    position: int
+
+
+class RequestPlanner:
+    """Divides buckets into slices, and numbers the rounds of each bucket.
+
+    Args:
+        serving: placement, slice size and classes.
+        servers: number of servers.
+        seed: seed of the order of pulls, where that is random.
+        weights: each link's share of the total speed.
+
+    Attributes:
+        priorities: the class of each bucket.
+        plan: how many times buckets were set.
+    """
+
+    def __init__(
+        self, serving: Serving, servers: int, seed: int, weights: Sequence[float] = (1.0,)
+    ) -> None:
+        self._serving, self._servers, self._weights = serving, servers, tuple(weights)
+        self._random = random.Random(seed)
+        self._slices: list[list[Slice]] = []
+        self._positions: dict[int, int] = {}
+        self._rounds: list[int] = []
+        self._pulls: list[int] = []
+        self.plan = 0
+        self.priorities = BucketPriorities(serving)
+
+    def set_buckets(
+        self,
+        sizes: Sequence[int],
+        forward: Sequence[int],
+        fully_connected: Sequence[bool],
+        places: LayerPositions,
+        largest: int,
+    ) -> None:
+        """Replace the buckets.
+
+        Args:
+            sizes: elements of each bucket.
+            forward: indices of the buckets in forward order.
+            fully_connected: for each bucket, whether it contains only parameters of fully
+                connected layers.
+            places: layer positions of the buckets in forward order.
+            largest: maximum elements of a message.
+        """
+        serving, servers, weights = self._serving, self._servers, self._weights
+        if serving.whole:
+            slices = place_buckets(sizes, servers, largest, weights)
+        else:
+            threshold = min(serving.slice or largest, largest)
+            slices = partition_buckets(sizes, servers, threshold, weights=weights)
+        self.plan += 1
+        self._slices = [[] for _ in sizes]
+        for each in slices:
+            self._slices[each.bucket].append(each)
+        self._positions = {bucket: position for position, bucket in enumerate(forward)}
+        self._rounds, self._pulls = [-1] * len(sizes), []
+        self.priorities.set_buckets([fully_connected[bucket] for bucket in forward], places)
+
+    def slices(self) -> list[Slice]:
+        """Return all slices of all buckets."""
+        return [each for slices in self._slices for each in slices]
+
+    def max_slices(self) -> int:
+        """Return the number of slices on the server with the most slices."""
+        return max(Counter(each.server for each in self.slices()).values())
+
+    def begin(self, operation: Operation, bucket: int) -> list[int]:
+        """Record the start of an operation; return the buckets to start it on now, in order.
+
+        Where the order of pulls is random, all pulls start with the last one.
+        """
+        if operation in (Operation.ALL_REDUCE, Operation.PUSH):
+            self._rounds[bucket] += 1
+        elif self._serving.shuffled and operation is not Operation.EXPECT:
+            self._pulls.append(bucket)
+            if len(self._pulls) < len(self._slices):
+                return []
+            pulls, self._pulls = self._pulls, []
+            self._random.shuffle(pulls)
+            return pulls
+        return [bucket]
+
+    def completed_rounds(self) -> int:
+        """Return the round number that every bucket has reached."""
+        return min(self._rounds)
+
+    def requests(self, bucket: int) -> list[SliceRequest]:
+        """Return the requests for the slices of a bucket, in the bucket's current round."""
+        position = self._positions[bucket]
+        push = self.priorities.of_push(position)
+        reply, number = self.priorities.of_reply(position), self._rounds[bucket]
+        return [
+            SliceRequest(
+                each,
+                Ids(self.plan, each.number, number, pack_route(reply, position, each.link)),
+                push,
+                position,
+            )
+            for each in self._slices[bucket]
+        ]

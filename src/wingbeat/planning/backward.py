@@ -1,0 +1,245 @@
+"""The profile of backward: when each gradient is ready, and when passes are launched and exchanged.
+
+Only backward itself counts (OMGS-SGD, Eqs. 2 and 7): the time from where the engine has finished
+with one gradient to where autograd delivers the next. On a GPU these are events on the current
+stream, and nothing waits for the device before the figures are read.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wingbeat.engine.gradients.bucket import PendingOperation
+from wingbeat.errors import PeerError
+
+STRAGGLER = 1.5
+"""An iteration that takes more than this multiple of the median is an outlier."""
+
+_EXTRA_FIGURES = 2
+"""Figures of a worker besides a time for each gradient."""
+
+_LONGEST_S = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """The slots of the gradients, in order, and the backward time before each in seconds."""
+
+    order: tuple[int, ...]
+    increments: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.increments)
+
+    def ready(self, count: int) -> list[float]:
+        """Return the ready time of every slot; one without a gradient is ready at the end."""
+        times = [self.total] * count
+        now = 0.0
+        for slot, increment in zip(self.order, self.increments, strict=True):
+            now += increment
+            times[slot] = now
+        return times
+
+
+class BackwardProfiler:
+    """Profiles backward passes: each gradient, the last launch, and the last completed exchange.
+
+    In each backward: `begin`, then `enter` and `leave` around the engine's work on each gradient,
+    then `end`, `launched` and `waited`. The backward time before the first gradient cannot be told
+    from forward and the engine's preparations, so the first gradient is ready at 0.
+
+    Args:
+        count: number of slots; their indices are below it.
+        device: of the gradients.
+        asynchronous: whether exchanges continue after backward, and report their completion.
+
+    Attributes:
+        enabled: whether passes are profiled.
+        ends: seconds from the first gradient until all is exchanged, by pass.
+    """
+
+    def __init__(self, count: int, device: torch.device, *, asynchronous: bool) -> None:
+        self._count, self._device = count, device
+        self._cuda = device.type == "cuda"
+        self._asynchronous = asynchronous
+        self.enabled = True
+        self._spare: list[Any] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard all measurements."""
+        self._began, self._open = 0.0, False
+        self._order: list[int] = []
+        self._marks: list[Any] = []
+        self._finished: list[tuple[list[int], list[Any]]] = []
+        self._iterations: list[_Iteration] = []
+        self._spans: list[float] = []
+        self.ends: list[float] = []
+
+    def begin(self) -> None:
+        """Start a backward at its first gradient; discard one that was interrupted."""
+        if self.enabled:
+            self.abandon()
+            self._open = True
+            self._began = time.perf_counter()
+
+    def enter(self, index: int) -> None:
+        """Record that the gradient of a slot is ready and the engine's work on it begins."""
+        if self._open:
+            self._marks.append(self._mark())
+            self._order.append(index)
+
+    def leave(self) -> None:
+        """Record that the engine's work on that gradient has ended and backward continues."""
+        if self._open:
+            self._marks.append(self._mark())
+
+    def end(self) -> None:
+        """Record that the last gradient was launched.
+
+        A backward without gradients, or interrupted in a hook, does not count.
+        """
+        self._open = False
+        if self._order and len(self._marks) == 2 * len(self._order):
+            self._finished.append((self._order, self._marks))
+            self._order, self._marks = [], []
+        if self.enabled and self._began:
+            self._spans.append(time.perf_counter() - self._began)
+
+    def launched(self, last: PendingOperation | None) -> None:
+        """Record that all exchanges were started; ``last`` is that of the last bucket."""
+        if self._asynchronous and last is not None:
+            began, self._began = self._began, 0.0  # the next backward may begin before it ends
+            last.add_done_callback(lambda _handle: self._exchanged(began))
+
+    def waited(self) -> None:
+        """Record that backward returns and the schedule has finished with the gradients."""
+        if not self._asynchronous:
+            self._exchanged(self._began)
+            self._began = 0.0
+
+    def _exchanged(self, began: float) -> None:
+        if self.enabled and began:
+            self.ends.append(time.perf_counter() - began)
+
+    def abandon(self) -> None:
+        """Discard a backward that was interrupted."""
+        self._spare.extend(self._marks if self._cuda else ())
+        self._order, self._marks = [], []
+        self._began, self._open = 0.0, False
+
+    def totals(self) -> list[float]:
+        """Return the seconds from the first to the last gradient, for each iteration so far.
+
+        Waits for the device, as `order` and `medians` do.
+        """
+        for order, marks in self._finished:
+            if self._cuda:
+                marks[-1].synchronize()
+            gaps = zip(marks[1:-1:2], marks[2::2], strict=True)
+            increments = (0.0, *(self._between(left, entered) for left, entered in gaps))
+            self._iterations.append(_Iteration(tuple(order), increments))
+            self._spare.extend(marks if self._cuda else ())
+        self._finished.clear()
+        return [iteration.total for iteration in self._iterations]
+
+    def order(self) -> list[int]:
+        """Return the slots, first ready first; ties as in the latest iteration."""
+        latest = {slot: place for place, slot in enumerate(self._typical()[-1].order)}
+        times = self._ready()
+        return sorted(range(self._count), key=lambda i: (times[i], latest.get(i, self._count), i))
+
+    def medians(self, order: Sequence[int] | None = None) -> list[float]:
+        """Return when each gradient is ready, in seconds, not falling, first ready first.
+
+        Medians over all iterations but outliers. At least one iteration has to have ended.
+
+        Args:
+            order: the slots in the order that all workers use; default: as measured here. A
+                gradient is not ready before the earlier ones of this order.
+        """
+        times = self._ready()
+        ready, latest = [], 0.0
+        for slot in self.order() if order is None else order:
+            latest = max(latest, times[slot])
+            ready.append(latest)
+        return ready
+
+    def summary(self, order: Sequence[int], iteration_s: float) -> list[float] | None:
+        """Return the ready time of each gradient in seconds, and two more figures.
+
+        These are the seconds of an iteration of ``iteration_s`` outside of backward and exchange,
+        and the seconds of passes from the first gradient until the last launch, encoding included;
+        the latter is 0 on a device that the host does not wait for. None if there was no pass.
+        """
+        if not self.totals() or not self.ends:
+            return None
+        rest = max(0.0, iteration_s - statistics.median(self.ends))
+        synchronous = self._device.type == "cpu"
+        span = statistics.median(self._spans) if synchronous and self._spans else 0.0
+        return [*self.medians(order), rest, span]
+
+    def _ready(self) -> list[float]:
+        rows = [iteration.ready(self._count) for iteration in self._typical()]
+        return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+    def _typical(self) -> list[_Iteration]:
+        longest = STRAGGLER * statistics.median(self.totals())
+        return [each for each in self._iterations if each.total <= longest]
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, left: Any, entered: Any) -> float:
+        seconds = left.elapsed_time(entered) / 1e3 if self._cuda else entered - left
+        return max(0.0, float(seconds))
+
+
+def combine(rows: Sequence[Any], count: int, rank: int) -> tuple[tuple[float, ...], float, float]:
+    """Return the figures of the slowest worker, for which all others wait.
+
+    Args:
+        rows: by rank, what `BackwardProfiler.summary` returned on each, as received. None stands
+            for a worker without a pass of its own; at least one needs to have had one.
+        count: number of gradients.
+        rank: of this worker, for messages.
+
+    Returns:
+        When each gradient is ready; the rest of an iteration; the duration of passes.
+
+    Raises:
+        PeerError: a row is malformed; the message names its sender.
+    """
+    width = count + _EXTRA_FIGURES
+    whole: list[Any] = [[0.0] * width if row is None else row for row in rows]
+    for peer, row in enumerate(whole):
+        if not _valid(row, count):
+            raise PeerError(
+                f"rank {rank}: rank {peer} sent malformed backward times: {str(row)[:60]}; allowed "
+                f"are {count} numbers of seconds that never fall, and {_EXTRA_FIGURES} more; all "
+                "workers have to run the same model and wingbeat"
+            )
+    *ready, rest_s, span_s = (float(max(column)) for column in zip(*whole, strict=True))
+    return tuple(ready), rest_s, span_s
+
+
+def _valid(row: Any, count: int) -> bool:
+    if not isinstance(row, (list, tuple)) or len(row) != count + _EXTRA_FIGURES:
+        return False
+    # Written so that NaN fails too.
+    if not all(type(value) in (int, float) and 0 <= value <= _LONGEST_S for value in row):
+        return False
+    times = list(row[:count])
+    return times == sorted(times)

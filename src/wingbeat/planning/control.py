@@ -1,0 +1,252 @@
+"""Online control: everything that is measured and decided during training, in one small exchange.
+
+Each worker contributes one row of numbers per iteration and receives all rows. The exchange is part
+of the backward pass, in the plan's order, so all workers read the same rows before the same next
+backward, and always agree on what is in force.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from wingbeat.collectives import Collectives, Rows
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
+from wingbeat.errors import UsageError
+from wingbeat.planning.controllers import (
+    BucketSizeController,
+    CompressionController,
+    Prioritized,
+    ThresholdController,
+)
+from wingbeat.planning.merging import LayerMerging
+from wingbeat.planning.probe import Probe
+from wingbeat.types import Choices
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The decisions of one training, for a later one that is equal; the same on all workers.
+
+    Attributes:
+        coded: whether compression is kept; None without a trial.
+        bucket_bytes: the tuned bucket size; None if it was not tuned.
+        topology: the tuned topology; None if it was not tuned.
+        merged: the probe from which merge plans were made; None without.
+        thresholds: the tuned thresholds between priority classes; None if they were not tuned.
+        buckets: the number of buckets of the merge plan; None without.
+        rules: names of the rules that make the plan which a trial has chosen; None without one.
+    """
+
+    coded: bool | None = None
+    bucket_bytes: int | None = None
+    topology: str | None = None
+    merged: Probe | None = None
+    buckets: int | None = None
+    rules: tuple[str, ...] | None = None
+    thresholds: tuple[float, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decisions as JSON values, without those that are None."""
+        found = {
+            "codec": None if self.coded is None else "on" if self.coded else "off",
+            "bucket_bytes": self.bucket_bytes,
+            "topology": self.topology,
+            "buckets": self.buckets,
+            "rules": None if self.rules is None else list(self.rules),
+            "thresholds": None if self.thresholds is None else list(self.thresholds),
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+
+class IterationTimer:
+    """Measures the time from one `lap` to the next, without waiting for a device.
+
+    The host runs ahead of a GPU. There a lap is the time between two events of the current stream,
+    and becomes known some laps later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._marks: deque[Any] = deque()
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+
+    def lap(self) -> float:
+        """Begin the next lap; return the seconds of the latest known one, 0.0 if none is."""
+        self._marks.append(self._mark())
+        while len(self._marks) > 1 and (not self._cuda or self._marks[1].query()):
+            begin, end = self._marks.popleft(), self._marks[0]
+            self._seconds = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+        return self._seconds
+
+    def restart(self) -> None:
+        """Discard the laps before this moment, also those that a device has not completed."""
+        while len(self._marks) > 1:
+            self._marks.popleft()
+        self._seconds = 0.0
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Controller(Protocol):
+    """A decision that follows from iteration times."""
+
+    def active(self) -> bool:
+        """Return whether it counts iterations and may have a row."""
+
+    def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
+        """Process the rows of all workers between two iterations.
+
+        Args:
+            seconds: time of the latest known iteration, 0 if none is known.
+            rows: the row of each worker, by rank; None if there was no exchange.
+
+        Returns:
+            Whether earlier iteration times are invalid for those that follow.
+        """
+
+    def row(self) -> Sequence[float]:
+        """Return this worker's numbers, as many as on every other worker; empty for none."""
+
+
+class Control:
+    """Runs one controller after the other: first the trial of compression.
+
+    Attributes:
+        trial: whether compression makes iterations shorter; None if it is not tried.
+        tuning: the bucket size; None if it is given.
+        merging: the merge plan; None if it is given.
+        thresholds: the thresholds between priority classes; None if they are given.
+
+    Raises:
+        UsageError: thresholds are to be tuned, and the exchange has no priority classes.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        bucketing: Bucketing,
+        compression: Compression,
+        collectives: Collectives,
+        exchange: object,
+    ) -> None:
+        world = collectives.world
+        self.trial: CompressionController | None = None
+        self.tuning: BucketSizeController | None = None
+        self.merging: LayerMerging | None = None
+        self.thresholds: ThresholdController | None = None
+        coded = compression.coded
+        if coded is not None and coded.auto_disable:
+            self.trial = CompressionController(compression, world.rank, world.size)
+        if choices.tuning is not None:
+            self.tuning = BucketSizeController(choices.tuning, choices, bucketing, collectives)
+        if choices.merging is not None:
+            self.merging = LayerMerging(
+                choices.merging, choices, bucketing, compression, collectives, self.trial is None
+            )
+        if choices.servers is not None and choices.servers.tuning is not None:
+            if not isinstance(exchange, Prioritized):
+                raise UsageError(
+                    f'threshold="tuned": {type(exchange).__name__} has no traffic classes; use '
+                    "wingbeat.Geryon(), or leave threshold out"
+                )
+            self.thresholds = ThresholdController(
+                choices, choices.servers, choices.servers.tuning, bucketing, collectives, exchange
+            )
+        self._collectives = collectives
+        self._timer = IterationTimer(bucketing.device)
+        self._sent: list[tuple[Controller, int]] = []
+        self._rows: Rows | None = None
+
+    def deciding(self) -> bool:
+        """Return whether a decision is still open."""
+        return (
+            (self.trial is not None and self.trial.active())
+            or (self.merging is not None and self.merging.deciding())
+            or (self.thresholds is not None and self.thresholds.active())
+            or (self.tuning is not None and not self.tuning.done)
+        )
+
+    def decisions(self) -> Decisions:
+        """Return the decisions; final once nothing is `deciding`."""
+        trial, tuning, merging = self.trial, self.tuning, self.merging
+        plan = None if merging is None else merging.plan
+        return Decisions(
+            coded=None if trial is None else trial.coded,
+            bucket_bytes=None if tuning is None else tuning.bucket_bytes,
+            topology=None if tuning is None else tuning.topology or None,
+            merged=None if merging is None else merging.probe,
+            buckets=None if plan is None else len(plan.timeline.buckets),
+            rules=None if merging is None else merging.chosen,
+            thresholds=None if self.thresholds is None else self.thresholds.thresholds,
+        )
+
+    def keep(self, known: Decisions) -> None:
+        """Apply the decisions of an earlier training; on all workers, before training.
+
+        Raises:
+            PeerError: a worker failed meanwhile, or rank 0 sent a malformed plan.
+        """
+        if self.trial is not None and known.coded is not None:
+            self.trial.decide(known.coded)
+        if self.tuning is not None and known.bucket_bytes is not None:
+            self.tuning.decide(known.bucket_bytes, known.topology or self.tuning.topology)
+        if self.merging is not None and known.merged is not None:
+            self.merging.decide(known.merged)
+        if self.thresholds is not None and known.thresholds is not None:
+            self.thresholds.decide(known.thresholds)
+
+    def boundary(self) -> None:
+        """Process the rows of the last exchange between two iterations."""
+        sent, self._sent = self._sent, []
+        rows, self._rows = self._rows, None
+        controllers = self._controllers()
+        if not controllers and not sent:
+            return
+        seconds = self._timer.lap()
+        received: dict[Controller, list[list[float]]] = {}
+        if rows is not None:
+            whole, start = rows.wait(), 0
+            for controller, width in sent:
+                received[controller] = whole[:, start : start + width].tolist()
+                start += width
+        for controller in controllers:
+            if controller.boundary(seconds, received.get(controller)):
+                # On a GPU earlier laps may not be known yet.
+                self._timer.restart()
+
+    def exchange(self) -> None:
+        """Send this worker's row to all; once in each backward, on every worker."""
+        row: list[float] = []
+        for controller in self._controllers():
+            part = controller.row()
+            if part:
+                self._sent.append((controller, len(part)))
+                row += part
+        if row:
+            self._rows = Rows(self._collectives, row, "control")
+
+    def _controllers(self) -> list[Controller]:
+        """Return the controllers that run now.
+
+        Decisions that change iterations are tried alone: compression, then the size of buckets,
+        then the thresholds between them. Meanwhile, times change for other reasons than drift.
+        """
+        if self.trial is not None and self.trial.active():
+            return [self.trial]
+        sized = self.tuning is None or self.tuning.done
+        if sized and self.thresholds is not None and self.thresholds.active():
+            return [self.thresholds]
+        others: tuple[Controller | None, ...] = (self.tuning, self.merging)
+        return [each for each in others if each is not None and each.active()]

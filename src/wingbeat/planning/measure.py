@@ -1,0 +1,610 @@
+"""Measurements of exchanges: the encoding and exchange of buckets, of matrices, and plain links.
+
+Figures are those of the slowest worker, and equal on all workers. Nothing is assumed about a
+cluster: neither its size nor its rates (OMGS-SGD, sections II-E, II-F and V-B).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from wingbeat import topologies
+from wingbeat.codecs import Coding, make
+from wingbeat.codecs.coding import Region
+from wingbeat.codecs.factors import Factors, Matrix
+from wingbeat.codecs.regions import regions
+from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
+from wingbeat.errors import PeerError, UsageError, unknown
+from wingbeat.planning.files import digest
+from wingbeat.planning.fits import Fit, best_fit, fit_linear
+from wingbeat.planning.probe import COLLECTIVES, LinkFit, MatrixCost
+from wingbeat.transport.link import Link, Pending
+from wingbeat.transport.world import World
+from wingbeat.types import Span, TensorSpec
+from wingbeat.wires import DTYPES, Coded, LowRank, TopK, least_bytes, matrix_of, own
+
+MIN_SIZE = 1024
+"""Elements, or bytes, of the smallest measured exchange, as in the paper (V-B)."""
+
+MAX_ELEMENTS = 1 << 24
+"""Elements of the largest: beyond it curves are extrapolated, and memory belongs to the model."""
+
+REPEATS = 5
+BUDGET_S = 0.5
+
+SECOND_PHASE = "all-gather"
+"""The second phase of an all-reduce whose first is ``"reduce-scatter"``."""
+
+MAX_MATRICES = 8
+"""Shapes of matrices that are measured, the largest of a model."""
+
+_MAX_REPEATS_FACTOR, _SHARE = 4, 0.2
+_MIN_AMOUNTS = 2
+"""Amounts that a line needs, however long they take."""
+
+_LINK_FACTOR = 4.0
+"""Ratio of neighbouring amounts on links, whose two coefficients need few."""
+
+_LONGEST_S = 1e6
+_AFTER_WARMUP = 1 << 40
+"""A step at which every warm-up is over."""
+
+_FLAG_BYTES = 4
+"""Besides its encoded gradient, each parameter sends a flag as float32."""
+
+Points = tuple[tuple[float, float], ...]
+"""Amounts, in elements or bytes, and the seconds of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An exchange that can be repeated.
+
+    Attributes:
+        start: encodes, launches and returns the handle.
+        nbytes: bytes that one worker contributes.
+        prepare: called before each repetition, outside of the measurement.
+    """
+
+    start: Callable[[], Handle]
+    nbytes: float
+    prepare: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Medians of the slowest worker.
+
+    Attributes:
+        encode: elements, and seconds until the call that starts the exchange returns.
+        exchange: bytes of one worker's payload, and seconds from then until all is decoded.
+        cpu: the same bytes, and seconds of CPU time of the process meanwhile, in all threads.
+    """
+
+    encode: Points
+    exchange: Points
+    cpu: Points = ()
+
+
+def geometric(first: int, last: int, factor: float = 2.0) -> list[int]:
+    """Return amounts that grow geometrically, up to ``last``.
+
+    >>> geometric(1000, 5000)
+    [1000, 2000, 4000, 5000]
+    """
+    amounts = [min(first, last)]
+    while amounts[-1] < last:
+        amounts.append(min(last, max(amounts[-1] + 1, round(amounts[-1] * factor))))
+    return amounts
+
+
+def measure_exchange(
+    collectives: Collectives,
+    make_operation: Callable[[int], Operation],
+    amounts: Sequence[int],
+    repeats: int = REPEATS,
+    *,
+    budget_s: float = BUDGET_S,
+    device: torch.device | None = None,
+    whole: World | None = None,
+    now: Callable[[], float] = time.perf_counter,
+    used: Callable[[], float] = time.process_time,
+) -> Samples:
+    """Measure exchanges of growing amounts; all workers call this together.
+
+    Every repetition begins with a barrier. The first two of each amount determine the number of
+    amounts and repetitions; then amounts take turns, so that a disturbance does not affect one
+    amount alone. Each figure is the median of a worker, then that of the slowest. A worker that has
+    encoded sooner than another waits for it. That is no part of the exchange, which is the slowest
+    worker's total time less the slowest encoding.
+
+    Args:
+        collectives: used by the exchange.
+        make_operation: returns the exchange of so many elements.
+        amounts: elements, growing; the same on every worker.
+        repeats: counted repetitions, at least; up to four times as many where a fifth of the budget
+            is enough for them.
+        budget_s: after the first two, no amount follows one that took longer than this, by the
+            exchanged figures, so that all workers stop at the same amount.
+        device: where the tensors are; on a GPU the current stream is synchronized.
+        whole: where figures are exchanged; default: the world of the collectives.
+        now: a clock, in seconds.
+        used: CPU time of this process, in seconds.
+
+    Raises:
+        PeerError: a peer failed or sent a malformed measurement; the message names it.
+    """
+    world = whole if whole is not None else collectives.world
+    timer = _Timer(collectives.world, _synchronizer(device), now, used)
+    operations: list[Operation] = []
+    counts: list[int] = []
+    for amount in amounts:
+        operations.append(make_operation(amount))
+        mine = min(timer.repeat(operations[-1])[1] for _ in range(2))
+        rows = world.exchange("probe", [[0.0, mine, 0.0]])
+        [(_, slowest, _)] = _slowest(rows, 1, world.rank)
+        # Short exchanges are disturbed most, and are cheapest to repeat.
+        most = _MAX_REPEATS_FACTOR * repeats
+        enough = int(_SHARE * budget_s / slowest) if slowest > 0 else most
+        counts.append(max(repeats, min(most, enough)))
+        if slowest > budget_s and len(counts) >= _MIN_AMOUNTS:
+            break
+    taken: list[list[tuple[float, float, float]]] = [[] for _ in operations]
+    for turn in range(max(counts, default=0)):
+        for operation, count, times in zip(operations, counts, taken, strict=True):
+            if turn < count:
+                times.append(timer.repeat(operation))
+    medians = [[statistics.median(column) for column in zip(*row, strict=True)] for row in taken]
+    rows = world.exchange("probe", medians)
+    encode, exchange, cpu = [], [], []
+    for amount, operation, (call, total, busy) in zip(
+        amounts, operations, _slowest(rows, len(operations), world.rank), strict=False
+    ):
+        encode.append((float(amount), call))
+        exchange.append((float(operation.nbytes), total - call))
+        cpu.append((float(operation.nbytes), busy))
+    return Samples(tuple(encode), tuple(exchange), tuple(cpu))
+
+
+class _Timer:
+    """Times repetitions of an operation."""
+
+    def __init__(
+        self,
+        world: World,
+        synchronize: Callable[[], object],
+        now: Callable[[], float],
+        used: Callable[[], float],
+    ) -> None:
+        self._barrier = Collectives(world, "doubling")
+        self._tiny = torch.zeros(world.size)
+        self._synchronize, self._now, self._used = synchronize, now, used
+
+    def repeat(self, operation: Operation) -> tuple[float, float, float]:
+        """Return seconds of the starting call, of the whole, and of CPU time between the two."""
+        operation.prepare()
+        self._synchronize()
+        self._barrier.all_gather(self._tiny).wait()
+        begin = self._now()
+        handle = operation.start()
+        self._synchronize()
+        called, busy = self._now(), self._used()
+        handle.wait()
+        self._synchronize()
+        return called - begin, self._now() - begin, self._used() - busy
+
+
+def _synchronizer(device: torch.device | None) -> Callable[[], object]:
+    """Return what waits for a GPU's current stream, but not for wingbeat's own."""
+    if device is None or device.type != "cuda":
+        return lambda: None
+    return lambda: torch.cuda.current_stream(device).synchronize()
+
+
+def _slowest(rows: Sequence[Any], count: int, rank: int) -> list[tuple[float, float, float]]:
+    """Return the largest of each figure.
+
+    Raises:
+        PeerError: a row is not ``count`` times three times, the second of which contains the first.
+    """
+    for peer, row in enumerate(rows):
+        valid = isinstance(row, list) and len(row) == count and all(map(_valid_figures, row))
+        if not valid:
+            raise PeerError(
+                f"rank {rank}: rank {peer} sent a malformed measurement of an exchange: "
+                f"{str(row)[:60]}; all workers have to run the same wingbeat"
+            )
+    columns = (zip(*each, strict=True) for each in zip(*rows, strict=True))
+    return [(float(max(a)), float(max(b)), float(max(c))) for a, b, c in columns]
+
+
+def _valid_figures(figures: Any) -> bool:
+    if not isinstance(figures, list) or [type(v) in (int, float) for v in figures] != [True] * 3:
+        return False
+    call, total, busy = figures
+    return bool(0 <= call <= total <= _LONGEST_S and 0 <= busy <= _LONGEST_S)
+
+
+# -- buckets -------------------------------------------------------------------------------------
+
+
+def measure_wire(
+    collectives: Collectives,
+    wire: str | Coded,
+    collective: str,
+    largest: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    repeats: int = REPEATS,
+) -> Samples:
+    """Measure the exchange of a bucket as training does it, from 1 K elements on.
+
+    Args:
+        collectives: those of training.
+        wire: the name of a dtype as in `Choices.wire`, empty for the buffer's own, or the settings
+            of a codec. Residuals and momentum are kept as in training, after any warm-up.
+        collective: ``"payload all-gather"`` for `Collectives.all_gather_sum`, which needs a codec;
+            ``"all-reduce"``, which encodes while it runs; or one phase of a split all-reduce,
+            ``"reduce-scatter"`` or ``"all-gather"``, where the other is hidden elsewhere.
+        largest: elements of the largest possible bucket; the last amount, unless it exceeds
+            ``MAX_ELEMENTS``.
+        device: where the gradients are; default: the CPU.
+        dtype: of the gradients.
+        repeats: as for `measure_exchange`.
+
+    Raises:
+        UsageError: unknown collective, or ``"payload all-gather"`` without a codec.
+        PeerError: as for `measure_exchange`.
+    """
+    if collective not in (*COLLECTIVES, SECOND_PHASE):
+        raise unknown("collective", collective, (*COLLECTIVES, SECOND_PHASE))
+    if collective == "payload all-gather" and isinstance(wire, str):
+        raise UsageError(
+            f"collective={collective!r} with wire={wire!r}: only payloads of a codec can be "
+            "gathered; use collective='all-reduce', or a wire such as topk"
+        )
+    size = collectives.world.size
+    # The length of a bucket is a multiple of the number of workers.
+    largest = min(max(1, largest), MAX_ELEMENTS)
+    amounts = [-(-amount // size) * size for amount in geometric(MIN_SIZE, largest)]
+    buffers = _Buffers.of(amounts[-1], device if device is not None else torch.device("cpu"), dtype)
+
+    def operation(numel: int) -> Operation:
+        return _bucket_operation(collectives, wire, collective, buffers.cut(numel))
+
+    return measure_exchange(collectives, operation, amounts, repeats, device=buffers.buffer.device)
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """Buffers that all exchanges share, as each ends before the next begins."""
+
+    gradients: torch.Tensor
+    buffer: torch.Tensor
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, numel: int, device: torch.device, dtype: torch.dtype) -> _Buffers:
+        """Return buffers with normally distributed gradients."""
+        generator = torch.Generator().manual_seed(0)  # leaves the user's random state alone
+        gradients = torch.randn(numel, generator=generator).to(device, dtype)
+        return cls(gradients, torch.empty_like(gradients))
+
+    def cut(self, numel: int) -> _Buffers:
+        """Return the first elements of everything."""
+        return _Buffers(self.gradients[:numel], self.buffer[:numel], self.kept)
+
+    def fill(self) -> None:
+        """Copy the gradients into the buffer."""
+        self.buffer.copy_(self.gradients)
+
+    def float32(self, name: str) -> torch.Tensor:
+        """Return optimizer or codec state of the bucket: as long as it, zeros at first."""
+        known = self.kept.get(name)
+        if known is None or known.numel() < self.buffer.numel():
+            known = torch.zeros(self.buffer.numel(), device=self.buffer.device)
+            self.kept[name] = known
+        return known[: self.buffer.numel()]
+
+
+def _bucket_operation(
+    collectives: Collectives, wire: str | Coded, collective: str, buffers: _Buffers
+) -> Operation:
+    """Return the exchange of a bucket of one region."""
+    buffer = buffers.buffer
+    numel = buffer.numel()
+    if isinstance(wire, str):
+        narrow = wire_dtype(wire)
+        itemsize = buffer.element_size()
+        if narrow is not None:
+            itemsize = min(itemsize, narrow.itemsize)
+        start = _reduction(collectives, collective, buffer, narrow)
+        return Operation(start, numel * itemsize, buffers.fill)
+    if wire.summed and collective != "payload all-gather":
+        return _factored_operation(collectives, wire, buffers)
+    codec = make(wire, _AFTER_WARMUP)
+    coding = Coding([Region(Span(0, numel), codec)])
+    encoded = Encoded(coding, buffers.float32("residual") if codec.feedback else None)
+    nbytes = coding.room(Span(0, numel))
+    if collective != "payload all-gather":
+        start = _reduction(collectives, collective, buffer, encoded)
+        return Operation(start, nbytes, buffers.fill)
+    velocity = None
+    if isinstance(wire, TopK) and wire.momentum:
+        velocity = buffers.float32("velocity")
+
+    def gather() -> Handle:
+        return collectives.all_gather_sum(buffer, wire=encoded, velocity=velocity, beside=True)
+
+    return Operation(gather, nbytes, buffers.fill)
+
+
+def _factored_operation(collectives: Collectives, wire: Coded, buffers: _Buffers) -> Operation:
+    """Return the exchange of a bucket of one matrix, as square as possible; the rest is dense."""
+    buffer, numel, size = buffers.buffer, buffers.buffer.numel(), collectives.world.size
+    rows, cols = matrix_of(wire, (math.isqrt(numel),) * 2)
+    if not rows or not isinstance(wire, LowRank):
+        start = _reduction(collectives, "all-reduce", buffer, None)
+        return Operation(start, buffer.nbytes, buffers.fill)
+    residual = buffers.float32("residual") if wire.feedback else None
+    matrix = Matrix("probed", 0, rows, cols, wire.rank)
+    factors = Factors([matrix], numel, size, residual, device=buffer.device)
+    collectives.open_second()
+    return Operation(
+        lambda: collectives.all_reduce_factors(buffer, factors), factors.nbytes, buffers.fill
+    )
+
+
+def _reduction(
+    collectives: Collectives, collective: str, buffer: torch.Tensor, wire: WireFormat | None
+) -> Callable[[], Handle]:
+    """Return what starts an all-reduce of a buffer, or one of its phases."""
+    if collective == SECOND_PHASE:
+        return lambda: collectives.all_gather(buffer, wire=wire)
+    whole = collective == "all-reduce"
+    start = collectives.all_reduce if whole else collectives.reduce_scatter
+    return lambda: start(buffer, wire=wire)
+
+
+def fit_samples(samples: Samples, wire: str | Coded) -> tuple[Fit, Fit]:
+    """Return the fits of encoding and exchange; encoding top-k may follow Eq. 10."""
+    density = wire.density if isinstance(wire, TopK) else None
+    return best_fit(samples.encode, density=density), best_fit(samples.exchange)
+
+
+# -- matrices ------------------------------------------------------------------------------------
+
+
+def matrix_region(spec: TensorSpec, wire: Coded) -> Region | None:
+    """Return how a tensor travels by itself; None unless it is a matrix with factors."""
+    found = regions(wire, [(spec.name, spec.shape)])
+    return next((region for region in found if region.cols), None)
+
+
+def payload_of(spec: TensorSpec, wire: Coded) -> float:
+    """Return the bytes of a tensor's payload if it travels by itself."""
+    coding = Coding(list(regions(wire, [(spec.name, spec.shape)])))
+    return float(coding.room(Span(0, spec.numel))) if spec.numel else 0.0
+
+
+def measure_matrices(
+    collectives: Collectives,
+    wire: str | Coded,
+    collective: str,
+    specs: Sequence[TensorSpec],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[MatrixCost, ...]:
+    """Exchange a matrix of each of the model's largest shapes; all workers call this together.
+
+    Only `LowRank` with sketched factors has matrices: factors that are summed are measured by
+    `measure_wire`, whose arguments these are.
+    """
+    if not isinstance(wire, LowRank) or wire.summed:
+        return ()
+    found = {spec.shape: matrix_region(spec, wire) for spec in specs}
+    known = [(shape, region) for shape, region in found.items() if region is not None]
+    known = [each for each in known if len(each[1].span) <= MAX_ELEMENTS]
+    # The largest, in rising order: none follows one that takes too long.
+    largest = sorted(known, key=lambda each: (len(each[1].span), each[0]))[-MAX_MATRICES:]
+    if not largest:
+        return ()
+    size = collectives.world.size
+
+    def padded(region: Region) -> int:
+        return -(-len(region.span) // size) * size
+
+    buffers = _Buffers.of(padded(largest[-1][1]), device, dtype)
+    buffers.float32("residual")
+
+    def operation(number: int) -> Operation:
+        region = largest[number][1]
+        part, coding = buffers.cut(padded(region)), Coding([region])
+        encoded = Encoded(coding, part.float32("residual") if region.codec.feedback else None)
+        start = _reduction(collectives, collective, part.buffer, encoded)
+        return Operation(start, coding.room(region.span), part.fill)
+
+    samples = measure_exchange(collectives, operation, range(len(largest)), device=device)
+    # The starting call is no work of the thread that runs backward.
+    return tuple(
+        MatrixCost(shape[0], shape[1], nbytes, call + seconds)
+        for (shape, _), (_, call), (nbytes, seconds) in zip(
+            largest, samples.encode, samples.exchange, strict=False
+        )
+    )
+
+
+# -- links ---------------------------------------------------------------------------------------
+
+
+def measure_links(
+    collectives: Collectives,
+    *,
+    topology: str = "ring",
+    largest_bytes: int = 1 << 20,
+    repeats: int = REPEATS,
+    budget_s: float = BUDGET_S,
+) -> tuple[LinkFit, ...]:
+    """Measure plain collectives on each network interface alone, then on all together (II-F).
+
+    All-gathers go by doubling, as those of small payloads do; all-reduces by ``topology``, or
+    around a ring where that spans several interfaces (a BCube) and one is measured. Tensors are on
+    the CPU. No other exchange may be in progress. Other arguments are those of `measure_exchange`.
+    """
+    whole = collectives.world
+
+    def measure(name: str, world: World) -> LinkFit:
+        spans_links = topologies.get(topology).spans_links and world is not whole
+        reduced = "ring" if spans_links else topology
+        fits = []
+        for kind, how in (("all_gather", "doubling"), ("all_reduce", reduced)):
+            alone = Collectives(world, how)
+
+            def operation(nbytes: int, kind: str = kind, alone: Collectives = alone) -> Operation:
+                return _plain_operation(alone, kind, nbytes)
+
+            samples = measure_exchange(
+                alone, operation, geometric(MIN_SIZE, largest_bytes, _LINK_FACTOR), repeats,
+                budget_s=budget_s, whole=whole,
+            )  # fmt: skip
+            # Nothing is encoded: the starting call is a part of the exchange.
+            pairs = zip(samples.encode, samples.exchange, strict=True)
+            fits.append(fit_linear([(nbytes, call + s) for (_, call), (nbytes, s) in pairs]))
+        return LinkFit(name, *fits)
+
+    found = []
+    for link in whole.links:
+        with _world_of_link(whole, link) as world:
+            found.append(measure(link.name, world))
+    if len(whole.links) > 1:
+        found.append(measure(" + ".join(link.name for link in whole.links), whole))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _world_of_link(whole: World, link: Link) -> Iterator[World]:
+    """Return a world of one link. Its thread ends with the context; the link stays open."""
+    shared = _SharedLink(link)
+    world = World(
+        rank=whole.rank,
+        size=whole.size,
+        links=(shared,),
+        speeds=(whole.speeds[whole.links.index(link)],),
+        timeout=whole.timeout,
+        store=whole.store,
+        native_on=frozenset(),
+    )
+    try:
+        yield world
+    finally:
+        shared.released = True
+        world.close()
+
+
+class _SharedLink:
+    """A link of another world, which stays open when this world ends.
+
+    Tags begin anew. That is safe: between two workers messages of the same tag match in order, and
+    all messages of one world have arrived before the other uses the link.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.released = False
+
+    @property
+    def name(self) -> str:
+        """The name of the interface."""
+        return self._link.name
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Send on the link."""
+        return self._link.send(tensor, peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Receive on the link."""
+        return self._link.recv(tensor, peer, tag)
+
+    def close(self) -> None:
+        """Close the link while it is in use: a peer was lost, and the others have to notice."""
+        if not self.released:
+            self._link.close()
+
+
+def _plain_operation(collectives: Collectives, kind: str, nbytes: int) -> Operation:
+    size = collectives.world.size
+    if kind == "all_gather":
+        rows = torch.zeros(size * nbytes, dtype=torch.uint8)
+        return Operation(lambda: collectives.all_gather(rows), nbytes)
+    buffer = torch.zeros(-(-nbytes // 4))
+    return Operation(lambda: collectives.all_reduce(buffer), 4 * buffer.numel())
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+
+def wire_text(wire: str | Coded) -> str:
+    """Return the text for a wire in files and messages: ``fp32`` is the gradients' own dtype.
+
+    The density is always part of it, whatever its default; a warm-up never: measurements are of
+    what travels after it.
+
+    >>> wire_text("bfloat16"), wire_text(TopK(density=0.01, warmup=9, momentum=0.9))
+    ('bf16', 'TopK(density=0.01, momentum=0.9)')
+    """
+    if isinstance(wire, TopK):
+        others = repr(replace(wire, density=TopK.density, warmup=TopK.warmup))
+        density = f"TopK(density={wire.density!r}"
+        return others.replace("TopK(", f"{density}, ").replace(", )", ")")
+    spelling = {dtype: name for name, dtype in DTYPES.items()}
+    return spelling.get(wire, wire) if isinstance(wire, str) else str(wire)
+
+
+def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]:
+    """Return about how many bytes each tensor adds to the payload of a bucket, its flag included.
+
+    The density of a group counts; that top-k sends one value at least does not.
+    """
+    each = []
+    for spec in specs:
+        mine = own(wire, spec.name)
+        flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
+        if isinstance(mine, LowRank) and not mine.summed:  # small matrices have no factors
+            each.append(payload_of(spec, mine) + flag)
+        else:
+            each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))
+    return each
+
+
+def key_of(
+    specs: Sequence[TensorSpec],
+    workers: int,
+    links: Sequence[str],
+    wire: str | Coded,
+    collective: str,
+) -> dict[str, Any]:
+    """Return the key of a model on a cluster, as JSON values.
+
+    A digest of the parameters (names, shapes, dtypes, kind of device), the number of workers, the
+    names of the network interfaces, the wire, and its collective.
+    """
+    shapes = [
+        [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0]] for spec in specs
+    ]
+    return {
+        "parameters": digest(shapes),
+        "workers": workers,
+        "links": list(links),
+        "wire": wire_text(wire),
+        "collective": collective,
+    }

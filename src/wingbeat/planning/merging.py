@@ -1,0 +1,569 @@
+"""Layers merged by measured costs (OMGS-SGD, sections III and IV).
+
+The first iterations run with all layers in one bucket while backward is profiled. Then all workers
+measure compression and links together, rank 0 makes the plan, and all follow it. Backward is
+profiled once more under the plan, which shows how much exchanges delay it, and planned for again.
+The gain of a plan is predicted; where several plans may be the best, whole iterations with each
+decide. Drift starts everything anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from wingbeat import schedules
+from wingbeat.collectives import Collectives
+from wingbeat.engine.gradients.bucket import Slot
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe.log import log
+from wingbeat.planning import controllers, measure, merge
+from wingbeat.planning.backward import BackwardProfiler, combine
+from wingbeat.planning.costs import Workload
+from wingbeat.planning.drift import DriftDetector
+from wingbeat.planning.files import REMEDY, from_json, to_json
+from wingbeat.planning.fits import Fit, best_fit
+from wingbeat.planning.measure import Samples, fit_samples, key_of, payload_bytes, wire_text
+from wingbeat.planning.merge.selection import TRIED, Candidate, candidates
+from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
+from wingbeat.planning.trials import Rows, Trial, plan_trial
+from wingbeat.types import Choices, Merging, Plan
+from wingbeat.wires import Coded, TopK
+
+MISPREDICTED = 0.1
+"""Relative error above which a prediction is reported."""
+
+
+@dataclass
+class ActivePlan:
+    """The merge plan in force, its prediction, and the iterations under it.
+
+    Attributes:
+        rules: names of the rules that make it.
+        plan: the buckets.
+        timeline: the predicted backward.
+        predicted_s: predicted seconds of an iteration.
+        measured_s: measured seconds of an iteration, 0.0 before.
+    """
+
+    rules: tuple[str, ...]
+    plan: Plan
+    timeline: merge.Timeline
+    predicted_s: float
+    measured_s: float = 0.0
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction; None before there is a measurement."""
+        return self.predicted_s / self.measured_s - 1 if self.measured_s else None
+
+    def mispredicted(self, measured_s: float) -> bool:
+        """Set the measured time; return True once if the prediction turns out to be wrong."""
+        first = not self.measured_s
+        self.measured_s = measured_s
+        return first and self.error is not None and abs(self.error) > MISPREDICTED
+
+    def explain(self) -> str:
+        """Return the prediction and the measurement in one line."""
+        return (
+            f"iterations take {1e3 * self.measured_s:.4g} ms with {len(self.timeline.buckets)} "
+            f"merged layers, and were predicted at {1e3 * self.predicted_s:.4g} ms "
+            f"({100 * (self.error or 0.0):+.0f}%)"
+        )
+
+    def report(self, probe: Probe) -> dict[str, Any]:
+        """Return the plan and its probe as JSON values."""
+        timeline = self.timeline
+        return {
+            "rules": list(self.rules),
+            "buckets": len(timeline.buckets),
+            "tensors": len(probe.gradients),
+            "predicted_s": self.predicted_s,
+            "measured_s": self.measured_s or None,
+            "prediction_error": self.error,
+            "rest_s": probe.rest_s,
+            "backward_s": timeline.backward_s,
+            "encode_s": timeline.encode_s,
+            "delay_s": timeline.delay_s,
+            "exposed_s": timeline.exposed_s,
+            "encode": to_json(probe.encode),
+            "exchange": to_json(probe.exchange),
+            "gather": to_json(probe.gather),
+            "cpu": to_json(probe.cpu),
+            "contention": probe.contention,
+            "fit_error": probe.exchange.error,
+            "tried": [
+                {"rules": list(t.rules), "buckets": len(t.stops), "iteration_s": t.iteration_s}
+                for t in probe.timings
+            ],
+        }
+
+
+class LayerMerging:
+    """Profiles backward, makes and tries plans, and has a `Bucketing` follow the best.
+
+    What an earlier run has measured, in the plan file of rank 0, is used at once.
+
+    Attributes:
+        probe: the measurements, and the outcome of a trial; None before.
+        plan: the plan in force and its prediction; None before there is one.
+        passes: profiles this worker's backward passes.
+    """
+
+    def __init__(
+        self,
+        rule: Merging,
+        choices: Choices,
+        bucketing: Bucketing,
+        compression: Compression,
+        collectives: Collectives,
+        wire_is_known: bool = True,
+    ) -> None:
+        self._rule = rule
+        self._compression = compression
+        self._bucketing = bucketing
+        self._world = collectives.world
+        self._planner = Planner(choices, bucketing, compression, collectives)
+        # Collectives of a GPU library do not report their completion.
+        native = bucketing.device.type in collectives.world.native_on
+        later = not schedules.BY_NAME[choices.schedule].whole_after_backward
+        self.passes = BackwardProfiler(
+            len(bucketing.slots), bucketing.device, asynchronous=later and not native
+        )
+        self.probe: Probe | None = None
+        self.plan: ActivePlan | None = None
+        self._drift = DriftDetector(rule.steps, rule.drift)
+        self._alone: tuple[Plan, float] | None = None
+        self._candidates: list[Candidate] = []
+        self._trial: Trial[int, list[float]] | None = None
+        self._seconds = 0.0
+        self._file_read = not rule.file
+        # During the trial of compression it is not known what will travel.
+        if wire_is_known:
+            self._read_file()
+
+    def active(self) -> bool:
+        """Return True: iterations are counted, and watched for drift, to the end of training."""
+        return True
+
+    def deciding(self) -> bool:
+        """Return whether the plan is still to be made or chosen."""
+        return self._drift.measuring or self._trial is not None
+
+    @property
+    def chosen(self) -> tuple[str, ...] | None:
+        """Names of the rules that make the plan which a trial has chosen; None without one."""
+        if self.probe is None or not self.probe.timings:
+            return None
+        return self.probe.timings[0].rules
+
+    def decide(self, found: Probe) -> None:
+        """Plan from a known probe; on all workers at once, before training.
+
+        Raises:
+            PeerError: a worker failed meanwhile, or rank 0 sent a malformed plan.
+            UsageError: the probe is of another model or wire.
+        """
+        self._file_read = True
+        self._drift.planned(known=True)
+        self._restart_profile()
+        if found.timings and self._rule.rule == TRIED:
+            self.probe, best = found, found.timings[0]
+            plan = merge.plan_from_stops(self._planner.workload(found), best.stops)
+            self._follow(Candidate(best.rules, plan), measured_s=best.iteration_s)
+        else:
+            self._plan_from(replace(found, timings=()))
+            self._start_trial()
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the probe and the plan as JSON values; None before there is a plan."""
+        if self.probe is None or self.plan is None:
+            return None
+        return {"merge": self._rule.rule, **self.plan.report(self.probe)}
+
+    # -- between iterations ----------------------------------------------------------------------
+
+    def boundary(self, seconds: float, rows: Rows | None) -> bool:
+        """Count an iteration, plan when enough was measured, and detect drift."""
+        self._read_file()
+        if self._trial is not None:
+            return self._continue_trial(self._trial, seconds, rows)
+        anew = rows is not None and self._detect_drift([row[0] for row in rows])
+        self._drift.count(seconds)
+        if not self._drift.due():
+            return anew
+        self._measure_and_plan()
+        return True
+
+    def row(self) -> Sequence[float]:
+        """Return the row of a trial, or the median at the end of a window, in seconds."""
+        if self._trial is not None:
+            # The best plan depends on the final density.
+            return self._trial.report(self._seconds if self._compression.settled else 0.0)
+        return [self._drift.median()] if self._drift.window_ended() else []
+
+    def _detect_drift(self, medians: Sequence[float]) -> bool:
+        """Process the medians of a window; return whether measuring starts anew."""
+        drifted = self._drift.compare(medians)
+        if drifted is None:
+            self._compare(max(medians))
+            return False
+        if self._world.rank == 0:
+            log.info(
+                "iterations take %.4g s in place of %.4g s: measuring anew, to merge layers anew",
+                drifted[1],
+                drifted[0],
+            )
+        self._restart_profile()
+        if self.probe is not None:  # one bucket: no exchange delays backward
+            self._bucketing.follow(merge.single_bucket(self._planner.workload(self.probe)))
+        return True
+
+    def _compare(self, measured_s: float) -> None:
+        """Report once for each plan if its prediction is wrong."""
+        if self.plan is None:
+            return
+        if self.plan.mispredicted(measured_s) and self._world.rank == 0:
+            log.info("%s", self.plan.explain())
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def _restart_profile(self) -> None:
+        self.passes.enabled = self._drift.measuring
+        self.passes.reset()
+
+    def _measure_and_plan(self) -> None:
+        """Measure on all workers, combine the figures of the slowest, and follow rank 0's plan."""
+        order = list(self._bucketing.ready_order)
+        mine = self.passes.summary(order, self._drift.median())
+        rows = self._world.exchange("backward times", mine)
+        first = self._drift.first
+        self._drift.planned()
+        self._restart_profile()
+        if all(row is None for row in rows):  # no worker had a batch of its own
+            return
+        ready, rest_s, span_s = combine(rows, len(order), self._world.rank)
+        if first or self.probe is None:
+            found = self._planner.measure(order, ready, rest_s)
+            whole = merge.single_bucket(self._planner.workload(found))
+            self._alone = (whole, span_s) if first else None
+            found = self._without_gathers(found, whole)
+        else:
+            found = self._with_contention(self.probe, ready, rest_s, span_s)
+        self._plan_from(found)
+        if not self._drift.measuring:
+            self._keep()
+            self._start_trial()
+
+    def _with_contention(
+        self, alone: Probe, ready: tuple[float, ...], rest_s: float, span_s: float
+    ) -> Probe:
+        """Return the probe after backward was profiled with concurrent exchanges as well."""
+        alone = replace(alone, rest_s=rest_s)
+        if self.plan is not None:
+            alone = self._without_gathers(alone, self.plan.plan)
+        if self._alone is None or self.plan is None or alone.cpu is None or not span_s:
+            # The delay of exchanges cannot be told from backward.
+            pairs = zip(alone.gradients, ready, strict=True)
+            gradients = tuple(replace(gradient, ready_s=seconds) for gradient, seconds in pairs)
+            return replace(alone, gradients=gradients)
+        workload, beside = self._planner.workload(alone), (self.plan.plan, span_s)
+        delay = contention(workload, alone.costs(), alone.cpu.curve, self._alone, beside)
+        return replace(alone, contention=delay)
+
+    def _without_gathers(self, found: Probe, plan: Plan) -> Probe:
+        """Subtract the all-gathers of the plan in force from the rest of an iteration."""
+        gathers = self._planner.gather_phase_s(found, plan)
+        return replace(found, rest_s=max(0.0, found.rest_s - gathers))
+
+    def _plan_from(self, found: Probe) -> None:
+        """Make plans and follow the first.
+
+        Before backward was profiled under a plan there is only one.
+        """
+        rule = "exact" if self._rule.rule == TRIED and self._drift.measuring else self._rule.rule
+        self._candidates = self._planner.candidates(rule, found)
+        self.probe = found
+        self._follow(self._candidates[0])
+
+    def _follow(self, candidate: Candidate, measured_s: float = 0.0) -> None:
+        """Use a plan from the next backward on; ``measured_s`` is its iteration time, if known."""
+        assert self.probe is not None, "plans are made from a probe"
+        workload = self._planner.workload(self.probe)
+        timeline = merge.predict(candidate.plan, workload, self.probe.costs())
+        gathers = self._planner.gather_phase_s(self.probe, candidate.plan)
+        predicted_s = self.probe.rest_s + timeline.finish_s + gathers
+        self.plan = ActivePlan(candidate.rules, candidate.plan, timeline, predicted_s, measured_s)
+        self._bucketing.follow(candidate.plan)
+        if self._world.rank == 0 and self._trial is None:
+            log.info(
+                "%d gradients merged into %d: %.4g ms an iteration expected, %.3g ms of exchange "
+                "exposed",
+                len(workload),
+                len(timeline.buckets),
+                1e3 * predicted_s,
+                1e3 * timeline.exposed_s,
+            )
+
+    # -- trial -----------------------------------------------------------------------------------
+
+    def _start_trial(self) -> None:
+        """Time whole iterations with each plan, if there are several."""
+        if len(self._candidates) > 1:
+            self._trial = plan_trial(len(self._candidates), self._world.rank, self._world.size)
+            self._seconds = 0.0
+
+    def _continue_trial(
+        self, trial: Trial[int, list[float]], seconds: float, rows: Rows | None
+    ) -> bool:
+        self._seconds = seconds
+        if rows is None or not trial.take(rows):
+            return False
+        self._seconds = 0.0
+        if trial.result is not None:
+            self._choose(trial.candidate, trial.result)
+        else:
+            self._follow(self._candidates[trial.candidate])
+        return True
+
+    def _choose(self, chosen: int, medians: Sequence[float]) -> None:
+        """Keep the plan that was the fastest in the trial."""
+        assert self.probe is not None, "plans are made from a probe"
+        workload = self._planner.workload(self.probe)
+        timings = [
+            PlanTiming(each.rules, tuple(merge.bucket_stops(each.plan, workload)), seconds)
+            for each, seconds in zip(self._candidates, medians, strict=True)
+        ]
+        best = timings.pop(chosen)
+        others = sorted(timings, key=lambda timing: timing.iteration_s)
+        self.probe = replace(self.probe, timings=(best, *others))
+        self._trial = None
+        if self._world.rank == 0:
+            text = format_timings(self.probe.timings)
+            log.info("plans tried in whole iterations: %s; the first stays", text)
+        self._follow(self._candidates[chosen])
+        self._compare(best.iteration_s)
+        self._drift.planned(known=True)
+        self._keep()
+
+    # -- plan file -------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        if self.probe is not None and self._world.rank == 0 and self._rule.file:
+            controllers.keep(self._rule.file, self.probe, self._planner.key())
+
+    def _read_file(self) -> None:
+        """Follow the plan file of rank 0, if it exists and is for this model and cluster.
+
+        Raises:
+            UsageError: rank 0 cannot use the file; on every rank.
+        """
+        if self._file_read:
+            return
+        self._file_read = True
+        file = self._rule.file
+
+        def choose(probe: Probe) -> Any:
+            try:
+                self._planner.check(probe)
+            except UsageError as err:
+                raise UsageError(f"plan_file={file!r}: {err}; {REMEDY}") from None
+            return to_json(probe)
+
+        answer = controllers.known_choice(self._world, file, Probe, self._planner.key(), choose)
+        if answer is None:
+            return
+        try:
+            self.decide(from_json(Probe, answer, "probe"))
+        except UsageError as err:
+            raise PeerError(f"rank {self._world.rank}: rank 0 sent a damaged plan: {err}") from None
+
+
+class Planner:
+    """Measures compression and links with all workers, and has rank 0 plan for all."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        bucketing: Bucketing,
+        compression: Compression,
+        collectives: Collectives,
+    ) -> None:
+        self._choices = choices
+        self._bucketing = bucketing
+        self._compression = compression
+        self._collectives = collectives
+
+    @property
+    def wire(self) -> str | Coded:
+        """What gradients travel as: fp32 where a trial has disabled compression."""
+        return self._choices.wire if self._compression.on or not self._compression.coded else ""
+
+    @property
+    def collective(self) -> str:
+        """The exchange that competes with backward: under DeAR its first phase.
+
+        The second phase competes with the next forward, and is measured by itself.
+        """
+        if self._choices.schedule == "dear":
+            return "reduce-scatter"
+        return "payload all-gather" if isinstance(self.wire, TopK) else "all-reduce"
+
+    def key(self) -> dict[str, Any]:
+        """Return the model and cluster for which a probe is valid."""
+        world = self._collectives.world
+        links = [link.name for link in world.links]
+        return key_of(self._bucketing.specs, world.size, links, self.wire, self.collective)
+
+    def workload(self, found: Probe) -> Workload:
+        """Return the profiled backward pass, with the bytes that travel.
+
+        Raises:
+            UsageError: the probe is of another model or wire.
+        """
+        wire = wire_text(self.wire)
+        if (found.wire, found.collective) != (wire, self.collective):
+            raise UsageError(
+                f"gradients travel as {wire} ({self.collective}), and the probe is of {found.wire} "
+                f"({found.collective})"
+            )
+        specs = self._bucketing.specs
+        return found.workload(specs, payload_bytes(specs, self.wire))
+
+    def check(self, found: Probe) -> None:
+        """Raise a `UsageError` unless plans for this model can be made from the probe."""
+        workload = self.workload(found)
+        for each in found.timings:
+            merge.bucket_stops(merge.plan_from_stops(workload, each.stops), workload)
+
+    def measure(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
+        """Measure compression and links with all workers; no exchange may be in progress.
+
+        Args:
+            order: the tensors, first ready first.
+            ready: when each gradient is ready, in seconds.
+            rest_s: seconds of an iteration outside of backward and exchange.
+        """
+        world, specs = self._collectives.world, self._bucketing.specs
+        if world.rank == 0:
+            log.info("measuring compression and links, to merge layers by their costs")
+        samples = self._measure_wire(self.wire, self.collective)
+        encode, exchange = fit_samples(samples, self.wire)
+        gather = self._measure_gather() if self.collective == "reduce-scatter" else None
+        matrices = measure.measure_matrices(
+            self._collectives,
+            self.wire,
+            self.collective,
+            specs,
+            device=self._bucketing.device,
+            dtype=_prevalent_dtype(self._bucketing.slots),
+        )
+        return Probe(
+            workers=world.size,
+            links=tuple(link.name for link in world.links),
+            wire=wire_text(self.wire),
+            collective=self.collective,
+            gradients=tuple(
+                Gradient(tensor, specs[tensor].name, seconds)
+                for tensor, seconds in zip(order, ready, strict=True)
+            ),
+            encode=encode,
+            exchange=exchange,
+            interfaces=measure.measure_links(self._collectives, topology=self._choices.topology),
+            rest_s=rest_s,
+            cpu=best_fit(samples.cpu) if samples.cpu else None,
+            gather=gather,
+            matrices=matrices,
+        )
+
+    def _measure_wire(self, wire: str | Coded, collective: str) -> Samples:
+        return measure.measure_wire(
+            self._collectives,
+            wire,
+            collective,
+            sum(spec.numel for spec in self._bucketing.specs),
+            device=self._bucketing.device,
+            dtype=_prevalent_dtype(self._bucketing.slots),
+        )
+
+    def _measure_gather(self) -> Fit | None:
+        """Measure the phase of an all-reduce that the next forward hides; None if there is none.
+
+        The all-gathers of a sharded optimizer carry uncompressed parameters. Factors are summed
+        whole.
+        """
+        wire = "" if self._choices.shard_optimizer else self.wire
+        if not isinstance(wire, str) and wire.summed:
+            return None
+        samples = self._measure_wire(wire, measure.SECOND_PHASE)
+        if not self._choices.shard_optimizer:
+            return fit_samples(samples, wire)[1]
+        # The cost model counts the bytes of a bucket's gradients.
+        specs = self._bucketing.specs
+        each = sum(payload_bytes(specs, self.wire)) / sum(spec.numel for spec in specs)
+        pairs = zip(samples.encode, samples.exchange, strict=True)
+        return best_fit([(elements * each, seconds) for (elements, _), (_, seconds) in pairs])
+
+    def gather_phase_s(self, found: Probe, plan: Plan) -> float:
+        """Return seconds of the next forward with its all-gathers; 0 if exchanges are not split."""
+        return merge.gather_phase_s(plan, self.workload(found), found.costs())
+
+    def candidates(self, rule: str, found: Probe) -> list[Candidate]:
+        """Return rank 0's plans by a rule, or all that are to be tried: at least one.
+
+        Other workers do not plan: their floating point may differ.
+        """
+        world, workload = self._collectives.world, self.workload(found)
+        mine: Any = None
+        if world.rank == 0:
+            try:
+                mine = [
+                    [list(each.rules), merge.bucket_stops(each.plan, workload)]
+                    for each in candidates(rule, workload, found.costs())
+                ]
+            except Exception as err:
+                mine = f"rank 0 could not merge layers: {type(err).__name__}: {err}"
+        answer = world.exchange("merged layers", mine)[0]
+        if isinstance(answer, str):
+            raise PeerError(f"rank {world.rank}: {answer}")
+        return checked_plans(answer, workload, world.rank)
+
+
+def checked_plans(answer: Any, workload: Workload, rank: int) -> list[Candidate]:
+    """Return the plans that rank 0 sent as names of rules and stops of buckets.
+
+    Raises:
+        PeerError: the stops of a plan do not rise from 1 to the number of tensors.
+    """
+    try:
+        sent = from_json(tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], answer, "plans")
+    except UsageError as err:
+        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: {err}") from None
+    for _, stops in sent:
+        if not stops or stops[0] < 1 or stops[-1] != len(workload) or _falls(stops):
+            raise PeerError(
+                f"rank {rank}: rank 0 sent a malformed plan: stops {list(stops)!r:.60} of "
+                f"{len(workload)} tensors"
+            )
+    if not sent:
+        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: none")
+    return [Candidate(rules, merge.plan_from_stops(workload, stops)) for rules, stops in sent]
+
+
+def _falls(stops: Sequence[int]) -> bool:
+    return any(later <= earlier for earlier, later in pairwise(stops))
+
+
+def _prevalent_dtype(slots: Sequence[Slot]) -> torch.dtype:
+    """Return the dtype of most elements, whose costs dominate."""
+    counts: Counter[torch.dtype] = Counter()
+    for slot in slots:
+        counts[slot.param.dtype.to_real()] += slot.elements
+    return counts.most_common(1)[0][0]

@@ -1,0 +1,413 @@
+"""Trials: candidates are timed in the run itself, in blocks of whole iterations; the best is kept.
+
+So the times contain what a candidate costs, what it gains, and how much of both is hidden. A
+*search* is a generator: it yields the candidate to measure next, receives one measurement for each
+counted iteration of the block, and returns the chosen candidate and its result.
+
+One trial runs on every worker. Each contributes a row of numbers after an iteration; some time
+later every worker receives the rows of all, in the same order. No worker changes candidates before
+the others, however long exchanges take and whatever a worker measures:
+
+- In a `Trial` every worker runs the search on the same rows, and so reaches the same conclusion.
+- In a `LedTrial` rank 0 alone runs the search. Its decisions travel in its rows, and all workers,
+  rank 0 included, apply a decision when the exchange delivers it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from wingbeat.errors import PeerError
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+Search = Generator[C, list[float], tuple[C, R]]
+Rows = Sequence[Sequence[float]]
+
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+
+_SHOWN = 8
+
+
+def is_time(seconds: float) -> bool:
+    """Return whether an iteration can have taken that long."""
+    return math.isfinite(seconds) and _SHORTEST_S <= seconds <= _LONGEST_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """How candidates are measured.
+
+    Attributes:
+        name: what is tried, for error messages.
+        warmup: iterations after a change that do not count.
+        iterations: iterations of a block that count.
+        combine: returns one measurement from the seconds of all workers.
+        first_warmup: the same as ``warmup`` for the first block, if it differs.
+    """
+
+    name: str
+    warmup: int
+    iterations: int
+    combine: Callable[[Sequence[float]], float]
+    first_warmup: int | None = None
+
+
+class _Trial(Generic[C, R]):
+    """The measuring that both kinds of trials share.
+
+    A row begins with the seconds of the last iteration, 0 if unknown, and the number of the block
+    or decision that was in force in it.
+    """
+
+    candidate: C
+
+    def __init__(self, search: Search[C, R], blocks: Blocks, rank: int, size: int) -> None:
+        self.done = False
+        self.result: R | None = None
+        self._search, self._blocks = search, blocks
+        self._rank, self._size = rank, size
+        self._warmup = blocks.warmup if blocks.first_warmup is None else blocks.first_warmup
+        self._seen = 0
+        self._values: list[float] = []
+
+    def _count(self, seconds: Sequence[float]) -> list[float] | None:
+        """Count one iteration; return the measurements of the block at its end."""
+        self._seen += 1
+        if self._seen > self._warmup:
+            self._values.append(self._blocks.combine(seconds))
+        if len(self._values) < self._blocks.iterations:
+            return None
+        values, self._values, self._seen = self._values, [], 0
+        self._warmup = self._blocks.warmup
+        return values
+
+    def _check(self, rows: Rows, length: int, latest: float) -> None:
+        """Validate all rows; their block or decision has to be a number up to ``latest``."""
+        if len(rows) != self._size:
+            raise PeerError(
+                f"rank {self._rank}: the exchange for the {self._blocks.name} returned {len(rows)} "
+                f"of {self._size} rows"
+            )
+        for rank, row in enumerate(rows):
+            if len(row) != length or not all(math.isfinite(value) for value in row):
+                raise self._malformed(rank, row, f"allowed: {length} finite numbers")
+            if row[0] and not is_time(row[0]):
+                raise self._malformed(rank, row, "the first is no iteration time in seconds")
+            if not (row[1] == int(row[1]) and 0 <= row[1] <= latest):
+                raise self._malformed(rank, row, "the second is no block or decision")
+
+    def _malformed(self, rank: int, row: Sequence[float], why: str) -> PeerError:
+        return PeerError(
+            f"rank {self._rank}: rank {rank} sent a malformed row for the {self._blocks.name} "
+            f"{list(row)[:_SHOWN]!r}: {why}; all workers have to run the same wingbeat with the "
+            "same options"
+        )
+
+
+class Trial(_Trial[C, R]):
+    """A trial in which every worker runs the search, of at most ``max_blocks`` blocks.
+
+    Attributes:
+        candidate: the one to use now.
+        block: number of the current block.
+        done: whether the search has ended; ``candidate`` is then the chosen one.
+        result: what the search returned.
+    """
+
+    def __init__(
+        self, search: Search[C, R], blocks: Blocks, rank: int, size: int, max_blocks: int
+    ) -> None:
+        super().__init__(search, blocks, rank, size)
+        self._max_blocks = max_blocks
+        self.block = 0
+        self._advance(None)
+
+    def report(self, seconds: float) -> list[float]:
+        """Return this worker's row for the next exchange.
+
+        Args:
+            seconds: time of the last iteration; 0 or any other invalid time if unknown.
+        """
+        return [float(seconds) if is_time(seconds) else 0.0, float(self.block)]
+
+    def take(self, rows: Rows) -> bool:
+        """Process the rows of an exchange; return whether ``candidate`` changed or the trial ended.
+
+        An iteration counts if every worker knows its time and ran the current block.
+
+        Raises:
+            PeerError: a row is malformed; the message names its sender.
+        """
+        self._check(rows, 2, self._max_blocks)
+        if self.done or any(row[1] != self.block or row[0] == 0 for row in rows):
+            return False
+        values = self._count([row[0] for row in rows])
+        if values is None:
+            return False
+        before = self.candidate
+        self.block += 1
+        self._advance(values)
+        return self.done or self.candidate != before
+
+    def _advance(self, values: list[float] | None) -> None:
+        try:
+            self.candidate = next(self._search) if values is None else self._search.send(values)
+        except StopIteration as end:
+            self.candidate, self.result = end.value
+            self.done = True
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding(Generic[C]):
+    """How candidates travel in rows.
+
+    Attributes:
+        encode: returns a candidate as numbers, always as many.
+        decode: the inverse. Raises `ValueError` with the reason for numbers that are no candidate.
+    """
+
+    encode: Callable[[C], list[float]]
+    decode: Callable[[list[float]], C]
+
+
+class LedTrial(_Trial[C, R]):
+    """A trial in which rank 0 runs the search.
+
+    A row has four numbers and those of a candidate: seconds; the number of the decision in force;
+    and, from rank 0 (zeros from others), the number of its last decision, 1 if the trial ends with
+    it, and the candidate. The start is decision 0.
+
+    Args:
+        search: runs on rank 0, from the first call of `report` on.
+        blocks: how candidates are measured; workers that do not know their time are left out.
+        rank: this worker.
+        size: number of workers.
+        start: the candidate in use.
+        encoding: how candidates travel.
+        decisions: number of the first decision with which the trial may end, and of the last.
+
+    Attributes:
+        candidate: the one to use now.
+        done: whether the trial has ended; ``candidate`` is then the chosen one.
+        result: what the search returned; on rank 0 only, once done.
+        exchanges: how many exchanges were processed.
+    """
+
+    def __init__(
+        self,
+        search: Search[C, R],
+        blocks: Blocks,
+        rank: int,
+        size: int,
+        *,
+        start: C,
+        encoding: Encoding[C],
+        decisions: tuple[int, int],
+    ) -> None:
+        super().__init__(search, blocks, rank, size)
+        self.candidate = start
+        self.exchanges = 0
+        self._encoding, self._decisions = encoding, decisions
+        self._width = len(encoding.encode(start))
+        self._applied = 0
+        # On rank 0: its last decision.
+        self._begun = False
+        self._decided, self._decision, self._ends = 0, start, False
+        self._result: R | None = None
+
+    def report(self, seconds: float) -> list[float]:
+        """Return this worker's row for the next exchange.
+
+        Args:
+            seconds: time of the last iteration; 0 or any other invalid time if unknown.
+        """
+        row = [float(seconds) if is_time(seconds) else 0.0, float(self._applied)]
+        if self._rank:
+            return row + [0.0] * (2 + self._width)
+        if not self._begun:
+            self._begun = True
+            self._decision = next(self._search)
+            self._decided = int(self._decision != self.candidate)
+        decision = self._encoding.encode(self._decision)
+        return [*row, float(self._decided), float(self._ends), *decision]
+
+    def take(self, rows: Rows) -> C | None:
+        """Process the rows of an exchange; all workers get the same ones.
+
+        Returns:
+            The candidate to change to now; None to keep the current one.
+
+        Raises:
+            PeerError: a row is malformed; the message names its sender.
+        """
+        self._check(rows, 4 + self._width, rows[0][2] if rows and len(rows[0]) > 2 else 0.0)
+        number, candidate, ends = self._checked_decision(rows[0])
+        self.exchanges += 1
+        if number > self._applied:
+            changed = candidate != self.candidate
+            self._applied, self.candidate = number, candidate
+            self._seen = 0 if changed else self._warmup
+            self.done, self.result = ends, self._result
+            return candidate if changed else None
+        if self._rank == 0 and not self.done and self._decided == self._applied:
+            self._measure(rows)
+        return None
+
+    def _checked_decision(self, row: Sequence[float]) -> tuple[int, C, bool]:
+        number, ends, *numbers = row[2:]
+        earliest, last = self._decisions
+        if number not in (self._applied, min(self._applied + 1, last)):
+            raise self._malformed(0, row, f"decision {self._applied} or the next one was expected")
+        try:
+            candidate = self._encoding.decode(numbers)
+        except ValueError as err:
+            raise self._malformed(0, row, str(err)) from None
+        if ends not in (0, 1) or (ends and number < earliest) or (number == last and not ends):
+            limits = f"{last}" if earliest == last else f"{earliest} to {last}"
+            raise self._malformed(0, row, f"the trial ends with decision {limits}")
+        if number == self._applied and (candidate != self.candidate or ends != self.done):
+            raise self._malformed(0, row, f"that decision was {self.candidate}")
+        return int(number), candidate, bool(ends)
+
+    def _measure(self, rows: Rows) -> None:
+        """Count an iteration if all workers ran the current candidate; decide after a block."""
+        if any(row[1] != self._applied for row in rows):
+            return
+        seconds = [row[0] for row in rows if row[0]]
+        values = self._count(seconds) if seconds else None
+        if values is None:
+            return
+        self._decided += 1
+        try:
+            self._decision = self._search.send(values)
+        except StopIteration as end:
+            self._decision, self._result = end.value
+            self._ends = True
+
+
+# -- compression ---------------------------------------------------------------------------------
+
+COMPRESSION_ITERATIONS = 3
+"""Counted iterations of a block; blocks with compression and without it alternate."""
+
+COMPRESSION_BLOCKS = 6
+"""Most blocks."""
+
+COMPRESSION_WARMUP = 1
+"""Iterations at the start of a block that do not count, for buffers and sockets to warm up."""
+
+COMPRESSION_FIRST_WARMUP = 3
+"""The same for the first block, in which the order of gradients is learned as well."""
+
+WORTHWHILE = 0.97
+"""Compression is kept if iterations take at most this share of the time without it."""
+
+CLEAR = 1.25
+"""A ratio of times, in either direction, with which one block of each is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionTimes:
+    """Median seconds of an iteration with compression and without it, of the slowest worker."""
+
+    compressed_s: float
+    uncompressed_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Time with compression over time without it."""
+        return self.compressed_s / self.uncompressed_s
+
+
+def compression_trial(rank: int, size: int) -> Trial[bool, CompressionTimes]:
+    """Return a trial of whether compression makes iterations shorter."""
+    return Trial(
+        _search_compression(),
+        Blocks(
+            name="compression trial",
+            warmup=COMPRESSION_WARMUP,
+            first_warmup=COMPRESSION_FIRST_WARMUP,
+            iterations=COMPRESSION_ITERATIONS,
+            combine=max,
+        ),
+        rank,
+        size,
+        COMPRESSION_BLOCKS,
+    )
+
+
+def _search_compression() -> Search[bool, CompressionTimes]:
+    compressed: list[float] = []
+    uncompressed: list[float] = []
+    for _ in range(COMPRESSION_BLOCKS // 2):
+        compressed += yield True
+        uncompressed += yield False
+        times = CompressionTimes(statistics.median(compressed), statistics.median(uncompressed))
+        if not 1 / CLEAR < times.ratio < CLEAR:
+            break
+    return times.ratio <= WORTHWHILE, times
+
+
+# -- merge plans ---------------------------------------------------------------------------------
+
+PLAN_ITERATIONS = 6
+"""Counted iterations of a block."""
+
+PLAN_WARMUP = 2
+"""Iterations at the start of a block that do not count, for buffers and sockets to warm up."""
+
+PLAN_MARGINS = (0.10, 0.05, 0.02, 0.01)
+"""By round, by how much of the least median a plan may be slower and remain; so many rounds at
+most. A plan also remains while a quarter of its iterations are as short as that median: then the
+difference is noise."""
+
+
+def plan_trial(count: int, rank: int, size: int) -> Trial[int, list[float]]:
+    """Return a trial of which of ``count`` merge plans makes iterations shortest.
+
+    Predictions do not cover other jobs, caches, and threads that wait for each other. Rounds go
+    back and forth over the plans, so that a machine that slows down slows all of them. A single
+    plan is not measured. Candidates are the numbers of plans; the result is the median of the
+    iterations of each in seconds, the mean of all workers.
+    """
+    return Trial(
+        _search_plans(count),
+        Blocks(
+            name="plan trial",
+            warmup=PLAN_WARMUP,
+            iterations=PLAN_ITERATIONS,
+            combine=lambda seconds: math.fsum(seconds) / size,
+        ),
+        rank,
+        size,
+        len(PLAN_MARGINS) * count,
+    )
+
+
+def _search_plans(count: int) -> Search[int, list[float]]:
+    times: list[list[float]] = [[] for _ in range(count)]
+    medians = [math.inf] * count
+    remaining = list(range(count))
+    for number, margin in enumerate(PLAN_MARGINS):
+        if len(remaining) == 1:
+            break
+        for plan in remaining[::-1] if number % 2 else list(remaining):
+            times[plan] += yield plan
+            medians[plan] = statistics.median(times[plan])
+        least = min(medians[plan] for plan in remaining)
+        remaining = [
+            plan
+            for plan in remaining
+            if medians[plan] <= (1.0 + margin) * least or _lower_quartile(times[plan]) <= least
+        ]
+    return min(remaining, key=lambda plan: medians[plan]), medians
+
+
+def _lower_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[max(0, len(values) // 4 - 1)]

@@ -1,1 +1,0 @@
-"""Bounded staleness, traced by the gradient exchange index: Canary's core, without torch or I/O."""

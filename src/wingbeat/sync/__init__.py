@@ -1,1 +1,0 @@
-"""Parts of strategies that do not exchange gradients in lockstep."""

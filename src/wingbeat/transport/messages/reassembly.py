@@ -1,0 +1,39 @@
+"""Reassembly of a payload that is sent in several messages. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Reassembly:
+    """A buffer of a known size that is filled in order.
+
+    Args:
+        nbytes: size of the whole payload.
+
+    Attributes:
+        data: the payload; valid once `complete`.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self._filled = 0
+
+    def append(self, fragment: Any) -> None:
+        """Append the next fragment.
+
+        Raises:
+            ValueError: the fragment is empty, or larger than the rest of the payload.
+        """
+        end = self._filled + len(fragment)
+        if end > len(self.data) or not len(fragment):
+            raise ValueError(
+                f"received {len(fragment)} bytes where {len(self.data) - self._filled} remain"
+            )
+        self.data[self._filled : end] = fragment
+        self._filled = end
+
+    @property
+    def complete(self) -> bool:
+        """Whether all fragments have been received."""
+        return self._filled == len(self.data)

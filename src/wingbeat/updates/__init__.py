@@ -1,1 +1,0 @@
-"""Updates that belong to one method each."""

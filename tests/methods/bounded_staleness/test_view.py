@@ -1,0 +1,86 @@
+"""ShownGradients, and the agreement on a view change."""
+
+from __future__ import annotations
+
+from wingbeat.methods.bounded_staleness.view import (
+    View,
+    ViewChange,
+    ViewProposal,
+    covers,
+    initial_view,
+    is_reassigned,
+    members,
+    merge_views,
+    piece_owner,
+    with_incarnation,
+    without_worker,
+)
+
+
+def test_ended_incarnation_does_not_return() -> None:
+    view = without_worker(initial_view(3), 1)
+    assert members(view) == (0, 2)
+    assert without_worker(view, 1) == view
+    again = with_incarnation(view, 1, 1)
+    assert members(again) == (0, 1, 2)
+    assert with_incarnation(without_worker(again, 1), 1, 1) == without_worker(again, 1)
+
+
+def test_merge_is_commutative() -> None:
+    a, b = (
+        without_worker(initial_view(3), 0),
+        with_incarnation(without_worker(initial_view(3), 1), 1, 2),
+    )
+    assert merge_views(a, b) == merge_views(b, a) == View((1, 4, 0))
+    assert covers(merge_views(a, b), a)
+    assert not covers(a, b)
+    assert not covers(View((-1, -1, -1)), initial_view(3))
+
+
+def test_piece_of_dead_worker_is_reassigned() -> None:
+    view = without_worker(without_worker(initial_view(4), 3), 0)
+    assert [piece_owner(view, piece) for piece in range(4)] == [1, 1, 2, 1]
+    assert [is_reassigned(view, piece) for piece in range(4)] == [True, False, False, True]
+    back = with_incarnation(view, 3, 1)
+    assert piece_owner(back, 3) == 3
+    assert is_reassigned(back, 3)  # its rounds restart
+
+
+def proposal(view: View, complete: int) -> ViewProposal:
+    return ViewProposal(view, complete, ())
+
+
+def test_view_commits_with_equal_proposals_of_all_members() -> None:
+    change = ViewChange(initial_view(3))
+    assert change.commit() is None
+    view = without_worker(initial_view(3), 2)
+    assert change.propose(view)
+    assert not change.propose(view)
+    assert change.in_progress
+    change.add_proposal(0, proposal(view, 4))
+    change.add_proposal(1, proposal(initial_view(3), 9))  # for another view
+    assert change.commit() is None
+    change.add_proposal(1, proposal(view, 5))
+    committed = change.commit()
+    assert committed is not None
+    assert (committed.view, committed.best.complete) == (view, 5)
+    assert not change.in_progress
+
+
+def test_larger_view_restarts_view_change() -> None:
+    change = ViewChange(initial_view(3))
+    change.propose(without_worker(initial_view(3), 2))
+    change.add_proposal(0, proposal(change.proposed, 4))
+    change.add_proposal(1, proposal(change.proposed, 4))
+    change.propose(with_incarnation(change.proposed, 2, 1))
+    assert change.commit() is None
+
+
+def test_best_of_equal_proposals_is_lowest_rank() -> None:
+    change = ViewChange(initial_view(2))
+    change.propose(View((0, 2)))
+    change.add_proposal(1, ViewProposal(View((0, 2)), 4, ((),)))
+    change.add_proposal(0, ViewProposal(View((0, 2)), 4, ()))
+    committed = change.commit()
+    assert committed is not None
+    assert committed.best.watermarks == ()

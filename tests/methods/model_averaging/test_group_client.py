@@ -1,0 +1,662 @@
+"""A client of the group generator, in one thread and with real mailboxes and processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+
+from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.methods.model_averaging.client import Client
+from wingbeat.methods.model_averaging.generator import Kind, Reason, Run, encode_members, run_ids
+from wingbeat.methods.model_averaging.rendezvous import StatusTable
+from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.methods.model_averaging.static import (
+    ABANDONED,
+    NO_INITIATOR,
+    STATIC_CONNECTIONS,
+    Arrival,
+    group_of,
+)
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.services.launch import InProcess, InThread, Started
+
+GENERATOR = 4
+
+
+class FakeMessage(NamedTuple):
+    kind: int
+    ids: tuple[int, int, int, int] = (0, 0, 0, 0)
+    payload: Any = b""
+
+
+def run_message(*run: Any, connection: int = 5, close: tuple[int, ...] = ()) -> FakeMessage:
+    made = Run(*run)
+    return FakeMessage(Kind.RUN, run_ids(made, connection), encode_members(made.members, close))
+
+
+class FakeMailbox:
+    """The part of a mailbox that a client uses, with prepared messages of the generator."""
+
+    def __init__(self, *messages: FakeMessage) -> None:
+        self.messages = deque(messages)
+        self.arrived: deque[FakeMessage] = deque()  # while it waits for members
+        self.posted: list[tuple[int, ...]] = []
+        self.left: set[int] = set()
+        self.lost: dict[int, str] = {}
+        self.cut: dict[int, float] = {}
+
+    def unconnected(self) -> dict[int, float]:
+        return self.cut
+
+    def receive(self, seconds: float, *, of: list[int]) -> FakeMessage:
+        assert of == [GENERATOR]
+        if not self.messages:
+            self.lost[GENERATOR] = "silent"
+            raise PeerError("the generator has been silent")
+        return self.messages.popleft()
+
+    def poll(self, *, of: list[int]) -> FakeMessage | None:
+        assert of == [GENERATOR]
+        return self.arrived.popleft() if self.arrived else None
+
+    def post(self, peer: int, kind: int, *, ids: tuple[int, ...], urgency: int) -> None:
+        assert peer == GENERATOR
+        if self.lost:
+            raise PeerError("the generator is gone")
+        self.posted.append((kind, *ids[:3]))
+
+
+def client(box: FakeMailbox, rules: Rules | None = None) -> Client:
+    table = StatusTable(Switchboard(), "groups/", 4)
+    return Client(box, 1, GENERATOR, Layout.even(2, 2), rules or Rules(), 5.0, table)  # type: ignore[arg-type]
+
+
+def test_step_sends_a_request_averages_and_acknowledges() -> None:
+    box = FakeMailbox(run_message(7, 0, (0, 1), 0))
+    runs: list[Run] = []
+    client(box).step(FunctionReducer(lambda run, alive: runs.append(run)))
+    assert runs == [Run(7, 0, (0, 1), 0)]
+    assert box.posted == [(Kind.REQUEST, 0, 0, 0), (Kind.DONE, 7, 0, 0)]
+
+
+def test_connections_are_closed_before_others_are_opened_and_all_in_a_fallback() -> None:
+    box = FakeMailbox(
+        run_message(7, 0, (0, 1), 0, connection=3),
+        run_message(8, 0, (1, 2), 1, connection=9, close=(3, 4)),
+    )
+    one, reducer = client(box), FunctionReducer(lambda run, alive: None)
+    for _ in range(3):
+        one.step(reducer)
+    assert reducer.connections == [3, 9]
+    assert reducer.closed == [[], [3, 4], None]
+    one.step(reducer)
+    assert reducer.connections[2:] == [STATIC_CONNECTIONS + 2 * 1 + 2]
+
+
+def test_synchronize_waits_for_one_group_with_any_rules() -> None:
+    for rules in (Rules(), Rules.random(2), Rules.everyone()):
+        box = FakeMailbox(FakeMessage(Kind.KEEPALIVE), run_message(7, 0, (0, 1, 2), 0))
+        runs: list[int] = []
+        client(box, rules).synchronize(
+            FunctionReducer(lambda run, alive, runs=runs: runs.append(run.number))
+        )
+        assert runs == [7]
+        assert box.posted == [(Kind.SYNCHRONIZE, 0, 0, 0), (Kind.DONE, 7, 0, 0)]
+
+
+def test_synchronize_is_repeated_after_an_exclusion() -> None:
+    box = FakeMailbox(
+        FakeMessage(Kind.REMOVED, (1, 1, 0, 0)),
+        FakeMessage(Kind.ADDED, (1, 0, 0, 0)),
+        run_message(9, 0, (1,), 1),
+    )
+    client(box).synchronize(FunctionReducer(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted] == [Kind.SYNCHRONIZE, Kind.SYNCHRONIZE, Kind.DONE]
+
+
+@pytest.mark.parametrize("does", [Client.step, Client.synchronize])
+def test_messages_of_the_generator_extend_a_wait(
+    monkeypatch: pytest.MonkeyPatch, does: Callable[..., None]
+) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+    signs = [FakeMessage(Kind.KEEPALIVE)] * 20
+    one = client(FakeMailbox(*signs, run_message(9, 0, (1,), 1)))
+    does(one, FunctionReducer(lambda run, alive: None))
+    assert one.fallback is None
+
+    def nothing(seconds: float, *, of: list[int]) -> FakeMessage:
+        raise PeerError("no message")
+
+    box = FakeMailbox()
+    box.receive = nothing  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="no group came from the group generator within 5"):
+        client(box).synchronize(FunctionReducer(lambda run, alive: None))
+
+
+@pytest.mark.parametrize(
+    ("does", "what"),
+    [
+        (Client.step, "the end of its step"),
+        (Client.synchronize, r"the call of wingbeat\.synchronize\(\)"),
+    ],
+)
+def test_wait_for_a_live_worker_is_logged_and_fails_after_ten_timeouts(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    does: Callable[..., None],
+    what: str,
+) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+    one = client(FakeMailbox(*[FakeMessage(Kind.KEEPALIVE, (1 + 2, 0, 0, 0))] * 60))
+    with pytest.raises(PeerError, match=rf"rank 1: rank 2 lives, and {what} .* for 50 s \(10 "):
+        does(one, FunctionReducer(lambda run, alive: None))
+    assert len(re.findall(rf"rank 1: has waited for {what} of rank 2 for 3\d s", caplog.text)) == 1
+
+
+def test_member_that_has_averaged_when_the_generator_dies_averages_once() -> None:
+    for does in (Client.step, Client.synchronize):
+        box = FakeMailbox(run_message(7, 0, (0, 1), 0))
+        one = client(box, Rules.everyone())
+        runs: list[Run] = []
+
+        def average(run: Run, arrival: Callable[[], Arrival]) -> None:
+            runs.append(run)  # noqa: B023
+            box.lost[GENERATOR] = "silent"  # noqa: B023
+
+        does(one, FunctionReducer(average))
+        assert one.fallback
+        assert [run.number for run in runs] == [7]
+
+
+def test_generator_without_connections_is_lost_after_a_second() -> None:
+    """Unless it is connected again by then. Later connections change nothing."""
+    signs: list[float] = [0.3, 0.9, 0.0, 0.4, 1.1, 0.0]
+
+    class Silent(FakeMailbox):
+        def receive(self, seconds: float, *, of: list[int]) -> FakeMessage:
+            self.cut = {GENERATOR: sign} if (sign := signs.pop(0)) else {}
+            raise PeerError(f"no message within {seconds:g} s")
+
+    one = client(Silent(), Rules.everyone())
+    runs: list[Run] = []
+    one.step(FunctionReducer(lambda run, alive: runs.append(run)))
+    assert signs == [0.0]
+    assert one.fallback == "its connections have closed without a goodbye"
+    assert [run.members for run in runs] == [(0, 1, 2, 3)]
+    one._connection._mailbox.unconnected().clear()  # type: ignore[attr-defined]
+    assert one._connection.lost
+
+
+def test_arrival_is_departed_after_the_generator_is_lost() -> None:
+    box = FakeMailbox(run_message(7, 0, (0, 1), 0))
+    one = client(box)
+    found: list[Arrival] = []
+
+    def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
+        found.append(arrival())
+        box.cut[GENERATOR] = 1.1
+        found.append(arrival())
+        return None
+
+    one.step(FunctionReducer(average))
+    assert found == [Arrival.POSSIBLE, Arrival.DEPARTED]
+
+
+def test_fallback_with_rules_of_everyone_has_one_group() -> None:
+    one = client(FakeMailbox(FakeMessage(Kind.REMOVED, (2, 0, 0, 0))), Rules.everyone())
+    runs: list[Run] = []
+    for _ in range(3):
+        one.step(FunctionReducer(lambda run, alive: runs.append(run)))
+    assert [run.members for run in runs] == [(0, 1, 3)] * 3
+
+
+def test_group_of_one_averages_nothing() -> None:
+    box = FakeMailbox(run_message(7, 0, (1,), 1))
+    client(box).step(FunctionReducer(lambda run, alive: pytest.fail("nothing to average")))
+    assert box.posted[-1] == (Kind.DONE, 7, 0, 0)
+
+
+def test_step_without_a_buffer_runs_groups_until_its_own_is_done() -> None:
+    box = FakeMailbox(
+        run_message(1, 0, (0, 1), 0), run_message(3, 0, (1, 2), 2), run_message(4, 0, (1, 3), 1)
+    )
+    runs: list[int] = []
+    client(box, Rules.random()).step(FunctionReducer(lambda run, alive: runs.append(run.number)))
+    assert runs == [1, 3, 4]
+
+
+def test_lost_member_is_reported_and_the_group_runs_again() -> None:
+    box = FakeMailbox(
+        run_message(7, 0, (0, 1, 2), 0),
+        FakeMessage(Kind.REMOVED, (2, 0, 0, 0)),
+        run_message(7, 1, (0, 1), 0),
+    )
+    one = client(box)
+    lost = iter([2, None])
+    one.step(FunctionReducer(lambda run, alive: next(lost)))
+    assert box.posted == [(Kind.REQUEST, 0, 0, 0), (Kind.LOST, 7, 0, 2), (Kind.DONE, 7, 1, 0)]
+    assert one.lost_peers == {2}
+
+
+def test_exclusion_before_the_last_request_causes_no_second_request() -> None:
+    box = FakeMailbox(
+        FakeMessage(Kind.REMOVED, (1, 0, 0, 0)),
+        FakeMessage(Kind.ADDED, (1, 0, 0, 0)),
+        run_message(9, 0, (1,), 1),
+    )
+    one = client(box)
+    one.step(FunctionReducer(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted] == [Kind.REQUEST, Kind.DONE]
+    box.messages += [FakeMessage(Kind.REMOVED, (1, 1, 0, 0)), run_message(10, 0, (1,), 1)]
+    one.step(FunctionReducer(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted[2:]] == [Kind.REQUEST, Kind.DONE]
+
+
+def test_exclusion_while_waiting_causes_a_second_request() -> None:
+    box = FakeMailbox(
+        FakeMessage(Kind.REMOVED, (1, 1, 0, 0)),
+        FakeMessage(Kind.ADDED, (1, 0, 0, 0)),
+        run_message(9, 0, (1,), 1),
+    )
+    client(box).step(FunctionReducer(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted] == [Kind.REQUEST, Kind.REQUEST, Kind.DONE]
+
+
+@pytest.mark.parametrize("heard", [(1,), (0, 1)])
+def test_excluded_worker_that_copies_state_ends_its_step_without_an_average(heard: tuple) -> None:
+    """It was excluded while it waits, or before, which the generator repeats."""
+    box = FakeMailbox(*(FakeMessage(Kind.REMOVED, (1, asked, 0, 0)) for asked in heard))
+    one = client(box)
+    one.copies_state = True
+    one.step(FunctionReducer(lambda run, alive: pytest.fail("nothing to average")))
+    assert box.posted == [(Kind.REQUEST, 1, 0, 0)]
+    assert one.excluded
+    box.messages += [FakeMessage(Kind.REMOVED, (1, 2, 0, 0)), run_message(9, 0, (1,), 1)]
+    one.synchronize(FunctionReducer(lambda run, alive: None))
+    assert [kind for kind, *_ in box.posted[1:]] == [Kind.SYNCHRONIZE, Kind.SYNCHRONIZE, Kind.DONE]
+    assert not one.excluded
+
+
+def test_silent_worker_has_no_average_until_it_fetches_a_state() -> None:
+    """Whatever its strategy: its model is old."""
+    box = FakeMailbox(FakeMessage(Kind.REMOVED, (1, 1, Reason.SILENT, 0)))
+    one = client(box)
+    one.step(FunctionReducer(lambda run, alive: pytest.fail("nothing to average")))
+    assert box.posted == [(Kind.REQUEST, 0, 0, 0)]
+    assert one.stale
+    box.messages.append(FakeMessage(Kind.SEND_STATE, (0, 1, 3, 0)))
+    assert one.fetch_state(lambda giver, meeting, lives: (giver, meeting)) == (0, 3)
+    assert not one.stale
+
+
+@pytest.mark.parametrize("missed", [0, 1])
+@pytest.mark.parametrize("why", Reason)
+def test_synchronize_alone_fails_unless_all_others_died_or_left(why: Reason, missed: int) -> None:
+    outs = [FakeMessage(Kind.REMOVED, (other, 0, Reason.DIED, 0)) for other in (0, 2)]
+    one = client(
+        FakeMailbox(
+            *outs, FakeMessage(Kind.REMOVED, (3, 0, why, missed)), run_message(9, 0, (1,), 1)
+        )
+    )
+    reducer = FunctionReducer(lambda run, alive: None)
+    if why in (Reason.DIED, Reason.LEFT) and not missed:
+        one.synchronize(reducer)
+        return
+    with pytest.raises(PeerError, match=r"rank 1: no other worker takes part .* rank 3 .*alone"):
+        one.synchronize(reducer)
+
+
+def test_stale_run_is_abandoned_after_an_exclusion() -> None:
+    """The generator has removed this worker from the group since."""
+    box = FakeMailbox(run_message(7, 0, (0, 1), 0), run_message(9, 0, (1,), 1))
+    box.arrived.append(FakeMessage(Kind.REMOVED, (1, 1, Reason.LATE, 0)))
+    seen: list[Arrival] = []
+
+    def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
+        seen.append(arrival())
+        return ABANDONED
+
+    client(box).step(FunctionReducer(average))
+    assert seen == [Arrival.IMPOSSIBLE]
+
+
+def test_excluded_worker_in_a_group_has_missed_nothing() -> None:
+    """All others are gone."""
+    one = client(FakeMailbox(FakeMessage(Kind.REMOVED, (1, 0, 0, 0)), run_message(9, 0, (1,), 1)))
+    one.copies_state = True
+    one.step(FunctionReducer(lambda run, alive: None))
+    assert not one.excluded
+
+
+def test_lost_and_returned_peers_are_reported_once_each() -> None:
+    late, out = (FakeMessage(Kind.REMOVED, (3, 0, why, 0)) for why in (Reason.LATE, Reason.DIED))
+    back = FakeMessage(Kind.ADDED, (3, 0, 0, 0))
+    one = client(FakeMailbox(late, out, out, back, back, run_message(9, 0, (1,), 1)))
+    seen: list[tuple[str, int]] = []
+    one.on_lost, one.on_back = (
+        lambda w: seen.append(("lost", w)),
+        lambda w: seen.append(("back", w)),
+    )
+    one.step(FunctionReducer(lambda run, alive: None))
+    assert seen == [("lost", 3), ("back", 3)]
+
+
+def test_returned_peer_is_not_lost() -> None:
+    out, back = FakeMessage(Kind.REMOVED, (3, 0, 0, 0)), FakeMessage(Kind.ADDED, (3, 0, 0, 0))
+    for messages, absent in (((out,), {3}), ((out, back), set())):
+        one = client(FakeMailbox(*messages, run_message(9, 0, (1,), 1)))
+        one.step(FunctionReducer(lambda run, alive: None))
+        assert one.lost_peers == absent
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (run_message(7, 0, (0, 2), 0), "does not contain worker 1"),
+        (run_message(7, 0, (0, 1, 9), 0), "is no group of 4 workers"),
+        (FakeMessage(Kind.REQUEST), "a message of kind 1"),
+        (FakeMessage(Kind.REFUSED, payload=b"no \xff"), "a refusal: no"),
+    ],
+)
+def test_protocol_violations_of_the_generator_raise(message: FakeMessage, said: str) -> None:
+    with pytest.raises(PeerError, match=f"rank 1: the group generator violated .*{said}"):
+        client(FakeMailbox(message)).step(FunctionReducer(lambda run, alive: None))
+
+
+def test_fallback_starts_the_static_schedule_at_its_first_step() -> None:
+    box = FakeMailbox(run_message(7, 0, (0, 1), 0), FakeMessage(Kind.REMOVED, (3, 0, 0, 0)))
+    one = client(box)
+    runs: list[Run] = []
+    for _ in range(6):
+        one.step(FunctionReducer(lambda run, alive: runs.append(run)))
+    assert one.fallback
+    wanted = [set(group_of(Layout.even(2, 2), 1, step)) - {3} for step in range(5)]
+    assert [(r.number, set(r.members), r.initiator) for r in runs[1:]] == [
+        (2 * step + 2, group, NO_INITIATOR) for step, group in enumerate(wanted) if len(group) > 1
+    ]
+
+
+def test_group_that_not_all_members_know_is_abandoned_in_a_fallback() -> None:
+    box = FakeMailbox(run_message(7, 0, (0, 1), 0))
+    one = client(box)
+    found: list[Arrival] = []
+
+    def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
+        if run.initiator == NO_INITIATOR:
+            return None
+        found.append(arrival())
+        box.lost[GENERATOR] = "silent"
+        found.append(arrival())
+        one._table.mark_fallback(0, 7)  # it was through with this group, and has sent all
+        found.append(arrival())
+        one._table.mark_fallback(0, 6)
+        found.append(arrival())
+        return ABANDONED
+
+    one.step(FunctionReducer(average))
+    assert found == [Arrival.POSSIBLE, Arrival.DEPARTED, Arrival.DEPARTED, Arrival.IMPOSSIBLE]
+    assert one._table.fallbacks([0, 1, 2]) == {0: 6, 1: -1}
+    assert (Kind.KEEPALIVE, 0, 0, 0) in box.posted
+    assert one.fallback
+    assert one._static.steps == 1
+
+
+def test_lost_member_is_left_out_after_a_fallback() -> None:
+    one = client(FakeMailbox())
+    seen: list[tuple[int, ...]] = []
+    layout = Layout.even(1, 4)
+    one._layout = layout
+
+    def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
+        seen.append(run.members)
+        return 2 if 2 in run.members else None
+
+    for _ in range(4):
+        one.step(FunctionReducer(average))
+    assert seen[:2] == [(0, 1, 2, 3), (0, 1, 3)]
+    assert all(2 not in members for members in seen[1:])
+
+
+def test_missing_group_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = FakeMailbox()
+
+    def nothing(seconds: float, *, of: list[int]) -> FakeMessage:
+        raise PeerError("no message")
+
+    box.receive = nothing  # type: ignore[method-assign]
+    now = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
+    with pytest.raises(PeerError, match="rank 1: no group came from the group generator within 5"):
+        client(box).step(FunctionReducer(lambda run, alive: None))
+    assert (Kind.KEEPALIVE, 0, 0, 0) in box.posted
+
+
+def test_arrival_is_impossible_once_the_group_runs_again() -> None:
+    box = FakeMailbox(run_message(7, 0, (0, 1, 2), 0))
+    one = client(box)
+    found: list[Arrival] = []
+
+    def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
+        if run.epoch:
+            return None
+        found.append(arrival())
+        box.arrived += [FakeMessage(Kind.REMOVED, (2, 0, 0, 0)), run_message(7, 1, (0, 1), 0)]
+        found.append(arrival())
+        return ABANDONED
+
+    reducer = FunctionReducer(average)
+    one.step(reducer)
+    assert found == [Arrival.POSSIBLE, Arrival.IMPOSSIBLE]
+    assert (one.fallback, one.lost_peers) == (None, {2})
+    assert box.posted[-1] == (Kind.DONE, 7, 1, 0)
+
+
+def test_messages_from_before_the_generator_died_are_handled() -> None:
+    """It ends with the worker that has started it, and removes that one."""
+    box = FakeMailbox()
+    box.arrived += [
+        FakeMessage(Kind.REMOVED, (3, 0, 0, 0)),
+        FakeMessage(Kind.REMOVED, (0, 0, 0, 0)),
+    ]
+    one, runs = client(box, Rules.everyone()), []
+    one.step(FunctionReducer(lambda run, coming: runs.append(run.members)))
+    assert runs == [(1, 2)]
+    assert one._table.lost() == {0, 3}
+
+
+def test_config_refuses_notified_rules() -> None:
+    with pytest.raises(UsageError, match="notified=True"):
+        config(2, Rules(notified=True))
+
+
+# -- with mailboxes, threads and a process -------------------------------------------------------
+
+
+def steps_of(client: Client) -> int:
+    return 0 if client._static is None else client._static.steps
+
+
+def config(workers: int, rules: Rules | None = None, **fields: Any) -> GeneratorConfig:
+    return GeneratorConfig(
+        room="groups/", host_of=tuple(w // 2 for w in range(workers)), interfaces=("lo",),
+        timeout=TIMEOUT_S, rules=rules or Rules(), **{"silence": 1.0} | fields,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def running() -> Iterator[list[Started]]:
+    made: list[Started] = []
+    yield made
+    for each in made:
+        each.kill()
+
+
+def train(
+    settings: GeneratorConfig,
+    store: Switchboard,
+    shared: SharedValues,
+    each: Callable[[int, Client], None],
+) -> None:
+    def one(worker: int) -> None:
+        mailbox, client = settings.client(store, worker)
+        try:
+            each(worker, client)
+        finally:
+            if worker in shared.dead or client.fallback:
+                mailbox.abandon()
+            else:
+                mailbox.close()
+
+    with ThreadPoolExecutor(settings.workers) as threads:
+        list(threads.map(one, range(settings.workers)))
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules.random(2)], ids=["smart", "random"])
+def test_workers_converge_to_one_value(running: list[Started], rules: Rules) -> None:
+    store, settings = Switchboard(), config(4, rules)
+    shared = SharedValues([0.0, 1.0, 2.0, 3.0])
+    running.append(InThread(settings, store))
+
+    def steps(worker: int, client: Client) -> None:
+        for _ in range(60):
+            client.step(FunctionReducer(lambda run, alive: shared.average(worker, run, alive)))
+
+    train(settings, store, shared, steps)
+    assert sum(shared.values) == pytest.approx(6.0)
+    assert max(shared.values) - min(shared.values) < 0.5
+    assert running[0].ended() is None
+
+
+def test_dead_worker_delays_nobody_for_long_and_is_reported_to_all(
+    running: list[Started],
+) -> None:
+    store, settings = Switchboard(), config(4, least=0.5, factor=4.0)
+    shared = SharedValues([0.0, 1.0, 2.0, 3.0])
+    running.append(InThread(settings, store))
+    begun = time.monotonic()
+    informed: set[int] = set()
+
+    def steps(worker: int, client: Client) -> None:
+        made = 0
+        while 3 not in client.lost_peers and time.monotonic() < begun + TIMEOUT_S / 2:
+            if worker == 3 and made == 5:
+                shared.kill(worker)
+                return
+            client.step(FunctionReducer(lambda run, alive: shared.average(worker, run, alive)))
+            made += 1
+        informed.add(worker)
+
+    train(settings, store, shared, steps)
+    assert time.monotonic() < begun + TIMEOUT_S / 2
+    assert informed == {0, 1, 2}
+
+
+def test_excluded_worker_returns_to_groups(running: list[Started]) -> None:
+    store, settings = Switchboard(), config(4, Rules(threshold=None), least=0.3, factor=2.0)
+    shared = SharedValues([0.0, 1.0, 2.0, 3.0])
+    running.append(InThread(settings, store))
+    back: list[int] = []
+
+    def steps(worker: int, client: Client) -> None:
+        begun = time.monotonic()
+
+        def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
+            if worker == 3 and slept and len(run.members) > 1:
+                back.append(run.number)
+            return shared.average(worker, run, arrival)
+
+        slept = False
+        while not back and time.monotonic() < begun + TIMEOUT_S / 2:
+            client.step(FunctionReducer(average))
+            if worker == 3 and not slept and time.monotonic() > begun + 0.2:
+                time.sleep(0.9)  # Longer than it may take, so that it is left out.
+                slept = True
+
+    train(settings, store, shared, steps)
+    assert back
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules.random(2), Rules.everyone()])
+def test_synchronize_makes_all_equal_after_uneven_steps(
+    running: list[Started], rules: Rules
+) -> None:
+    store, settings = Switchboard(), config(4, rules)
+    shared = SharedValues([0.0, 1.0, 2.0, 7.0])
+    running.append(InThread(settings, store))
+    values: list[set[float]] = []
+    together = threading.Barrier(4, action=lambda: values.append(set(shared.values)))
+
+    def steps(worker: int, client: Client) -> None:
+        reducer = FunctionReducer(lambda run, alive: shared.average(worker, run, alive))
+        for more in (worker, 3 - worker, 0):
+            for _ in range(3 * more):
+                client.step(reducer)
+            client.synchronize(reducer)
+            together.wait(TIMEOUT_S)
+            shared.values[worker] += worker
+            together.wait(TIMEOUT_S)
+
+    train(settings, store, shared, steps)
+    assert [len(found) for found in values[::2]] == [1, 1, 1]
+    assert sum(shared.values) == pytest.approx(10.0 + 3 * 6.0)
+
+
+def test_worker_that_dies_in_a_synchronization_is_left_out(running: list[Started]) -> None:
+    store, settings = Switchboard(), config(4)
+    shared = SharedValues([0.0, 1.0, 2.0, 7.0])
+    running.append(InThread(settings, store))
+    levelled: set[int] = set()
+
+    def steps(worker: int, client: Client) -> None:
+        reducer = FunctionReducer(lambda run, alive: shared.average(worker, run, alive))
+        client.step(reducer)
+        if worker == 3:
+            shared.kill(worker)
+            return
+        client.synchronize(reducer)
+        levelled.add(worker)
+
+    train(settings, store, shared, steps)
+    assert levelled == {0, 1, 2}
+    assert len(set(shared.values[:3])) == 1
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules.everyone()])
+def test_training_continues_when_the_generator_is_killed(
+    running: list[Started], rules: Rules
+) -> None:
+    # They find out by their connections, long before its silence.
+    store, settings = Switchboard(), config(4, rules, silence=10 * TIMEOUT_S)
+    shared = SharedValues([0.0, 1.0, 2.0, 3.0])
+    generator = InProcess(settings, store)
+    running.append(generator)
+    static: list[int] = []
+
+    def steps(worker: int, client: Client) -> None:
+        asked = 0
+        while steps_of(client) < 12:  # Until then, whoever is in a group with it needs it.
+            if worker == 0 and asked == 5:
+                os.kill(generator._process.pid, signal.SIGKILL)
+            client.step(FunctionReducer(lambda run, alive: shared.average(worker, run, alive)))
+            asked += 1
+        static.append(steps_of(client))
+        client.synchronize(FunctionReducer(lambda run, alive: shared.average(worker, run, alive)))
+
+    train(settings, store, shared, steps)
+    assert sum(shared.values) == pytest.approx(6.0)
+    assert len(set(shared.values)) == 1
+    assert static == [12, 12, 12, 12]
+    assert str(generator.ended()) == "the group generator (started by rank 0) has ended by signal 9"

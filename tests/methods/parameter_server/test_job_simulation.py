@@ -1,0 +1,96 @@
+"""Workers and servers together: any order of events gives complete sums without deadlock."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from helpers.mail import Clock, Play
+from helpers.server_simulation import (
+    LARGEST,
+    ONE_SLICE_WINDOW,
+    SLICE,
+    FakeNetwork,
+    Job,
+    JobSimulation,
+    VirtualMailbox,
+)
+from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.slicing import partition_buckets
+from wingbeat.transport.messages import header
+from wingbeat.transport.messages.endpoint import Limits
+from wingbeat.transport.messages.loopback import Faults
+
+GAMES = 2500
+"""For each of four seeds: 10,000 interleavings."""
+
+
+MORE = [pytest.param(block, marks=pytest.mark.slow) for block in (2, 3)]
+"""The same with other seeds."""
+
+
+@pytest.mark.parametrize("block", [0, 1, *MORE])
+def test_job_in_any_order_gives_all_sums(block: int) -> None:
+    checked = held_back = 0
+    for seed in range(GAMES * block, GAMES * (block + 1)):
+        chance = random.Random(seed)
+        job = Job.drawn(chance)
+        window = chance.choice([ONE_SLICE_WINDOW, ONE_SLICE_WINDOW + 2 * SLICE])
+        network = FakeNetwork(chance, job.workers, window, SLICE, len(job.weights))
+        simulation = JobSimulation(chance, job, network.box, network.move, Clock())
+        simulation.play()
+        checked += simulation.checked
+        held_back += simulation.held_back > 0
+    assert checked > 4 * GAMES
+    assert held_back > GAMES // 20, "windows are so small that who is ahead has to wait"
+
+
+def test_job_with_slow_rank_0_limits_server_memory_to_windows() -> None:
+    """However much the others have pushed; and all goes on when it comes."""
+    sizes, window = (400,) * 4, header.LARGEST + 1000
+    job = Job(3, 1, 1, sizes, 2, partition_buckets(sizes, 1, 100), Order.READY, ready=True)
+    for seed in range(20):
+        chance = random.Random(seed)
+        network = FakeNetwork(chance, job.workers, window)
+        simulation = JobSimulation(chance, job, network.box, network.move, Clock())
+        begun = {rank: simulation.act(rank) for rank in (1, 2)}
+        for act in begun.values():
+            for _ in sizes:
+                next(act)
+        for _ in range(500):
+            network.move()
+            simulation.step(chance.randrange(1, 4))
+        assert simulation.waiting(0) == 2 * 2 * 400, "two slices of each, of sixteen"
+        simulation.play(begun=begun)
+        assert simulation.checked == 3 * 2 * len(sizes)
+
+
+FAULTS = {
+    "none": Faults(delay=0.05, reorder=True),
+    "lost": Faults(drop=0.2, delay=0.05),
+    "repeated": Faults(repeat=0.3, delay=0.05, reorder=True),
+    "cut": Faults(cut=0.2, delay=0.05),
+    "all": Faults(drop=0.1, repeat=0.1, cut=0.1, delay=0.05, reorder=True),
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+def test_job_with_network_faults_gives_all_sums(faults: Faults) -> None:
+    """And what was wrong is counted: frames cut short, and those that came twice."""
+    refused: Counter[str] = Counter()
+    repeated = 0
+    for seed in range(100):
+        chance = random.Random(seed)
+        job = Job.drawn(chance)
+        limits = Limits(message=LARGEST, window=1 << 20, silence=1e9)
+        play = Play(job.workers + job.servers, faults, seed, limits, job.classes)
+        simulation = JobSimulation(
+            chance, job, lambda n, play=play: VirtualMailbox(play, n), play.step, play.clock
+        )
+        simulation.play()
+        refused.update(sum((end.refused for end in play.ends), Counter()))
+        repeated += sum(flow.repeated for end in play.ends for flow in end.flows.values())
+    assert bool(refused["length"]) == bool(refused["size"]) == bool(faults.cut)
+    assert repeated or not faults.repeat
