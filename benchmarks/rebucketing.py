@@ -37,7 +37,7 @@ from exactness import (
 from torch import nn
 
 import wingbeat
-from wingbeat.sync.upgrade import engine_of
+from wingbeat.engine.upgrade import engine_of
 from wingbeat_lab.bench import attach, contenders, digits
 
 ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")

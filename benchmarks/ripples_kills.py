@@ -229,7 +229,7 @@ class Met:
     """
 
     def __init__(self, model: Any, workers: int) -> None:
-        from wingbeat.sync.upgrade import engine_of
+        from wingbeat.engine.upgrade import engine_of
 
         engine: Any = engine_of(model)
         self._update = engine.update

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from common import show, write
 
 import wingbeat
-from wingbeat.sync.upgrade import engine_of
+from wingbeat.engine.upgrade import engine_of
 from wingbeat_lab import lab, paced
 from wingbeat_lab.bench import attach, machine
 from wingbeat_lab.bench.links import scaled

@@ -15,7 +15,7 @@ import torch
 import wingbeat
 import wingbeat_lab
 from wingbeat import errors, integrations, parts
-from wingbeat.sync.upgrade import DistributedModel, DistributedOptimizer
+from wingbeat.engine.upgrade import DistributedModel, DistributedOptimizer
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def test_every_method_that_distribute_adds_stands_there(cls: type, base: type) -
     public = {name for name in vars(cls) if not name.startswith("_") and not hasattr(base, name)}
     # An optimizer has its groups since it was made, not by its class.
     public -= {"param_groups", "state"}
-    assert members(f"wingbeat.sync.upgrade.{cls.__name__}") == public
+    assert members(f"wingbeat.engine.upgrade.{cls.__name__}") == public
 
 
 def test_every_part_stands_there() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").split())
-ROOMS = [ROOT / "src/wingbeat" / room for room in ("sync", "gradients", "updates")]
+PACKAGES = ("engine", "engine/gradients", "engine/updates", "sync", "updates")
 
-ELSEWHERE = {"checkpoint.py", "kept.py", "shards.py", "compression.py", "sharing.py"}
+ELSEWHERE = {"checkpoint.py", "shards.py", "compression.py"}
 """What is refused there is about shards, codecs and averages, which have pages of their own."""
 
 RAISED = {"UsageError", "MismatchError", "UnevenBatchesError"}
@@ -33,7 +33,7 @@ def pieces(node: ast.expr) -> list[str]:
 
 def messages() -> Iterator[tuple[str, list[str]]]:
     """Where something is refused, and the fixed parts of what is said."""
-    for path in sorted(path for room in ROOMS for path in room.glob("*.py")):
+    for path in sorted(p for each in PACKAGES for p in (ROOT / "src/wingbeat" / each).glob("*.py")):
         if path.name in ELSEWHERE:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import wingbeat
-from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.session import CanarySession
 from wingbeat.transport import loopback
@@ -143,7 +142,7 @@ def test_the_index_of_a_model_in_training() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         # Nobody is ahead; with a p a step applies rounds, so that a backward has only been sent.
         strategy = wingbeat.Canary(s=0, p=2, colayers=3, encrypted=False)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         session = CanarySession(model=model, world=world)
         for _ in range(3):
             optimizer.zero_grad()
@@ -164,7 +163,7 @@ def test_the_index_of_a_model_in_training() -> None:
         with pytest.raises(UsageError, match="rows 3 to "):
             session.gei_row_vector(0)
         optimizer.step()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     for staleness, first, before, after, matrix in on(2, body):

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 CHECK = """
 import pathlib, sys, torch, wingbeat, wingbeat_lab
-from wingbeat import _native, kernels, sync, wires
+import wingbeat
+from wingbeat import _native, kernels, wires
 from wingbeat import testing
 from wingbeat_lab import paced
 
@@ -39,7 +40,7 @@ def train(model, world=None, strategy=None):
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+    model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
     model(torch.ones(4, 300)).square().sum().backward()
     optimizer.step()
     model.synchronize()

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from wingbeat.compression import LowRank as LowRank
     from wingbeat.compression import Sketch as Sketch
     from wingbeat.compression import TopK as TopK
+    from wingbeat.engine import distribute as distribute
+    from wingbeat.engine import join as join
+    from wingbeat.engine import no_sync as no_sync
+    from wingbeat.engine import release as release
+    from wingbeat.engine import synchronize as synchronize
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
     from wingbeat.strategies import OMGS as OMGS
@@ -31,11 +36,6 @@ if TYPE_CHECKING:
     from wingbeat.strategies import ParameterServer as ParameterServer
     from wingbeat.strategies import Ripples as Ripples
     from wingbeat.strategies import Strategy as Strategy
-    from wingbeat.sync import distribute as distribute
-    from wingbeat.sync import join as join
-    from wingbeat.sync import no_sync as no_sync
-    from wingbeat.sync import release as release
-    from wingbeat.sync import synchronize as synchronize
     from wingbeat.transport import init as init
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.types import Group as Group
@@ -47,22 +47,22 @@ _HOME = {
     "Canary": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
     "DiLoCo": "wingbeat.strategies",
-    "distribute": "wingbeat.sync",
+    "distribute": "wingbeat.engine",
     "Geryon": "wingbeat.strategies",
     "Group": "wingbeat.types",
     "init": "wingbeat.transport",
-    "join": "wingbeat.sync",
+    "join": "wingbeat.engine",
     "LocalSGD": "wingbeat.strategies",
     "LowRank": "wingbeat.compression",
-    "no_sync": "wingbeat.sync",
+    "no_sync": "wingbeat.engine",
     "OMGS": "wingbeat.strategies",
     "ParameterServer": "wingbeat.strategies",
-    "release": "wingbeat.sync",
+    "release": "wingbeat.engine",
     "Ripples": "wingbeat.strategies",
     "shutdown": "wingbeat.transport",
     "Sketch": "wingbeat.compression",
     "Strategy": "wingbeat.strategies",
-    "synchronize": "wingbeat.sync",
+    "synchronize": "wingbeat.engine",
     "TopK": "wingbeat.compression",
 }
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from wingbeat.arguments import check_count, check_tensor, number, numbers, pair
 from wingbeat.collectives import Collectives
+from wingbeat.engine import bounded_exchange
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.worker import Worker
-from wingbeat.sync import bounded_exchange
 from wingbeat.topologies import BCube, Ring
 from wingbeat.transport.world import World, current
 from wingbeat.types import Group

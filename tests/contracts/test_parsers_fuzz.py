@@ -29,6 +29,7 @@ from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
 from wingbeat import compression
 from wingbeat.compression import Half, LowRank, Sketch
+from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import residuals
@@ -71,7 +72,6 @@ from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.peers import PeerInfo
-from wingbeat.updates.json_values import decode, encode
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats

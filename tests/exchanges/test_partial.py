@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from helpers.partial import SHAPES, Worker, crew, iterate
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.partial import turn_of
+from wingbeat.planning.controllers import Prioritized
 from wingbeat.schedules.events import Operation
 
 NAMES = [f"p{i}" for i in range(len(SHAPES))]
@@ -166,7 +167,7 @@ def test_what_an_unused_worker_sees_of_an_infinity() -> None:
 def test_narrow_parameters_are_gathered_in_float32_and_lose_nothing(dtype: torch.dtype) -> None:
     """256 + 1 has no place in bfloat16, so that a sum in it would stand still."""
     room, workers = crew(2, 1, dtype=dtype, shapes=((6,),))
-    workers[0].backlog.of(workers[0].buckets[0])[:6] = 256.0
+    workers[0].unsent.of(workers[0].buckets[0])[:6] = 256.0
     one = torch.ones(6, dtype=dtype)
     for _ in range(3):
         iterate(room, workers, [{"p0": one}, {}])
@@ -179,7 +180,7 @@ def test_narrow_parameters_are_gathered_in_float32_and_lose_nothing(dtype: torch
 
 def test_more_than_float16_can_hold_is_sent_in_two_turns() -> None:
     room, workers = crew(2, 1, dtype=torch.float16, shapes=((2,),))
-    workers[0].backlog.of(workers[0].buckets[0])[:2] = 70000.0
+    workers[0].unsent.of(workers[0].buckets[0])[:2] = 70000.0
     for _ in range(3):
         for shown in iterate(room, workers):
             assert all(bool(gradient.isfinite().all()) for gradient in shown.values())
@@ -233,13 +234,10 @@ def test_waiting_twice_adds_once() -> None:
     assert torch.equal(workers[0].buckets[0].flat, found)
 
 
-def test_other_devices_and_what_there_is_not_are_refused() -> None:
+def test_other_devices_are_refused() -> None:
     _, workers = crew(2, 2)
     exchange, bucket = workers[0].exchange, workers[0].buckets[0]
-    with pytest.raises(NotImplementedError):
-        exchange.owned(bucket)
-    with pytest.raises(NotImplementedError):
-        exchange.prioritise((0.5,))
+    assert not isinstance(exchange, Prioritized)
     bucket.flat = torch.zeros(3, device="meta")
     with pytest.raises(UsageError, match=r"parameter 'p0' is on meta: .* on the CPU only; use"):
         exchange.planned([bucket], [bucket])

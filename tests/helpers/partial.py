@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Handle
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.unsent import UnsentGradients
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.gradients.backlog import Backlog
-from wingbeat.gradients.bucket import Bucket, Slot
 from wingbeat.schedules.events import Operation
 
 SHAPES = ((3, 4), (5,), (), (2, 3))
@@ -91,8 +91,8 @@ class Worker:
             Slot(i, f"p{i}", torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
             for i, shape in enumerate(shapes)
         ]
-        self.backlog = Backlog(wire, self.slots, collectives)
-        self.exchange = PartialExchange(collectives, self.backlog, partitions)
+        self.unsent = UnsentGradients(wire, self.slots, collectives)
+        self.exchange = PartialExchange(collectives, self.unsent, partitions)
         self.applied = {s.name: torch.zeros(s.param.shape, dtype=torch.float64) for s in self.slots}
         self.buckets: list[Bucket] = []
         self.plan([list(range(len(shapes)))])
@@ -107,14 +107,14 @@ class Worker:
 
     def send(self, gradients: dict[str, torch.Tensor]) -> None:
         """Begin an iteration with these gradients, and none of other parameters."""
-        self.backlog.count_step()
+        self.unsent.count_step()
         for bucket in self.buckets:
-            bucket.reopen()
+            bucket.reset()
             for slot in bucket.slots:
                 slot.param.grad = gradients.get(slot.name)
                 slot.used = slot.fill(1.0)
             bucket.write_tail(3, self.world.rank)
-            bucket.wire = self.backlog.launching(bucket)
+            bucket.wire = self.unsent.launching(bucket)
             self.exchange.start(Operation.ALL_REDUCE, bucket)
 
     def take(self) -> dict[str, torch.Tensor]:
@@ -130,8 +130,8 @@ class Worker:
 
     def kept(self) -> dict[str, torch.Tensor]:
         """What the others have not been sent."""
-        assert self.backlog.residuals is not None
-        found: dict[str, torch.Tensor] = self.backlog.residuals.state_dict()["residuals"]
+        assert self.unsent.residuals is not None
+        found: dict[str, torch.Tensor] = self.unsent.residuals.state_dict()["residuals"]
         return found
 
 

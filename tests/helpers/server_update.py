@@ -20,7 +20,6 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat import sync
 
 
 def strategy(update: str = "server", **options: Any) -> Any:
@@ -32,7 +31,7 @@ def distributed(
     world: Any, make: Make = adamw, model: Any = None, update: str = "server", **options: Any
 ) -> tuple[Any, Any]:
     model = net() if model is None else model
-    return sync.distribute(
+    return wingbeat.distribute(
         model, make(model.parameters()), strategy(update, **options), world=world
     )
 
@@ -41,7 +40,7 @@ def outcome(world: Any, make: Make, update: str, body: Body, **options: Any) -> 
     model, optimizer = distributed(world, make, update=update, **options)
     body(model, optimizer, world.rank)
     result = weights(model), state_of(optimizer)
-    sync.release(model, optimizer)
+    wingbeat.release(model, optimizer)
     return result
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import wingbeat
 import wingbeat_lab
-from wingbeat import sync
 
 SIZE = 4
 TINY_MB = 0.0001
@@ -46,7 +46,7 @@ def made(world: Any, strategy: Any = None, dtype: torch.dtype = torch.float32) -
     model = Sums(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     strategy = wingbeat_lab.Ako(mb=TINY_MB, first_mb=TINY_MB) if strategy is None else strategy
-    return sync.distribute(model, optimizer, strategy, world=world)
+    return wingbeat.distribute(model, optimizer, strategy, world=world)
 
 
 def step(model: Any, optimizer: Any, numbers: dict[str, Tensor]) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import wingbeat
-from wingbeat import sync
-from wingbeat.sync.engine import Engine
-from wingbeat.sync.upgrade import engine_of
+from wingbeat.engine.engine import Engine
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 
@@ -71,7 +70,7 @@ def distributed(
     model = net() if model is None else model
     chosen = {"plan": "fixed", "mb": TINY_MB, "shard_optimizer": True} | options
     strategy = wingbeat.DeAR(**chosen)
-    return sync.distribute(model, make(model.parameters()), strategy, world=world)
+    return wingbeat.distribute(model, make(model.parameters()), strategy, world=world)
 
 
 def engine(target: Any) -> Any:
@@ -145,7 +144,7 @@ def outcome(world: Any, make: Make, sharded: bool, body: Body, **options: Any) -
     model, optimizer = distributed(world, make, shard_optimizer=sharded, **options)
     body(model, optimizer, world.rank)
     result = weights(model), state_of(optimizer)
-    sync.release(model, optimizer)
+    wingbeat.release(model, optimizer)
     return result
 
 

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import wingbeat
 from helpers.refusals import said_by
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.integrations.accelerate import prepare, register_comm_hook
 from wingbeat.schedules.events import Phase
-from wingbeat.sync.upgrade import engine_of
 
 CLOSE = 1e-5
 MB = 0.0004

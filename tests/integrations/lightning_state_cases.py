@@ -41,7 +41,7 @@ class Plain(Net):
 
 
 QUICK = timedelta(seconds=40)
-KEPT: dict[str, Any] = {
+EXTRA: dict[str, Any] = {
     **EXACT,
     "sketch": wingbeat.AllReduce(compression="sketch@2:auto_disable=false"),
     "topk": wingbeat.DeAR(plan="fixed", compression="topk@0.1:auto_disable=false"),
@@ -59,8 +59,8 @@ def resumed(kind: str, folder: str) -> None:
         whole, first, second = make(), make(), make()
         saving = ModelCheckpoint(folder, filename=f"{kind}-at-{{epoch}}", save_top_k=-1)
         options = {"enable_checkpointing": True, "callbacks": [saving], "max_epochs": 3}
-        fitted(whole, WingbeatStrategy(KEPT[kind]), **options)
-        trainer = fitted(first, WingbeatStrategy(KEPT[kind]), max_epochs=1)
+        fitted(whole, WingbeatStrategy(EXTRA[kind]), **options)
+        trainer = fitted(first, WingbeatStrategy(EXTRA[kind]), max_epochs=1)
         assert not path.exists()
         at = Path(folder) / f"{kind}-at-epoch=0.ckpt"
         dist.barrier()
@@ -69,7 +69,7 @@ def resumed(kind: str, folder: str) -> None:
         assert ("parts" in beside) == (kind in ("sketch", "topk", "ako"))
         assert ("averages" in beside) == (kind in ("diloco", "localsgd"))
         trainer = pl.Trainer(
-            strategy=WingbeatStrategy(KEPT[kind]), accelerator="cpu", devices=2, max_epochs=3,
+            strategy=WingbeatStrategy(EXTRA[kind]), accelerator="cpu", devices=2, max_epochs=3,
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
         )  # fmt: skip
         trainer.fit(second, loader(), loader(1, 16), ckpt_path=str(at), weights_only=False)
@@ -84,7 +84,7 @@ def parts_are_each_workers(folder: str) -> None:
     """A checkpoint has what each worker has kept back, and gives it back to each."""
     with torchrun():
         module = Adamed()
-        strategy = WingbeatStrategy(KEPT["sketch"])
+        strategy = WingbeatStrategy(EXTRA["sketch"])
         seen: list[Any] = []
 
         class Looking(pl.Callback):
@@ -103,7 +103,7 @@ def parts_are_each_workers(folder: str) -> None:
         name = "head.weight"
         assert not torch.equal(parts[0]["residuals"][name], parts[1]["residuals"][name])
         trainer = pl.Trainer(
-            strategy=WingbeatStrategy(KEPT["sketch"]), accelerator="cpu", devices=2, max_epochs=2,
+            strategy=WingbeatStrategy(EXTRA["sketch"]), accelerator="cpu", devices=2, max_epochs=2,
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
             callbacks=[Looking()],
         )  # fmt: skip

@@ -13,7 +13,7 @@ from integrations import lightning_state_cases as cases
 PoolOf = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("kind", cases.KEPT)
+@pytest.mark.parametrize("kind", cases.EXTRA)
 def test_training_goes_on_from_a_checkpoint(kind: str, pool_of: PoolOf, tmp_path: Path) -> None:
     pool_of(2).run(cases.resumed, kind, str(tmp_path), deadline=150.0)
 

@@ -31,9 +31,9 @@ from transformers import (
 
 import wingbeat
 from helpers.refusals import said_by
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.integrations.transformers import WingbeatTrainer, WingbeatTrainerMixin
 from wingbeat.schedules.events import Phase
-from wingbeat.sync.upgrade import engine_of
 
 CLOSE = 1e-5
 MB = 0.002

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
-import wingbeat.sync.entry  # before torch's name for DDP is that of what is here
+import wingbeat.engine.api  # before torch's name for DDP is that of what is here
 from wingbeat.errors import UsageError
 
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__)

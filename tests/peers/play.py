@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 import wingbeat
-from wingbeat.gradients.bucket import Slot
+from wingbeat.engine.gradients.bucket import Slot
 
 from . import torch_suite
 from .ddp_face import ControlDDP, Face, Nothing

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 import wingbeat
-from wingbeat import Strategy, parts, sync
+from wingbeat import Strategy, parts
 from wingbeat.collectives import Collectives
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.planning.bucket_size import WARMUP
 from wingbeat.planning.controllers import BucketSizeController, bucket_size_key
 from wingbeat.planning.trials import LedTrial
-from wingbeat.sync.upgrade import engine_of
 from wingbeat.topologies import name_of
 from wingbeat.transport import loopback
 
@@ -56,7 +56,7 @@ def _train(
     settings = {"plan": "bo", "mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB}
     settings |= {"edge_mb": 0} if preset is wingbeat.DeAR else {"first_mb": 0.5 * KB}
     strategy = preset(**{**settings, "trials": TRIALS, "steps": STEPS, **options})
-    model, adam = sync.distribute(model, adam, strategy, world=world)
+    model, adam = wingbeat.distribute(model, adam, strategy, world=world)
     engine = engine_of(model)
     assert engine is not None
     sizes = []
@@ -180,7 +180,7 @@ def test_bucket_tuning_topology_from_file_is_used_at_once(tmp_path: Path) -> Non
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         sizes = {"mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "edge_mb": 0}
         strategy = wingbeat.DeAR(**sizes, trials=TRIALS, steps=STEPS, **options)
-        model, sgd = sync.distribute(model, sgd, strategy, world=world)
+        model, sgd = wingbeat.distribute(model, sgd, strategy, world=world)
         engine = engine_of(model)
         assert engine is not None
         tuning = engine.control.tuning
@@ -232,7 +232,7 @@ def test_bucket_tuning_with_lbfgs_works() -> None:
         lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
         sizes = {"mb": 4 * KB, "min_mb": 0.5 * KB, "max_mb": 8 * KB, "first_mb": 0.5 * KB}
         strategy = wingbeat.AllReduce(plan=plan, trials=TRIALS, steps=STEPS, **sizes)
-        model, lbfgs = sync.distribute(model, lbfgs, strategy, world=world)
+        model, lbfgs = wingbeat.distribute(model, lbfgs, strategy, world=world)
         rng = torch.Generator().manual_seed(world.rank)
         x = torch.randn(8, 12, generator=rng).double()
 
@@ -573,7 +573,7 @@ def test_bucket_tuning_failed_backward_keeps_workers_in_step() -> None:
         strategy = wingbeat.DeAR(
             mb=4 * KB, min_mb=0.5 * KB, max_mb=8 * KB, edge_mb=0, trials=3, steps=2
         )
-        model, sgd = sync.distribute(model, sgd, strategy, world=world)
+        model, sgd = wingbeat.distribute(model, sgd, strategy, world=world)
         engine = engine_of(model)
         assert engine is not None
         sizes = []

@@ -10,7 +10,6 @@ import pytest
 
 import wingbeat
 from helpers.training import backward, engine, net, sgd
-from wingbeat import sync
 from wingbeat.planning import measure as measuring
 from wingbeat.planning.control import Decisions
 from wingbeat.planning.measure import Samples
@@ -34,7 +33,7 @@ def train(
 ) -> tuple[int, list[list[int]], Decisions]:
     """Iterations until it is decided, the buckets in the iterations after that, the decisions."""
     model = net()
-    model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+    model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
     control = engine(model).control
     if known is not None:
         control.keep(known)
@@ -50,7 +49,7 @@ def train(
         iterate(deciding)
         deciding += 1
     sizes = [iterate(deciding + i) for i in range(more)]
-    sync.release(model, optimizer)
+    wingbeat.release(model, optimizer)
     return deciding, sizes, control.decisions()
 
 

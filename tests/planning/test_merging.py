@@ -16,7 +16,6 @@ import wingbeat
 import wingbeat_lab
 from helpers.merges import work
 from helpers.training import assert_same, backward, engine, net, sgd, weights
-from wingbeat import sync
 from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.planning import control, drift, measure, merging
@@ -73,7 +72,7 @@ def _train(
 ) -> tuple[list[torch.Tensor], list[list[int]], Any]:
     """Weights, the buckets' sizes in each iteration, and the engine's report."""
     model = net()
-    model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+    model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
     sizes = []
     for step in range(iterations):
         optimizer.zero_grad()
@@ -157,7 +156,7 @@ def test_merging_dear_prices_both_phases(
 def test_merging_measures_collective_that_competes_with_backward(strategy: Any, way: str) -> None:
     def body(world: Any) -> tuple[str, str]:
         model = net()
-        model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        model, _ = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
         plans = engine(model).control.merging._planner
         return plans.collective, plans.key()["collective"]
 
@@ -177,7 +176,7 @@ def test_merging_dear_exchange_ends_with_last_reduce_scatter() -> None:
     def ends(strategy: Any) -> list[int]:
         def body(world: Any) -> list[int]:
             model = net()
-            model, _ = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+            model, _ = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
             passes, late, found = engine(model).passes, Late(), []
             passes.begin()
             passes.launched(late)
@@ -274,7 +273,7 @@ def test_merging_residuals_stay_with_parameters() -> None:
         # Nothing moves: what was pulled and has not travelled is in the residuals.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         strategy = wingbeat.OMGS(density=0.02, warmup=0, steps=STEPS)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         sent = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         buckets = []
         for step in range(steps):
@@ -412,7 +411,7 @@ def test_merging_group_densities_travel_in_one_bucket() -> None:
         strategy = wingbeat_lab.TopKSGD(density=0.01, warmup=0, groups=groups)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         backward(model, 0, 0)
         return {
             n: int((p.grad != 0).sum()) for n, p in model.named_parameters() if p.grad is not None
@@ -474,7 +473,9 @@ def test_merging_compression_trial_decides_planned_wire(tmp_path: Path) -> None:
 
     def body(world: Any, coded: bool) -> dict[str, Any]:
         model = net()
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        model, optimizer = wingbeat.distribute(
+            model, sgd(model.parameters()), strategy, world=world
+        )
         engine(model).control.trial.decide(coded)
         for step in range(PLANNED + 1):
             optimizer.zero_grad()
@@ -499,7 +500,7 @@ def test_payload_bytes_equal_bytes_in_bucket(groups: dict[str, float]) -> None:
         strategy = wingbeat.OMGS(compression=wire, merge="one")
         layers = {"first": torch.nn.Linear(300, 200), "head": torch.nn.Linear(200, 300)}
         model = torch.nn.Sequential(OrderedDict(layers))
-        sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
         model(torch.ones(2, 300)).sum().backward()
         [bucket] = engine(model).buckets
         encoded = engine(model).compression._encoded(bucket)

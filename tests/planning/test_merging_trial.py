@@ -15,7 +15,6 @@ import torch
 
 import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
-from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.planning import control, drift, measure, trials
 from wingbeat.planning.measure import Samples
@@ -93,7 +92,7 @@ class Run:
         optimizer = sgd(model.parameters())
         if lr is not None:
             optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         self.buckets: list[int] = []
         self.deciding: list[bool] = []
         self.sent = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -203,7 +202,7 @@ def test_merging_trial_weights_match_ddp(strategy: Any, monkeypatch: pytest.Monk
 
 def _dense(world: Any) -> dict[str, torch.Tensor]:
     model = net()
-    model, optimizer = sync.distribute(
+    model, optimizer = wingbeat.distribute(
         model, sgd(model.parameters()), wingbeat.AllReduce(), world=world
     )
     for step in range(PLANNED + TRIAL):
@@ -319,7 +318,7 @@ def test_merging_trial_decisions_keep_choice(monkeypatch: pytest.MonkeyPatch) ->
 
     def again(world: Any) -> tuple[list[int], bool]:
         model = net()
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), omgs(), world=world)
+        model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), omgs(), world=world)
         own = engine(model).control
         own.keep(known[world.rank])
         buckets = []
@@ -387,7 +386,7 @@ def test_merging_trial_workers_with_different_batch_counts_agree(
 
     def body(world: Any) -> tuple[dict[str, torch.Tensor], int]:
         model = net()
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), omgs(), world=world)
+        model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), omgs(), world=world)
         with model.join():
             for step in range(PLANNED + (5 if world.rank == 1 else TRIAL)):
                 optimizer.zero_grad()

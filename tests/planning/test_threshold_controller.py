@@ -12,7 +12,6 @@ import torch
 
 import wingbeat
 from helpers.training import TINY_MB, backward, engine, net, sgd
-from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.parameter_server.exchange import ServerExchange
 from wingbeat.planning import files
@@ -45,7 +44,7 @@ def geryon(**options: Any) -> Any:
 def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = None) -> Found:
     """Weights, and the thresholds in use in each iteration; 0 iterations: until it is decided."""
     model = net()
-    model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+    model, optimizer = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
     own = engine(model)
     if known is not None:
         own.control.keep(known)
@@ -59,7 +58,7 @@ def train(world: Any, strategy: Any, iterations: int, known: Decisions | None = 
     weights = [param.detach().clone() for param in model.parameters()]
     layers = len({name.rpartition(".")[0] for b in own.buckets for name in b.names})
     tuning, decisions = own.control.thresholds, own.control.decisions()
-    sync.release(model, optimizer)
+    wingbeat.release(model, optimizer)
     return {"weights": weights, "used": used, "layers": layers, "decisions": decisions,
             "result": tuning and tuning.result}  # fmt: skip
 

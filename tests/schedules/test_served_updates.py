@@ -7,6 +7,8 @@ import pytest
 from contracts.schedules.play import PULL, PUSH, Worker, backward, together
 from wingbeat.schedules import ServedUpdates, ServedUpdatesAtStart
 from wingbeat.schedules.events import (
+    Announce,
+    Await,
     BackwardBegins,
     BackwardEnds,
     Defer,
@@ -15,13 +17,11 @@ from wingbeat.schedules.events import (
     GradientsDropped,
     GradientsNeeded,
     Hand,
-    Hear,
     Operation,
     OthersStep,
     PartsNeeded,
     Phase,
     Planned,
-    Say,
     Start,
     StepCalled,
     UpdateServers,
@@ -52,8 +52,8 @@ def test_a_step_asks_for_parameters_before_the_servers_are_told(
     together([worker], [[StepCalled(used=used)]])
     answer = Answer((Intent.STEP,), used)
     assert worker.told == [
-        Say(Intent.STEP, used),
-        Hear(),
+        Announce(Intent.STEP, used),
+        Await(),
         Hand(answer),
         Forget(used),
         Start(operation, 1),

@@ -8,6 +8,8 @@ from contracts.schedules.play import AG, AP, Worker, backward, together
 from wingbeat.errors import UsageError
 from wingbeat.schedules import ShardedDear
 from wingbeat.schedules.events import (
+    Announce,
+    Await,
     BackwardBegins,
     BackwardEnds,
     Defer,
@@ -15,14 +17,12 @@ from wingbeat.schedules.events import (
     Forget,
     GradientsDropped,
     GradientsNeeded,
-    Hear,
     OthersStep,
     ParametersNeeded,
     PartsNeeded,
     Phase,
     Place,
     Planned,
-    Say,
     Share,
     Start,
     StepCalled,
@@ -60,10 +60,10 @@ def test_what_is_certain_is_updated_before_the_others_are_heard() -> None:
     worker = after()
     together([worker], [[StepCalled(used=frozenset({0, 1}))]])
     assert worker.told == [
-        Say(Intent.STEP, frozenset({0, 1})),
+        Announce(Intent.STEP, frozenset({0, 1})),
         Wait(0, whole=False, read_only=True),
         UpdateOwn(0, frozenset({0, 1})),
-        Hear(),
+        Await(),
         Wait(1, whole=False, read_only=True),
         UpdateOwn(1, frozenset({0, 1})),
         Place(0),
@@ -77,7 +77,7 @@ def test_gradients_that_somebody_has_seen_are_stepped_on_when_all_are_heard() ->
     """He may have changed them, and those of workers without batches come with the answer."""
     worker = after(GradientsNeeded())
     together([worker], [[StepCalled(used=frozenset({0, 1, 2}))]])
-    assert worker.told[:2] == [Say(Intent.STEP, frozenset({0, 1, 2})), Hear()]
+    assert worker.told[:2] == [Announce(Intent.STEP, frozenset({0, 1, 2})), Await()]
 
 
 def test_what_is_due_is_taken_over_once() -> None:
@@ -108,8 +108,8 @@ def test_dropped_gradients_are_forgotten_but_not_as_used_up() -> None:
     worker = after()
     together([worker], [[GradientsDropped()]])
     assert worker.told == [
-        Say(Intent.DROP),
-        Hear(),
+        Announce(Intent.DROP),
+        Await(),
         Wait(1, whole=False),
         Wait(0, whole=False),
         Forget(None),

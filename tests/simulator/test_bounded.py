@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.messages import Progress
 from wingbeat.methods.bounded_staleness.view import initial_view

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import (
     BucketReady,
-    Dialogue,
+    Commands,
     Event,
     Operation,
     Phase,
@@ -115,7 +115,7 @@ class Stored:
     whole_after_backward = True
     phase = Phase.IDLE
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         if isinstance(event, BucketReady):
             yield Start(Operation.PUSH, event.bucket)
             yield Wait(event.bucket)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import wingbeat
 from helpers.training import assert_same, backward, batch, net, on, state_of, train, weights
-from wingbeat import parts, sync
+from wingbeat import parts
 from wingbeat.errors import MismatchError, UsageError
 
 STEPS = 7
@@ -135,7 +135,7 @@ def test_averaged_state_equals_averages_by_hand(
     def body(world: Any) -> tuple[Any, Any]:
         mine = model()
         optimizer = make(mine.parameters())
-        mine, optimizer = sync.distribute(mine, optimizer, local(every), world=world)
+        mine, optimizer = wingbeat.distribute(mine, optimizer, local(every), world=world)
         for step in range(STEPS):
             before(mine, world.rank, step)
             train(mine, optimizer, [step])
@@ -191,14 +191,14 @@ def test_each_gradient_is_in_the_mean_of_all_momenta_once(name: str) -> None:
     def body(world: Any) -> tuple[Tensor, Any]:
         model = Given()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=1.0)
-        sync.distribute(model, optimizer, STRATEGIES[name], world=world)
+        wingbeat.distribute(model, optimizer, STRATEGIES[name], world=world)
         for step in range(12):
             optimizer.zero_grad()
             model(gradient(step, world.rank)).backward()
             optimizer.step()
         wingbeat.synchronize(model)
         state = state_of(optimizer)["state"][0]["momentum_buffer"]
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return model.weight.detach(), state
 
     whole = sum(gradient(step, rank) for step in range(12) for rank in range(size))
@@ -214,7 +214,7 @@ def test_state_stays_local_without_average_state() -> None:
         model = net()
         optimizer = momentum(model.parameters())
         strategy = wingbeat.LocalSGD(every=1, encrypted=False)
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(3))
         wingbeat.synchronize(model)
         found: Tensor = state_of(optimizer)["state"][0]["momentum_buffer"]
@@ -239,7 +239,7 @@ def test_second_moments_stay_positive_with_uneven_gradients(strategy: Any) -> No
     def body(world: Any) -> float:
         model = Given()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.5, 0.6))
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         least = 1.0
         for step in range(60):
             optimizer.zero_grad()
@@ -262,7 +262,9 @@ def test_run_resumes_from_the_checkpoint_of_rank_0_after_synchronization() -> No
 
     def first(world: Any) -> tuple[Any, Any]:
         model = net()
-        model, optimizer = sync.distribute(model, adamw(model.parameters()), local(2), world=world)
+        model, optimizer = wingbeat.distribute(
+            model, adamw(model.parameters()), local(2), world=world
+        )
         train(model, optimizer, range(5))
         wingbeat.synchronize(model)
         return copy.deepcopy(model.state_dict()), state_of(optimizer)
@@ -272,7 +274,9 @@ def test_run_resumes_from_the_checkpoint_of_rank_0_after_synchronization() -> No
 
     def second(world: Any) -> Any:
         model = net(3)
-        model, optimizer = sync.distribute(model, adamw(model.parameters()), local(2), world=world)
+        model, optimizer = wingbeat.distribute(
+            model, adamw(model.parameters()), local(2), world=world
+        )
         train(model, optimizer, range(1))  # is forgotten
         model.load_state_dict(saved[0][0])
         optimizer.load_state_dict(saved[0][1])
@@ -288,7 +292,7 @@ def test_run_resumes_from_the_checkpoint_of_rank_0_after_synchronization() -> No
 def test_state_loaded_during_training_is_averaged_from_then_on() -> None:
     def body(world: Any) -> Any:
         model = net()
-        model, optimizer = sync.distribute(
+        model, optimizer = wingbeat.distribute(
             model, momentum(model.parameters()), local(1, overlap=True), world=world
         )
         train(model, optimizer, range(3))
@@ -316,7 +320,7 @@ def test_changed_options_that_add_state_are_refused() -> None:
     def body(world: Any) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync.distribute(model, optimizer, local(), world=world)
+        wingbeat.distribute(model, optimizer, local(), world=world)
         train(model, optimizer, range(2))
         optimizer.param_groups[0]["momentum"] = 0.9
         with pytest.raises(UsageError, match=r"'momentum_buffer' of parameter '\w+\.\w+' is there"):
@@ -350,7 +354,7 @@ def test_optimizer_without_average_of_its_state_is_refused_at_distribute() -> No
         model = net()
         optimizer = torch.optim.LBFGS(model.parameters())
         with pytest.raises(UsageError, match="LBFGS cannot be averaged"):
-            sync.distribute(model, optimizer, local(), world=world)
+            wingbeat.distribute(model, optimizer, local(), world=world)
         assert type(optimizer) is torch.optim.LBFGS
 
     on(2, body, timeout=60)
@@ -361,7 +365,7 @@ def test_different_optimizers_on_workers_are_reported() -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * world.rank)
         with pytest.raises(MismatchError, match=r"momentum_buffer \(float32\) of 'scale'"):
-            sync.distribute(model, optimizer, local(), world=world)
+            wingbeat.distribute(model, optimizer, local(), world=world)
 
     on(2, body, timeout=60)
 
@@ -371,7 +375,7 @@ def test_state_of_a_second_optimizer_stays_local() -> None:
         model = net()
         optimizer = momentum([*model.first.parameters(), *model.second.parameters()])
         other = torch.optim.AdamW(model.head.parameters(), lr=0.01)
-        sync.distribute(model, optimizer, local(), world=world)
+        wingbeat.distribute(model, optimizer, local(), world=world)
         for step in range(3):
             model.zero_grad()
             model(batch(step, world.rank)).square().mean().backward()

@@ -11,7 +11,6 @@ import torch
 
 import wingbeat
 from helpers.training import engine, net, on, train
-from wingbeat import sync
 from wingbeat.observe.events import AVERAGES, Event, stream
 from wingbeat.transport.world import World
 
@@ -35,11 +34,11 @@ def trained(strategy: Any, size: int, events: list[Event]) -> list[dict[str, Any
     def body(world: World) -> dict[str, Any]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(STEPS))
         wingbeat.synchronize(model)
         [section] = engine(model).runtime.exchange.sections()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return dict(section.cells)
 
     found = on(size, body, timeout=60)
@@ -101,7 +100,7 @@ def test_trace_has_each_departure_once_per_worker(recorded: list[Event]) -> None
     def body(world: World) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync.distribute(model, optimizer, wingbeat.Ripples(encrypted=False), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.Ripples(encrypted=False), world=world)
         train(model, optimizer, range(2))
         if world.rank == 2:
             engine(model).update._averager.session._mailbox.abandon()
@@ -110,7 +109,7 @@ def test_trace_has_each_departure_once_per_worker(recorded: list[Event]) -> None
         wingbeat.synchronize(model)
         [section] = engine(model).runtime.exchange.sections()
         assert section.cells["absent"] == "2"
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
 
     on(3, body, timeout=60)
     events = stream.take()

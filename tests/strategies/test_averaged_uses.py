@@ -15,7 +15,6 @@ from torch.nn.utils import parametrizations
 
 import wingbeat
 from helpers.training import batch, net, on, train, weights
-from wingbeat import sync
 from wingbeat.errors import MismatchError
 from wingbeat.strategies import parse
 
@@ -36,7 +35,7 @@ def plain(params: Any) -> torch.optim.Optimizer:
 
 def made(world: Any, strategy: str, model: Any = None, make: Make = plain) -> tuple[Any, Any]:
     model = net() if model is None else copy.deepcopy(model)
-    return sync.distribute(model, make(model.parameters()), parse(strategy), world=world)
+    return wingbeat.distribute(model, make(model.parameters()), parse(strategy), world=world)
 
 
 def all_end_equal(body: Callable[[Any], Tensors]) -> None:
@@ -186,9 +185,9 @@ def test_strategies_can_be_used_one_after_the_other(strategy: str) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for each in (strategy, "allreduce", "diloco:every=2,encrypted=false", strategy):
-            sync.distribute(model, optimizer, parse(each), world=world)
+            wingbeat.distribute(model, optimizer, parse(each), world=world)
             train(model, optimizer, range(3))
-            sync.release(model, optimizer)
+            wingbeat.release(model, optimizer)
         return weights(model)
 
     all_end_equal(body)

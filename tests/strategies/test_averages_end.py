@@ -17,7 +17,7 @@ SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
     from wingbeat.errors import PeerError
     from wingbeat.strategies import parse
-    from wingbeat.sync.upgrade import engine_of
+    from wingbeat.engine.upgrade import engine_of
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
     rank = int(os.environ["RANK"])

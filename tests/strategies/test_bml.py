@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wingbeat
-from wingbeat import Strategy, TopK, parts, strategies, sync
+from wingbeat import Strategy, TopK, parts, strategies
 from wingbeat.errors import UsageError
 from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
@@ -91,14 +91,14 @@ def weights_after(strategy: Any, interfaces: int) -> list[torch.Tensor]:
             for p in model.parameters():  # torch's own generator is shared by all threads
                 p.copy_(0.3 * torch.randn(p.shape, generator=chance))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         for _ in range(6):
             everyones = torch.randn(world.size * 4, 7, generator=chance)
             optimizer.zero_grad()
             model(everyones[world.rank :: world.size]).square().mean().backward()
             optimizer.step()
         found = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     members = loopback.worlds(4, interfaces=interfaces)
@@ -123,7 +123,7 @@ def test_what_makes_no_bcube_is_refused_when_training_begins() -> None:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(UsageError) as caught:
-            sync.distribute(model, optimizer, wingbeat.BML(), world=world)
+            wingbeat.distribute(model, optimizer, wingbeat.BML(), world=world)
         return str(caught.value)
 
     for text in loopback.run(members, body):

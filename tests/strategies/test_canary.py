@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
 from helpers.waiting import is_collected
-from wingbeat import sync
 from wingbeat.errors import PeerError, UsageError
 from wingbeat_lab.bench import digits
 
@@ -33,7 +32,7 @@ def canary(**options: Any) -> wingbeat.Canary:
 def made(world: Any, strategy: Any = None, make: Any = sgd, model: Any = None) -> tuple[Any, Any]:
     model = net() if model is None else model
     strategy = canary(s=0) if strategy is None else strategy
-    return sync.distribute(model, make(model.parameters()), strategy, world=world)
+    return wingbeat.distribute(model, make(model.parameters()), strategy, world=world)
 
 
 def communication(model: Any) -> Any:
@@ -146,7 +145,7 @@ def test_canary_bsp_equals_synchronous_training_bitwise(size: int, colayers: int
             scheduler.step()
         state = copy.deepcopy(optimizer.state_dict()["state"])  # without waiting for others
         found = weights(model), state
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     model, optimizer = one_process(5, size)
@@ -164,7 +163,7 @@ def test_canary_no_sync_gradients_are_sent_once() -> None:
             model(given(2 * step + 1, world.rank)).backward()
             optimizer.step()
         found = weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     wanted = total([(step, rank) for step in range(4) for rank in range(2)], 2)
@@ -183,7 +182,7 @@ def test_canary_unused_parameters_are_updated_as_by_ddp() -> None:
                 assert torch.equal(model.spare.weight, before["spare.weight"])
         found = weights(model)
         assert not torch.equal(found["spare.weight"], before["spare.weight"])
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     first, *others = on(2, body)
@@ -207,7 +206,7 @@ def test_canary_zero_gradients_count_as_gradients(used: bool) -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world)
         found = trained(model, optimizer, [world.rank])
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     model = net()
@@ -232,7 +231,7 @@ def test_canary_synchronize_applies_each_gradient_once(s: int | None) -> None:
                 iterate(model, optimizer, given(10 * epoch + step, world.rank))
             model.synchronize()
             found.append(weights(model))
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         assert type(model) is Layers
         return found
 
@@ -274,7 +273,7 @@ def held_up(strategy: Any, steps: int, colayers_before: int) -> list[Any]:
         model.synchronize()
         machine = communication(model).machine
         found = weights(model), list(machine.dropped), machine.pulls
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     return on(2, body)
@@ -364,7 +363,7 @@ def test_canary_codec_sums_and_residuals_add_up_to_gradients() -> None:
             iterate(model, optimizer, given(step, world.rank, sizes))
         model.synchronize()
         found = weights(model), optimizer.residual_state_dict()["residuals"]
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (mine, kept), (theirs, other) = on(2, body)
@@ -409,7 +408,7 @@ def test_canary_learns_digits() -> None:
         assert staleness.cells["iteration"] >= 100
         assert len(exchanged.cells) == 1 + 4, "a row number, and a cell for each colayer"
         found = digits.accuracy(model, test_images, test_answers), weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (accuracy, mine), (_, theirs) = on(2, body)
@@ -435,7 +434,7 @@ def test_canary_training_continues_from_loaded_state() -> None:
         iterate(model, optimizer, given(7, world.rank))
         model.synchronize()
         found = weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     for found in on(2, body):
@@ -460,7 +459,7 @@ def test_canary_buffers_are_local_until_synchronize() -> None:
         before = model[1].running_mean.clone()
         model.synchronize()
         found = before, model[1].running_mean.clone()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (own, mine), (other, theirs) = on(2, body)
@@ -585,7 +584,7 @@ def test_canary_synchronous_supports_what_allreduce_does(make: Any, play: Any) -
             play(model, optimizer, batch(step, world.rank))
         model.synchronize()
         found = weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     (wanted, _) = on(2, lambda world: body(world, wingbeat.AllReduce()))
@@ -795,7 +794,7 @@ def test_canary_release_after_error_ends_iteration(act: Callable[[Any, Any], Non
         model, optimizer = made(world, canary(s=None))
         with pytest.raises(UsageError):
             act(model, optimizer)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         model, optimizer = made(world, canary(s=None), model=model)
         train(model, optimizer, range(2))
         model.synchronize()

@@ -14,7 +14,6 @@ from torch import nn
 import wingbeat
 from helpers.training import engine, on, weights
 from helpers.waiting import is_collected
-from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.colayers import FIRST_ATTEMPT
 from wingbeat.simulator.colayers import bundled
@@ -35,7 +34,7 @@ TIED: dict[str, Any] = {
 def distributed(world: Any, model: nn.Module, **options: Any) -> tuple[Any, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     strategy = wingbeat.Canary(**{**TIED, **options})
-    return sync.distribute(model, optimizer, strategy, world=world)
+    return wingbeat.distribute(model, optimizer, strategy, world=world)
 
 
 def net() -> nn.Module:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import wingbeat
 from helpers.training import TINY_MB, adamw, batch, engine, net, train, weights
-from wingbeat import Strategy, parts, sync
+from wingbeat import Strategy, parts
 from wingbeat.observe.events import stream
 from wingbeat.transport import loopback
 from wingbeat_lab import baselines
@@ -47,11 +48,11 @@ def together(strategy: Any, steps: int = STEPS) -> list[dict[str, torch.Tensor]]
     def body(world: Any) -> dict[str, torch.Tensor]:
         model = net()
         optimizer = adamw(model.parameters())
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(steps))
         planned = engine(model).merging
         assert planned is None or steps < LONG or planned.report() is not None
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return weights(model)
 
     worlds = loopback.worlds(SIZE, timeout=20.0)
@@ -147,9 +148,11 @@ def test_updates_in_parts_are_recorded_one_by_one(name: str) -> None:
 
     def body(world: Any) -> None:
         model = net()
-        model, optimizer = sync.distribute(model, adamw(model.parameters()), strategy, world=world)
+        model, optimizer = wingbeat.distribute(
+            model, adamw(model.parameters()), strategy, world=world
+        )
         train(model, optimizer, range(2))
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
 
     worlds = loopback.worlds(SIZE, timeout=20.0)
     stream.start(0)

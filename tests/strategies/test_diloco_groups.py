@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wingbeat
 from helpers.training import assert_same, engine, net, on, train, weights
-from wingbeat import parts, sync
+from wingbeat import parts
 from wingbeat_lab.bench import digits
 
 SIZE = 4
@@ -36,7 +36,7 @@ def test_shared_models_converge_and_their_mean_is_unchanged() -> None:
     def body(world: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sync.distribute(model, optimizer, over("static"), world=world)
+        wingbeat.distribute(model, optimizer, over("static"), world=world)
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(float(world.rank))
@@ -63,7 +63,7 @@ def test_groups_learn_digits_as_well_as_one_group_of_all() -> None:
     def body(world: Any, policy: str) -> float:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-        sync.distribute(model, optimizer, over(policy, every=8), world=world)
+        wingbeat.distribute(model, optimizer, over(policy, every=8), world=world)
         batches = digits.batches(images, names, rank=world.rank, workers=SIZE, seed=1)
         for _ in range(96):
             x, y = next(batches)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wingbeat
 from helpers.training import assert_same, engine, net, on, train, weights
-from wingbeat import parts, sync
+from wingbeat import parts
 from wingbeat.errors import UsageError
 from wingbeat.strategies import parse
 
@@ -56,7 +56,7 @@ def test_received_and_residual_differences_add_up_to_all_moves(wire: Any) -> Non
         )
         model, optimizer = Wide(), None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         for step in range(2 * ROUNDS):
             optimizer.zero_grad()
             model(*gradients(step, world.rank)).backward()
@@ -89,7 +89,7 @@ def test_fragments_and_delays_keep_their_own_residuals() -> None:
         )
         model = Wide()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         for step in range(6):
             optimizer.zero_grad()
             model(*gradients(step, world.rank)).backward()
@@ -111,7 +111,7 @@ def test_local_sgd_supports_codecs() -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         strategy = wingbeat.LocalSGD(every=2, compression="sketch", encrypted=False)
-        sync.distribute(model, optimizer, strategy, world=world)
+        wingbeat.distribute(model, optimizer, strategy, world=world)
         train(model, optimizer, range(6))
         codec = engine(model).compression.coded
         return weights(model), codec.auto_disable
@@ -127,7 +127,7 @@ def test_synchronization_is_not_rounded() -> None:
         with torch.no_grad():
             model.weight.fill_(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        sync.distribute(
+        wingbeat.distribute(
             model, optimizer, wingbeat.DiLoCo(compression="bf16", encrypted=False), world=world
         )
         model.weight.grad = torch.full((1, 1), 1e-4 * (1 + world.rank))
@@ -142,14 +142,14 @@ def test_single_worker_ignores_residuals_of_others() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync.distribute(model, optimizer, wingbeat.DiLoCo(compression="topk@0.05"), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.DiLoCo(compression="topk@0.05"), world=world)
         train(model, optimizer, range(3))
         return weights(model)
 
     def plain(world: Any) -> dict[str, Tensor]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync.distribute(model, optimizer, wingbeat.AllReduce(), world=world)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), world=world)
         train(model, optimizer, range(3))
         return weights(model)
 

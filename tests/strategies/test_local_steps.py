@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import wingbeat
 from helpers.training import assert_same, batch, engine, net, sgd, train, weights
-from wingbeat import parts, sync
+from wingbeat import parts
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.pair_machine import is_active
 from wingbeat.strategies import parse
@@ -71,7 +71,7 @@ def plain(params: Any) -> torch.optim.Optimizer:
 
 def made(world: Any, strategy: Any, make: Any = sgd, model: Any = None) -> tuple[Any, Any]:
     model = net() if model is None else model
-    return sync.distribute(model, make(model.parameters()), strategy, world=world)
+    return wingbeat.distribute(model, make(model.parameters()), strategy, world=world)
 
 
 def on(size: int, body: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
@@ -103,7 +103,7 @@ def test_each_gradient_is_in_the_mean_of_all_models_once(name: str) -> None:
         drive(model, optimizer, world.rank, STEPS)
         wingbeat.synchronize(model)
         found = weights(model), model.seen.clone()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         return found
 
     found = on(SIZE, body)
@@ -419,7 +419,7 @@ def test_second_model_in_groups_is_refused_while_the_first_exists() -> None:
         first, optimizer = made(world, strategy)
         with pytest.raises(UsageError, match="one model at a time"):
             made(world, strategy)
-        sync.release(first, optimizer)
+        wingbeat.release(first, optimizer)
         second = made(world, strategy)
         forgotten = weakref.ref(engine(second[0]).runtime.update)
         del second
@@ -462,7 +462,7 @@ def test_closures_may_wait_for_all_workers() -> None:
         model = net()
         optimizer: Any = kind(model.parameters(), lr=0.1)
         strategy = wingbeat.ADPSGD(encrypted=False)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         for step in range(4):
 
             def closure(step: int = step) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.training import assert_same
-from wingbeat.updates.json_values import LIMIT, decode, dtype_of, encode
+from wingbeat.engine.updates.json_values import LIMIT, decode, dtype_of, encode
 
 CPU = torch.device("cpu")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import wingbeat
 import wingbeat_lab
 from helpers.sums import (
     NOTHING,
@@ -24,7 +25,7 @@ from helpers.sums import (
     weights,
 )
 from helpers.training import engine, on
-from wingbeat import Strategy, parts, sync
+from wingbeat import Strategy, parts
 from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
 
@@ -57,7 +58,7 @@ def test_when_all_is_sent_all_have_the_sum_of_all(strategy: Any, interfaces: int
         before = weights(model)
         drain(model, optimizer, 31)
         after = weights(model)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         assert type(model) is Sums
         return before, after
 
@@ -158,7 +159,7 @@ def test_what_the_optimizer_does_not_update_is_zeroed_by_the_model() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model = Sums()
         optimizer = torch.optim.SGD([model.a, model.b], lr=0.5)
-        model, optimizer = sync.distribute(model, optimizer, wingbeat_lab.Ako(), world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, wingbeat_lab.Ako(), world=world)
         step(model, optimizer, given(0, world.rank))
         optimizer.zero_grad()
         with pytest.raises(UsageError, match=r"parameter 'c' .* call model\.zero_grad"):
@@ -292,7 +293,7 @@ def test_lbfgs_is_refused() -> None:
         model = Sums()
         optimizer = torch.optim.LBFGS(model.parameters())
         with pytest.raises(UsageError, match=r"LBFGS with gradients that are exchanged in parts"):
-            sync.distribute(model, optimizer, wingbeat_lab.Ako(), world=world)
+            wingbeat.distribute(model, optimizer, wingbeat_lab.Ako(), world=world)
 
     on(2, body)
 

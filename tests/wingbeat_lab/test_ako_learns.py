@@ -10,7 +10,6 @@ import torch
 import wingbeat
 import wingbeat_lab
 from helpers.training import on
-from wingbeat import sync
 from wingbeat_lab.bench import digits
 
 SIZE, STEPS = 4, 240
@@ -25,7 +24,7 @@ def accuracies(strategy: Any) -> list[float]:
         model = digits.network(0)
         model.load_state_dict(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         own = digits.batches(images, answers, rank=world.rank, workers=SIZE, seed=1)
         for _, (x, y) in zip(range(STEPS), own, strict=False):
             optimizer.zero_grad()

@@ -26,7 +26,6 @@ from helpers.sums import (
     weights,
 )
 from helpers.training import on
-from wingbeat import sync
 
 
 def save(model: Any, optimizer: Any) -> Any:
@@ -62,7 +61,7 @@ def resumed(choose: Callable[[int], tuple[int, int]], before: bool = False) -> l
             model.load_state_dict(states[of_model][0])
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             strategy = wingbeat_lab.Ako(mb=TINY_MB, first_mb=TINY_MB)
-            model, optimizer = sync.distribute(model, optimizer, strategy, world=world)
+            model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         optimizer.load_state_dict(states[of_optimizer][1])
         if not before:
             model.load_state_dict(states[of_model][0])

@@ -1,4 +1,4 @@
-"""Exchanges by collectives of all workers: dense, encoded, or as payloads that all gather."""
+"""Exchange by collectives of all workers: dense, encoded, or as gathered payloads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from wingbeat.schedules.events import Operation
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Handle
-    from wingbeat.gradients.bucket import Bucket
-    from wingbeat.gradients.compression import Compression
+    from wingbeat.engine.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.compression import Compression
     from wingbeat.observe.meter import Section
-    from wingbeat.types import Span
 
 
 class CollectiveExchange:
-    """Starts collectives on buckets, each as its gradients are to travel this time."""
+    """Starts collectives on buckets, each in its present wire format."""
 
     def __init__(self, collectives: Collectives, compression: Compression) -> None:
         self._collectives = collectives
@@ -28,35 +27,18 @@ class CollectiveExchange:
             collectives.open_second()
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
-        """Any buckets will do."""
-
-    def prioritise(self, thresholds: Sequence[float]) -> None:
-        """Collectives have no classes."""
-        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Return the elements of the buffer that a reduce-scatter leaves whole here."""
-        return bucket.owned(self._collectives.world.rank)
+        """All buckets are supported."""
 
     def sections(self) -> Sequence[Section]:
-        """All that there is to see is on the interfaces."""
+        """Return nothing beside the interfaces' own sections."""
         return ()
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
-        """Begin ``operation`` on the bucket, and keep its handle there.
-
-        Args:
-            operation: what to do with ``bucket.flat``.
-            bucket: its ``wire`` says what gradients travel as.
-            chained: whether chunks may go on as the bucket's collective before is done with them.
-
-        Raises:
-            PeerError: an earlier collective failed, so that the workers are no longer in step.
-        """
+        """Begin ``operation`` on the bucket; see `Exchange.start`."""
         begin, number, wire = self._collectives, bucket.index, bucket.wire
         blocks = bucket.blocks
         if isinstance(wire, Factors) and operation is not Operation.ALL_GATHER_PARAMETERS:
-            if operation is not Operation.ALL_GATHER:  # that first half has brought all of it
+            if operation is not Operation.ALL_GATHER:  # the first half has reduced all of it
                 bucket.handle = begin.all_reduce_factors(bucket.flat, wire, bucket=number)
         elif operation is Operation.REDUCE_SCATTER:
             bucket.handle = begin.reduce_scatter(

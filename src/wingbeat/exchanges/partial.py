@@ -21,13 +21,13 @@ import torch
 
 from wingbeat.collectives import Collectives, Gathered
 from wingbeat.collectives.packing import narrower_dtype
+from wingbeat.engine.gradients.unsent import UnsentGradients
 from wingbeat.errors import UsageError
-from wingbeat.gradients.backlog import Backlog
 from wingbeat.schedules.events import Operation
 from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
 
 LOST = math.inf
@@ -48,13 +48,13 @@ class PartialExchange:
 
     Args:
         collectives: of two workers or more.
-        backlog: what is still to be sent.
+        unsent: what is still to be sent.
         partitions: of each bucket; 0 for as many as there are workers.
     """
 
-    def __init__(self, collectives: Collectives, backlog: Backlog, partitions: int) -> None:
+    def __init__(self, collectives: Collectives, unsent: UnsentGradients, partitions: int) -> None:
         self._collectives = collectives
-        self._backlog = backlog
+        self._unsent = unsent
         self._partitions = partitions or collectives.world.size
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -74,15 +74,7 @@ class PartialExchange:
                     f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device}: gradients are "
                     "exchanged in parts (Partial, Ako) on the CPU only; use wingbeat.AllReduce()"
                 )
-        self._kept = {bucket.index: self._backlog.of(bucket) for bucket in buckets}
-
-    def prioritise(self, thresholds: Sequence[float]) -> None:
-        """There are no classes."""
-        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Nothing is left whole on one worker alone."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
+        self._kept = {bucket.index: self._unsent.of(bucket) for bucket in buckets}
 
     @torch.no_grad()
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
@@ -99,12 +91,12 @@ class PartialExchange:
         """
         assert operation is Operation.ALL_REDUCE, operation
         world, kept = self._collectives.world, self._kept[bucket.index]
-        lost = self._backlog.add(bucket, kept)
+        lost = self._unsent.add(bucket, kept)
         for slot in lost:
             bucket.flags[bucket.slots.index(slot)] = LOST
         tail = len(bucket.flags) + len(bucket.counts)
         blocks = blocks_of(bucket.numel, self._partitions)
-        turn = self._backlog.turn
+        turn = self._unsent.turn
         sent = [blocks[turn_of(rank, turn, self._partitions)] for rank in range(world.size)]
         dtype = self._dtype(bucket)
         width = tail + -(-bucket.numel // self._partitions)

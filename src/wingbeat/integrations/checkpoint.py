@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as whole
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from wingbeat.engine import checkpoint
+from wingbeat.engine.engine import Engine
+from wingbeat.engine.model_checks import refuse_loading
+from wingbeat.engine.updates.local import LocalUpdate
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
-from wingbeat.sync import kept
-from wingbeat.sync.engine import Engine
-from wingbeat.sync.returned import refuse_loading
-from wingbeat.sync.upgrade import engine_of
-from wingbeat.updates.local import LocalUpdate
 
 __all__ = ["load", "state"]
 
@@ -55,7 +55,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     engine = _engine(model, optimizer, "state")
     engine.level()
     found: dict[str, Any] = {_MODEL: whole.get_model_state_dict(model)}
-    part: dict[str, Any] = {"beside": kept.export(engine)}
+    part: dict[str, Any] = {"beside": checkpoint.export_extra(engine)}
     if engine.update.shards is not None:
         part["shard"] = optimizer.shard_state_dict()  # type: ignore[attr-defined]
     elif isinstance(engine.update, LocalUpdate):
@@ -108,7 +108,7 @@ def load(
     dcp.load(template, storage_reader=storage_reader)
     parts = [_unpacked(template[_PART][key]) for key in sorted(template[_PART], key=int)]
     beside = _beside(engine, [part["beside"] or None for part in parts])
-    kept.check(engine, beside)
+    checkpoint.check_extra(engine, beside)
     whole.set_model_state_dict(model, template[_MODEL])
     if _OPTIMIZER in template:
         whole.set_optimizer_state_dict(model, optimizer, template[_OPTIMIZER])
@@ -117,7 +117,7 @@ def load(
         whole.set_optimizer_state_dict(model, optimizer, own)
     else:
         optimizer.load_shards([part["shard"] for part in parts])  # type: ignore[attr-defined]
-    kept.load(engine, beside)
+    checkpoint.load_extra(engine, beside)
 
 
 def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> Engine:
@@ -132,7 +132,7 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
 def _beside(engine: Engine, saved: list[Any]) -> Any:
     """Return what this worker goes on with beside model and optimizer."""
     world = engine.world
-    return saved[world.rank] if len(saved) == world.size else kept.together(saved)
+    return saved[world.rank] if len(saved) == world.size else checkpoint.merge_extra(saved)
 
 
 def _empty_parts(saved: Metadata, where: str) -> dict[str, torch.Tensor]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from wingbeat.engine.model_checks import refuse_loading
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.sync.returned import refuse_loading
-from wingbeat.sync.upgrade import engine_of
 
 log = logging.getLogger("wingbeat")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.bucket import PendingOperation
 from wingbeat.errors import PeerError
-from wingbeat.gradients.bucket import UnderWay
 
 STRAGGLER = 1.5
 """An iteration that takes more than this multiple of the median is an outlier."""
@@ -114,7 +114,7 @@ class BackwardProfiler:
         if self.enabled and self._began:
             self._spans.append(time.perf_counter() - self._began)
 
-    def launched(self, last: UnderWay | None) -> None:
+    def launched(self, last: PendingOperation | None) -> None:
         """Record that all exchanges were started; ``last`` is that of the last bucket."""
         if self._asynchronous and last is not None:
             began, self._began = self._began, 0.0  # the next backward may begin before it ends

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from wingbeat.collectives import Collectives, Rows
-from wingbeat.gradients.bucketing import Bucketing
-from wingbeat.gradients.compression import Compression
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
+from wingbeat.errors import UsageError
 from wingbeat.planning.controllers import (
     BucketSizeController,
     CompressionController,
@@ -127,6 +128,9 @@ class Control:
         tuning: the bucket size; None if it is given.
         merging: the merge plan; None if it is given.
         thresholds: the thresholds between priority classes; None if they are given.
+
+    Raises:
+        UsageError: thresholds are to be tuned, and the exchange has no priority classes.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class Control:
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
-        exchange: Prioritized,
+        exchange: object,
     ) -> None:
         world = collectives.world
         self.trial: CompressionController | None = None
@@ -152,6 +156,11 @@ class Control:
                 choices.merging, choices, bucketing, compression, collectives, self.trial is None
             )
         if choices.servers is not None and choices.servers.tuning is not None:
+            if not isinstance(exchange, Prioritized):
+                raise UsageError(
+                    f'threshold="tuned": {type(exchange).__name__} has no traffic classes; use '
+                    "wingbeat.Geryon(), or leave threshold out"
+                )
             self.thresholds = ThresholdController(
                 choices, choices.servers, choices.servers.tuning, bucketing, collectives, exchange
             )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from wingbeat.collectives import Collectives
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucketing import Bucketing
-from wingbeat.gradients.compression import Compression
 from wingbeat.methods.parameter_server.slicing import layer_positions
 from wingbeat.observe.log import log
 from wingbeat.planning import bucket_size, files, thresholds
@@ -331,6 +331,7 @@ def _possible_topologies(
     return ()
 
 
+@runtime_checkable
 class Prioritized(Protocol):
     """An exchange with priority classes."""
 

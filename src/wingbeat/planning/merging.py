@@ -20,10 +20,10 @@ import torch
 from wingbeat import schedules
 from wingbeat.collectives import Collectives
 from wingbeat.compression import Coded, TopK
+from wingbeat.engine.gradients.bucket import Slot
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucket import Slot
-from wingbeat.gradients.bucketing import Bucketing
-from wingbeat.gradients.compression import Compression
 from wingbeat.observe.log import log
 from wingbeat.planning import controllers, measure, merge
 from wingbeat.planning.backward import BackwardProfiler, combine

@@ -15,8 +15,8 @@ from wingbeat.schedules.events import (
     BackwardEnds,
     BucketReady,
     Command,
+    Commands,
     Defer,
-    Dialogue,
     Event,
     GradientsDropped,
     GradientsNeeded,
@@ -58,7 +58,7 @@ class Dear:
         self._due: set[int] = set()
         self._dropped = False
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened."""
         match event:
             case Planned(forward):
@@ -80,7 +80,7 @@ class Dear:
             case _:
                 yield from self._use(event)
 
-    def _use(self, event: Event) -> Dialogue:
+    def _use(self, event: Event) -> Commands:
         """What becomes of the gradients that a backward has made."""
         match event:
             case ParametersNeeded(buckets):

@@ -212,7 +212,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Announce:
     """Tell all workers what this one is about to do with its gradients.
 
     Attributes:
@@ -225,7 +225,7 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class Hear:
+class Await:
     """Answer with what all workers have said."""
 
 
@@ -323,10 +323,10 @@ UpdateCommand = (
 )
 """What the optimizer's side of training does."""
 
-Command = Start | Wait | Show | Say | Hear | UpdateCommand
+Command = Start | Wait | Show | Announce | Await | UpdateCommand
 
-Dialogue = Generator[Command, Answer | None, None]
-"""Commands, one after the other; `Hear` is answered."""
+Commands = Generator[Command, Answer | None, None]
+"""Commands, one after the other; `Await` is answered."""
 
 
 class Schedule(Protocol):
@@ -343,6 +343,6 @@ class Schedule(Protocol):
     phase: Phase
     whole_after_backward: ClassVar[bool]
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened."""
         ...

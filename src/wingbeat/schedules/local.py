@@ -11,7 +11,7 @@ from typing import ClassVar
 from wingbeat.schedules.events import (
     Adopt,
     Average,
-    Dialogue,
+    Commands,
     Event,
     Phase,
     Step,
@@ -46,7 +46,7 @@ class Local:
         self.beside = delay > 0
         self._begun: int | None = None
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened."""
         if isinstance(event, StepCalled):
             yield from self._step()
@@ -55,7 +55,7 @@ class Local:
         """Go on as after so many steps, with nothing under way."""
         self.made, self._begun = made, None
 
-    def _step(self) -> Dialogue:
+    def _step(self) -> Commands:
         number = self.made + 1
         first, last = self._due(number)
         begun = self._begun
@@ -72,7 +72,7 @@ class Local:
             if not self._delay:
                 yield from self._adopt()
 
-    def _adopt(self) -> Dialogue:
+    def _adopt(self) -> Commands:
         # What was begun is over, even if it fails: nobody waits for it twice.
         self._begun = None
         yield Adopt()

@@ -17,8 +17,8 @@ from wingbeat.schedules.events import (
     BackwardEnds,
     BucketReady,
     Command,
+    Commands,
     Defer,
-    Dialogue,
     Event,
     GradientsDropped,
     GradientsNeeded,
@@ -52,7 +52,7 @@ class Served:
         self._due: set[int] = set()
         self._asked = self._dropped = False
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened."""
         match event:
             case Planned(forward):

@@ -14,8 +14,8 @@ from wingbeat.schedules.events import (
     BackwardBegins,
     BucketReady,
     Command,
+    Commands,
     Defer,
-    Dialogue,
     Event,
     Forget,
     GradientsNeeded,
@@ -39,7 +39,7 @@ class ServedUpdates(ShardedDear):
 
     coming: ClassVar[Operation] = Operation.EXPECT
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened.
 
         Raises:
@@ -55,7 +55,7 @@ class ServedUpdates(ShardedDear):
             case _:
                 yield from super().react(event)
 
-    def _use(self, event: Event) -> Dialogue:
+    def _use(self, event: Event) -> Commands:
         # No worker has parts of the sums: to clip or scale is to look.
         looks = isinstance(event, PartsNeeded)
         yield from super()._use(GradientsNeeded() if looks else event)
@@ -66,7 +66,7 @@ class ServedUpdates(ShardedDear):
                 yield Start(Operation.PULL, bucket)
         self._gathering = True
 
-    def _drop(self) -> Dialogue:
+    def _drop(self) -> Commands:
         if self.phase is not Phase.IDLE:
             yield from self._agree(Intent.DROP)
             yield from self._leave()
@@ -78,7 +78,7 @@ class ServedUpdates(ShardedDear):
             yield from self._start_gathers()
             yield Forget()
 
-    def _step(self, intent: Intent, used: frozenset[int]) -> Dialogue:
+    def _step(self, intent: Intent, used: frozenset[int]) -> Commands:
         yield from self._update(self._forward)
         answer = yield from self._agree(intent, used)
         if Intent.STEP in answer.doing:

@@ -14,23 +14,23 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from wingbeat.schedules.dear import Dear
 from wingbeat.schedules.events import (
+    Announce,
+    Await,
     BackwardBegins,
     BackwardEnds,
     Command,
+    Commands,
     Defer,
-    Dialogue,
     Event,
     Forget,
     GradientsDropped,
     GradientsNeeded,
-    Hear,
     Operation,
     OthersStep,
     PartsNeeded,
     Phase,
     Place,
     Planned,
-    Say,
     Share,
     Start,
     StepCalled,
@@ -56,7 +56,7 @@ class ShardedDear(Dear):
         self.at_once = False
         self._members: tuple[frozenset[int], ...] = ()
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened.
 
         Raises:
@@ -78,7 +78,7 @@ class ShardedDear(Dear):
             case _:
                 yield from super().react(event)
 
-    def _use(self, event: Event) -> Dialogue:
+    def _use(self, event: Event) -> Commands:
         match event:
             case GradientsNeeded():
                 if self.phase is Phase.REDUCED:
@@ -104,11 +104,11 @@ class ShardedDear(Dear):
     ) -> Agreeing:
         """Tell all workers what this one does; first let those see gradients who want to."""
         while True:
-            yield Say(intent, used)
+            yield Announce(intent, used)
             if meanwhile is not None:
                 yield from meanwhile  # an iterator: nothing the second time
-            answer = yield Hear()
-            assert answer is not None, "who performs Hear has to answer"
+            answer = yield Await()
+            assert answer is not None, "who performs Await has to answer"
             if not answer.wants_whole:
                 answer.check()
                 return answer
@@ -116,7 +116,7 @@ class ShardedDear(Dear):
             if intent in (Intent.LOOK, Intent.CLIP, Intent.SCALE):
                 return answer
 
-    def _drop(self) -> Dialogue:
+    def _drop(self) -> Commands:
         if self.phase is not Phase.IDLE:
             yield from self._agree(Intent.DROP)
             for bucket in self._forward:
@@ -125,7 +125,7 @@ class ShardedDear(Dear):
                 yield Forget()
         self.phase = Phase.IDLE
 
-    def _step(self, intent: Intent, used: frozenset[int]) -> Dialogue:
+    def _step(self, intent: Intent, used: frozenset[int]) -> Commands:
         """Update, of each bucket, what this worker has; then gather what is new.
 
         Where its own gradients tell that there is something to update, this worker does so while

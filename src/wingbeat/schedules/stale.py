@@ -8,7 +8,7 @@ from wingbeat.schedules.events import (
     BackwardBegins,
     BackwardEnds,
     BucketReady,
-    Dialogue,
+    Commands,
     Event,
     GradientsDropped,
     Operation,
@@ -34,7 +34,7 @@ class Stale:
     def __init__(self) -> None:
         self.phase = Phase.IDLE
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened."""
         match event:
             case BackwardBegins() | GradientsDropped():

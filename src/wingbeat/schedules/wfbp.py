@@ -10,7 +10,7 @@ from wingbeat.schedules.events import (
     BackwardEnds,
     BucketReady,
     Command,
-    Dialogue,
+    Commands,
     Event,
     GradientsDropped,
     Operation,
@@ -42,7 +42,7 @@ class Wfbp:
         self._buckets: tuple[int, ...] = ()
         self._open = False
 
-    def react(self, event: Event) -> Dialogue:
+    def react(self, event: Event) -> Commands:
         """Yield what is to be done now that ``event`` has happened."""
         match event:
             case Planned(forward):

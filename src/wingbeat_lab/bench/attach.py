@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat import sync
-from wingbeat.sync.upgrade import engine_of
+from wingbeat.engine import abandon, bounded_exchange, distribute, release
+from wingbeat.engine.upgrade import engine_of
 from wingbeat_lab.bench import ddp, tracing
 from wingbeat_lab.bench.attached import Attached
 from wingbeat_lab.bench.contenders import Contender
@@ -59,15 +59,15 @@ def _attach_strategy(
 ) -> Attached:
     assert contender.strategy is not None
     optimizer = make_optimizer(model.parameters())
-    model, optimizer = sync.distribute(model, optimizer, contender.strategy)
+    model, optimizer = distribute(model, optimizer, contender.strategy)
 
     def detach() -> None:
-        sync.release(model, optimizer)
+        release(model, optimizer)
 
     synchronize: Callable[[], None] = getattr(model, "synchronize")  # noqa: B009 - `distribute` adds it
     engine = engine_of(model)
     assert engine is not None
-    bounded = sync.bounded_exchange(model)
+    bounded = bounded_exchange(model)
     made = Attached(model, optimizer, detach, synchronize, engine.compression, engine.control)
     if bounded is not None:
         made.applied, made.fired = lambda: bounded.applied, lambda: bounded.fired
@@ -128,7 +128,7 @@ def attached(
     try:
         yield made
     except BaseException:  # what has failed is to be said, and not what follows from that
-        sync.abandon(made.model, made.optimizer)
+        abandon(made.model, made.optimizer)
         raise
     made.detach()
 

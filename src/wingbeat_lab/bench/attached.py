@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.gradients.compression import Compression
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.planning.control import Control, Decisions
 
 

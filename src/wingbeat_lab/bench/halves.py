@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Collectives, Handle
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.exchanges.collective import CollectiveExchange
-from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport.world import World
 from wingbeat_lab.bench import protocol
 

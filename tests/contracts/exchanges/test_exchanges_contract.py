@@ -13,13 +13,13 @@ from helpers import late
 from helpers.training import on
 from wingbeat.collectives import Collectives
 from wingbeat.compression import Half, LowRank, Sketch, TopK
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.unsent import UnsentGradients
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.partial import PartialExchange
-from wingbeat.gradients.backlog import Backlog
-from wingbeat.gradients.bucket import Bucket, Slot
-from wingbeat.gradients.compression import Compression
 from wingbeat.schedules.events import Operation
 from wingbeat.transport import loopback
 
@@ -46,8 +46,8 @@ def by_collectives(topology: str, wire: Any) -> Callable[[Any, list[Slot]], Made
 
 def in_parts(world: Any, slots: list[Slot]) -> Made:
     """All of a bucket is one part, so that everything comes at once."""
-    backlog = Backlog("", slots, Collectives(world, "mesh"))
-    return Made(PartialExchange(Collectives(world, "mesh"), backlog, 1), backlog)
+    unsent = UnsentGradients("", slots, Collectives(world, "mesh"))
+    return Made(PartialExchange(Collectives(world, "mesh"), unsent, 1), unsent)
 
 
 @dataclass
@@ -154,7 +154,7 @@ def test_each_worker_owns_a_block_and_a_reduce_scatter_makes_it_whole(kind: Kind
         made.exchange.start(Operation.REDUCE_SCATTER, bucket)
         assert bucket.handle is not None
         bucket.handle.wait_received()
-        own = made.exchange.owned(bucket)
+        own = bucket.owned(world.rank)
         return own, bucket.flat[own.start : own.stop].clone()
 
     results = on(SIZE, body)
@@ -170,7 +170,7 @@ def test_parameters_are_gathered_as_they_are_whatever_gradients_travel_as(kind: 
         made, bucket = filled(world, kind)
         made.exchange.start(Operation.REDUCE_SCATTER, bucket)
         bucket.settle()
-        own = made.exchange.owned(bucket)
+        own = bucket.owned(world.rank)
         bucket.flat[own.start : own.stop] = torch.arange(own.start, own.stop) * 1.000001
         made.exchange.start(Operation.ALL_GATHER_PARAMETERS, bucket)
         bucket.settle()

@@ -6,6 +6,8 @@ import random
 from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from wingbeat.schedules.events import (
+    Announce,
+    Await,
     BackwardBegins,
     BackwardEnds,
     BucketReady,
@@ -16,7 +18,6 @@ from wingbeat.schedules.events import (
     GradientsDropped,
     GradientsNeeded,
     Hand,
-    Hear,
     Operation,
     OthersStep,
     ParametersNeeded,
@@ -24,7 +25,6 @@ from wingbeat.schedules.events import (
     Phase,
     Place,
     Planned,
-    Say,
     Schedule,
     Share,
     Start,
@@ -81,7 +81,7 @@ class Worker:
                 except StopIteration:
                     break
                 self.told.append(command)
-                answer = (yield self._said) if isinstance(command, Hear) else None
+                answer = (yield self._said) if isinstance(command, Await) else None
                 self._perform(command)
             self._check_after(event)
 
@@ -95,7 +95,7 @@ class Worker:
 
     def _perform(self, command: Command) -> None:
         match command:
-            case Say(intent, used):
+            case Announce(intent, used):
                 self._said = intent, used
             case Start(operation, bucket, chained):
                 self._check_start(operation, bucket, chained)

@@ -23,7 +23,6 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging import service
 from wingbeat.methods.model_averaging.service import AdaptiveTimeout
@@ -59,7 +58,7 @@ def test_models_are_one_after_uneven_steps_and_a_barrier(
 
     def body(world: Any) -> list[Any]:
         model = net()
-        model, optimizer = sync.distribute(
+        model, optimizer = wingbeat.distribute(
             model, sgd(model.parameters()), parse(strategy), world=world
         )
         found = []
@@ -84,7 +83,7 @@ def test_last_worker_may_call_consensus_after_the_others_have_left(strategy: str
 
     def body(world: Any) -> None:
         model = net()
-        model, optimizer = sync.distribute(
+        model, optimizer = wingbeat.distribute(
             model, sgd(model.parameters()), parse(strategy), world=world
         )
         train(model, optimizer, range(2))
@@ -129,7 +128,7 @@ def test_frozen_parameters_that_each_rank_changes_are_their_mean_after_consensus
 ) -> None:
     def body(world: Any) -> list[Any]:
         model: Any = Momentum()
-        model, optimizer = sync.distribute(
+        model, optimizer = wingbeat.distribute(
             model, sgd(model.online.parameters()), parse(strategy), world=world
         )
         found = []
@@ -153,7 +152,7 @@ def test_frozen_parameters_that_each_rank_changes_are_their_mean_after_consensus
 def test_parameter_replaced_in_training_is_refused_and_distributed_anew(strategy: str) -> None:
     def body(world: Any) -> Any:
         model = net()
-        model, optimizer = sync.distribute(
+        model, optimizer = wingbeat.distribute(
             model, sgd(model.parameters()), parse(strategy), world=world
         )
         train(model, optimizer, range(2))
@@ -164,8 +163,8 @@ def test_parameter_replaced_in_training_is_refused_and_distributed_anew(strategy
         said = r"'head.weight', of shape \(3, 7\), .* at distribute\(\).*wingbeat.release"
         with pytest.raises(UsageError, match=said):
             train(model, optimizer, [2])
-        sync.release(model, optimizer)
-        model, optimizer = sync.distribute(
+        wingbeat.release(model, optimizer)
+        model, optimizer = wingbeat.distribute(
             model, sgd(model.parameters()), parse(strategy), world=world
         )
         train(model, optimizer, range(3, 5))
@@ -191,7 +190,7 @@ def test_updates_made_by_hand_are_told_of_once_and_averaged_by_consensus(
 ) -> None:
     def body(world: Any) -> Any:
         model = net()
-        model, _ = sync.distribute(model, sgd(model.parameters()), parse(strategy), world=world)
+        model, _ = wingbeat.distribute(model, sgd(model.parameters()), parse(strategy), world=world)
         by_own_hand(model, world.rank, range(10))
         wingbeat.synchronize(model)
         return weights(model)
@@ -208,7 +207,7 @@ def test_forwards_without_changes_and_changes_between_steps_are_not_told_of(
 ) -> None:
     def body(world: Any) -> None:
         model = net()
-        model, optimizer = sync.distribute(
+        model, optimizer = wingbeat.distribute(
             model, sgd(model.parameters()), parse(strategy), world=world
         )
         for step in range(8):  # accumulated
@@ -257,7 +256,7 @@ def resumed(strategy: str, *, own: bool, before: Any = None) -> tuple[list[Any],
 
     def begun(world: Any) -> tuple[Any, Any]:
         model = convolutional()
-        return sync.distribute(model, adamw(model.parameters()), parse(strategy), world=world)
+        return wingbeat.distribute(model, adamw(model.parameters()), parse(strategy), world=world)
 
     def saving(world: Any, stop: bool) -> Any:
         model, optimizer = begun(world)
@@ -419,7 +418,7 @@ def test_sharpness_aware_steps_are_those_of_one_process(strategy: str, loop: Any
         model = net()
         sam = Sam(model.parameters())
         steps = sam if loop is by_closure else sam.base_optimizer
-        model, steps = sync.distribute(model, steps, parse(strategy), world=world)
+        model, steps = wingbeat.distribute(model, steps, parse(strategy), world=world)
         for step in range(4):
             loop(model, steps if loop is by_closure else sam, step)
         before = weights(model)
@@ -437,7 +436,9 @@ def test_step_of_an_optimizer_inside_of_the_distributed_one_is_refused(strategy:
 
     def body(world: Any) -> None:
         model = net()
-        model, sam = sync.distribute(model, Sam(model.parameters()), parse(strategy), world=world)
+        model, sam = wingbeat.distribute(
+            model, Sam(model.parameters()), parse(strategy), world=world
+        )
         backward(model, 0, 0)
         sam.first_step(zero_grad=True)
         backward(model, 0, 0)
@@ -460,7 +461,7 @@ def test_optimizers_that_step_in_backward_are_averaged_at_the_distributed_ones_s
 
         for param in params:
             param.register_post_accumulate_grad_hook(step)
-        model, optimizer = sync.distribute(
+        model, optimizer = wingbeat.distribute(
             model, sgd(params), parse("localsgd:every=1,encrypted=false"), world=world
         )
         for number in range(3):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+import wingbeat
 from helpers.training import adamw, assert_same, backward, net, on, sgd, train, weights
-from wingbeat import sync
 from wingbeat.errors import UsageError
 from wingbeat.strategies import parse
 
@@ -23,7 +23,7 @@ APART = "canary:s=2,encrypted=false"
 def begun(world: Any, strategy: str = APART, model: Any = None, make: Any = sgd) -> tuple[Any, Any]:
     model = net() if model is None else model
     params = [param for param in model.parameters() if param.requires_grad]
-    return sync.distribute(model, make(params), parse(strategy), world=world)
+    return wingbeat.distribute(model, make(params), parse(strategy), world=world)
 
 
 # -- what each rank makes of weights by itself ---------------------------------------------------
@@ -105,7 +105,7 @@ def test_weights_given_by_a_vector_are_refused_in_the_next_step() -> None:
             vector_to_parameters(parameters_to_vector(model.parameters()) * 0.9, model.parameters())
         with pytest.raises(UsageError, match=r"'scale' was changed after optimizer.step\(\)"):
             train(model, optimizer, [2])
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
 
     on(2, body, timeout=PATIENCE)
 
@@ -151,8 +151,8 @@ def test_another_optimizer_in_training_is_refused_and_distributed_after_release(
         said = r"zero_grad\(\) of the optimizer that distribute\(\) has returned"
         with pytest.raises(UsageError, match=said):
             backward(model, world.rank, 2)
-        sync.release(model, optimizer)
-        model, new = sync.distribute(model, new, parse(APART), world=world)
+        wingbeat.release(model, optimizer)
+        model, new = wingbeat.distribute(model, new, parse(APART), world=world)
         train(model, new, range(3, 5))
         model.synchronize()
         return weights(model)

@@ -11,7 +11,6 @@ import torch
 import wingbeat
 from helpers.disk import room_for
 from helpers.training import net, on, sgd, train
-from wingbeat import sync
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.journal import FOLDER, audit, open_journal, read_journal
 
@@ -73,11 +72,13 @@ def test_journal_of_training_passes_audit(tmp_path: Path, monkeypatch: pytest.Mo
         torch.manual_seed(0)
         model = net()
         strategy = wingbeat.Canary(s=3, p=None, encrypted=False)
-        model, optimizer = sync.distribute(model, sgd(model.parameters()), strategy, world=world)
+        model, optimizer = wingbeat.distribute(
+            model, sgd(model.parameters()), strategy, world=world
+        )
         for step in range(5):
             train(model, optimizer, [step])
         model.synchronize()
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
 
     on(2, body)
     paths = sorted(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.methods.bounded_staleness.colayers import LayerProfiler, gradient_width
 from wingbeat.transport import loopback
 from wingbeat.types import Fusion

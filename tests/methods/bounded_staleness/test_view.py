@@ -1,4 +1,4 @@
-"""Views, and the agreement on a view change."""
+"""ShownGradients, and the agreement on a view change."""
 
 from __future__ import annotations
 

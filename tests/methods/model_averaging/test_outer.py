@@ -26,7 +26,6 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat import sync
 from wingbeat.errors import UsageError
 
 STEPS, EVERY = 13, 4
@@ -40,7 +39,7 @@ def diloco(**options: Any) -> wingbeat.DiLoCo:
 
 def made(world: Any, strategy: Any, make: Any = sgd, model: Any = None) -> tuple[Any, Any]:
     model = net() if model is None else model
-    return sync.distribute(model, make(model.parameters()), strategy, world=world)
+    return wingbeat.distribute(model, make(model.parameters()), strategy, world=world)
 
 
 def fragments_of(model: Any) -> list[list[str]]:
@@ -252,7 +251,7 @@ def test_user_actions_between_steps_have_the_same_effect_as_without_averages() -
             p for p in model.parameters() if p.requires_grad and all(p is not o for o in others)
         ]
         optimizer, second = torch.optim.LBFGS(rest, max_iter=2), torch.optim.Adam(others, lr=0.01)
-        sync.distribute(model, optimizer, diloco(every=2), world=world)
+        wingbeat.distribute(model, optimizer, diloco(every=2), world=world)
         frozen = model.first.bias.detach().clone()
         for step in range(5):
 
@@ -270,12 +269,12 @@ def test_user_actions_between_steps_have_the_same_effect_as_without_averages() -
             assert not copy.deepcopy(model)(batch(step, 0)).any()
             for name, param in model.named_parameters():
                 param.data = kept[name]
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         assert type(optimizer) is torch.optim.LBFGS
         assert "wingbeat" not in optimizer.state_dict()
         assert torch.equal(model.first.bias, frozen)
         after = weights(model)
-        sync.distribute(model, optimizer, diloco(every=2), world=world)
+        wingbeat.distribute(model, optimizer, diloco(every=2), world=world)
         for step in range(3):
             optimizer.step(lambda step=step: closure(step))
         wingbeat.synchronize(model)

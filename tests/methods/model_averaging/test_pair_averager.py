@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from wingbeat.engine.updates.local import Averager
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.pair_machine import Kind
@@ -19,7 +20,6 @@ from wingbeat.transport import loopback
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.world import World
 from wingbeat.types import Span
-from wingbeat.updates.averager import Averager
 
 NUMEL = 600_001
 """Elements: three parts, the last of which is not full."""

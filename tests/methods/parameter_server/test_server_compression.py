@@ -14,7 +14,6 @@ from torch import nn
 
 import wingbeat
 from helpers.training import assert_same, engine, on, weights
-from wingbeat import sync
 from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.methods.parameter_server.launch import MEMORY_FACTOR
 
@@ -45,7 +44,7 @@ def distributed(world: Any, wire: Any, dtype: torch.dtype = torch.float32, **mor
     model = Pull(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     how = wingbeat.Geryon(compression=wire, **options)
-    return sync.distribute(model, optimizer, how, world=world)
+    return wingbeat.distribute(model, optimizer, how, world=world)
 
 
 def step_on(model: Any, optimizer: Any, given: list[torch.Tensor | None]) -> None:
@@ -103,7 +102,7 @@ def test_compression_reduces_bytes_in_both_directions(wire, back, up, down) -> N
         how = wingbeat.Geryon(
             compression=wire, back=back, servers=2, classes=1, slice=1 << 16, encrypted=False
         )
-        sync.distribute(model, optimizer, how, world=world)
+        wingbeat.distribute(model, optimizer, how, world=world)
         client = engine(model).runtime.exchange._client
         out, post = [0, 0], client._mailbox.post
         handle = client._handle
@@ -119,7 +118,7 @@ def test_compression_reduces_bytes_in_both_directions(wire, back, up, down) -> N
         client._mailbox.post, client._handle = posting, handling
         model(torch.randn(4, shape[1])).square().sum().backward()
         optimizer.step()
-        sync.synchronize(model)
+        wingbeat.synchronize(model)
         return out
 
     dense = 4 * shape[0] * shape[1]
@@ -136,10 +135,10 @@ def test_uncut_slices_fit_float32_sums(wire: Any, back: str) -> None:
         model = nn.Linear(1100, 8000, bias=False).to(torch.bfloat16)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         how = wingbeat.Geryon(compression=wire, back=back, servers=1, slice=0, encrypted=False)
-        sync.distribute(model, optimizer, how, world=world)
+        wingbeat.distribute(model, optimizer, how, world=world)
         model(torch.ones(1, 1100, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
-        sync.synchronize(model)
+        wingbeat.synchronize(model)
         optimizer.state_dict()
         for started in engine(model).runtime.exchange._servers._started:
             assert started._config.max_sum_bytes > MEMORY_FACTOR * 4 * model.weight.numel()
@@ -186,7 +185,7 @@ def test_save_moves_all_residuals_to_workers() -> None:
         model, optimizer = distributed(world, SKETCH, slice=500)
         for step in range(2):
             step_on(model, optimizer, pulls(step, world.rank))
-        sync.synchronize(model)
+        wingbeat.synchronize(model)
         exchange = engine(model).runtime.exchange
         world.exchange("all have their sums", True)
         own = engine(model).compression.residuals
@@ -294,7 +293,7 @@ def _live(world: Any, life: Program, loads: Any, wire: Any, first: int, **more: 
             bucketing.use(dataclasses.replace(bucketing.fusion, bucket_bytes=value))
         elif what == "off":
             engine(model).compression.on = not value
-    sync.synchronize(model)
+    wingbeat.synchronize(model)
     found = {name: value.clone() for name, value in weights(model).items()}
     return found, optimizer.residual_state_dict()
 
@@ -323,13 +322,13 @@ def _trained(
             param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     how = wingbeat.Geryon(compression=wire, back=back, update=update, servers=2, encrypted=False)
-    sync.distribute(model, optimizer, how, world=world)
+    wingbeat.distribute(model, optimizer, how, world=world)
     for step in range(120):
         chosen = order[(step * SIZE + world.rank) * 16 % 1180 :][:16]
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         optimizer.step()
-    sync.synchronize(model)
+    wingbeat.synchronize(model)
     rest = order[1200:]
     right = (model(images[rest]).argmax(1) == labels[rest]).float().mean().item()
     return right, weights(model)

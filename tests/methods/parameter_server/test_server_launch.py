@@ -14,7 +14,6 @@ from torch import nn
 import wingbeat
 from helpers.training import engine, on
 from helpers.waiting import PATIENCE, until
-from wingbeat import sync
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.methods.parameter_server import launch
 from wingbeat.methods.parameter_server.server import ServerConfig
@@ -37,11 +36,11 @@ def trained(world: Any, **options: Any) -> Any:
     model = nn.Linear(5, 3)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     how = wingbeat.Geryon(encrypted=False, **options)
-    sync.distribute(model, optimizer, how, world=world)
+    wingbeat.distribute(model, optimizer, how, world=world)
     for _ in range(2):
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
-    sync.synchronize(model)
+    wingbeat.synchronize(model)
     return model
 
 
@@ -74,7 +73,7 @@ def test_unsupported_optimizer_starts_no_server(
         model = nn.Linear(5, 3)
         optimizer = torch.optim.LBFGS(model.parameters())
         with pytest.raises(UsageError) as caught:
-            sync.distribute(model, optimizer, wingbeat.Geryon(), world=world)
+            wingbeat.distribute(model, optimizer, wingbeat.Geryon(), world=world)
         return str(caught.value)
 
     for text in on(2, body):
@@ -88,7 +87,7 @@ def test_too_many_slices_raise_before_push() -> None:
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         how = wingbeat.Geryon(encrypted=False, servers=1, slice=slice_)
         with pytest.raises(UsageError) as caught:
-            sync.distribute(model, optimizer, how, world=world)
+            wingbeat.distribute(model, optimizer, how, world=world)
         return str(caught.value)
 
     for text in on(2, lambda world: body(world, 20_000, 1)):

@@ -24,7 +24,6 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat import sync
 
 MAKES: dict[str, Make] = {
     "sgd": sgd,
@@ -317,7 +316,7 @@ def test_second_optimizer_for_other_parameters() -> None:
         mine, other = chosen[::2], chosen[1::2]
         second = torch.optim.SGD(other, lr=0.05, momentum=0.9)
         made = adamw(mine)
-        model, optimizer = sync.distribute(model, made, strategy(update, mb=25.0), world=world)
+        model, optimizer = wingbeat.distribute(model, made, strategy(update, mb=25.0), world=world)
         for step in range(4):
             optimizer.zero_grad()
             second.zero_grad()

@@ -16,7 +16,6 @@ from helpers.training import (
     on,
     train,
 )
-from wingbeat import sync
 from wingbeat.errors import MismatchError, UsageError
 
 
@@ -94,7 +93,7 @@ def test_unsupported_optimizer_raises_before_server_starts(make: Make, words: st
         optimizer = make(model.parameters())
         kind = type(optimizer)
         with pytest.raises(UsageError, match=words) as caught:
-            sync.distribute(model, optimizer, strategy(), world=world)
+            wingbeat.distribute(model, optimizer, strategy(), world=world)
         assert "\n" not in str(caught.value)
         assert type(optimizer) is kind
 
@@ -108,7 +107,7 @@ def test_different_optimizers_between_ranks_raise() -> None:
         groups = [{"params": params[:2]}, {"params": params[2:]}]
         optimizer = torch.optim.SGD(params if world.rank else groups, lr=0.1)
         with pytest.raises(MismatchError, match="param groups"):
-            sync.distribute(model, optimizer, strategy(), world=world)
+            wingbeat.distribute(model, optimizer, strategy(), world=world)
 
     on(2, body)
 

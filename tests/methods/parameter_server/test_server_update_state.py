@@ -24,9 +24,8 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat import sync
+from wingbeat.engine.updates.divided import DividedState
 from wingbeat.errors import UsageError
-from wingbeat.updates.shards import DividedState
 
 
 def test_save_on_one_rank_succeeds() -> None:
@@ -58,7 +57,7 @@ def test_resumed_run_gives_same_bits(into: str) -> None:
         pairs = [(model, found["model"]), (optimizer, found["optimizer"])]
         if when == "before":
             [each.load_state_dict(state) for each, state in pairs]
-        model, optimizer = sync.distribute(model, optimizer, strategy(into), world=world)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy(into), world=world)
         if when == "later":
             train(model, optimizer, range(7, 9))
         if when != "before":
@@ -79,7 +78,7 @@ def test_state_loads_with_other_dtypes_and_in_parts() -> None:
         model = net()
         made = adamw(model.parameters())
         chosen = wingbeat.DeAR(plan="fixed", mb=TINY_MB, shard_optimizer=True)
-        model, optimizer = sync.distribute(model, made, chosen, world=world)
+        model, optimizer = wingbeat.distribute(model, made, chosen, world=world)
         train(model, optimizer, range(3))
         return copy.deepcopy(optimizer.shard_state_dict()), state_of(optimizer)
 
@@ -121,7 +120,7 @@ def test_release_restores_complete_state() -> None:
         model, optimizer = distributed(world)
         train(model, optimizer, range(3))
         state = state_of(optimizer)
-        sync.release(model, optimizer)
+        wingbeat.release(model, optimizer)
         assert type(optimizer) is torch.optim.AdamW
         assert_same(state_of(optimizer), state)
         unused = set(model.spare.parameters())

@@ -13,7 +13,6 @@ from torch.optim import swa_utils
 import wingbeat
 import wingbeat_lab
 from helpers.training import TINY_MB, Make, assert_same, on, weights
-from wingbeat import sync
 
 Body = Callable[[Any, Any, int], Any]
 
@@ -203,11 +202,11 @@ def compare(make: Make, body: Body, kind: Callable[[], Any] = Odd) -> None:
                 for param in model.parameters():
                     param.copy_(0.5 * torch.randn(param.shape, generator=generator))
             optimizer = make(model.parameters())
-            sync.distribute(model, optimizer, strategy, world=world)
+            wingbeat.distribute(model, optimizer, strategy, world=world)
             found = body(model, optimizer, world.rank)
-            sync.synchronize(model)
+            wingbeat.synchronize(model)
             result = weights(model), found
-            sync.release(model, optimizer)
+            wingbeat.release(model, optimizer)
             return result
 
         outcomes.append(on(2, run))

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from wingbeat.engine import join, no_sync, synchronize
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
 from wingbeat.integrations.accelerate import names
-from wingbeat.sync import join, no_sync, synchronize
-from wingbeat.sync.upgrade import engine_of
 
 _PAIRS = "_wingbeat_pairs"
 

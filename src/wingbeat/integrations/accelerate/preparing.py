@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from wingbeat.engine import distribute
+from wingbeat.engine.api import HasChoices, unwrapped
+from wingbeat.engine.engine import Engine
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations.accelerate import names
 from wingbeat.integrations.accelerate.accelerator import upgrade_accelerator
@@ -16,10 +20,6 @@ from wingbeat.integrations.accelerate.refusing import (
     refuse_setup,
     warn_of_one,
 )
-from wingbeat.sync import distribute
-from wingbeat.sync.engine import Engine
-from wingbeat.sync.entry import HasChoices, unwrapped
-from wingbeat.sync.upgrade import engine_of
 from wingbeat.transport import init
 from wingbeat.transport.world import World, current
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from wingbeat import sync
-from wingbeat.sync.upgrade import KEPT, engine_of
+from wingbeat.engine import distribute, release
+from wingbeat.engine.upgrade import EXTRA, engine_of
 
 
 def change(
@@ -24,13 +24,13 @@ def change(
     Raises:
         UsageError: what `wingbeat.distribute` refuses.
     """
-    before = optimizer.state_dict().get(KEPT)
-    sync.release(module, optimizer)
+    before = optimizer.state_dict().get(EXTRA)
+    release(module, optimizer)
     what()
-    sync.distribute(module, optimizer, strategy)
+    distribute(module, optimizer, strategy)
     if before:
         state = optimizer.state_dict()
-        state[KEPT] = _with(state.get(KEPT) or {}, before)
+        state[EXTRA] = _with(state.get(EXTRA) or {}, before)
         optimizer.load_state_dict(state)
 
 

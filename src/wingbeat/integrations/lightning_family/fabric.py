@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from wingbeat import sync
+from wingbeat.engine import distribute, no_sync, synchronize
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations.lightning_family import names, options, workers
-from wingbeat.sync.upgrade import engine_of
 
 
 class FabricStrategy:
@@ -57,7 +57,7 @@ class FabricStrategy:
         Raises:
             UsageError: what `wingbeat.distribute` refuses.
         """
-        sync.distribute(module, optimizers[0], self.wingbeat_strategy)
+        distribute(module, optimizers[0], self.wingbeat_strategy)
         return module, optimizers, scheduler
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -82,7 +82,7 @@ class FabricStrategy:
                 continue
             if engine_of(module) is None:
                 alone.found_optimizer()
-                sync.distribute(module, optimizer, self.wingbeat_strategy)
+                distribute(module, optimizer, self.wingbeat_strategy)
             return optimizer
         raise UsageError(
             f"fabric.setup_optimizers({type(optimizer).__name__}): no model of its parameters was "
@@ -124,7 +124,7 @@ class FabricStrategy:
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return a model's state, the same on all workers, who all call this."""
         if engine_of(module) is not None:
-            sync.synchronize(module)
+            synchronize(module)
         state: dict[str, Any] = super().get_module_state_dict(module)  # type: ignore[misc]
         return state
 
@@ -142,7 +142,7 @@ class _NoSync:
     ) -> contextlib.AbstractContextManager[None]:
         if not enabled or engine_of(module) is None:
             return contextlib.nullcontext()
-        return sync.no_sync(module)
+        return no_sync(module)
 
 
 class _Alone:

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from wingbeat import sync
+from wingbeat.engine import (
+    abandon,
+    begin_step,
+    bounded_exchange,
+    distribute,
+    no_sync,
+    release,
+    synchronize,
+)
 from wingbeat.errors import UsageError
 from wingbeat.integrations.lightning_family import changing, names, options, workers
 
@@ -75,7 +83,7 @@ class TrainerStrategy:
 
     def _distribute(self) -> None:
         optimizer = _first_of(self.lightning_module, self.optimizers)
-        sync.distribute(self.lightning_module, optimizer, self.wingbeat_strategy)
+        distribute(self.lightning_module, optimizer, self.wingbeat_strategy)
         self._wingbeat_optimizer = optimizer
         self._distributed()
         _clip_through_optimizer(self.precision_plugin)
@@ -115,7 +123,7 @@ class TrainerStrategy:
         optimizer, self._wingbeat_optimizer = self._wingbeat_optimizer, None
         self._wingbeat_frozen = []
         if optimizer is not None:
-            let_go = sync.abandon if self._wingbeat_failed else sync.release
+            let_go = abandon if self._wingbeat_failed else release
             let_go(self.lightning_module, optimizer)
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()  # type: ignore[misc]
@@ -142,7 +150,7 @@ class TrainerStrategy:
             if self._wingbeat_optimizer is None:
                 return module.training_step(*args, **kwargs)
             if not module.automatic_optimization:  # where each backward is on its own
-                sync.begin_step(module)
+                begin_step(module)
                 return module.training_step(*args, **kwargs)
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
@@ -154,7 +162,7 @@ class TrainerStrategy:
         There gradients leave under backward, which a step may not repeat (Canary).
         """
         module = self.lightning_module
-        found = None if self._wingbeat_optimizer is None else sync.bounded_exchange(module)
+        found = None if self._wingbeat_optimizer is None else bounded_exchange(module)
         bounded = found is not None and not found.synchronous
         if not bounded or getattr(self.precision_plugin, "scaler", None) is not None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
@@ -168,7 +176,7 @@ class TrainerStrategy:
         if self._wingbeat_optimizer is None:
             yield
             return
-        with sync.no_sync(self.lightning_module):
+        with no_sync(self.lightning_module):
             yield
 
     # -- all the same model ---------------------------------------------------------------
@@ -201,7 +209,7 @@ class TrainerStrategy:
 
     def _level(self) -> None:
         if self._wingbeat_optimizer is not None and not self._wingbeat_failed:
-            sync.synchronize(self.lightning_module)
+            synchronize(self.lightning_module)
             self._wingbeat_moved = False
 
     # -- all workers at a time ------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wingbeat.engine.checkpoint import PARTS
+from wingbeat.engine.upgrade import EXTRA
 from wingbeat.errors import UsageError
-from wingbeat.sync.kept import PARTS
-from wingbeat.sync.upgrade import KEPT
 from wingbeat.transport import World, current, init
 
 _KINDS = ("residuals", "velocity")
@@ -50,7 +50,7 @@ def with_all_residuals(state: dict[str, Any], device: torch.device) -> dict[str,
         state: of an optimizer that was distributed, or of another, which stays as it is.
         device: where the default process group takes tensors.
     """
-    mine = state.get(KEPT)
+    mine = state.get(EXTRA)
     if not isinstance(mine, dict) or "residuals" not in mine or mine["world_size"] == 1:
         return state
     rank, size = int(mine["rank"]), int(mine["world_size"])
@@ -67,7 +67,7 @@ def with_all_residuals(state: dict[str, Any], device: torch.device) -> dict[str,
         for name, value in mine[kind].items():
             for part, one in zip(parts, _gathered(value, device, rank, size), strict=True):
                 part[kind][name] = one
-    return {**state, KEPT: {**kept, PARTS: parts}} if rank == 0 else state
+    return {**state, EXTRA: {**kept, PARTS: parts}} if rank == 0 else state
 
 
 def _gathered(

@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
+from wingbeat.engine import release, synchronize
+from wingbeat.engine.api import HasChoices, unwrapped
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
 from wingbeat.integrations.accelerate import prepare
 from wingbeat.integrations.transformers import names
 from wingbeat.strategies import DeAR
-from wingbeat.sync import release, synchronize
-from wingbeat.sync.entry import HasChoices, unwrapped
-from wingbeat.sync.upgrade import engine_of
 
 
 class WingbeatTrainerMixin:

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.bucket import Bucket
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.gradients.bucket import Bucket
-from wingbeat.gradients.bucketing import Bucketing
 from wingbeat.methods.bounded_staleness.view import View, members
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans

@@ -40,12 +40,11 @@ from wingbeat.schedules.events import Operation
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.world import World
-from wingbeat.types import Span, Staleness
+from wingbeat.types import Staleness
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
-    from wingbeat.gradients.compression import Compression
-    from wingbeat.gradients.steps import Steps
+    from wingbeat.engine.gradients.bucket import Bucket, StepCounter
+    from wingbeat.engine.gradients.compression import Compression
 
 PATIENCE_S = 10.0
 """Seconds of silence, at least, after which a worker is suspected."""
@@ -121,7 +120,7 @@ class BoundedStalenessExchange:
         compression: Compression,
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
-        steps: Steps,
+        steps: StepCounter,
         others: Sequence[torch.Tensor] = (),
     ) -> None:
         self._steps, self._buckets_sent, self._control_sent = steps, 0, False
@@ -361,14 +360,6 @@ class BoundedStalenessExchange:
                 )
 
     # -- state ----------------------------------------------------------------------------
-
-    def prioritise(self, thresholds: Sequence[float]) -> None:
-        """Not supported: all traffic has one class."""
-        raise NotImplementedError(f"no classes that thresholds {thresholds} would divide")
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Not supported: no reduce-scatter."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     @property
     def room(self) -> str:

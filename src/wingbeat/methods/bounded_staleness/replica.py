@@ -25,8 +25,7 @@ from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
 from wingbeat.methods.bounded_staleness.pieces import Payload, Pieces
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
-    from wingbeat.gradients.steps import Steps
+    from wingbeat.engine.gradients.bucket import Bucket, StepCounter
     from wingbeat.transport.world import World
 
 _MAX_DIGITS = 20
@@ -413,7 +412,7 @@ class SynchronousReplica(Replica):
         others: Sequence[torch.Tensor] = (),
         *,
         buckets: Sequence[Bucket],
-        steps: Steps,
+        steps: StepCounter,
     ) -> None:
         super().__init__(params, pieces, optimizer, step, workers, others)
         self._buckets, self._steps = buckets, steps

@@ -11,14 +11,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from wingbeat.engine.gradients.views import SentGradients, replaced
+from wingbeat.engine.updates.consistency import ConsistencyCheck
+from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate
 from wingbeat.errors import UsageError
-from wingbeat.gradients.views import SentGradients, replaced
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Step, UpdateCommand
-from wingbeat.updates.alike import Alike
-from wingbeat.updates.update import Closure, Host, Training
-from wingbeat.updates.whole import WholeUpdate
 
 _OTHERS = "or use wingbeat.AllReduce()"
 
@@ -58,7 +57,7 @@ class BoundedUpdate(WholeUpdate):
         self._views, self._exchange = views, exchange
         self._has_stepped = False
         self._versions: dict[str, _Versions] | None = None  # after a step; None if all are equal
-        self._alike = Alike(training, exchange)
+        self._alike = ConsistencyCheck(training, exchange)
         self._loaded = self._leaving = False
 
     def step(self, host: Host, closure: Closure) -> Any:
@@ -76,7 +75,7 @@ class BoundedUpdate(WholeUpdate):
             )
         if self._exchange.replicas_diverge:
             where = "under bounded staleness (Canary)"
-            self._training.stepper.given.refuse_others(where, "wingbeat.Canary(s=0)")
+            self._training.stepper.arguments.refuse_others(where, "wingbeat.Canary(s=0)")
         host.recover()
         slots, owns = self._training.bucketing.slots, self._training.stepper.owns
         if not self._views.sent:
@@ -217,7 +216,7 @@ class BoundedUpdate(WholeUpdate):
                 self._broadcast_frozen()
         return drains
 
-    def leave(self) -> None:
+    def before_detach(self) -> None:
         """End the iteration that is open when training is released: its gradients were sent."""
         self._leaving = True
         if self._views.sent:

@@ -16,10 +16,16 @@ from wingbeat.codecs.codec import Bf16Codec
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.collectives import wire_dtype
 from wingbeat.compression import Coded, TopK
+from wingbeat.engine.gradients.bucket import Slot
+from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.views import ShownGradients
+from wingbeat.engine.hooks import WeakCall
+from wingbeat.engine.live import LiveState
+from wingbeat.engine.runtime import IntentExchange, Runtime
+from wingbeat.engine.updates.flat import ElementState, FlatModel, buffer_dtype, is_narrow
+from wingbeat.engine.updates.local import Averager, LocalUpdate
+from wingbeat.engine.updates.update import Training
 from wingbeat.errors import MismatchError, UsageError
-from wingbeat.gradients.bucket import Slot
-from wingbeat.gradients.compression import Compression
-from wingbeat.gradients.views import ShownGradients
 from wingbeat.methods.model_averaging.group_all_reduce import ModelCompression
 from wingbeat.methods.model_averaging.group_averager import GroupAverager, GroupSession
 from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
@@ -28,20 +34,11 @@ from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.observe.log import log
 from wingbeat.planning import plans
 from wingbeat.schedules.events import Operation
-from wingbeat.sync.hooks import WeakCall
-from wingbeat.sync.live import LiveState
-from wingbeat.sync.runtime import Runtime
 from wingbeat.transport.world import World
 from wingbeat.types import Averaging, Fusion, Span
-from wingbeat.updates.agreement import Agreement
-from wingbeat.updates.averager import Averager
-from wingbeat.updates.flat import FlatModel, is_narrow, room_dtype
-from wingbeat.updates.local import LocalUpdate
-from wingbeat.updates.per_element import ElementState
-from wingbeat.updates.update import Training
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
 
 
@@ -58,14 +55,6 @@ class ModelExchange:
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Do nothing: there are no buckets."""
         assert not [*buckets, *forward], "model averaging has no buckets"
-
-    def prioritise(self, thresholds: Sequence[float]) -> None:
-        """Not supported."""
-        raise NotImplementedError(f"model averaging has no classes for thresholds {thresholds}")
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Not supported."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
 
 def build_runtime(
@@ -110,7 +99,7 @@ def build_runtime(
         bucketing,
         ShownGradients(bucketing),
         update,
-        Agreement(training.collectives, len(bucketing.slots)),
+        IntentExchange(training.collectives, len(bucketing.slots)),
         training.steps,
     )
     update.waited = WeakCall(runtime.waited)
@@ -250,7 +239,7 @@ def _flat_model(
     copies = 0
     if averaging.outer is not None:
         each = [param for part in params for param in part]
-        narrow = is_narrow(each, room_dtype([*each, *buffers(), *frozen]))
+        narrow = is_narrow(each, buffer_dtype([*each, *buffers(), *frozen]))
         copies = num_copies(averaging.outer[1], narrow=narrow)
     return FlatModel(params, buffers, copies, state, frozen)
 

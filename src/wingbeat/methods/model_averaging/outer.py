@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from wingbeat.engine.updates.flat import FlatModel
+from wingbeat.engine.updates.local import Averager, LocalUpdate, Tensors
+from wingbeat.engine.updates.update import Closure, Host, Training
 from wingbeat.errors import UsageError
 from wingbeat.schedules.local import Local
 from wingbeat.transport.world import World
-from wingbeat.updates.averager import Averager
-from wingbeat.updates.flat import FlatModel
-from wingbeat.updates.local import LocalUpdate, Tensors
-from wingbeat.updates.update import Closure, Host, Training
 
 # Kinds of the outer optimizer's tensors.
 SHARED = "shared"

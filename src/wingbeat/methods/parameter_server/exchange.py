@@ -37,7 +37,7 @@ from wingbeat.transport.world import World
 from wingbeat.types import Serving, Span
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket, Slot
+    from wingbeat.engine.gradients.bucket import Bucket, Slot
 
 FLOAT32 = 4
 
@@ -270,10 +270,6 @@ class ServerExchange:
         begin = self._pull_parameters if kind in (Kind.FETCH, Kind.EXPECT) else self._push_or_pull
         for number in self._planner.begin(operation, bucket.index):
             begin(kind, self._buckets[number])
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Not supported: no worker owns a part of a bucket."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def sections(self) -> Sequence[Section]:
         """Return bytes by class and by server, and the number of refused messages."""

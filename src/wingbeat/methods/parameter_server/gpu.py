@@ -22,9 +22,8 @@ from wingbeat.transport.world import World
 from wingbeat.types import Serving
 
 if TYPE_CHECKING:
-    from wingbeat.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket
     from wingbeat.observe.meter import Section
-    from wingbeat.types import Span
 
 _COLLECTIVES = {
     Operation.ALL_REDUCE: "all_reduce",
@@ -94,10 +93,6 @@ class GpuServerExchange:
         name = _COLLECTIVES[operation]
         work = getattr(self._group(urgency), name)(bucket.flat)
         bucket.handle = Handle([NcclJob(work, name, self._world.rank)])
-
-    def owned(self, bucket: Bucket) -> Span:
-        """Not supported: no worker owns a part of a bucket."""
-        raise NotImplementedError(f"no worker owns a part of bucket {bucket.index}")
 
     def sections(self) -> Sequence[Section]:
         """Return nothing: NCCL does not report bytes by class."""

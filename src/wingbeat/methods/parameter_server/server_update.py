@@ -18,9 +18,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.views import ShownGradients, clone_displaced
+from wingbeat.engine.updates.deferred import refuse_evaluating
+from wingbeat.engine.updates.divided import SCALER, DividedUpdate
+from wingbeat.engine.updates.json_values import decode, dtype_of, encode
+from wingbeat.engine.updates.stepper import GroupSnapshot, State
+from wingbeat.engine.updates.trials import Division, prove_elementwise
+from wingbeat.engine.updates.update import Closure, Training
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.gradients.bucket import Bucket, Slot
-from wingbeat.gradients.views import Views, keep_displaced
 from wingbeat.methods.parameter_server.client import Client, Request, Transfer
 from wingbeat.methods.parameter_server.launch import ServerGroup
 from wingbeat.methods.parameter_server.protocol import (
@@ -45,13 +51,6 @@ from wingbeat.schedules.events import (
     UpdateServers,
 )
 from wingbeat.schedules.intents import Answer
-from wingbeat.updates.deferred import refuse_evaluating
-from wingbeat.updates.divided import DividedUpdate
-from wingbeat.updates.elementwise import Division, prove
-from wingbeat.updates.json_values import decode, dtype_of, encode
-from wingbeat.updates.sharing import SCALER
-from wingbeat.updates.stepper import GroupSnapshot, State
-from wingbeat.updates.update import Closure, Training
 
 OPTION = 'update="server"'
 
@@ -115,7 +114,7 @@ def describe_optimizer(
     }
     replica = rebuild_optimizer(json.loads(json.dumps(description)))
     division = Division(OPTION, "the servers", _ALTERNATIVE, replica)
-    elementwise = prove(optimizer, kind.step, division)
+    elementwise = prove_elementwise(optimizer, kind.step, division)
     return OptimizerDescription(
         json.dumps({**description, "elementwise": elementwise}), elementwise
     )
@@ -497,7 +496,7 @@ class ServerUpdate(DividedUpdate):
         self,
         training: Training,
         schedule: Schedule,
-        views: Views,
+        views: ShownGradients,
         remote: RemoteOptimizer,
         elementwise: dict[str, bool],
     ) -> None:
@@ -556,7 +555,7 @@ class ServerUpdate(DividedUpdate):
         buckets = self._training.bucketing.buckets
         for bucket in buckets:
             bucket.settle()
-        keep_displaced(self._training.bucketing)
+        clone_displaced(self._training.bucketing)
         for bucket in buckets:
             self._renew_if_kept(bucket)
             for slot in bucket.slots:
@@ -592,13 +591,13 @@ class ServerUpdate(DividedUpdate):
 
     def _renew_if_kept(self, bucket: Bucket) -> None:
         """Give the bucket a new buffer if the user keeps gradients in the old one."""
-        if bucket.is_kept():
-            bucket.renew()
-            self._views.renewed(bucket)
+        if bucket.is_referenced():
+            bucket.reallocate()
+            self._views.on_new_buffer(bucket)
 
     def _apply_parameters(self, bucket: Bucket) -> None:
         """Copy received parameters to the model."""
-        self._due.remove(bucket)
+        self._pending.remove(bucket)
         fresh = {slot.index for slot in self._fresh.pop(bucket.index)}
         landing = self._remote.landing.get(bucket.index, bucket.flat)
         offset = 0
@@ -618,7 +617,7 @@ class ServerUpdate(DividedUpdate):
         return self._slices
 
     @torch.no_grad()
-    def planned(self) -> None:
+    def on_new_buckets(self) -> None:
         """Load parameters and state of the slices that this worker owns in a new plan."""
         old, world = self._slices, self._training.collectives.world
         new = OwnedSlices(
@@ -637,7 +636,7 @@ class ServerUpdate(DividedUpdate):
         self._load(states)
 
     @torch.no_grad()
-    def loaded(self) -> None:
+    def on_load_state_dict(self) -> None:
         """Send a state that the optimizer has loaded to the servers."""
         self._load(self._take_local_state())
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from wingbeat.engine.updates.json_values import decode, dtype_of, encode
 from wingbeat.methods.parameter_server.aggregator import ITEMSIZE, Array
 from wingbeat.methods.parameter_server.protocol import RequestError
-from wingbeat.updates.json_values import decode, dtype_of, encode
 
 _CPU = torch.device("cpu")
 

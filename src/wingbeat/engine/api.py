@@ -1,0 +1,475 @@
+"""`distribute` and `release`: the one line that a training script changes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from wingbeat.collectives import Collectives
+from wingbeat.engine.buffers import broadcast_now
+from wingbeat.engine.engine import Engine
+from wingbeat.engine.gradients.bucket import strides_of
+from wingbeat.engine.gradients.bucketing import ignored, spec_of
+from wingbeat.engine.gradients.compression import check_momentum
+from wingbeat.engine.gradients.sparse import check_sparse, sparse_parameters
+from wingbeat.engine.join_context import joined
+from wingbeat.engine.model_checks import check_complex, refuse_wrapped
+from wingbeat.engine.upgrade import (
+    DeferringOptimizer,
+    DistributedModel,
+    DistributedOptimizer,
+    downgrade,
+    engine_of,
+    upgrade,
+)
+from wingbeat.errors import MismatchError, UsageError, WingbeatError
+from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
+from wingbeat.methods.model_averaging.build import check_modules
+from wingbeat.monitor import launch
+from wingbeat.monitor.place import job_name
+from wingbeat.monitor.reporter import Place, Reporter
+from wingbeat.observe.log import log
+from wingbeat.observe.meter import Meter
+from wingbeat.transport.torch_store import is_append_only
+from wingbeat.transport.world import World, current
+from wingbeat.types import Choices
+
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+_INSIDE = ("optimizer", "_optimizer")
+"""Attributes in which wrappers keep the wrapped optimizer."""
+
+
+class HasChoices(Protocol):
+    """A strategy."""
+
+    def choices(self) -> Choices:
+        """Return its choices."""
+
+
+def distribute(
+    model: ModelT,
+    optimizer: OptimizerT,
+    strategy: HasChoices,
+    *,
+    world: World | None = None,
+) -> tuple[ModelT, OptimizerT]:
+    """Train ``model`` with all the workers; the training loop stays as it is.
+
+    Both objects are upgraded in place and returned. The model gains ``no_sync()``, ``join()`` and
+    ``synchronize()``, the optimizer ``clip_grad_norm_(max_norm)``, and ``shard_state_dict()`` and
+    ``load_shards(parts)`` for an optimizer that is divided. All workers copy parameters and buffers
+    of rank 0.
+
+    Args:
+        model: any module; parameters that require no gradient are not changed.
+        optimizer: any ``torch.optim`` optimizer over parameters of ``model``.
+        strategy: ``wingbeat.AllReduce()``, ``wingbeat.DeAR()``...
+        world: the workers; default: those of `wingbeat.init`.
+
+    Raises:
+        UsageError: no `init` before, something is already distributed, the optimizer has
+            parameters that the model has not, or it cannot be divided (``shard_optimizer``); or an
+            environment variable of `wingbeat top` has an invalid value.
+        MismatchError: the ranks' models differ; on every rank, naming the first parameter.
+    """
+    inner = unwrapped(optimizer)
+    _check(model, inner, strategy)
+    _refuse_scaler_around(optimizer, inner)
+    world = whole = world or current()
+    check_monitor_variables(whole)
+    choices = strategy.choices()
+    given, optimizer = optimizer, cast(OptimizerT, inner)
+    check_momentum(choices, optimizer)
+    check_complex(model, choices, repr(strategy))
+    check_sparse(model, choices, repr(strategy))
+    check_modules(model, choices.averaging)
+    _check_returned(world, choices, strategy)
+    if world.size > 1:
+        if not world.returned:
+            _check_same_model(model, optimizer, world, strategy)
+        # Several models of one process launch their buckets in different orders.
+        world = world.open_channel()
+    collectives = Collectives(world, choices.topology)
+    if world.size > 1 and not world.returned:
+        _broadcast_from_rank_zero(model, collectives)
+    engine = Engine(model, optimizer, choices, collectives, type(optimizer).step)
+    upgrade(model, DistributedModel, engine)
+    upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
+    claim_parameters(engine, engine.trained)
+    engine.meter.strategy = repr(strategy)
+    report(whole, engine.meter)
+    return model, given
+
+
+def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> None:
+    if world.returned and not choices.returns:
+        raise UsageError(
+            f"rank {world.rank} was started again while the others go on, which {strategy!r} "
+            "cannot let in: train with wingbeat.Canary(), Ripples(), LocalSGD() or DiLoCo(), or "
+            "start all workers again"
+        )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside of a wrapper that only passes calls on, as Accelerate's does."""
+    seen: list[Any] = []
+    while isinstance(optimizer, torch.optim.Optimizer) and "param_groups" not in vars(optimizer):
+        inner = next((vars(optimizer)[k] for k in _INSIDE if k in vars(optimizer)), None)
+        if inner is None or any(inner is one for one in seen):
+            break
+        seen.append(optimizer)
+        optimizer = inner
+    return optimizer
+
+
+def _refuse_scaler_around(given: Any, inner: Any) -> None:
+    """Refuse a wrapper with a gradient scaler (Accelerate), which calls the old step."""
+    if given is not inner and vars(given).get("scaler") is not None:
+        raise UsageError(
+            f"distribute(optimizer={type(given).__name__}): its gradient scaler would go on with "
+            f"the step that {type(inner).__name__} has now: distribute first and wrap then, or use "
+            "wingbeat.integrations.accelerate.prepare()"
+        )
+
+
+def _broadcast_from_rank_zero(model: torch.nn.Module, collectives: Collectives) -> None:
+    left_out = ignored(model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    with torch.no_grad():
+        tensors = [tensor.detach() for name, tensor in named if name not in left_out]
+        broadcast_now(tensors, collectives, root=0)
+
+
+def no_sync(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """As ``model.no_sync()``, also for a model with an attribute of that name of its own.
+
+    Raises:
+        UsageError: the model is not distributed.
+    """
+    return _engine_of(model, "no_sync").no_sync()
+
+
+def join(
+    model: torch.nn.Module,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> contextlib.AbstractContextManager[None]:
+    """As ``model.join()``, also for a model with an attribute of that name of its own.
+
+    Raises:
+        UsageError: the model is not distributed.
+    """
+    options = divide_by_initial_world_size, enable, throw_on_early_termination
+    return joined(_engine_of(model, "join"), *options)
+
+
+def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
+    """Return the exchange of a model under bounded staleness; None under other strategies."""
+    engine = engine_of(model)
+    exchange = None if engine is None else engine.runtime.exchange
+    return exchange if isinstance(exchange, BoundedStalenessExchange) else None
+
+
+def synchronize(model: torch.nn.Module) -> None:
+    """Finish what is under way, and make the models of all workers equal.
+
+    Call it on all ranks, before evaluation and saving. Under `Ripples`, `ADPSGD`, `LocalSGD` and
+    `DiLoCo`, whose models differ, parameters and floating-point buffers become the mean over all
+    workers, and training goes on from it. Under `Canary` all apply the rounds that are left. Other
+    strategies have equal models after each step: updates that are still under way are applied.
+
+    ``model.synchronize()`` does the same, unless the model has an attribute of that name.
+
+    Raises:
+        UsageError: the model is not distributed.
+        PeerError: a worker did not call it in time; names it.
+    """
+    _engine_of(model, "synchronize").level()
+
+
+def _engine_of(model: Any, what: str) -> Engine:
+    engine = engine_of(model) if isinstance(model, torch.nn.Module) else None
+    if engine is None:
+        raise UsageError(
+            f"wingbeat.{what}({type(model).__name__}): pass a model that distribute() has returned"
+        )
+    return engine
+
+
+def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
+    """Undo `distribute`: complete pending work, and return plain objects without hooks.
+
+    Raises:
+        UsageError: they were not distributed together.
+    """
+    engine = engine_of(model)
+    inner = unwrapped(optimizer)
+    if engine is None or engine is not engine_of(inner):
+        raise UsageError("release(): this model and optimizer were not distributed together")
+    engine.detach()
+    engine.close()
+    free_parameters(engine)
+    downgrade(model)
+    downgrade(inner)
+    return model, optimizer
+
+
+def abandon(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As `release`, after an error: do not wait for workers that may be lost, and raise nothing.
+
+    Operations that can be completed are. Workers whose models differ keep their own. Objects that
+    are not distributed are not changed.
+    """
+    engine, inner = engine_of(model), unwrapped(optimizer)
+    if engine is None or engine is not engine_of(inner):
+        return
+    with contextlib.suppress(WingbeatError):  # an earlier error is raised already
+        engine.detach(meet=False)
+    engine.remove_hooks()
+    engine.close()
+    free_parameters(engine)
+    downgrade(model)
+    downgrade(inner)
+
+
+def begin_step(model: torch.nn.Module) -> None:
+    """Prepare for a step of several forwards and backwards, as a forward of the model does.
+
+    Unlike after a forward, each backward decides whether gradients are synchronised, by whether it
+    is inside of `no_sync`.
+
+    Raises:
+        UsageError: the model is not distributed.
+    """
+    _engine_of(model, "begin_step").begin_step()
+
+
+def _check(model: Any, optimizer: Any, strategy: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"distribute(model={type(model).__name__}): pass a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"distribute(optimizer={type(optimizer).__name__}): pass a torch.optim.Optimizer"
+        )
+    if isinstance(strategy, type) or not hasattr(strategy, "choices"):
+        raise UsageError(
+            f"distribute(strategy={strategy!r}): pass an instance, such as wingbeat.DeAR()"
+        )
+    if engine_of(model) is not None or engine_of(optimizer) is not None:
+        raise UsageError(
+            "distribute() was called twice on the same model or optimizer: call "
+            "wingbeat.release(model, optimizer) first"
+        )
+    if "param_groups" not in vars(optimizer):
+        raise UsageError(
+            f"distribute(optimizer={type(optimizer).__name__}): it is a wrapper without parameters "
+            "of its own; pass the optimizer inside of it"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            f"distribute(model={type(model).__name__}): what torch.jit has compiled cannot be "
+            "given other methods; put it inside of a plain torch.nn.Module, and pass that"
+        )
+    refuse_wrapped(model)
+    _check_parameters(model, optimizer)
+    refuse_claimed(model)
+
+
+def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = dict(model.named_parameters())
+    for name, tensor in (*known.items(), *model.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            raise UsageError(
+                f"{name!r} has no values yet ({'a lazy module' if is_lazy(tensor) else 'meta'}): "
+                "run one forward, or model.to_empty() and load a state dict, then make the "
+                "optimizer, then call distribute()"
+            )
+    if not any(param.requires_grad for param in known.values()):
+        raise UsageError(
+            f"model {type(model).__name__} has no parameter that requires a gradient: "
+            "there is nothing to distribute"
+        )
+    members = set(known.values())
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in members:
+                raise UsageError(
+                    f"parameter {position} of the optimizer's group {number}, shape "
+                    f"{tuple(param.shape)}, does not belong to the model: make the optimizer "
+                    "from model.parameters()"
+                )
+
+
+def _check_same_model(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: HasChoices
+) -> None:
+    """Compare every rank's parameters, buffers and kind of optimizer with rank 0's."""
+    left_out = ignored(model)
+    tensors = [
+        *((name, t, bool(t.requires_grad)) for name, t in model.named_parameters()),
+        *((name, t, False) for name, t in model.named_buffers()),
+    ]
+    tensors = [entry for entry in tensors if entry[0] not in left_out]
+    mine, sparse = [], sparse_parameters(model)
+    for name, tensor, trained in tensors:
+        spec = spec_of(name, tensor)
+        strides = strides_of(tensor) if trained else None
+        laid_out = strides and list(strides)
+        mine.append([name, list(spec.shape), spec.dtype, trained, laid_out, name in sparse])
+    own = {"strategy": repr(strategy), "optimizer": _family(optimizer), "tensors": mine}
+    answers = world.exchange("model", own)
+    for rank, answer in enumerate(answers):
+        _compare(answers[0], answer, rank)
+
+
+def _family(optimizer: torch.optim.Optimizer) -> str:
+    """Name the first base class of torch, else the one derived from `Optimizer` directly.
+
+    One rank may have a subclass that also logs, say; not Adam where others have SGD.
+    """
+    bases = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
+    of_torch = [kind for kind in bases[:-1] if kind.__module__.startswith("torch.")]
+    found = (of_torch or bases[:-1][-1:] or [type(optimizer)])[0]
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def _compare(first: Any, other: Any, rank: int) -> None:
+    if first["strategy"] != other["strategy"]:
+        raise MismatchError(
+            f"rank 0 uses {first['strategy']}, rank {rank} uses {other['strategy']}; "
+            "all ranks must use the same strategy"
+        )
+    if first["optimizer"] != other["optimizer"]:
+        raise MismatchError(
+            f"rank 0's optimizer is a {first['optimizer']}, rank {rank}'s a {other['optimizer']}; "
+            "all ranks must build the same"
+        )
+    for a, b in zip(first["tensors"], other["tensors"], strict=False):
+        if a != b:
+            raise MismatchError(
+                f"parameter {a[0]!r} differs: rank 0 has {_describe(a)}, rank {rank} has "
+                f"{_describe(b)}; all ranks must build the same model"
+            )
+    if len(first["tensors"]) != len(other["tensors"]):
+        longer = max(first["tensors"], other["tensors"], key=len)
+        extra = longer[min(len(first["tensors"]), len(other["tensors"]))]
+        raise MismatchError(
+            f"parameter {extra[0]!r} is missing: rank 0 has {len(first['tensors'])} parameters "
+            f"and buffers, rank {rank} has {len(other['tensors'])}; all ranks must build the "
+            "same model"
+        )
+
+
+def _describe(entry: Any) -> str:
+    name, shape, dtype, trained, strides, sparse = entry
+    kind = " (sparse gradients)" if sparse else ""
+    layout = f" with strides {tuple(strides)}" if strides else ""
+    return f"{name!r} {dtype} {tuple(shape)}{layout}{kind if trained else ' (not trained)'}"
+
+
+# -- which engine synchronises a parameter ------------------------------------------------
+#
+# A second engine would average its gradient once more.
+
+_engine_by_parameter: Any = WeakIdKeyDictionary()
+"""By parameter, while it lives: a weak reference to its engine."""
+
+
+def claim_parameters(engine: Any, params: Iterable[torch.Tensor]) -> None:
+    """Record that the engine synchronises ``params``, while it lives."""
+    for param in params:
+        _engine_by_parameter[param] = weakref.ref(engine)
+
+
+def free_parameters(engine: Any) -> None:
+    """Forget the engine's parameters."""
+    for param in engine.trained:
+        _engine_by_parameter.pop(param, None)
+
+
+def refuse_claimed(model: torch.nn.Module) -> None:
+    """Raise a `UsageError` if another engine synchronises a parameter of ``model``."""
+    for name, param in model.named_parameters():
+        ref = _engine_by_parameter.get(param)
+        engine = None if ref is None else ref()
+        if engine is not None:
+            other = type(engine.model).__name__.removeprefix("Distributed")
+            raise UsageError(
+                f"distribute(): parameter {name!r} of {type(model).__name__} is distributed "
+                f"already, as a part of {other}: distribute one module that contains both "
+                "(torch.nn.ModuleDict, say), with one optimizer, or release() the other first"
+            )
+
+
+# -- reports for `wingbeat top` -----------------------------------------------------------
+#
+# Where a report cannot be made, training continues without.
+
+_reporters: weakref.WeakKeyDictionary[World, Reporter | None] = weakref.WeakKeyDictionary()
+_reporters_lock = threading.Lock()
+
+
+def check_monitor_variables(world: World) -> None:
+    """Check the environment variables of `wingbeat top` before anything is changed.
+
+    Raises:
+        UsageError: a variable has an invalid value.
+    """
+    if not world.threads and launch.wanted() and world.rank == 0:
+        launch.places()
+
+
+def report(world: World, meter: Meter) -> None:
+    """Report a model's meter until its world is closed.
+
+    Args:
+        world: all workers. Those that are threads of a test are not reported.
+        meter: the model's.
+
+    Raises:
+        UsageError: an environment variable of `wingbeat top` has an invalid value.
+    """
+    if world.threads or not launch.wanted():
+        return
+    with _reporters_lock:
+        if world not in _reporters:
+            _reporters[world] = _start_reporter(world)
+        reporter = _reporters[world]
+    if reporter is not None:
+        reporter.add(meter)
+
+
+def _start_reporter(world: World) -> Reporter | None:
+    where = launch.places() if world.rank == 0 else None
+    store = world.store if world.group_store is None else world.group_store()
+    if is_append_only(store):
+        if world.rank == 0:
+            log.info("`wingbeat top` cannot show this job: its store is a file, that would grow")
+        return None
+    supervisor = None
+    if where is not None:
+        try:
+            supervisor = launch.Launched(job_name(), where, log.info)
+        except OSError as error:  # no memory, or too many processes
+            log.info("`wingbeat top` cannot show this job: %s", error)
+    names = tuple(link.name for link in world.links)
+    place = Place(world.rank, world.size, names, store)
+    try:
+        reporter = Reporter(place, supervisor).start()
+    except RuntimeError as error:  # too many threads
+        log.info("`wingbeat top` cannot show rank %d: %s", world.rank, error)
+        if supervisor is not None:
+            supervisor.close()
+        return None
+    world.on_close(reporter.close)
+    return reporter

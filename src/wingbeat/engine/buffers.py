@@ -1,0 +1,464 @@
+"""Synchronises buffers, such as BatchNorm's running statistics, with one worker's, as DDP does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.text import MAX_ERROR_CHARS, first_line, printable
+
+if TYPE_CHECKING:
+    from wingbeat.collectives import Collectives, Handle
+    from wingbeat.transport.world import World
+
+T = TypeVar("T")
+
+_ALIGN = 16
+
+_LONGEST_LAYOUT = 16 << 20
+"""Bytes of a layout's text; that of 100,000 buffers is shorter."""
+
+_AS_SENT, _VALUES, _LAYOUT = 0, 1, 2
+"""The root's status when a forward begins: its buffers are what it has sent after the last
+backward; or their values follow; or their names, shapes and dtypes, and then their values."""
+
+
+class ByteBuffer:
+    """Tensors of any dtype, end to end as bytes, to be sent in one message.
+
+    Args:
+        tensors: only their dtypes and shapes are used.
+        device: of the bytes; default: of the first tensor.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        if device is None:
+            device = tensors[0].device if tensors else torch.device("cpu")
+        self.flat = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.views = [
+            self.flat[a : a + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for a, t in zip(offsets, tensors, strict=True)
+        ]
+
+    @torch.no_grad()
+    def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy the tensors into the bytes; leave those of None unchanged."""
+        for tensor, view in zip(tensors, self.views, strict=True):
+            if tensor is not None:
+                view.copy_(tensor)
+
+    @torch.no_grad()
+    def unpack(
+        self, tensors: Sequence[torch.Tensor | None], where: ByteBuffer | None = None
+    ) -> None:
+        """Copy the bytes into the tensors; with ``where`` only into those that are equal to it."""
+        unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
+        for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
+            if as_before and tensor is not None:
+                # Through `data`, so that autograd sees no change: batch norm saves its buffers for
+                # backward without using them, and a second forward may come before that.
+                tensor.data.copy_(view)
+
+    def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
+        """For each of the tensors, whether it equals what was packed, bit for bit."""
+        return [
+            tensor is not None
+            and tensor.dtype == view.dtype
+            and tensor.shape == view.shape
+            and torch.equal(_bits(tensor), _bits(view))
+            for tensor, view in zip(tensors, self.views, strict=True)
+        ]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, so that NaN equals itself, and 0 differs from -0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def broadcast_now(
+    tensors: Sequence[torch.Tensor], collectives: Collectives, root: int, limit: int = 32 << 20
+) -> None:
+    """Overwrite ``tensors`` with those of rank ``root``, at most ``limit`` bytes at a time."""
+    batch: list[torch.Tensor] = []
+    nbytes = 0
+    for tensor in [*tensors, None]:
+        if batch and (tensor is None or nbytes >= limit or tensor.device != batch[0].device):
+            packed = ByteBuffer(batch)
+            packed.pack(batch)
+            collectives.broadcast(packed.flat, root, label="tensors").wait()
+            packed.unpack(batch)
+            batch, nbytes = [], 0
+        if tensor is not None:
+            batch.append(tensor)
+            nbytes += tensor.numel() * tensor.element_size()
+
+
+class Spec(NamedTuple):
+    """A buffer's full name, dtype and shape, and whether it is in the state dict."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    persistent: bool
+
+    def fits(self, tensor: torch.Tensor | None) -> bool:
+        """Whether the tensor has this dtype and shape."""
+        return tensor is not None and tensor.dtype == self.dtype and tensor.shape == self.shape
+
+
+class BufferSync:
+    """Copies one worker's buffers, the root's, to all workers, as DDP's forward does.
+
+    The root's buffers are sent in the background, after the gradients. As they may be written to
+    before the next forward, a synchronised forward begins with a status from the root: whether its
+    buffers are what it sent. If not, it sends them again, preceded by their names, shapes and
+    dtypes if these have changed.
+
+    A persistent buffer of another shape or dtype than the root's is replaced by the root's. If it
+    is not persistent, like a cache, each worker keeps its own.
+
+    Args:
+        model: its buffers are looked up each time, because forwards make and replace them.
+        ignored: names of buffers that are not synchronised.
+        collectives: those of the gradients.
+        lockstep: whether workers wait for each other in each iteration; if not, each keeps its own
+            buffers, until `level`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        ignored: Collection[str],
+        collectives: Collectives,
+        *,
+        lockstep: bool = True,
+    ) -> None:
+        self._model = model
+        self._ignored = frozenset(ignored)
+        self._collectives = collectives
+        self._rank = collectives.world.rank
+        self._own: Collectives | None = None
+        found = list(self._places())
+        # The root's, as all workers know it: `distribute` has compared their models.
+        self._layout = _specs(found)
+        self._known = _named(found)
+        self._device = next((p.device for p in (*model.parameters(), *model.buffers())), None)
+        self._sent: ByteBuffer | None = None
+        self._before: ByteBuffer | None = None
+        self._valid = torch.ones(1, dtype=torch.uint8)
+        self._status = torch.zeros(2, dtype=torch.int64)
+        self._text = torch.empty(0, dtype=torch.uint8)
+        self._handle: Handle | None = None
+        self._requested: Handle | None = None
+        self._root = 0
+        self._exchanges = lockstep and collectives.world.size > 1
+        if self._exchanges and any(_may_hold(place) for place in found):
+            self._open()
+
+    def _places(self) -> list[Place]:
+        return list(_places(self._model, self._ignored))
+
+    @property
+    def _me(self) -> int:
+        """This rank among all workers."""
+        return self._collectives.world.ranks[self._rank]
+
+    @property
+    def _peer(self) -> int:
+        return self._collectives.world.ranks[self._root]
+
+    def _open(self) -> None:
+        # The status must not queue behind gradients.
+        self._own = type(self._collectives)(self._collectives.world.open_channel(), "mesh")
+
+    @property
+    def channel(self) -> World | None:
+        """The channel of its own, to be closed in the end."""
+        return None if self._own is None else self._own.world
+
+    def owners(self) -> set[torch.nn.Module]:
+        """Return the modules that themselves have buffers that are synchronised."""
+        return {place.module for place in self._places() if not place.shared}
+
+    def start(self, root: int = 0) -> None:
+        """Broadcast rank ``root``'s buffers of the known layout in the background.
+
+        If a forward has replaced one by a tensor of another shape, the message is marked invalid,
+        and the next forward's status says so.
+        """
+        if self._own is None:
+            return
+        self.apply()
+        self._root = root
+        now = self._fitting()
+        sent = self._packed()
+        if self._rank == root:
+            self._valid.fill_(None not in now)
+            sent.pack([self._valid, *now])
+        else:
+            if self._before is None:
+                self._before = self._allocate()
+            self._before.pack([None, *now])
+        label = "buffers after backward"
+        self._handle = self._collectives.broadcast(sent.flat, root, label=label)
+
+    def request(self, root: int) -> None:
+        """Request the status of ``root``'s buffers; every worker must call it."""
+        if self._own is None and not self._opened_late():
+            return
+        assert self._own is not None
+        self.apply()
+        self._root = root
+        if self._rank == root:
+            status, places = _AS_SENT, self._places()
+            if _specs(places) != self._layout:
+                status = _LAYOUT
+                self._describe()
+            elif self._sent is None or not all(
+                self._sent.equal([self._valid, *self._fitting(places)])
+            ):
+                status = _VALUES
+            self._status[0], self._status[1] = status, self._text.numel()
+        self._requested = self._own.broadcast(self._status, root, label="status of buffers")
+
+    def _opened_late(self) -> bool:
+        """Whether every worker's model has its first buffers now.
+
+        Raises:
+            RendezvousError: a worker's has none; names it.
+        """
+        if not self._exchanges:
+            return False
+        mine = [spec for spec in _specs(self._places()) if spec.persistent]
+        if not mine:
+            return False
+        self._collectives.world.exchange(f"buffer {mine[0].name}, made after distribute()", True)
+        self._open()
+        return True
+
+    def apply(self) -> None:
+        """Wait for a broadcast or status, if one is under way, and copy the root's buffers."""
+        handle, self._handle = self._handle, None
+        if handle is not None and self._sent is not None:
+            handle.wait()
+            # Buffers that were written since, reshaped or removed (as `prune.remove` does with
+            # masks), stay this worker's until the next forward.
+            if self._rank != self._root and self._before is not None and self._sent.flat[0]:
+                self._sent.unpack([None, *self._fitting()], self._before)
+        requested, self._requested = self._requested, None
+        if requested is None or self._own is None:
+            return
+        requested.wait()
+        status, nbytes = self._status.tolist()
+        if status == _LAYOUT:
+            self._receive_layout(self._own, nbytes)
+        if status != _AS_SENT:
+            sent = self._packed()
+            if self._rank == self._root:
+                self._valid.fill_(1)
+                sent.pack([self._valid, *self._fitting()])
+            self._own.broadcast(sent.flat, self._root, label="buffers").wait()
+        if self._rank != self._root and self._sent is not None:
+            self._copy_from_root(self._sent.views[1:])
+
+    def level(self) -> None:
+        """Copy rank 0's buffers now; every worker must call it."""
+        if not self._layout and not _specs(self._places()):
+            return  # workers that were restarted alone have no peers to send to
+        with torch.no_grad():
+            self._root = 0
+            if self._rank == 0:
+                self._describe()
+                self._status[1] = self._text.numel()
+            self._collectives.broadcast(self._status, 0, label="status of buffers").wait()
+            self._receive_layout(self._collectives, int(self._status[1]))
+            values = [
+                torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                if own is None
+                else own
+                for spec, own in zip(self._layout, self._fitting(), strict=True)
+            ]
+            broadcast_now(values, self._collectives, root=0)
+            if self._rank != 0:
+                self._copy_from_root(values)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the present buffers, each once."""
+        places = self._places()
+        return [place.tensor for place in places if place.tensor is not None and not place.shared]
+
+    def _fitting(self, places: Iterable[Place] = ()) -> list[torch.Tensor | None]:
+        """Return this worker's buffer for each of the layout; None where it does not fit."""
+        named = {place.name: place.tensor for place in places or self._places()}
+        tensors = ((spec, named.get(spec.name)) for spec in self._layout)
+        return [tensor if spec.fits(tensor) else None for spec, tensor in tensors]
+
+    def _packed(self) -> ByteBuffer:
+        """Return the memory for the root's message, which is kept while the layout stays."""
+        if self._sent is None:
+            self._sent = self._allocate()
+        return self._sent
+
+    def _allocate(self) -> ByteBuffer:
+        """Allocate a byte that says whether the rest is valid, and the buffers of the layout."""
+        meta = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self._layout]
+        return ByteBuffer([self._valid, *meta], self._device)
+
+    def _describe(self) -> None:
+        """Write this worker's layout, to be sent."""
+        places = self._places()
+        self._text = _serialise(_specs(places), _named(places))
+
+    def _receive_layout(self, collectives: Collectives, nbytes: int) -> None:
+        """Receive the root's layout, of so many bytes; raise a `PeerError` if it is invalid."""
+        try:
+            if not 0 < nbytes <= _LONGEST_LAYOUT:
+                raise ValueError(nbytes)
+            if self._rank != self._root:
+                self._text = torch.empty(nbytes, dtype=torch.uint8)
+            collectives.broadcast(self._text, self._root, label="layout of buffers").wait()
+            self._layout, self._known = _parse(self._text)
+        except ValueError:
+            raise PeerError(
+                f"rank {self._me}: rank {self._peer} sent a malformed list of buffers; all workers "
+                "have to run the same wingbeat"
+            ) from None
+        self._sent = self._before = None
+
+    def _copy_from_root(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy the root's values to this worker's buffers."""
+        found = {place.name: place for place in self._places()}
+        self._refuse_only_here(found.values())
+        for spec, value in zip(self._layout, values, strict=True):
+            own = found[spec.name].tensor if spec.name in found else None
+            if own is not None and spec.fits(own):
+                own.data.copy_(value)
+            elif spec.persistent:
+                self._replace(spec, value if own is None else value.to(own.device))
+
+    def _replace(self, spec: Spec, value: torch.Tensor) -> None:
+        """Register the root's buffer here; raise a `UsageError` if there is no place for it."""
+        prefix, _, key = spec.name.rpartition(".")
+        try:
+            module = self._model.get_submodule(prefix)
+            module.register_buffer(key, value.clone(), persistent=True)
+        except (AttributeError, KeyError) as err:
+            name = printable(spec.name, MAX_ERROR_CHARS)
+            raise UsageError(
+                f"buffer {name!r}: rank {self._peer} has one of shape {spec.shape}, and rank "
+                f"{self._me} no place for it ({first_line(err)}): register it on all ranks alike, "
+                "with None if it gets its tensor later"
+            ) from None
+
+    def _refuse_only_here(self, places: Iterable[Place]) -> None:
+        """Raise a `UsageError` if only this worker has a persistent buffer."""
+        for place in places:
+            if place.tensor is None or not place.persistent or place.name in self._known:
+                continue
+            raise UsageError(
+                f"buffer {place.name!r}: rank {self._me} has one of shape "
+                f"{tuple(place.tensor.shape)}, and rank {self._peer} has none: make it in the same "
+                "forward on all ranks, or register it with persistent=False if each worker has its "
+                "own"
+            )
+
+
+class Place(NamedTuple):
+    """A name under which a module keeps a buffer.
+
+    Attributes:
+        name: in full.
+        shared: whether an earlier name has the same tensor.
+        persistent: whether it is in the state dict.
+    """
+
+    name: str
+    module: torch.nn.Module
+    tensor: torch.Tensor | None
+    shared: bool
+    persistent: bool
+
+
+def _places(model: torch.nn.Module, ignored: Collection[str]) -> Iterator[Place]:
+    """Yield all names of buffers, also of None, which ``named_buffers`` omits."""
+    modules: set[int] = set()
+    tensors: set[int] = set()  # the hash of a tensor takes longer than all the rest
+    stack = [("", model)]
+    while stack:
+        prefix, module = stack.pop()
+        if id(module) in modules:
+            continue
+        modules.add(id(module))
+        for key, tensor in module._buffers.items():
+            name = prefix + key
+            if name not in ignored:
+                persistent = key not in module._non_persistent_buffers_set
+                yield Place(name, module, tensor, id(tensor) in tensors, persistent)
+                if tensor is not None:
+                    tensors.add(id(tensor))
+        children = module._modules.items()
+        stack.extend((f"{prefix}{key}.", child) for key, child in children if child is not None)
+
+
+def _specs(places: Iterable[Place]) -> list[Spec]:
+    return [
+        Spec(place.name, place.tensor.dtype, tuple(place.tensor.shape), place.persistent)
+        for place in places
+        if place.tensor is not None and not place.shared
+    ]
+
+
+def _named(places: Iterable[Place]) -> frozenset[str]:
+    """Return the names with a tensor, shared ones too."""
+    return frozenset(place.name for place in places if place.tensor is not None)
+
+
+def _may_hold(place: Place) -> bool:
+    """Whether a buffer may hold a tensor; None in torch's own layers stays None."""
+    return place.tensor is not None or not type(place.module).__module__.startswith("torch.nn.")
+
+
+def _serialise(layout: Sequence[Spec], known: Collection[str]) -> torch.Tensor:
+    said = [
+        [spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), spec.persistent]
+        for spec in layout
+    ]
+    text = json.dumps([said, sorted(known)]).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _parse(text: torch.Tensor) -> tuple[list[Spec], frozenset[str]]:
+    """Parse a layout, and the names of all buffers of the root; raise a `ValueError` if invalid."""
+    try:
+        said, known = json.loads(bytes(text.tolist()))
+        layout = [
+            Spec(_is(str, name), getattr(torch, _is(str, dtype)), _shape(shape), _is(bool, kept))
+            for name, dtype, shape, kept in said
+        ]
+        names = frozenset(_is(str, name) for name in known)
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        raise ValueError(text) from None
+    if not all(isinstance(spec.dtype, torch.dtype) and spec.name in names for spec in layout):
+        raise ValueError(text)
+    return layout, names
+
+
+def _shape(said: Any) -> tuple[int, ...]:
+    shape = tuple(_is(int, size) for size in _is(list, said))
+    if any(size < 0 for size in shape):
+        raise ValueError(said)
+    return shape
+
+
+def _is(kind: type[T], said: Any) -> T:
+    if type(said) is not kind:
+        raise ValueError(said)
+    return said

@@ -1,0 +1,453 @@
+"""Optimizer state in shards, one for each worker, and extra training state.
+
+Shards are exported and loaded without communication. A shard names the elements of parameters that
+it has, so that a run with any number of workers can load from all shards of an earlier run.
+
+The extra state is in an optimizer's state dict under one key: this worker's residuals, where the
+wire keeps any; under ``"averages"`` the number of steps, on which averages of models depend, and
+the outer optimizer's tensors by parameter name; where workers' models may differ, under ``"saved"``
+the rank that has saved it, the number of ranks, and whether their models differed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wingbeat.codecs.feedback import check_tensors
+from wingbeat.engine.engine import Engine
+from wingbeat.engine.updates.local import LocalUpdate
+from wingbeat.engine.updates.stepper import State
+from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.update import BoundedUpdate
+from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
+from wingbeat.observe.log import log
+from wingbeat.types import Span
+
+SHARD_FORMAT = "wingbeat optimizer shard, version 1"
+_FIELDS: dict[str, type] = {
+    "rank": int,
+    "world_size": int,
+    "steps": int,
+    "param_groups": list,
+    "parameters": list,
+    "shards": dict,
+}
+
+Part = dict[str, Any]
+
+
+@dataclass
+class _Held:
+    """Elements of one parameter whose optimizer state this worker has.
+
+    ``state[key]`` is that state, if the optimizer has updated the parameter yet; its tensors with a
+    value for each element, for whose names ``each`` is true, have the shape of ``key``.
+    """
+
+    param: torch.Tensor
+    span: Span
+    state: State
+    key: torch.Tensor
+    each: Callable[[str], bool]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The state, empty where there is none."""
+        return self.state.get(self.key, {})
+
+
+def export_shard(engine: Engine) -> Part:
+    """Return this worker's shard of the optimizer's state; its tensors are not copies.
+
+    Raises:
+        UsageError: the state is not sharded.
+    """
+    shards = engine.update.shards
+    if engine.world.size > 1 and shards is None:
+        where = "the servers have" if engine.update.option else "every worker has"
+        raise UsageError(
+            f"optimizer.shard_state_dict(): {where} the whole state; save "
+            "optimizer.state_dict() on rank 0, or distribute with DeAR(shard_optimizer=True)"
+        )
+    names = _names(engine)
+    held = [h for h in _held(engine, engine.world.rank) if h.values]
+    return {
+        "format": SHARD_FORMAT,
+        "rank": engine.world.rank,
+        "world_size": engine.world.size,
+        "steps": 0 if shards is None else shards.steps,
+        "param_groups": _packed_groups(engine),
+        "parameters": _parameters(engine),
+        "shards": {names[h.param]: _exported(h) for h in held},
+    }
+
+
+def load_shards(
+    engine: Engine, parts: list[Part], load_whole: Callable[[dict[str, Any]], None]
+) -> None:
+    """Load this worker's state from all shards of an earlier run.
+
+    Args:
+        engine: of any strategy and number of workers.
+        parts: the results of `export_shard` on each worker of that run, in any order.
+        load_whole: the optimizer's own ``load_state_dict``.
+
+    Raises:
+        UsageError: the shards are not of one moment of one run of this model.
+    """
+    _check(parts, engine)
+    load_whole({"state": {}, "param_groups": parts[0]["param_groups"]})
+    if engine.update.shards is not None:
+        engine.update.shards.steps = parts[0]["steps"]
+    names = _names(engine)
+    saved_dtypes = {name: dtype for name, _, dtype in parts[0]["parameters"]}
+    for held in _held(engine, 0):
+        name = names[held.param]
+        shards = _in_order(name, parts)
+        if shards:
+            held.state[held.key] = _cut(shards, held, saved_dtypes[name])
+    if engine.update.shards is None:
+        engine.update.on_load_state_dict()  # servers copy the state from the optimizer
+
+
+# -- this worker's shard ------------------------------------------------------------------
+
+
+def _held(engine: Engine, rank: int) -> Iterator[_Held]:
+    """Yield the state that this worker exports; rank 0 exports what all of them have."""
+    state: State = engine.optimizer.__dict__["state"]
+    inside: set[torch.Tensor] = set()
+    shards = engine.update.shards
+    if shards is not None:
+        inside = {slot.param for slot in engine.slots}
+        for piece in shards.pieces:
+            each = functools.partial(shards.has_each, piece)
+            yield _Held(piece.slot.param, piece.span, shards.state, piece.stand_in, each)
+    outside = [p for p in engine.stepper.params() if p not in inside]
+    each_of_all = _keys_of_each(state, outside)
+    for param in outside if rank == 0 else ():
+        yield _Held(param, Span(0, param.numel()), state, param, each_of_all.__contains__)
+
+
+def _keys_of_each(state: State, params: Iterable[torch.Tensor]) -> set[str]:
+    """Names of state with a value for each element, judged by the shapes of all parameters."""
+    shaped: dict[str, bool] = {}
+    for param in params:
+        for key, value in state.get(param, {}).items():
+            fits = isinstance(value, torch.Tensor) and value.shape == param.shape
+            shaped[key] = shaped.get(key, True) and fits
+    return {key for key, fits in shaped.items() if fits}
+
+
+def _exported(held: _Held) -> dict[str, Any]:
+    return {
+        "start": held.span.start,
+        "stop": held.span.stop,
+        "each": {k: v.detach().reshape(-1) for k, v in held.values.items() if held.each(k)},
+        "all": {k: v for k, v in held.values.items() if not held.each(k)},
+    }
+
+
+def _names(engine: Engine) -> dict[torch.Tensor, str]:
+    # Not the model's own method, which would make gradients whole.
+    return {param: name for name, param in torch.nn.Module.named_parameters(engine.model)}
+
+
+def _parameters(engine: Engine) -> list[list[Any]]:
+    names = _names(engine)
+    return [
+        [names[p], list(p.shape), str(p.dtype).removeprefix("torch.")]
+        for p in engine.stepper.params()
+    ]
+
+
+def _packed_groups(engine: Engine) -> list[dict[str, Any]]:
+    """The groups as in torch's state dict: settings, and numbers instead of parameters."""
+    numbers = itertools.count()
+    return [
+        {**settings, "params": [next(numbers) for _ in group["params"]]}
+        for settings, group in zip(
+            engine.stepper.snapshot(), engine.optimizer.__dict__["param_groups"], strict=True
+        )
+    ]
+
+
+# -- all shards of an earlier run ----------------------------------------------------------
+
+
+def _in_order(name: str, parts: list[Part]) -> list[dict[str, Any]]:
+    shards = [part["shards"][name] for part in parts if name in part["shards"]]
+    return sorted(shards, key=lambda shard: int(shard["start"]))
+
+
+def _cut(shards: list[dict[str, Any]], held: _Held, saved_dtype: str) -> dict[str, Any]:
+    """Put together the state of the elements in ``held.span``."""
+    # State of whole parameters may contain lists of tensors, which training changes.
+    state = {key: copy.deepcopy(value) for key, value in shards[0]["all"].items()}
+    span, like = held.span, held.param
+    for key in shards[0]["each"]:
+        parts = []
+        for shard in shards:
+            first, last = max(span.start, shard["start"]), min(span.stop, shard["stop"])
+            if first < last:
+                parts.append(shard["each"][key][first - shard["start"] : last - shard["start"]])
+        value = torch.cat(parts).to(like.device).reshape(held.key.shape)
+        # State of the parameter's own dtype follows it to another precision, as in torch.
+        follows = str(value.dtype) == f"torch.{saved_dtype}"
+        state[key] = value.to(like.dtype) if follows else value
+    return state
+
+
+def _check(parts: list[Part], engine: Engine) -> None:
+    if not isinstance(parts, list) or not parts:
+        raise UsageError(
+            f"load_shards({type(parts).__name__}): pass a list of what shard_state_dict() "
+            "returned on every worker"
+        )
+    for position, part in enumerate(parts):
+        well_formed = isinstance(part, dict) and part.get("format") == SHARD_FORMAT
+        if not well_formed or any(type(part.get(k)) is not kind for k, kind in _FIELDS.items()):
+            raise UsageError(
+                f"load_shards(parts): parts[{position}] was not made by "
+                "optimizer.shard_state_dict()"
+            )
+    _check_complete(parts)
+    _check_fits(parts, engine)
+    known = {name: list(shape) for name, shape, _ in parts[0]["parameters"]}
+    for part in parts:
+        for name in part["shards"]:
+            if name not in known:
+                raise UsageError(
+                    f"load_shards(parts): rank {part['rank']}'s part has parameter {name!r}, "
+                    "which its own list does not name; save it anew"
+                )
+    for name, shape in known.items():
+        _check_tiled(name, torch.Size(shape).numel(), parts)
+
+
+def _check_complete(parts: list[Part]) -> None:
+    first = parts[0]
+    for part in parts:
+        for key, what in (("world_size", "workers"), ("steps", "steps")):
+            if part[key] != first[key]:
+                raise UsageError(
+                    f"load_shards(parts): rank {first['rank']}'s part is of a run after "
+                    f"{first['steps']} steps with {first['world_size']} workers, rank "
+                    f"{part['rank']}'s of one after {part['steps']} with {part['world_size']}; "
+                    f"all parts must have the same number of {what}"
+                )
+    ranks = sorted(part["rank"] for part in parts)
+    wanted = list(range(first["world_size"]))
+    missing = [rank for rank in wanted if rank not in ranks]
+    if missing:
+        raise UsageError(
+            f"load_shards(parts): the part of rank {missing[0]} is missing; a run with "
+            f"{first['world_size']} workers has parts of ranks 0 to {first['world_size'] - 1}"
+        )
+    if ranks != wanted:
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1 or rank not in wanted)
+        raise UsageError(
+            f"load_shards(parts): rank {twice} occurs more often than a run with "
+            f"{first['world_size']} workers has it; pass each worker's part once"
+        )
+
+
+def _check_fits(parts: list[Part], engine: Engine) -> None:
+    mine = [entry[:2] for entry in _parameters(engine)]
+    sizes = [len(group["params"]) for group in engine.optimizer.__dict__["param_groups"]]
+    for part in parts:
+        try:
+            theirs = [[name, [int(n) for n in shape]] for name, shape, _ in part["parameters"]]
+            their_sizes = [len(group["params"]) for group in part["param_groups"]]
+        except (KeyError, TypeError, ValueError):
+            theirs, their_sizes = [], []
+        for a, b in itertools.zip_longest(mine, theirs):
+            if a != b:
+                raise UsageError(
+                    f"load_shards(parts): this optimizer has {_shown(a)} where rank "
+                    f"{part['rank']}'s part has {_shown(b)}; load parts of the same model and "
+                    "the same order of parameters"
+                )
+        if sizes != their_sizes:
+            raise UsageError(
+                f"load_shards(parts): this optimizer has param groups of {sizes} parameters, "
+                f"rank {part['rank']}'s part of {their_sizes}; make the same groups"
+            )
+
+
+def _shown(entry: Any) -> str:
+    return "no more parameters" if entry is None else f"parameter {entry[0]!r} {tuple(entry[1])}"
+
+
+def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
+    """Check that the shards have each element of a parameter once, or none of them."""
+    try:
+        shards = _in_order(name, parts)
+        keys = [(list(shard["each"]), list(shard["all"])) for shard in shards]
+        wrong = any(
+            not isinstance(value, torch.Tensor) or value.shape != (shard["stop"] - shard["start"],)
+            for shard in shards
+            for value in shard["each"].values()
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        wrong = True
+    if wrong or any(other != keys[0] for other in keys):
+        raise UsageError(
+            f"load_shards(parts): the state of parameter {name!r} is damaged, or of different "
+            "kinds in different parts; save it anew"
+        )
+    end = 0
+    for shard in [*shards, {"start": numel, "stop": numel}] if shards else []:
+        start = shard["start"]
+        if start != end:
+            what = "in no part" if start > end else "in two parts"
+            low, high = sorted((start, end))
+            raise UsageError(
+                f"load_shards(parts): elements {low} to {high - 1} of parameter {name!r} are "
+                f"{what}; pass what shard_state_dict() returned at one moment of one run"
+            )
+        end = shard["stop"]
+
+
+# -- the extra state -----------------------------------------------------------------------
+
+PARTS = "parts"
+"""The key of all workers' residuals in merged state."""
+
+AVERAGES = "averages"
+SAVED = "saved"
+
+AVERAGES_FORMAT = "wingbeat averages, version 1"
+
+_WHERE = "load_state_dict(): averages"
+
+
+def export_extra(engine: Engine) -> dict[str, Any]:
+    """Return copies of the extra state; empty if there is none."""
+    state = dict(engine.compression.state_dict() or {})
+    update = engine.update
+    if isinstance(update, LocalUpdate) and update.keeps:
+        state[AVERAGES] = {"format": AVERAGES_FORMAT, "steps": update.steps, **update.tensors()}
+    several = engine.world.size > 1
+    if several and isinstance(update, (LocalUpdate, BoundedUpdate)) and update.is_own:
+        state[SAVED] = [engine.world.rank, engine.world.size, update.differs]
+    return state
+
+
+def check_extra(engine: Engine, state: Any) -> None:
+    """Raise a `UsageError` unless ``state`` is extra state of this model, or None."""
+    parts = _parts(state)
+    if parts is None:
+        engine.compression.check(_residuals(state))
+    else:
+        engine.compression.check_parts(parts, "load_state_dict")
+    averages, update = _averages(state), engine.update
+    if averages is None or not isinstance(update, LocalUpdate):
+        return
+    steps = averages.get("steps")
+    if averages.get("format") != AVERAGES_FORMAT or type(steps) is not int or steps < 0:
+        raise UsageError(
+            f"{_WHERE}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
+            "number of steps"
+        )
+    if isinstance(update, OuterUpdate):
+        for kind in _kinds(averages):
+            _check_names(kind, averages[kind], update.shapes)
+            check_tensors(averages[kind], update.shapes, f"{_WHERE}: {kind!r}")
+
+
+def load_extra(engine: Engine, state: Any) -> None:
+    """Load extra state that was checked; reset it if None. Log what the state lacks."""
+    _log_missing(engine, state)
+    parts = _parts(state)
+    if parts is None or engine.compression.residuals is None:
+        engine.compression.load_state_dict(_residuals(state) if parts is None else None)
+    else:
+        engine.compression.load_parts(parts)
+    update = engine.update
+    if isinstance(update, LocalUpdate):
+        averages = _averages(state) or {}
+        tensors = {kind: averages[kind] for kind in _kinds(averages)}
+        update.resume(averages.get("steps", 0), tensors)
+
+
+def _log_missing(engine: Engine, state: Any) -> None:
+    """Log in one line, on one rank, what ``state`` lacks."""
+    match state.get(SAVED) if isinstance(state, dict) else None:
+        case [int(saver), int(size), bool(differed)]:
+            pass
+        case _:
+            return
+    update, world = engine.update, engine.world
+    if isinstance(update, BoundedUpdate):
+        if differed and world.rank == 0:
+            log.warning(
+                "load_state_dict(): this state was saved between two calls of model.synchronize(), "
+                "with rounds of gradients under way, which are in no state: training goes on "
+                "without them; call model.synchronize() on all ranks before you save"
+            )
+    elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
+        own = "its optimizer's own state"
+        if differed:
+            own += " and what its model had moved since wingbeat.synchronize() are"
+        else:
+            own += " is"
+        log.warning(
+            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to go on as without "
+            "a stop, save and load model and optimizer on every rank",
+            world.rank, saver, own,
+        )  # fmt: skip
+
+
+def merge_extra(states: Sequence[Any]) -> dict[str, Any] | None:
+    """Merge all workers' results of `export_extra`, to load on any number of workers."""
+    parts = [part for part in map(_residuals, states) if part]
+    averages = _averages(states[0])
+    found = {PARTS: parts} if parts else {}
+    return found | ({AVERAGES: averages} if averages is not None else {}) or None
+
+
+def _residuals(state: Any) -> Any:
+    """Return the residuals; None if there are only averages."""
+    if not isinstance(state, dict):
+        return state
+    return {key: value for key, value in state.items() if key not in (AVERAGES, SAVED)} or None
+
+
+def _parts(state: Any) -> Any:
+    """Return all workers' residuals; None if the state has only one worker's, or none."""
+    return state.get(PARTS) if isinstance(state, dict) else None
+
+
+def _averages(state: Any) -> dict[str, Any] | None:
+    averages = state.get(AVERAGES) if isinstance(state, dict) else None
+    if averages is not None and not isinstance(averages, dict):
+        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it anew")
+    return averages
+
+
+def _kinds(averages: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of tensors in the state; a run without an outer optimizer has none."""
+    found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
+    if found and not {SHARED, VELOCITY} <= set(found):
+        raise UsageError(
+            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it anew"
+        )
+    return found
+
+
+def _check_names(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> None:
+    if not isinstance(values, dict) or values.keys() != shapes.keys():
+        others = sorted(set(values) ^ set(shapes), key=str) if isinstance(values, dict) else []
+        raise UsageError(
+            f"{_WHERE}: {kind!r} is not of the trained parameters of this model"
+            f"{f' ({others[0]!r} is in one of them only)' if others else ''}; load a state of the "
+            "same model"
+        )

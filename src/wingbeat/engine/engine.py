@@ -1,0 +1,855 @@
+"""One engine for all strategies: hooks become events, and the schedule's commands are performed.
+
+Strategies differ in the parts: when what happens (`schedules`), what an operation on a bucket means
+(`exchanges`), how gradients are shown (`engine.gradients.views`), who updates what
+(`engine.updates`), and what is decided during training (`control`).
+
+======================================== =========================== ========================
+PyTorch calls                            method of `Engine`          event
+======================================== =========================== ========================
+forward pre-hook of the model            ``before_forward``
+forward pre-hook of a module             ``before_module_forward``   `ParametersNeeded`
+read of a parameter, update deferred     ``refresh``                 `ParametersNeeded`
+hook on the first gradient of a backward ``on_grad``                 `BackwardBegins`
+hook on the last gradient of a bucket    ``on_grad``                 `BucketReady`
+autograd callback, end of a backward     ``end_backward``            `BackwardEnds`
+read of a placeholder in ``p.grad``      ``show_gradient``           `GradientsNeeded`
+``GradScaler.unscale_``                  ``unscale``                 `PartsNeeded`
+``clip_grad_norm_``                      ``clip_grad_norm_``         `PartsNeeded`
+``zero_grad``                            ``zero_grad``               `GradientsDropped`
+``optimizer.step``                       ``step``                    `StepCalled`
+======================================== =========================== ========================
+
+`Planned` follows each change of buckets. `runtime.Runtime` passes each command to the part that
+performs it. Buckets are launched strictly in the plan's order, on every worker, so no negotiation
+is needed (DeAR, section III-B). Gradients arrive in the threads that run autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from wingbeat.collectives import Collectives
+from wingbeat.engine import build
+from wingbeat.engine.buffers import BufferSync
+from wingbeat.engine.clipping import clip_blocks, norm_is_separable, unscale_blocks
+from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind
+from wingbeat.engine.gradients.bucketing import Bucketing, ignored, synchronised
+from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
+from wingbeat.engine.gradients.views import PendingGradient
+from wingbeat.engine.hooks import (
+    ForwardHook,
+    Hooks,
+    WeakCall,
+    call_at_backward_end,
+    in_backward,
+    in_transform,
+    outside_transforms,
+)
+from wingbeat.engine.model_checks import (
+    ParameterCheck,
+    refuse_assignment,
+    refuse_fused_layouts,
+    refuse_loading,
+    refuse_unfrozen,
+    refuse_wrapper_around,
+)
+from wingbeat.engine.updates.stepper import StepArguments, Stepper
+from wingbeat.engine.updates.update import Closure, Training
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe.meter import Meter
+from wingbeat.planning.backward import BackwardProfiler
+from wingbeat.planning.control import Control
+from wingbeat.planning.merging import LayerMerging
+from wingbeat.schedules.events import (
+    BackwardBegins,
+    BackwardEnds,
+    BucketReady,
+    Event,
+    GradientsDropped,
+    GradientsNeeded,
+    ParametersNeeded,
+    PartsNeeded,
+    Phase,
+    Planned,
+)
+from wingbeat.schedules.intents import Intent
+from wingbeat.transport import graceful_shutdown
+from wingbeat.types import Choices
+
+_GONE = "an exception cut its backward short; call optimizer.zero_grad() and run the backward again"
+
+
+class Engine:
+    """Synchronises one model's gradients, and runs its optimizer.
+
+    Attributes:
+        control: the decisions made during training; None for a worker alone, and without lockstep.
+        add_group: adds a param group to the optimizer; None where none can be added.
+        scaled: whether a GradScaler unscales the gradients.
+        asked: whether a GradScaler has asked, since the last step, who unscales.
+        copied: whether this worker has copied another's state, and has not used it yet.
+        hooks: on the model, its parameters and its optimizer; None for a worker alone.
+        meter: counts for `wingbeat top`.
+        sync: whether backwards synchronise gradients; False inside of `no_sync`.
+        scale: factor of gradients, the inverse of the number of workers.
+        buffer_root: the rank whose buffers all workers copy.
+        before_synced_forward: called before a forward whose gradients are synchronised.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        choices: Choices,
+        collectives: Collectives,
+        plain_step: Callable[[torch.optim.Optimizer], Any],
+    ) -> None:
+        world = collectives.world
+        self.model = model
+        self.optimizer = optimizer
+        self.world = world
+        self.collectives = collectives
+        self.choices = choices
+        self.sync = True
+        self.lock = threading.RLock()
+        self.buffer_root = 0
+        self.scale = 1.0 / world.size
+        self.before_synced_forward: Callable[[], Any] | None = None
+        self._decided: bool | None = None
+        self._in_backward = False
+        self._backward: weakref.ref[Any] | None = None
+        self._skipping = False
+        self._shadowing = False
+        self._next = 0
+        self.stepper = Stepper(optimizer, plain_step)
+        lockstep = choices.lockstep or world.size == 1
+        self.buffer_sync = BufferSync(model, ignored(model), collectives, lockstep=lockstep)
+        sparse = sparse_parameters(model) if world.size > 1 and gathers_sparse(choices) else {}
+        self.bucketing = Bucketing(model, choices.fusion, world, lockstep=lockstep, sparse=sparse)
+        self.compression = build.make_compression(choices, self.bucketing.slots, collectives)
+        self.steps_made = StepCounter(world.rank)
+        self.sparse = SparseGradients(sparse, collectives, self.steps_made)
+        self.control: Control | None = None
+        self.add_group: Callable[[dict[str, Any]], None] | None = None
+        self.scaled = self.asked = False
+        self.copied = world.returned
+        self.hooks: Hooks | None = None
+        self._single_worker_hook: Any = None
+        # Parts of parameters are cut from a flat one, and codecs read matrices in order.
+        flat = self.compression.coded is not None or not lockstep
+        self.bucketing.strided = not choices.divides and not flat
+        if flat and not choices.shard_optimizer:
+            refuse_fused_layouts(optimizer)
+        self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
+        self._parameter_check = ParameterCheck(model, optimizer)
+        refresh = WeakCall(self.refresh)
+        training = Training(
+            optimizer, self.stepper, self.steps_made, self.bucketing, collectives, refresh
+        )
+        # Before the exchange, which is made next, is closed: leave no update behind.
+        if world.size > 1 and (choices.shard_optimizer or choices.servers is not None):
+            world.on_close(WeakCall(self.flush_on_close))
+        buffers = self.buffer_sync.tensors
+        self.runtime = build.make_runtime(choices, training, self.compression, self, buffers)
+        self.meter = self.runtime.meter = Meter(type(model).__name__)
+        self.meter.show(self.runtime.exchange.sections)
+        self.bundling = build.make_bundling(choices, self.runtime, WeakCall(self.rebucket))
+        self.views = self.runtime.views
+        self.update = self.runtime.update
+        if world.size > 1:
+            self._start()
+        else:
+            hook = ForwardHook(weakref.ref(self), "before_forward_of_single_worker")
+            self._single_worker_hook = model.register_forward_pre_hook(hook, prepend=True)
+
+    def __reduce__(self) -> Any:
+        # Copies of objects that refer to the engine are plain objects.
+        return type(None), ()
+
+    def _start(self) -> None:
+        exchange, links = self.runtime.exchange, self.collectives
+        if self.choices.lockstep:
+            self.control = Control(self.choices, self.bucketing, self.compression, links, exchange)
+        local = self.choices.averaging is not None
+        if not local:
+            self.bucketing.build()
+        self._adopt_buckets()
+        self.hooks = Hooks(self, gradients=not local)
+        _flushed_before_fork.add(self)
+
+    # -- parameters, buckets and phases ---------------------------------------------------
+
+    @property
+    def slots(self) -> list[Slot]:
+        """One for each trained parameter with a dense gradient."""
+        return self.bucketing.slots
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """All trained parameters, those with sparse gradients last."""
+        return [*(slot.param for slot in self.slots), *self.sparse.params]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of the plan in force, first ready first."""
+        return self.bucketing.buckets
+
+    @property
+    def forward_buckets(self) -> list[Bucket]:
+        """The buckets of the plan in force, first needed first."""
+        return self.bucketing.forward_buckets
+
+    def readers(self) -> set[torch.nn.Module]:
+        """Return the modules with synchronised parameters or buffers of their own."""
+        trained = {module for module in self.model.modules() if self.bucketing.needed_by(module)}
+        return trained | self.buffer_sync.owners()
+
+    @property
+    def phase(self) -> Phase:
+        """Where the gradients of the last backward are."""
+        return self.runtime.schedule.phase
+
+    @property
+    def backward_running(self) -> bool:
+        """Whether a synchronised backward is running, in any thread."""
+        return self._in_backward and self._backward is not None and self._backward() is not None
+
+    @property
+    def backward_aborted(self) -> bool:
+        """Whether an exception has ended a synchronised backward."""
+        return self._in_backward and not self.backward_running
+
+    @property
+    def merging(self) -> LayerMerging | None:
+        """Plans which layers are merged; None where nothing is planned."""
+        return None if self.control is None else self.control.merging
+
+    @property
+    def passes(self) -> BackwardProfiler | None:
+        """Times backwards for planning; None where nothing is planned."""
+        by = self.merging or self.bundling
+        return None if by is None else by.passes
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether a worker without batches may be repeating this one's collectives.
+
+        It does not where the workers agree before each exchange.
+        """
+        return self.before_synced_forward is not None and not self.update.agrees
+
+    def dispatch(self, event: Event, closure: Closure = None) -> Any:
+        """Perform the schedule's commands for ``event``; return the result of a whole step."""
+        return self.runtime.dispatch(event, closure)
+
+    def rebucket(self) -> None:
+        """Change to the next plan; every worker does so before the same backward."""
+        self.compression.settle()
+        self.bucketing.rebuild()
+        self._adopt_buckets()
+
+    def _adopt_buckets(self) -> None:
+        for bucket in self.buckets:
+            self.views.on_new_buffer(bucket)
+        owns = self.stepper.owns
+        members = (
+            frozenset(slot.index for slot in bucket.slots if owns(slot.param))
+            for bucket in self.buckets
+        )
+        self.runtime.exchange.planned(self.buckets, self.forward_buckets)
+        forward = tuple(bucket.index for bucket in self.forward_buckets)
+        self.dispatch(Planned(forward, tuple(members)))
+        self.update.on_new_buckets()
+
+    # -- forward --------------------------------------------------------------------------
+
+    def before_forward(self, _model: torch.nn.Module, _args: Any) -> None:
+        """Before the model's forward: decide whether the backward that may follow synchronises."""
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        self.between_steps()
+        with outside_transforms():
+            self._begin_forward()
+        if self.sync and not self.model.training and self.before_synced_forward is None:
+            return  # an evaluation, perhaps on this worker alone; else backward decides
+        # As under DDP, it is the forward that decides whether its gradients are synchronised.
+        # One that does not synchronise does not undo an earlier forward's decision.
+        self._decided = self.sync or bool(self._decided)
+        self._request_buffers()
+
+    def begin_step(self) -> None:
+        """Before forwards and backwards of which each backward decides whether it synchronises."""
+        self.between_steps()
+        self._begin_forward()
+        self._request_buffers()
+
+    def before_forward_of_single_worker(self, *_args: Any) -> None:
+        """Before a forward of a worker alone, which has no other hooks."""
+        if torch.is_grad_enabled() and not in_backward():
+            self.between_steps()
+
+    def _begin_forward(self) -> None:
+        self.meter.enter("forward")
+        refuse_wrapper_around(self.model)
+        refuse_unfrozen(self.model, self._frozen)
+        self.recover()
+        self.update.before_forward()
+
+    def _request_buffers(self) -> None:
+        if self.sync:
+            if self.before_synced_forward is not None:
+                self.before_synced_forward()
+            if not in_transform():  # buffers may be its arguments, and cannot be written to
+                self.buffer_sync.request(self.buffer_root)
+
+    def before_compiled_forward(self) -> None:
+        """Before a forward that ``torch.compile`` has compiled: bring the whole model up to date.
+
+        Hooks inside would break the graph.
+        """
+        if self.hooks is not None:
+            self.hooks.remove_inner()
+        self.flush()
+
+    def before_module_forward(self, module: torch.nn.Module, _args: Any) -> None:
+        """Before any module's forward: bring what it reads up to date."""
+        if not in_transform():
+            self.buffer_sync.apply()
+        buckets = self.bucketing.needed_by(module)
+        if buckets:
+            self.apply_updates(buckets)
+
+    def apply_updates(self, buckets: Sequence[Bucket]) -> None:
+        """Apply the deferred updates of these buckets."""
+        if not self.update.defers:
+            return
+        with self.lock:
+            due = tuple(bucket.index for bucket in buckets if bucket.due)
+            if due:
+                with outside_transforms(), self.update.step_modes():
+                    self.dispatch(ParametersNeeded(due))
+
+    def refresh(self, params: Sequence[torch.Tensor]) -> None:
+        """Apply the deferred updates of parameters that are about to be read."""
+        slots = self.bucketing.slot_of
+        self.apply_updates([slots[param].bucket for param in params if param in slots])
+
+    # -- backward: gradients into buckets -------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this worker only, until a backward outside of this context."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def on_grad(self, index: int) -> None:
+        """Copy one gradient into its bucket; called by autograd after its accumulation.
+
+        With parameters on several devices several threads of autograd call this.
+
+        Raises:
+            UsageError: after an exception, twice in one backward, a sparse gradient, or one with a
+                graph of its own.
+        """
+        with self.lock:
+            if not self._enters_backward(self.slots[index].name):
+                return
+            passes = self.passes
+            if passes is None:
+                self._add_gradient(index)
+                return
+            passes.enter(index)
+            self._add_gradient(index)
+            passes.leave()
+
+    def on_sparse_grad(self, index: int) -> None:
+        """Check a sparse gradient, which is exchanged at the end of its backward.
+
+        Raises:
+            UsageError: it cannot be exchanged, or an exception has cut the backward before short.
+        """
+        with self.lock:
+            if self._enters_backward(self.sparse.names[index]):
+                self.sparse.check(index)
+
+    def _enters_backward(self, name: str) -> bool:
+        """Begin a backward at its first gradient; return whether it is synchronised."""
+        if not self._in_backward:
+            if not (self.sync if self._decided is None else self._decided):
+                self._skip_backward()
+                return False
+            self._refuse_graph()
+            self._begin_backward()
+        elif self.backward_aborted:
+            raise UsageError(
+                f"parameter {name!r} got a gradient, but an exception has cut the backward before "
+                "this one short; call optimizer.zero_grad() after it"
+            )
+        return True
+
+    def _refuse_graph(self) -> None:
+        """Refuse a backward whose gradients are differentiated: exchanged ones have no graph."""
+        if torch.is_grad_enabled():
+            self._decided = None
+            for param in self.trained:
+                param.grad = None
+            raise UsageError(
+                "backward(create_graph=True): gradients that are exchanged have no graph, so a "
+                "penalty on p.grad would have no effect; use torch.autograd.grad(loss, "
+                "model.parameters(), create_graph=True) and call backward() on the loss with the "
+                "penalty"
+            )
+
+    def _skip_backward(self) -> None:
+        """Leave a backward without synchronisation; its end resets the forward's decision."""
+        if self._decided is not None and not self._skipping:
+            self._skipping = True
+            self.meter.enter("backward")
+            call_at_backward_end(self, "end_backward")
+
+    def _begin_backward(self) -> None:
+        decided, self._decided = self._decided, None
+        self.views.begin_backward()  # if it raises, the forward's decision is used up
+        self._decided = decided
+        self._open_backward()
+        self._in_backward = True
+        self._backward = call_at_backward_end(self, "end_backward")
+        if self.passes is not None:
+            self.passes.begin()
+
+    def _open_backward(self) -> None:
+        """Finish the last step, and gather gradients that this backward adds to."""
+        self._next = 0
+        self.meter.enter("backward")
+        self.apply_updates(self.forward_buckets)
+        self.dispatch(BackwardBegins())
+        self.runtime.checked = False
+        self.bucketing.adopt_order()
+        self.compression.count_step()
+        if self.control is not None:
+            self.control.boundary()
+        if self.bucketing.stale:
+            self.rebucket()
+        for bucket in self.buckets:
+            bucket.settle()  # an operation on the buffer refers to it too
+            if bucket.is_referenced():
+                bucket.reallocate()
+                self.views.on_new_buffer(bucket)
+            bucket.reset()
+
+    def _add_gradient(self, index: int) -> None:
+        slot = self.bucketing.slots[index]
+        grad = slot.param.grad
+        if slot.ready:
+            raise UsageError(
+                f"parameter {slot.name!r} got its gradient twice in one backward, as in two "
+                "reentrant checkpoints that share it; use checkpoint(..., use_reentrant=False)"
+            )
+        if grad is not None and grad.layout is not torch.strided:
+            raise UsageError(
+                f"parameter {slot.name!r} has a sparse gradient, which has no place in a bucket: "
+                "sparse gradients are those of torch.nn.Embedding and EmbeddingBag, made with "
+                "sparse=True before distribute(); use one of these, or sparse=False"
+            )
+        self.bucketing.observe_ready(index)
+        self._copy_gradient(slot)
+        bucket = slot.bucket
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._launch_complete()
+
+    def _copy_gradient(self, slot: Slot) -> None:
+        bucket, param, view = slot.bucket, slot.param, slot.view
+        if bucket.handle is not None:
+            bucket.settle()
+        if param.dtype is not view.dtype or param.shape != view.shape:
+            check_kind(slot.name, param, view)
+        slot.used = slot.fill(self.scale)
+        slot.ready = True
+        self.views.on_gradient(slot)
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            bucket = self.buckets[self._next]
+            self._next += 1
+            steps = None if self._shadowing else self.steps_made.count
+            bucket.write_tail(steps, self.steps_made.rank)
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        if self.bundling is not None:
+            self.bundling.measure_widths(bucket)
+        bucket.wire = self.compression.launching(bucket)
+        if bucket.wire is not None and self.update.shards is not None:  # encoded once, not gathered
+            self.compression.add_own_residual(bucket, bucket.owned(self.world.rank))
+        self.dispatch(BucketReady(bucket.index))
+
+    def _launch_all(self) -> None:
+        """Launch all that each worker launches once in a backward, whether complete or not."""
+        for bucket in self.buckets[self._next :]:
+            for slot in bucket.slots:
+                if not slot.ready:
+                    self._copy_gradient(slot)
+            bucket.missing = 0
+        self._launch_complete()
+        self._in_backward = False
+        self.sparse.start(self.scale, shadowing=self._shadowing)
+        self.buffer_sync.start(self.buffer_root)
+        if self.control is not None:
+            self.control.exchange()
+        self.bucketing.publish_order()
+
+    # -- backward: its end ----------------------------------------------------------------
+
+    def end_backward(self) -> None:
+        """Launch buckets that miss unused parameters, and close this backward."""
+        with self.lock:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        self._decided = None
+        self._skipping = False
+        if not self._in_backward:
+            self.meter.enter("other")
+            return
+        if self.passes is not None:
+            self.passes.end()
+        self._launch_all()
+        # Another model of this backward may not have launched yet what other workers wait for.
+        if not in_backward():
+            self.sparse.send()
+            self.close_backward()
+        elif self.sparse:
+            call_at_backward_end(self, "send_sparse")
+        else:
+            call_at_backward_end(self, "close_backward")
+
+    def send_sparse(self) -> None:
+        """Send sparse gradients, before any model of this backward waits for others."""
+        with self.lock:
+            self.sparse.send()
+        call_at_backward_end(self, "close_backward")
+
+    def close_backward(self) -> None:
+        """Finish a backward whose buckets have all been launched.
+
+        Raises:
+            UsageError: gradients for another optimizer were lost, whose step would not say so.
+        """
+        with self.lock:
+            passes = self.passes
+            if passes is None:
+                self._finish_backward()
+            else:
+                passes.launched(self.buckets[-1].handle)
+                self._finish_backward()
+                passes.waited()
+        owns = self.stepper.owns
+        if self.update.gradients_lost() and not all(owns(slot.param) for slot in self.slots):
+            self.update.refuse_lost("backward() for another optimizer")
+
+    def _finish_backward(self) -> None:
+        """Show gradients, or placeholders for them."""
+        # Another optimizer first reads whether there is a gradient at all.
+        others = [slot for slot in self.slots if not self.stepper.owns(slot.param)]
+        blind = self._shadowing and self.update.agrees
+        lost = self.update.gradients_lost()
+        self.views.hide()
+        self.dispatch(BackwardEnds(looked_at=bool(others) and not blind, lost=lost))
+        self.sparse.show()
+        if lost:
+            for slot in self.slots:
+                if self.stepper.owns(slot.param):
+                    self.views.lose(slot, self.update.lost_message("a gradient was read"))
+                else:
+                    slot.param.grad = None
+        elif others and not blind:
+            self.views.show(others)
+        self.meter.enter("other")
+
+    def recover(self) -> None:
+        """After a backward that an exception cut short: complete its collectives.
+
+        Every worker launches each bucket exactly once per backward, so that their next collectives
+        still match. The gradients are dropped. While the backward goes on, when a hook, a part that
+        is recomputed, or another thread calls it, it does nothing.
+        """
+        if not self.backward_aborted:
+            return
+        if self.passes is not None:
+            self.passes.abandon()
+        try:
+            self._launch_all()
+            self.sparse.send()
+            self._finish_backward()  # for the other workers it ends like any other
+            self.discard()
+        finally:
+            for param in self.trained:
+                param.grad = None
+        self.update.on_zero_grad(True)
+
+    def shadow_backward(self) -> None:
+        """Take part in one backward of the other workers with gradients of zero."""
+        self._open_backward()
+        self.zero_grad(True)
+        for param in self.trained:
+            param.grad = None
+        self._in_backward = self._shadowing = True
+        try:
+            self.end_backward()
+        finally:
+            self._shadowing = False
+
+    def discard(self) -> None:
+        """Drop the gradients of the last backward; their exchange completes for the others."""
+        self.dispatch(GradientsDropped())
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop or zero the gradients, also those that only exist in the buckets."""
+        if self.hooks is None:
+            return
+        self.recover()
+        self.discard()
+        self.views.on_zero_grad(set_to_none)
+        # Nothing here reads a parameter, so deferred updates need not be applied.
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                grad = slot.param.grad
+                if grad is not None and grad is slot.pending:
+                    zeros = not set_to_none and slot.used
+                    slot.param.grad = torch.zeros_like(slot.param) if zeros else None
+        self.update.on_zero_grad(set_to_none)
+
+    # -- reading gradients and parameters -------------------------------------------------
+
+    def flush(self) -> None:
+        """Apply all deferred updates, and the buffers that have arrived."""
+        self.buffer_sync.apply()
+        self.apply_updates(self.forward_buckets)
+
+    def flush_on_close(self) -> None:
+        """Apply deferred updates before the world is closed, if nothing has failed."""
+        if self.hooks is None or (self.choices.servers and graceful_shutdown.is_failing()):
+            return  # nothing is pending yet; or other workers may never push their gradients
+        if self.steps_made.diverged:
+            return  # which was raised already
+        with contextlib.suppress(PeerError):  # raised already where it was waited for
+            self.flush()
+
+    def level(self, *, always: bool = True) -> None:
+        """Apply all that is under way; where workers' models differ, all must call it.
+
+        Args:
+            always: whether also if this worker has made no step since the last time.
+
+        Raises:
+            PeerError: a worker did not; names it.
+        """
+        self.recover()
+        self.flush()
+        if self.update.level(always=always):
+            self.buffer_sync.level()
+        self.copied = self.copied and not always
+
+    def settle(self) -> None:
+        """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
+        self.recover()
+        self.flush()
+        if self.views.hidden and not self.backward_running:  # else they are on their way
+            self.settle_gradients()
+            self.views.show()
+
+    def settle_gradients(self) -> None:
+        """Make gradients whole between backward and step, because they are read."""
+        self.dispatch(GradientsNeeded())
+
+    def show_gradient(self, slot: Slot) -> None:
+        """Make ``slot``'s view whole, because its placeholder in ``p.grad`` is read.
+
+        Raises:
+            UsageError: the backward that makes it is running, or was cut short.
+        """
+        if self.backward_running:
+            raise UsageError(
+                f"the gradient of parameter {slot.name!r} was needed in its own backward: a "
+                "parameter that gets its gradient twice in one backward, as in two reentrant "
+                "checkpoints that share it, or a hook that reads it; use checkpoint(..., "
+                "use_reentrant=False), and read gradients after backward"
+            )
+        with self.lock:
+            aborted = self._in_backward
+            with self.views.accumulating(slot if in_backward() else None):
+                self.settle()
+            slot.used |= in_backward()  # now it has a gradient
+        if aborted:
+            raise UsageError(f"the gradient of parameter {slot.name!r} is gone: {_GONE}")
+
+    def unscale(
+        self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Unscale ``grads`` like a GradScaler, on this worker's blocks where these suffice.
+
+        Raises:
+            UsageError: an exception has cut their backward short, or a step has used them up.
+        """
+        aborted = self.backward_aborted
+        self.recover()
+        if aborted:
+            raise UsageError("GradScaler.unscale_(): the gradients are gone: " + _GONE)
+        self.update.refuse_lost("GradScaler.unscale_()")
+        self.dispatch(PartsNeeded(Intent.SCALE))
+        if self.phase is Phase.REDUCED and not self.shadowed:
+            # All buckets of this kind, whichever gradients the user has replaced: other workers
+            # rely on it.
+            kind = grads[0].dtype.to_real(), grads[0].device
+            buckets = [b for b in self.buckets if (b.flat.dtype, b.flat.device) == kind]
+            others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
+            unscale_blocks(buckets, others, self.collectives, found_inf, inv_scale)
+            return
+        self.settle_gradients()
+        whole = [g.whole() if isinstance(g, PendingGradient) else g for g in grads]
+        torch._amp_foreach_non_finite_check_and_unscale_(whole, found_inf, inv_scale)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale the averaged gradients so that their global norm is at most ``max_norm``.
+
+        Where the workers' reduced blocks suffice, one small exchange replaces the gather. Inside of
+        ``join()`` whole gradients are clipped without an exchange: a worker that has run out of
+        batches cannot know when the others clip.
+
+        Raises:
+            UsageError: a step has used them up.
+        """
+        self.recover()
+        self.update.refuse_lost("clip_grad_norm_()")
+        self.dispatch(PartsNeeded(Intent.CLIP))
+        in_parts = self.phase is Phase.REDUCED and not self.shadowed and not self.sparse
+        if in_parts and norm_is_separable(self.buckets, norm_type):
+            return clip_blocks(self.buckets, self.collectives, max_norm, norm_type)
+        if self.views.hidden:
+            self.settle()
+        return torch.nn.utils.clip_grad_norm_(self.stepper.params(), max_norm, norm_type)
+
+    # -- the optimizer --------------------------------------------------------------------
+
+    def step(self, arguments: StepArguments) -> Any:
+        """Serve a call of the user's ``optimizer.step``; return its result.
+
+        Raises:
+            UsageError: model or optimizer have other parameters than at `distribute`.
+        """
+        if self.hooks is not None:
+            self._parameter_check.check()
+        # A scaler asks before each step that it makes: without one, that was the last.
+        if arguments.closure is not None:  # whose forwards belong to the step
+            self.between_steps()
+        self.scaled, self.asked = self.scaled and self.asked, False
+        self.copied = False
+        self.meter.enter("update")
+        with self.stepper.calling(arguments):
+            returned = self.update.step(self, arguments.closure)
+        self.meter.stepped()
+        graceful_shutdown.count_step()
+        return returned
+
+    def between_steps(self) -> None:
+        """Before the first forward of a step: exit here if SIGTERM stops the job.
+
+        Raises:
+            SystemExit: it does, and all is saved.
+        """
+        if not self.stepper.stepping:
+            graceful_shutdown.stop_if_due(lockstep=self.choices.lockstep)
+
+    def visible_state(self) -> Any:
+        """Return the optimizer's state after all updates; inside its own step, as it is."""
+        if self.update.defers and not self.stepper.stepping:
+            self.flush()
+        return self.update.visible_state()
+
+    def whole_state(self) -> contextlib.AbstractContextManager[None]:
+        """Let the optimizer hold its whole state inside; if it is sharded, on all workers alike."""
+        return self.update.whole_state(self)
+
+    # -- state dicts ----------------------------------------------------------------------
+
+    def before_state_dict(self, *_args: Any) -> None:
+        """Before a state dict is made."""
+        self.settle()
+
+    def before_load_state_dict(self, *_args: Any) -> None:
+        """Before a state dict is loaded: complete all that is under way.
+
+        Raises:
+            UsageError: the load would overwrite the state that this worker has copied.
+        """
+        refuse_loading(self, "load_state_dict()")
+        self.settle()
+        self.level(always=False)
+
+    def before_load_module(
+        self, _module: Any, _state: Any, prefix: str, metadata: dict[str, Any], *_args: Any
+    ) -> None:
+        """Before a module loads its part of a state dict; all but the first have nothing to do."""
+        refuse_assignment(prefix, metadata)
+        self.before_load_state_dict()
+
+    def after_load_state_dict(self, *_args: Any) -> None:
+        """After the optimizer has loaded a state dict: its groups are new."""
+        self.stepper.refresh()
+        self.update.on_load_state_dict()
+
+    # -- detaching ------------------------------------------------------------------------
+
+    def detach(self, *, meet: bool = True) -> None:
+        """Apply what is pending and remove every hook; gradients become plain tensors.
+
+        Args:
+            meet: whether workers whose models differ level them first, which all must do.
+        """
+        self.settle()
+        if meet:
+            self.update.before_detach()
+            self.level()
+        self.remove_hooks()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.holds(slot.param.grad):
+                    slot.param.grad = slot.view.clone()
+        self.update.detach()
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks; safe to call twice."""
+        _flushed_before_fork.discard(self)
+        if self.hooks is not None:
+            self.hooks.remove()
+        if self._single_worker_hook is not None:
+            self._single_worker_hook.remove()
+
+    def close(self) -> None:
+        """Close the engine's channel; nothing can be exchanged after that."""
+        if self.world.channel:
+            self.world.close()
+
+
+_flushed_before_fork: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _flush_before_fork() -> None:
+    """Complete what is under way: a child process has no threads that could do so."""
+    for engine in list(_flushed_before_fork):
+        engine.flush()
+
+
+os.register_at_fork(before=_flush_before_fork)

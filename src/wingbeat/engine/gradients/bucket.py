@@ -1,0 +1,369 @@
+"""A bucket's flat buffer, the gradients that are views of it, and the step counts in it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.types import Span, blocks_of
+
+if TYPE_CHECKING:
+    from wingbeat.collectives import WireFormat
+
+COUNT_MODULUS = 128
+"""Buckets carry step counts modulo this; bfloat16 and float16 represent all of these integers."""
+
+
+class Slot:
+    """One parameter's place in a bucket.
+
+    Attributes:
+        elements: elements of the buffer that the gradient occupies; two for a complex number.
+        view: the gradient's place in the bucket's buffer.
+        address: data pointer of ``view``.
+        shown: the same memory, as users see it in ``p.grad``.
+        pending: the placeholder in ``p.grad`` while the gradient is not whole; None under schedules
+            that reduce whole gradients.
+        ready: whether its gradient has been copied into the bucket in this backward.
+        used: whether this worker had a gradient for it.
+        fully_connected: whether only fully connected layers have the parameter.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "bucket",
+        "elements",
+        "fully_connected",
+        "index",
+        "name",
+        "param",
+        "pending",
+        "ready",
+        "shown",
+        "strides",
+        "used",
+        "view",
+    )
+
+    def __init__(
+        self, index: int, name: str, param: torch.nn.Parameter, fully_connected: bool = False
+    ) -> None:
+        self.index = index
+        self.fully_connected = fully_connected
+        self.name = name
+        self.param = param
+        self.elements = param.numel() * (2 if param.is_complex() else 1)
+        self.pending: Any = None
+        self.ready = False
+        self.used = False
+        self.strides = strides_of(param)  # as compared between workers at `distribute`
+        self.bucket: Bucket
+        self.view: torch.Tensor
+        self.shown: torch.Tensor
+        self.address: int
+
+    def show(self) -> None:
+        """Set ``p.grad`` to the gradient in the buffer; raises as `check_kind`."""
+        if self.param.dtype is not self.view.dtype:
+            check_kind(self.name, self.param, self.view)
+        if self.shown.data_ptr() != self.address:  # the user assigned to p.grad.data
+            self.shown = self.view.detach()
+        self.param.grad = self.shown
+
+    def holds(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad``, found in ``p.grad``, is the buffer's view or its placeholder."""
+        if grad is self.shown:
+            return self.shown.data_ptr() == self.address
+        return grad is not None and (grad is self.pending or grad is self.view)
+
+    def is_referenced(self) -> bool:
+        """Whether anything besides this slot refers to one of its tensors."""
+        # Two: the slot's own reference, and the argument. The placeholder refers to the view.
+        waiting = self.pending is not None
+        return (
+            sys.getrefcount(self.shown) > 2
+            or sys.getrefcount(self.view) > 2 + waiting
+            or (waiting and sys.getrefcount(self.pending) > 2)
+        )
+
+    def fill(self, scale: float) -> bool:
+        """Write the gradient times ``scale`` into the view; return False if there is no gradient.
+
+        If autograd accumulated into the view itself, the view is scaled in place.
+        """
+        grad = self.param.grad
+        if grad is None:
+            self.view.zero_()
+            return False
+        factor = _factor(scale, self.view.dtype, self.view.device.type)
+        if self.holds(grad):
+            self.view.mul_(factor)
+        else:
+            torch.mul(grad.detach(), factor, out=self.view)
+        return True
+
+
+@functools.lru_cache(maxsize=32)
+def _factor(scale: float, dtype: torch.dtype, device: str) -> Any:
+    """Return ``scale`` in the form whose product is fastest, with the same bits.
+
+    Torch makes a tensor of a Python number each time, which takes as long as the product of a small
+    gradient. Narrow dtypes are multiplied by the number itself, which is not rounded first.
+    """
+    if device != "cpu" or dtype not in (torch.float32, torch.float64):
+        return scale
+    with _disable_current_modes(), torch.inference_mode(False):  # the result is cached
+        return torch.tensor(scale, dtype=dtype, device="cpu")
+
+
+class PendingOperation(Protocol):
+    """An operation that has been started on a bucket's buffer."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, without blocking."""
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` once, when the operation has finished or failed."""
+
+    def wait(self) -> None:
+        """Block until nothing reads or writes the buffer any more.
+
+        Raises:
+            PeerError: a peer failed or timed out; names it.
+        """
+
+    def wait_received(self) -> None:
+        """Block until the result can be read; raises as `wait`."""
+
+
+class Bucket:
+    """Parameters of one dtype and device, whose gradients travel in one flat buffer.
+
+    Complex gradients are stored as alternating real and imaginary parts. The buffer ends with one
+    flag per parameter and one step count per worker. A worker that has a gradient for a parameter
+    adds 1 to its flag, so the sum shows whether any worker used the parameter, without another
+    message. Each worker adds its number of steps modulo `COUNT_MODULUS`, plus 1, to its own count.
+
+    Attributes:
+        flat: the gradients, end to end, then flags and counts, then zeros up to a multiple of the
+            number of workers.
+        handle: the last collective on ``flat``.
+        wire: what its gradients travel as in this iteration.
+        due: whether an update of its parameters is due when ``handle`` is done.
+        missing: how many gradients the bucket still lacks in this backward.
+        blocks: the part of ``flat`` that each worker reduces; None for nearly equal blocks.
+    """
+
+    def __init__(
+        self, index: int, slots: Sequence[Slot], workers: int = 1, strided: bool = False
+    ) -> None:
+        self.index = index
+        self._workers = workers
+        self._strided = strided
+        self.slots = list(slots)
+        self.numel = sum(slot.elements for slot in slots)
+        self._length = -(-(self.numel + len(slots) + workers) // workers) * workers
+        self.reallocate()
+        self._ones_and_zeros = torch.zeros_like(self._tail)
+        self._ones_and_zeros[: len(slots)] = 1
+        self.handle: PendingOperation | None = None
+        self.wire: WireFormat | None = None
+        self.due = False
+        self.missing = len(slots)
+        self.blocks: tuple[Span, ...] | None = None
+
+    def owned(self, rank: int) -> Span:
+        """Return the elements of ``flat`` that a reduce-scatter leaves whole on ``rank``."""
+        blocks = self.blocks or blocks_of(self.flat.numel(), self._workers)
+        return blocks[rank]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its parameters, in forward order."""
+        return [slot.name for slot in reversed(self.slots)]
+
+    def reallocate(self) -> None:
+        """Allocate a new buffer; references to the old one keep its values."""
+        first, used = self.slots[0].param, self.numel + len(self.slots)
+        self.flat = torch.zeros(self._length, dtype=first.dtype.to_real(), device=first.device)
+        self.flags = self.flat[self.numel : used]
+        self.counts = self.flat[used : used + self._workers]
+        self._tail = self.flat[self.numel : used + self._workers]
+        numbers, offset = self.flat[: self.numel], 0
+        if first.is_complex():
+            numbers = torch.view_as_complex(numbers.view(-1, 2))
+        for slot in self.slots:
+            end = offset + slot.param.numel()
+            slot.bucket = self
+            slot.view = numbers[offset:end].view(slot.param.shape)
+            if self._strided and slot.strides is not None:
+                # Autograd lays gradients out like parameters, and fused optimizers rely on it.
+                slot.view = numbers.as_strided(slot.param.shape, slot.strides, offset)
+            slot.shown = slot.view.detach()
+            slot.address = slot.view.data_ptr()
+            offset = end
+        self._aliases = self._count_aliases()
+
+    def is_referenced(self) -> bool:
+        """Whether the user still refers to gradients that were removed from every ``p.grad``.
+
+        Under DDP a gradient that was removed from ``p.grad`` keeps its values.
+        """
+        if any(slot.holds(slot.param.grad) for slot in self.slots):
+            return False
+        return self._count_aliases() > self._aliases or any(s.is_referenced() for s in self.slots)
+
+    def _count_aliases(self) -> int:
+        count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+        return count
+
+    @property
+    def dense(self) -> bool:
+        """Whether this worker had a gradient for every parameter, so that no flag can be zero."""
+        return all(slot.used for slot in self.slots)
+
+    def reset(self) -> None:
+        """Prepare for the gradients of the next backward."""
+        self.missing = len(self.slots)
+        for slot in self.slots:
+            slot.ready = slot.used = False
+
+    def settle(self) -> None:
+        """Wait until no collective reads or writes the buffer."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+
+    def write_tail(self, steps: int | None, rank: int = 0) -> None:
+        """Write the flags of used parameters, and this worker's step count.
+
+        Args:
+            steps: the count; None if this worker has run out of batches, so that it is ignored.
+            rank: this worker's.
+        """
+        self._tail.copy_(self._ones_and_zeros)
+        if steps is not None:
+            self.counts[rank] = steps % COUNT_MODULUS + 1
+        if not self.dense:
+            for position, slot in enumerate(self.slots):
+                if not slot.used:
+                    self.flags[position] = 0
+
+    def contributed(self) -> list[Slot]:
+        """Return the slots that any worker had a gradient for, once the buffer is whole."""
+        if self.dense:
+            return self.slots
+        flags = self.flags.tolist()
+        return [slot for slot, flag in zip(self.slots, flags, strict=True) if flag > 0 or slot.used]
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a dense tensor in another memory format; None if contiguous."""
+    if (
+        tensor.is_contiguous()
+        or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+    ):
+        return None
+    return tensor.stride()
+
+
+def check_kind(name: str, param: torch.Tensor, view: torch.Tensor) -> None:
+    """Raise a `UsageError` unless a parameter has its view's dtype, device and shape."""
+    if (param.dtype, param.device, param.shape) != (view.dtype, view.device, view.shape):
+        raise UsageError(
+            f"parameter {name!r} was {dtype_name(view.dtype)} {tuple(view.shape)} on {view.device} "
+            f"at distribute() and is {dtype_name(param.dtype)} {tuple(param.shape)} on "
+            f"{param.device} now: convert or move the model first, then make the optimizer, then "
+            "call distribute()"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class StepCounter:
+    """Counts this worker's optimizer steps since `distribute`, and compares them between workers.
+
+    Each bucket carries all workers' counts, so the check costs no message, and all workers find a
+    difference in the same backward. After `Join` workers may begin with different counts, so the
+    count can be set.
+
+    Attributes:
+        rank: this worker's.
+        count: number of steps made.
+        diverged: whether the workers were found to have made different numbers of steps.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.count = 0
+        self.diverged = False
+
+    def check(self, counts: Sequence[float]) -> None:
+        """Compare the counts that a bucket carries; all workers reach the same result.
+
+        Args:
+            counts: by rank, the number of steps modulo `COUNT_MODULUS`, plus 1; 0 for a worker that
+                has run out of batches.
+
+        Raises:
+            UsageError: they differ; names every rank's number of steps before that backward.
+            PeerError: a count is out of range.
+        """
+        if len({count for count in counts if count}) <= 1:
+            return
+        for rank, count in enumerate(counts):
+            if count not in range(COUNT_MODULUS + 1):
+                raise PeerError(
+                    f"rank {self.rank}: rank {rank} sent {count!r} where its number of steps was "
+                    f"due, 0 to {COUNT_MODULUS}; all workers have to run the same wingbeat"
+                )
+        self.differ(
+            {
+                rank: _nearest(int(count) - 1, self.count)
+                for rank, count in enumerate(counts)
+                if count
+            }
+        )
+
+    def differ(self, steps: Mapping[int, int]) -> NoReturn:
+        """Raise a `UsageError` that names every rank's number of steps."""
+        self.diverged = True
+        raise UsageError(
+            f"the workers have made different numbers of optimizer steps ({_listed(steps)}), so "
+            "their weights are no longer the same: after each backward call optimizer.step() on "
+            "all ranks or on none; to skip a batch, decide so on all ranks alike"
+        )
+
+
+def _nearest(remainder: int, base: int) -> int:
+    """Return the integer nearest to ``base`` with this remainder modulo `COUNT_MODULUS`."""
+    half = COUNT_MODULUS // 2
+    return base + (remainder - base + half) % COUNT_MODULUS - half
+
+
+def _listed(steps: Mapping[int, int]) -> str:
+    """Format every rank's count; consecutive ranks with the same count share an entry.
+
+    >>> _listed({0: 4, 1: 3, 2: 4, 3: 4})
+    'rank 0 4, rank 1 3, ranks 2-3 4'
+    """
+    runs: list[list[int]] = []
+    for rank, count in sorted(steps.items()):
+        if runs and runs[-1][1:] == [rank - 1, count]:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank, count])
+    return ", ".join(
+        f"rank {first} {count}" if first == last else f"ranks {first}-{last} {count}"
+        for first, last, count in runs
+    )

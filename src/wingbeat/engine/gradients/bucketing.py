@@ -1,0 +1,286 @@
+"""The plan in force: which parameters share a bucket, and which modules need them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
+
+from wingbeat.engine.gradients.bucket import Bucket, Slot, dtype_name
+from wingbeat.errors import PeerError
+from wingbeat.planning import plans
+from wingbeat.transport.world import World
+from wingbeat.types import Fusion, Plan, TensorSpec
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute in which DDP's users name parameters and buffers that are not synchronised."""
+
+_DENSE = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)
+"""Torch's fully connected layers. Materialised lazy layers and parametrized ones are subclasses."""
+
+
+class Bucketing:
+    """The buckets of the plan in force, and how the next plan is made.
+
+    The ready order is the one that rank 0 observed in the first backward, so that all workers hold
+    the same plan. Forward order is its reverse: a gradient is ready when backward has passed the
+    parameter's first use. Without lockstep the order is the reversed order of definition.
+
+    Args:
+        model: whose parameters.
+        fusion: the rule by which buckets are made.
+        world: the workers.
+        lockstep: whether all workers make the same iterations.
+        sparse: names of parameters with sparse gradients, which are not put into buckets.
+
+    Attributes:
+        slots: one for each trained parameter with a dense gradient, in the order of
+            ``model.named_parameters()``.
+        frozen: names and parameters that require no gradient.
+        others: untrained parameters and buffers that are synchronised.
+        buckets: in the order in which their gradients become ready.
+        forward_buckets: the same buckets, in the order in which forward needs their parameters.
+        fusion: the rule by which they are made, unless a plan is given.
+        strided: whether gradients have the memory format of their parameters.
+        stale: whether the rule or the order has changed, so that `rebuild` is due.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fusion: Fusion,
+        world: World,
+        *,
+        lockstep: bool = True,
+        sparse: Container[str] = (),
+    ) -> None:
+        known = list(synchronised(model))
+        self.frozen = [(name, param) for name, param in known if not param.requires_grad]
+        trained = [(n, p) for n, p in known if p.requires_grad and n not in sparse]
+        connected = fully_connected(model)
+        kinds = dict.fromkeys(convolutional(model), "conv") | dict.fromkeys(connected, "fc")
+        self.slots = [
+            Slot(i, name, param, param in connected) for i, (name, param) in enumerate(trained)
+        ]
+        self.specs = [spec_of(name, param, kinds.get(param, "")) for name, param in trained]
+        self.slot_of: dict[torch.Tensor, Slot] = {slot.param: slot for slot in self.slots}
+        left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
+        self.others = [
+            tensor.detach()
+            for name, tensor in named
+            if name not in left_out and tensor not in self.slot_of
+        ]
+        self._readers = list(_readers(model, self.slot_of))
+        self.buckets: list[Bucket] = []
+        self.forward_buckets: list[Bucket] = []
+        self._world = world
+        self.fusion = fusion
+        self._plan: Plan | None = None
+        self._observed: list[int] | None = [] if lockstep else None
+        self._agreed = not lockstep
+        self._ready_order = list(reversed(range(len(self.slots))))
+        self._unused: list[int] = []
+        self._buckets_of: dict[nn.Module, list[Bucket]] = {}
+        self.stale = False
+        self.strided = False
+
+    def needed_by(self, module: nn.Module) -> Sequence[Bucket]:
+        """Return the buckets whose parameters the module reads in forward."""
+        return self._buckets_of.get(module, ())
+
+    @property
+    def device(self) -> torch.device:
+        """The first device that is not the CPU, if a parameter is on one."""
+        devices = [slot.param.device for slot in self.slots]
+        found = [device for device in devices if device.type != "cpu"] or devices
+        return found[0] if found else torch.device("cpu")
+
+    # -- the ready order ------------------------------------------------------------------
+
+    @property
+    def learning(self) -> bool:
+        """Whether the workers have not agreed on an order yet."""
+        return not self._agreed
+
+    def observe_ready(self, index: int) -> None:
+        """Record that the gradient of slot ``index`` is ready."""
+        if self._observed is not None:
+            self._observed.append(index)
+
+    def publish_order(self) -> None:
+        """After the first backward: publish the order that rank 0 observed.
+
+        Also after a backward that an exception cut short, because the other workers wait for it.
+        """
+        observed, self._observed = self._observed, None
+        if observed is not None and self._world.rank == 0:
+            unused = sorted(set(range(len(self.slots))) - set(observed), reverse=True)
+            self._world.publish("order", [observed, unused])
+
+    def adopt_order(self) -> None:
+        """Before the second backward: adopt the order that rank 0 observed, on every rank.
+
+        Workers do not wait for it at the end of the first backward: several models may take part in
+        one backward, and end it in different orders on each rank.
+
+        Raises:
+            PeerError: rank 0 sent something that is not an order of the parameters.
+        """
+        if self._observed is not None or self._agreed:
+            return
+        self._agreed = True
+        answer = self._world.read("order", 0)
+        try:
+            observed, unused = ([int(i) for i in part] for part in answer)
+            if sorted([*observed, *unused]) != list(range(len(self.slots))):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise PeerError(
+                f"rank {self._world.rank}: rank 0 sent a malformed parameter order"
+            ) from None
+        self._ready_order = [*observed, *unused]
+        self._unused = unused
+        self.stale = True
+
+    # -- the plan -------------------------------------------------------------------------
+
+    def use(self, fusion: Fusion) -> None:
+        """Make buckets by another rule from the next `rebuild` on; same on all workers."""
+        self.fusion = fusion
+        self.stale = True
+
+    def follow(self, plan: Plan) -> None:
+        """Use a given plan from the next `rebuild` on; same on all workers."""
+        self._plan = plan
+        self.stale = True
+
+    @property
+    def ready_order(self) -> Sequence[int]:
+        """Indices of the slots, first ready first, as all workers have agreed."""
+        return self._ready_order
+
+    def rebuild(self) -> None:
+        """Make new buckets between iterations; gradients stay in the old ones until copied."""
+        for bucket in self.buckets:
+            bucket.settle()
+        self.build()
+
+    def build(self) -> None:
+        """Make the buckets of the rule and the order in force."""
+        plan = self._plan or plans.make_plan(self.fusion, self.specs, self._ready_order)
+        self.buckets = [
+            Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
+            for i, bucket in enumerate(plan.buckets)
+        ]
+        self.stale = False
+        unused = set(self._unused)
+        order = [i for i in reversed(self._ready_order) if i not in unused]
+        position = {slot: place for place, slot in enumerate([*order, *self._unused])}
+        self.forward_buckets = sorted(
+            self.buckets, key=lambda b: min(position[slot.index] for slot in b.slots)
+        )
+        rank = {bucket: place for place, bucket in enumerate(self.forward_buckets)}
+        self._buckets_of = {
+            module: sorted({slot.bucket for slot in slots}, key=rank.__getitem__)
+            for module, slots in self._readers
+        }
+
+
+# -- parameters ---------------------------------------------------------------------------
+
+
+def synchronised(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the named parameters that the workers hold in common: all but `ignored` ones."""
+    left_out = ignored(model)
+    return ((name, p) for name, p in model.named_parameters() if name not in left_out)
+
+
+def ignored(model: nn.Module) -> set[str]:
+    """Return the names passed to DDP's ``_set_params_and_buffers_to_ignore_for_model``."""
+    return set(model.__dict__.get(IGNORED, ()))
+
+
+def _readers(
+    model: nn.Module, slot_of: Mapping[torch.Tensor, Slot]
+) -> Iterator[tuple[nn.Module, list[Slot]]]:
+    """Yield each module that reads parameters of its own, and their slots.
+
+    A compiled module reads all parameters inside it, and no hook sees which one when.
+    """
+    for module in model.modules():
+        compiled = is_compiled(module)
+        params = module.parameters() if compiled else module._parameters.values()
+        slots = [slot_of[param] for param in params if param is not None and param in slot_of]
+        if slots:
+            yield module, slots
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled code."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, torch.jit.ScriptModule) or compiled or hasattr(module, "_orig_mod")
+
+
+def spec_of(name: str, param: torch.Tensor, layer: str = "") -> TensorSpec:
+    """Describe a parameter, and the kind of layer it belongs to, for the plan."""
+    return TensorSpec(
+        name,
+        tuple(param.shape),
+        dtype_name(param.dtype),
+        param.element_size(),
+        str(param.device),
+        layer,
+    )
+
+
+# -- kinds of layers ----------------------------------------------------------------------
+
+
+def fully_connected(model: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters that only fully connected layers have.
+
+    A parameter that is tied to another kind of layer, as an output layer is to an embedding, is
+    needed when that layer runs, and does not count.
+    """
+    dense: set[torch.Tensor] = set()
+    others: set[torch.Tensor] = set()
+    parametrizations = {
+        inner
+        for module in model.modules()
+        if isinstance(module, parametrize.ParametrizationList)
+        for inner in module.modules()
+    }
+    for module in model.modules():
+        if module not in parametrizations:  # these count for the layer that they parametrize
+            (dense if is_fully_connected(module) else others).update(_own(module))
+    return dense - others
+
+
+def convolutional(model: nn.Module) -> set[torch.Tensor]:
+    """Return the parameters of torch's convolutions, and of layers derived from them."""
+    convolutions = (module for module in model.modules() if isinstance(module, _ConvNd))
+    return {param for module in convolutions for param in _own(module)}
+
+
+def is_fully_connected(module: nn.Module) -> bool:
+    """Whether a layer multiplies its input by a matrix.
+
+    Torch's layers, and layers derived from them, are known. Any other layer is fully connected if
+    it has no submodules, and its parameter of most dimensions is a matrix (GPT-2's ``Conv1D``).
+    """
+    if isinstance(module, _DENSE):
+        return True
+    bases = [base for base in type(module).__mro__ if base is not nn.Module]
+    if any(base.__module__.startswith("torch.nn.") for base in bases) or any(module.children()):
+        return False
+    return max((param.dim() for param in _own(module)), default=0) == 2
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield a module's direct parameters, and the originals of parametrized ones."""
+    yield from module.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()  # type: ignore[union-attr]

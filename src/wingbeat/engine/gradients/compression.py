@@ -1,0 +1,398 @@
+"""What each bucket's gradients travel as, and the residuals of its codec."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from wingbeat.codecs import Coding
+from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.coding import Region, regions
+from wingbeat.codecs.feedback import Residuals, check_complete
+from wingbeat.codecs.lowrank import Factors, Matrix, check_starts, restart
+from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
+from wingbeat.compression import (
+    HALF_BYTES,
+    Coded,
+    Half,
+    LowRank,
+    TopK,
+    for_parameter,
+    matrix_of,
+    unmatched_patterns,
+)
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.errors import UsageError
+from wingbeat.observe.log import log
+from wingbeat.types import Choices, Span
+
+
+class Compression:
+    """Chooses the wire format of each bucket, keeps residuals, and counts steps.
+
+    Args:
+        wire: what gradients travel as.
+        slots: all trained parameters.
+        collectives: of all workers.
+        sums: whether all-reduces sum gradients, so that low-rank factors can be summed too.
+
+    Attributes:
+        coded: the codec's settings; None for a plain dtype.
+        factored: whether gradients travel as factors that all-reduces sum.
+        on: whether gradients may go through the codec at present, if there is one.
+        residuals: what was not sent of this worker's gradients; None where nothing is kept.
+        collect: adds to the residuals what others hold of them during training.
+    """
+
+    collect: Callable[[], None] | None = None
+
+    def __init__(
+        self,
+        wire: str | Coded,
+        slots: Sequence[Slot],
+        collectives: Collectives,
+        *,
+        sums: bool = False,
+    ) -> None:
+        self.coded = None if isinstance(wire, str) else wire
+        self.factored = sums and self.coded is not None and self.coded.summed
+        self._starts: dict[str, torch.Tensor] = {}
+        self._dtype = wire_dtype(wire) if isinstance(wire, str) else None
+        self._collectives = collectives
+        self._made: weakref.WeakKeyDictionary[Bucket, tuple[int, Encoded | Factors | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._held: weakref.WeakKeyDictionary[Bucket, list[tuple[torch.Tensor, torch.Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._step = -1
+        self.on = self.coded is not None
+        self.residuals: Residuals | None = None
+        if self.coded is None:
+            return
+        _check_groups(self.coded, slots)
+        if self.coded.keeps or self.coded.ends_after is not None:  # their state has the step
+            self.residuals = self.new_residuals(slots, velocity=self.momentum > 0)
+
+    def new_residuals(self, slots: Sequence[Slot], velocity: bool = False) -> Residuals:
+        """Return residuals of zero for this worker's gradients."""
+        world = self._collectives.world
+        shapes = {slot.name: tuple(slot.param.shape) for slot in slots}
+        return Residuals(shapes, rank=world.rank, world_size=world.size, velocity=velocity)
+
+    @property
+    def coding(self) -> bool:
+        """Whether gradients go through the codec in this iteration."""
+        ends = None if self.coded is None else self.coded.ends_after
+        return self.on and (ends is None or max(0, self._step) < ends)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the codec's warm-up is over."""
+        wire = self.coded if self.on else None
+        return not isinstance(wire, TopK) or self._step > wire.warmup
+
+    @property
+    def momentum(self) -> float:
+        """The factor of momentum correction; 0 for none."""
+        return self.coded.momentum if isinstance(self.coded, TopK) else 0.0
+
+    # -- buckets --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launching(self, bucket: Bucket) -> WireFormat | None:
+        """Return the wire format of a bucket whose gradients are complete.
+
+        While the codec is off, residuals are added to the gradients. Where the codec keeps none,
+        residuals that are left over are added once.
+        """
+        if self.coded is None:
+            return self._dtype
+        encoded = self._encoded(bucket)
+        if encoded is None or encoded.residual is None:
+            self._add_left_over(bucket)
+        if encoded is None:
+            return None
+        velocity = self.velocity(bucket)
+        kept = [each for each in (encoded.residual, velocity) if each is not None]
+        if kept:
+            self._restore_held(bucket)
+            if not bucket.dense:
+                self._held[bucket] = [each for flat in kept for each in _hold_back(bucket, flat)]
+        if self.coding and not self._saves_nothing(bucket):
+            return encoded
+        if velocity is not None:
+            moving = velocity[: bucket.numel]
+            moving.mul_(self.momentum).add_(bucket.flat[: bucket.numel])
+            bucket.flat[: bucket.numel].copy_(moving)
+        if encoded.residual is not None:
+            _add_residual(bucket.flat[: bucket.numel], encoded.residual[: bucket.numel])
+        return None
+
+    def encoded(self, bucket: Bucket) -> Encoded | None:
+        """Return how a bucket is always encoded; None where it travels as it is."""
+        made = None if self.coded is None else self._encoded(bucket)
+        assert not isinstance(made, Factors), "this exchange does not sum factors"
+        return made
+
+    def add_own_residual(self, bucket: Bucket, own: Span) -> None:
+        """Add the residual of the block ``own`` to it, where no second encoding will do so."""
+        if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
+            part = slice(own.start, min(own.stop, bucket.numel))
+            _add_residual(bucket.flat[part], bucket.wire.residual[part])
+
+    def _saves_nothing(self, bucket: Bucket) -> bool:
+        return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
+
+    def _add_left_over(self, bucket: Bucket) -> None:
+        """Add, and drop, residuals that other buckets or an earlier run have left."""
+        for slot in bucket.slots:
+            known = self.residuals if slot.used else None
+            residual = None if known is None else known.take(slot.name)
+            if residual is not None:
+                slot.view.add_(residual.view(slot.param.shape).to(slot.view.device))
+
+    def changes_alone(self) -> bool:
+        """Whether `alone` would change gradients."""
+        kept = self.residuals
+        return kept is not None and (self.momentum > 0 or not kept.empty)
+
+    @torch.no_grad()
+    def alone(self, slot: Slot) -> None:
+        """Apply momentum and the residual of an earlier run where there is only one worker."""
+        grad = slot.param.grad
+        if self.residuals is None or grad is None or grad.layout is not torch.strided:
+            return
+        if self.momentum:
+            here = [slot.name], [grad.numel()], grad.numel(), grad.device
+            velocity = self.residuals.velocity_for(*here)
+            velocity.mul_(self.momentum).add_(grad.reshape(-1))
+            grad.copy_(velocity.view(grad.shape))
+        residual = self.residuals.take(slot.name)
+        if residual is not None:
+            grad.add_(residual.view(grad.shape).to(grad.device))
+
+    def velocity(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return the velocity of momentum correction, as long as the bucket's buffer."""
+        if self.momentum == 0 or self.residuals is None:
+            return None
+        return self.residuals.velocity_for(*arrangement(bucket))
+
+    def _restore_held(self, bucket: Bucket) -> None:
+        for part, held in self._held.pop(bucket, ()):
+            part.add_(held)
+
+    def _encoded(self, bucket: Bucket) -> Encoded | Factors | None:
+        """Return how the bucket is encoded; None if all its parameters travel as they are."""
+        assert self.coded is not None
+        step = max(0, self._step)
+        if isinstance(self.coded, TopK):
+            step = min(step, self.coded.warmup)
+        known = self._made.get(bucket)
+        if known is None or (known[0] != step and isinstance(self.coded, TopK)):
+            known = self._made[bucket] = (step, self._make(bucket, self.coded, step))
+        return known[1]
+
+    def _make(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | Factors | None:
+        matrices = list(_matrices(bucket, wire)) if self.factored else []
+        found = [] if self.factored else list(_regions(bucket, wire, step))
+        if not matrices and all(isinstance(region.codec, Dense) for region in found):
+            return None
+        residual = None
+        if self.residuals is not None and wire.keeps:
+            residual = self.residuals.flat_for(*arrangement(bucket))
+        if not matrices:
+            return Encoded(Coding(found), residual)
+        workers, flat = self._collectives.world.size, bucket.flat
+        return Factors(matrices, flat.numel(), workers, residual, self._starts, flat.device)
+
+    def count_step(self) -> None:
+        """Count an iteration, on which warm-up depends."""
+        self._step += 1
+
+    def follow(self, root: int) -> None:
+        """All workers have copied the weights of rank ``root``; residuals stay valid."""
+
+    # -- state ----------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Bring residuals up to date between iterations, when no codec works on them."""
+        for bucket in list(self._made):
+            if bucket.handle is not None:
+                bucket.handle.wait()
+            self._restore_held(bucket)
+        if self.collect is not None:
+            self.collect()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return this worker's residuals and the number of steps; None where none are kept."""
+        if self.residuals is None:
+            return None
+        self.settle()
+        state = {**self.residuals.state_dict(), "step": self._step}
+        if self.factored:
+            state["starts"] = {name: start.clone() for name, start in self._starts.items()}
+        return state
+
+    def check(self, state: Any) -> None:
+        """Raise a `UsageError` unless ``state`` is None, or one worker's state of this model."""
+        if self.residuals is not None and state is not None:
+            self.residuals.check(state, "load_state_dict(): residuals")
+            _step_of(state)
+            check_starts(state, "load_state_dict(): residuals")
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Load this worker's state; None resets the residuals. Raises as `check`."""
+        self.check(state)
+        if self.residuals is None:
+            return
+        self.settle()
+        world = self._collectives.world
+        restart(self._starts, {} if state is None else state.get("starts", {}))
+        if state is None:
+            self.residuals.clear()
+            return
+        if state.get("world_size") == world.size:
+            self.residuals.load_state_dict(state)
+        else:
+            self.residuals.clear()
+        if (state.get("rank"), state.get("world_size")) != (world.rank, world.size):
+            log.info(
+                "the state is rank %s's of %s workers and does not contain the unsent gradients of "
+                "other ranks; optimizer.load_residuals(parts) loads those of all ranks",
+                state.get("rank"),
+                state.get("world_size"),
+            )
+        self._step = _step_of(state)
+
+    def check_parts(self, parts: Any, where: str) -> None:
+        """Raise a `UsageError` that begins with ``where`` unless these are all parts of one run.
+
+        Where no residuals are kept, nothing is checked.
+        """
+        if self.residuals is None:
+            return
+        if not isinstance(parts, (list, tuple)) or not parts:
+            raise UsageError(
+                f"{where}({type(parts).__name__}): pass a list of what residual_state_dict() "
+                "returned on every worker"
+            )
+        for position, part in enumerate(parts):
+            self.residuals.check(part, f"{where}(parts): parts[{position}]")
+            _step_of(part)
+            check_starts(part, f"{where}(parts): parts[{position}]")
+        check_complete(parts)
+
+    def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Load this worker's share of the residuals of all workers of an earlier run.
+
+        Raises:
+            UsageError: no residuals are kept, or a part is missing, damaged or of another model.
+        """
+        if self.residuals is None:
+            raise UsageError(
+                "load_residuals(parts): this strategy keeps no residuals; its wire must be "
+                "sketch, topk or lowrank with feedback"
+            )
+        self.check_parts(parts, "load_residuals")
+        step = max(map(_step_of, parts))
+        self.settle()
+        self.residuals.load_state_dicts(parts)
+        first = min(parts, key=lambda part: int(part["rank"]))  # all have the same
+        restart(self._starts, first.get("starts", {}))
+        self._step = step
+
+
+def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `UsageError` where momentum correction would not work."""
+    wire = choices.wire
+    if not isinstance(wire, TopK) or wire.momentum == 0:
+        return
+    if choices.schedule != "wfbp":
+        raise UsageError(
+            f"{wire}: momentum correction needs whole buckets on each worker, which "
+            "wingbeat.AllReduce has; use AllReduce(compression=...) or momentum=0"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("momentum", 0) or "betas" in group:
+            raise UsageError(
+                f"{wire}: the optimizer ({type(optimizer).__name__}, group {number}) has momentum "
+                "of its own, which would count twice; use SGD with momentum=0, or no correction"
+            )
+
+
+def _step_of(state: dict[str, Any]) -> int:
+    step = state.get("step", -1)
+    if type(step) is not int or step < -1:
+        raise UsageError(f"residuals: step {step!r} is no number of steps; save the state anew")
+    return step
+
+
+def _add_residual(part: torch.Tensor, residual: torch.Tensor) -> None:
+    """Add the residual; the rounding error of the gradients' dtype stays in it."""
+    total = part.float() + residual
+    part.copy_(total)
+    residual.copy_(total - part.float()).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _hold_back(
+    bucket: Bucket, residual: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Zero the residuals of parameters without a gradient here; yield the places and old values.
+
+    If no worker has such a gradient the sum is discarded, and the residual would be lost with it.
+    """
+    start = 0
+    for slot in bucket.slots:
+        part = residual[start : start + slot.param.numel()]
+        start += part.numel()
+        if not slot.used:
+            held = part.clone()
+            part.zero_()
+            yield part, held
+
+
+def arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
+    """Return the layout of a bucket's residual: names, their elements, length and device."""
+    names = [slot.name for slot in bucket.slots]
+    numels = [slot.param.numel() for slot in bucket.slots]
+    return names, numels, bucket.flat.numel(), bucket.flat.device
+
+
+def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
+    """Yield the parameters' regions, then a dense one for the flags, which must not be rounded."""
+    yield from regions(wire, [(slot.name, slot.param.shape) for slot in bucket.slots], step)
+    yield Region(Span(bucket.numel, bucket.flat.numel()), Dense())
+
+
+def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
+    """Yield the parameters that travel as factors, by their layout in the buffer."""
+    start = 0
+    for slot in bucket.slots:
+        mine = for_parameter(wire, slot.name)
+        # The dimensions with the largest strides make the rows.
+        strides = slot.view.stride()
+        order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
+        rows, cols = matrix_of(mine, [slot.param.shape[dim] for dim in order])
+        if rows and isinstance(mine, LowRank):
+            yield Matrix(slot.name, start, rows, cols, mine.rank)
+        start += slot.param.numel()
+
+
+def _check_groups(wire: Coded, slots: Sequence[Slot]) -> None:
+    """Raise a `UsageError` for groups that match no parameter, or one that no codec can carry."""
+    names = [slot.name for slot in slots]
+    for pattern in unmatched_patterns(wire, names) if names else ():
+        raise UsageError(
+            f"{type(wire).__name__}(groups=...): {pattern!r} matches no trained parameter; their "
+            f"names are {names[0]!r} to {names[-1]!r}: correct the pattern, or leave it out"
+        )
+    for slot in slots:
+        if slot.param.dtype is torch.float64 and not for_parameter(wire, slot.name):
+            raise UsageError(
+                f'{type(wire).__name__}(groups=...): {slot.name!r} is float64, and "fp32" in a '
+                "group is float32; convert it, or leave it to the codec, which keeps the rest"
+            )

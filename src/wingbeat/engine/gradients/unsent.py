@@ -1,0 +1,212 @@
+"""A worker's unsent gradients under partial gradient exchange, by parameter name.
+
+With partial gradient exchange (Ako; Watcharapichat et al., SoCC 2016) a worker applies its own
+gradient whole and at once, and sends a part of its accumulated gradients. So the unsent gradients
+are missing on all other workers, and not here: they belong to this worker's weights. When the
+weights are replaced, as when all workers load one checkpoint, they are missing here too, or on no
+worker.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wingbeat.collectives import Collectives
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.compression import Compression, arrangement
+from wingbeat.errors import PeerError, UsageError
+
+NONE, SHARE = -1, -2
+"""Instead of the rank whose part a worker has loaded: none, or its share of all parts."""
+
+
+class LoadedAs(enum.Enum):
+    """What loaded unsent gradients are to the weights that the workers have."""
+
+    KEEP = enum.auto()
+    """Each worker has its own weights: they are missing on the others."""
+    OWE = enum.auto()
+    """All have the same weights, which lack them: they are missing on this worker too."""
+    DROP = enum.auto()
+    """All have weights that contain them."""
+
+
+class UnsentGradients(Compression):
+    """Accumulates gradients until they are sent, in float32, as averaged gradients are scaled.
+
+    Args:
+        wire: the name of a dtype, or empty for the gradients' own.
+        slots: the trained parameters.
+        collectives: of two workers or more.
+    """
+
+    def __init__(self, wire: Any, slots: Sequence[Slot], collectives: Collectives) -> None:
+        super().__init__(wire, slots, collectives)
+        self._unsent = self.residuals = self.new_residuals(slots)
+        self._slots = slots
+        self._owed: set[str] = set()
+        self._source: int | None = None
+
+    @property
+    def turn(self) -> int:
+        """The number of this iteration, from 0, which selects the partition that is sent."""
+        return max(0, self._step)
+
+    def of(self, bucket: Bucket) -> torch.Tensor:
+        """Return a bucket's unsent gradients: float32, as long as its buffer, zeros at the end."""
+        return self._unsent.flat_for(*arrangement(bucket))
+
+    def add(self, bucket: Bucket, unsent: torch.Tensor) -> list[Slot]:
+        """Add the bucket's gradients to the ``unsent`` ones, before any of them is sent.
+
+        Unsent gradients that this worker's weights lack are added to the gradients. Non-finite
+        gradients are not accumulated, because they would never leave.
+
+        Returns:
+            Slots whose gradients are not finite.
+        """
+        own, unsent = bucket.flat[: bucket.numel], unsent[: bucket.numel]
+        if not self._owed and _finite(own):
+            unsent.add_(own)
+            return []
+        lost, start = [], 0
+        for slot in bucket.slots:
+            span = slice(start, start + slot.param.numel())
+            start = span.stop
+            gradient = own[span]
+            if not _finite(gradient):
+                lost.append(slot)
+                continue
+            before = unsent[span].clone() if slot.name in self._owed else None
+            self._owed.discard(slot.name)
+            unsent[span].add_(gradient)
+            if before is not None:
+                gradient.add_(before)
+        return lost
+
+    # -- replaced weights -----------------------------------------------------------------
+
+    def follow(self, root: int) -> None:
+        """All workers have copied rank ``root``'s weights, which contain all of its gradients.
+
+        The unsent gradients of the other workers are now missing everywhere.
+        """
+        is_root = self._collectives.world.rank == root
+        self._apply(LoadedAs.DROP if is_root else LoadedAs.OWE)
+
+    def _apply(self, loaded: LoadedAs) -> None:
+        self._owed = {slot.name for slot in self._slots} if loaded is LoadedAs.OWE else set()
+        if loaded is LoadedAs.DROP:
+            self._unsent.clear()
+
+    def count_step(self) -> None:
+        """Count an iteration; after a load first agree on what was loaded.
+
+        Raises:
+            RendezvousError: another worker has loaded nothing.
+            UsageError: the loaded states are inconsistent.
+        """
+        if self._source is not None:
+            world = self._collectives.world
+            mine = [self._source, self._step, _digest(self._slots)]
+            self._source = None
+            answers = world.exchange("partial gradients that were loaded", mine)
+            self._apply(judge(_checked(answers, world.rank), world.rank))
+        super().count_step()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Load this worker's state; on every worker, or on none.
+
+        Whether the others lack it is decided in the next backward, when weights are loaded too.
+
+        Raises:
+            UsageError: the state is damaged or of another model.
+        """
+        super().load_state_dict(state)
+        world = self._collectives.world
+        same = state is not None and state.get("world_size") == world.size
+        self._source = int(state["rank"]) if state is not None and same else NONE
+
+    def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
+        """Load this worker's share of the unsent gradients of all workers of an earlier run.
+
+        All workers must have the weights of that run's rank 0, or each its own of as many workers.
+
+        Raises:
+            UsageError: a part is missing, damaged or of another model.
+        """
+        super().load_parts(parts)
+        world = self._collectives.world
+        own = next((part for part in parts if part["rank"] == world.rank), None)
+        if own is not None and own["world_size"] == world.size:
+            self._source = world.rank
+            return
+        # Rank 0's weights contain its own.
+        zeros = {slot.name: torch.zeros_like(slot.param, device="cpu") for slot in self._slots}
+        self._unsent.load_state_dicts(
+            [part if part["rank"] else {**part, "residuals": zeros} for part in parts]
+        )
+        self._source = SHARE
+
+
+def judge(loaded: Sequence[tuple[int, int, int]], rank: int) -> LoadedAs:
+    """Decide what loaded unsent gradients are to the weights; all workers decide alike.
+
+    Args:
+        loaded: by rank: whose part was loaded, or `NONE` or `SHARE`; its step; a digest of weights.
+        rank: of the worker that it is decided for.
+
+    Raises:
+        UsageError: parts of different moments, or of a changed number of workers with weights
+            that differ.
+    """
+    sources = [source for source, _, _ in loaded]
+    steps = {step for _, step, _ in loaded}
+    same_weights = len({digest for _, _, digest in loaded}) == 1
+    if len(steps) > 1:
+        raise UsageError(
+            f"the workers have loaded partial gradients of different steps ({sorted(steps)}): load "
+            "the states of one moment on all ranks, or on none"
+        )
+    if SHARE in sources:
+        if not same_weights or set(sources) != {SHARE}:
+            raise UsageError(
+                "load_residuals(parts) of another number of workers, with weights that differ "
+                "between workers: load the model of that run's rank 0 on all ranks, and its parts"
+            )
+        return LoadedAs.OWE
+    if sources != list(range(len(loaded))):
+        return LoadedAs.DROP  # all have loaded one worker's state
+    if not same_weights:
+        return LoadedAs.KEEP
+    # distribute() gives all workers rank 0's weights.
+    return LoadedAs.DROP if rank == 0 else LoadedAs.OWE
+
+
+def _checked(answers: Sequence[Any], rank: int) -> list[tuple[int, int, int]]:
+    for other, answer in enumerate(answers):
+        if not isinstance(answer, list) or [type(n) for n in answer] != [int, int, int]:
+            raise PeerError(
+                f"rank {rank}: rank {other} sent a malformed report of a load: {answer!r}"
+            )
+    return [(source, step, digest) for source, step, digest in answers]
+
+
+def _digest(slots: Sequence[Slot]) -> int:
+    """Return a checksum of the weights."""
+    found = 0
+    for slot in slots:
+        values = slot.param.detach().reshape(-1).view(torch.uint8)
+        found = zlib.crc32(values.numpy().tobytes(), found)
+    return found
+
+
+def _finite(values: torch.Tensor) -> bool:
+    if not values.numel():
+        return True
+    return all(bool(torch.isfinite(end)) for end in torch.aminmax(values))

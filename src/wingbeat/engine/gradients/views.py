@@ -1,0 +1,481 @@
+"""What users see in ``p.grad``: views of the buckets' buffers, or placeholders for them.
+
+Between DeAR's reduce-scatter and its all-gather no worker has a whole gradient. Meanwhile
+``p.grad`` is a placeholder: a tensor without memory, with the gradient's shape, dtype and device.
+Any operation on it first makes the gradients whole. While no code reads it, it costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.errors import UsageError
+
+_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
+"""What a GradScaler calls on gradients. Each worker's own blocks suffice for that."""
+
+_GONE = (
+    "a gradient was read that no worker has whole any more, after optimizer.step() or "
+    'zero_grad(); with a divided optimizer (shard_optimizer, update="server") read '
+    "gradients before, or keep a clone()"
+)
+
+_METADATA_ATTRIBUTES = frozenset(
+    {"shape", "dtype", "device", "grad", "requires_grad", "ndim", "layout", "is_leaf", "grad_fn"}
+    | {"is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_mkldnn"}
+    | {"is_nested", "names", "itemsize", "nbytes", "output_nr", "_post_accumulate_grad_hooks"}
+    | {"_backward_hooks", "retains_grad", "grad_dtype", "_version"}
+)
+_METADATA_METHODS = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous"}
+    | {"is_floating_point", "is_complex", "is_same_size", "get_device", "storage_offset"}
+    | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__"}
+    | {"retain_grad", "is_inference", "is_signed", "__hash__"}
+)
+
+
+def reads_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
+    """Whether ``func``, as ``__torch_function__`` gets it, reads or writes elements.
+
+    >>> reads_values(torch.Tensor.mul, ())
+    True
+    >>> reads_values(torch.Tensor.size, ())
+    False
+    """
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _METADATA_ATTRIBUTES
+    if name == "type":
+        return len(args) > 1 or bool(kwargs)  # with a dtype it converts
+    return name not in _METADATA_METHODS
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among a call's arguments, in nested lists, tuples and dicts too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+# -- placeholders -------------------------------------------------------------------------
+
+
+class Gatherer(Protocol):
+    """Makes gradients whole."""
+
+    def show_gradient(self, slot: Slot) -> None:
+        """Make ``slot``'s view whole, because its placeholder is read."""
+
+    def unscale(
+        self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    ) -> None:
+        """Multiply ``grads``, some of them placeholders; set ``found_inf`` to 1 if not finite."""
+
+
+class PendingGradient(torch.Tensor):
+    """A placeholder for the gradient in ``slot.view`` until that is whole."""
+
+    _view: torch.Tensor
+    _slot: weakref.ref[Slot]
+    _gatherer: weakref.ref[Gatherer]
+    _dropped: str
+
+    @staticmethod
+    def __new__(cls, slot: Slot, gatherer: weakref.ref[Gatherer]) -> PendingGradient:
+        """Make a placeholder for the slot's present view."""
+        view = slot.view
+        made: PendingGradient = torch.Tensor._make_wrapper_subclass(
+            cls, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
+        )
+        # What p.grad refers to must not refer to p: the garbage collector does not see that cycle.
+        made._view = view
+        made._slot = weakref.ref(slot)
+        made._gatherer = gatherer
+        made._dropped = ""
+        return made
+
+    def __init__(self, *_args: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` on whole gradients; if it only reads metadata, on the placeholders."""
+        kwargs = kwargs or {}
+        if func is _UNSCALE and not kwargs:
+            gatherer = next(g.__dict__["_gatherer"]() for g in args[0] if isinstance(g, cls))
+            if gatherer is not None:
+                gatherer.unscale(*args)
+                return None
+        if not reads_values(func, args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*_whole(args), **_whole(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The same for calls without Python, as when autograd accumulates."""
+        return func(*_whole(args), **_whole(kwargs or {}))
+
+    def slot(self) -> Slot | None:
+        """Return the slot whose current placeholder this is; None for an old one."""
+        slot: Slot | None = self.__dict__["_slot"]()
+        current = slot is not None and slot.pending is self and not self.__dict__["_dropped"]
+        return slot if current else None
+
+    def drop(self, why: str = "") -> None:
+        """Raise an error with this message at each later read."""
+        self.__dict__["_dropped"] = why or _GONE
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole gradient, which all workers have by then.
+
+        Raises:
+            UsageError: it is still being made, or was dropped.
+        """
+        gatherer = self.__dict__["_gatherer"]()
+        slot = self.__dict__["_slot"]()
+        view: torch.Tensor = self.__dict__["_view"]
+        if self.__dict__["_dropped"]:
+            raise UsageError(self.__dict__["_dropped"])
+        if gatherer is not None and slot is not None and slot.pending is self:
+            gatherer.show_gradient(slot)
+            if slot.pending is self:
+                slot.bucket.settle()
+                if slot.param.grad is slot.shown:
+                    view = slot.shown  # its data may be assigned to, unlike the view's
+        return view
+
+
+def _whole(value: Any) -> Any:
+    """``value``, which may be nested, with whole gradients in place of placeholders."""
+    if isinstance(value, PendingGradient):
+        return value.whole()
+    if isinstance(value, (list, tuple)):
+        items = [_whole(item) for item in value]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return value
+
+
+# -- when gradients are shown -------------------------------------------------------------
+
+
+class ShownGradients:
+    """Shows the buckets' views in ``p.grad`` as soon as gradients are in them.
+
+    Args:
+        bucketing: the plan in force.
+
+    Attributes:
+        hidden: whether ``p.grad`` has placeholders between backward and step.
+    """
+
+    hidden = False
+
+    def __init__(self, bucketing: Bucketing) -> None:
+        self._bucketing = bucketing
+
+    def begin_backward(self) -> None:
+        """A backward begins whose gradients are to be exchanged."""
+        clone_displaced(self._bucketing)
+
+    def on_zero_grad(self, set_to_none: bool) -> None:
+        """The user drops the gradients, or sets them to zero."""
+
+    def on_gradient(self, slot: Slot) -> None:
+        """The slot's gradient is in its bucket, which is about to be sent."""
+        if slot.used:
+            slot.show()
+
+    def on_new_buffer(self, bucket: Bucket) -> None:
+        """The bucket has a new buffer with new views."""
+
+    def hide(self) -> None:
+        """A backward has ended after which gradients are not whole yet."""
+
+    def show(self, slots: Iterable[Slot] | None = None) -> None:  # noqa: ARG002
+        """Show the whole gradients of these slots, or of all.
+
+        Also those that only other workers had a gradient for.
+        """
+        for bucket in self._bucketing.buckets:
+            if not bucket.dense:
+                for slot in bucket.contributed():
+                    slot.show()
+
+    def drop(self) -> None:
+        """Invalidate placeholders, as the buffers hold no gradients any more."""
+
+    def lose(self, slot: Slot, why: str) -> None:  # noqa: ARG002
+        """Invalidate the gradient of ``slot``, which no worker will have; reads raise ``why``."""
+        slot.param.grad = None
+
+    def accumulating(
+        self,
+        slot: Slot | None,  # noqa: ARG002
+    ) -> contextlib.AbstractContextManager[None]:
+        """Leave ``slot``'s ``p.grad`` in place inside, because autograd is adding to it."""
+        return contextlib.nullcontext()
+
+
+class MixedGradients(ShownGradients):
+    """Shows gradients that differ between workers, to which nothing can be added therefore.
+
+    A worker's own gradient and parts of the others' are in one tensor. After autograd has added to
+    it, what the others have received already is unknown.
+
+    Args:
+        bucketing: the plan in force.
+        owns: whether the optimizer updates a parameter, and zeroes its gradient.
+    """
+
+    def __init__(self, bucketing: Bucketing, owns: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__(bucketing)
+        self._owns = owns
+        self._mixed: list[Slot] = []
+
+    def begin_backward(self) -> None:
+        """Refuse gradients that would be added to exchanged ones.
+
+        Raises:
+            UsageError: the gradients of the last backward have not been dropped.
+        """
+        slot = next((slot for slot in self._mixed if slot.holds(slot.param.grad)), None)
+        if slot is not None:
+            where = "optimizer" if self._owns(slot.param) else "model"
+            raise UsageError(
+                f"parameter {slot.name!r} may get a gradient on top of one that was exchanged in "
+                "parts (Partial, Ako) and differs between workers: before each backward call "
+                f"{where}.zero_grad(), and accumulate under no_sync()"
+            )
+
+    def on_zero_grad(self, set_to_none: bool) -> None:  # noqa: ARG002
+        """The optimizer's gradients are this worker's own from now on."""
+        self._mixed = [slot for slot in self._mixed if not self._owns(slot.param)]
+
+    def show(self, slots: Iterable[Slot] | None = None) -> None:
+        """Show the gradients, which now contain parts of the others'."""
+        super().show(slots)
+        self._mixed = self._bucketing.slots
+
+
+class HiddenGradients(ShownGradients):
+    """Shows placeholders in ``p.grad`` until one is read.
+
+    Args:
+        bucketing: the plan in force.
+        gatherer: makes gradients whole when a placeholder is read; not kept alive.
+    """
+
+    hidden = True
+
+    def __init__(self, bucketing: Bucketing, gatherer: Gatherer) -> None:
+        super().__init__(bucketing)
+        self._gatherer = weakref.ref(gatherer)
+        self._accumulating: Slot | None = None
+
+    def on_gradient(self, slot: Slot) -> None:
+        """Hide the gradient: until the all-gather, the buffer holds a partial sum."""
+        if slot.used:
+            slot.param.grad = slot.pending
+
+    def on_new_buffer(self, bucket: Bucket) -> None:
+        """Make placeholders for the new views."""
+        for slot in bucket.slots:
+            slot.pending = PendingGradient(slot, self._gatherer)
+
+    def hide(self) -> None:
+        """Hide all: whether another worker has a gradient where this one has none is unknown."""
+        for slot in self._bucketing.slots:
+            slot.param.grad = slot.pending
+
+    def show(self, slots: Iterable[Slot] | None = None) -> None:
+        """Replace placeholders by whole gradients, or by None where no worker has one."""
+        whole: dict[Bucket, set[Slot]] = {}
+        for slot in self._bucketing.slots if slots is None else slots:
+            if slot.param.grad is not slot.pending or slot is self._accumulating:
+                continue
+            bucket = slot.bucket
+            if bucket not in whole:
+                bucket.settle()
+                whole[bucket] = set(bucket.contributed())
+            if slot in whole[bucket]:
+                slot.show()
+            else:
+                slot.param.grad = None
+
+    @contextlib.contextmanager
+    def accumulating(self, slot: Slot | None) -> Iterator[None]:
+        """Leave ``slot``'s ``p.grad`` in place inside."""
+        self._accumulating = slot
+        try:
+            yield
+        finally:
+            self._accumulating = None
+
+    def drop(self) -> None:
+        """Invalidate the placeholders that the user has kept, and replace them."""
+        for slot in self._bucketing.slots:
+            shown = slot.pending is not None and slot.param.grad is slot.pending
+            if shown:
+                slot.param.grad = None  # which refers to it too
+            if slot.pending is not None and slot.is_referenced():
+                slot.pending.drop()
+                slot.pending = PendingGradient(slot, self._gatherer)
+            if shown:
+                slot.param.grad = slot.pending
+
+    def lose(self, slot: Slot, why: str) -> None:
+        """Leave an invalid placeholder in ``p.grad``."""
+        slot.pending.drop(why)
+        slot.param.grad = slot.pending
+        slot.pending = PendingGradient(slot, self._gatherer)
+
+
+class SentGradients(HiddenGradients):
+    """Shows no gradients: those of backward are this worker's own, and have been sent.
+
+    Placeholders between backward and step raise when they are read or changed. After a step
+    ``p.grad`` is None.
+
+    Args:
+        bucketing: the plan in force.
+
+    Attributes:
+        sent: whether gradients of a backward were sent, and no step has followed.
+        spent: whether a step has followed, and no ``zero_grad``.
+    """
+
+    hidden = False
+
+    def __init__(self, bucketing: Bucketing) -> None:
+        super().__init__(bucketing, _SENT)
+        self.sent = self.spent = False
+
+    def begin_backward(self) -> None:
+        """Refuse a backward whose gradients would be added to ones that were sent.
+
+        Raises:
+            UsageError: there was no step, or no ``zero_grad``, since the last backward.
+        """
+        if self.sent:
+            raise UsageError(
+                "a second backward before optimizer.step(): the gradients of the last one, or of a "
+                "part of it if an exception has cut it short, were sent to the other workers as "
+                "they were made (Canary); call step() after each backward, and accumulate under "
+                "no_sync()"
+            )
+        if self.spent:
+            raise UsageError(
+                "a backward after optimizer.step() without zero_grad(): its gradients would be "
+                "added to ones that other workers have used (Canary); call zero_grad() of the "
+                "optimizer that distribute() has returned before each backward, or "
+                "model.zero_grad(), and forward and backward under no_sync() where only another "
+                "model is to learn, as a GAN's generator; to train with a new optimizer call "
+                "wingbeat.release(model, optimizer), and distribute(model, new_optimizer)"
+            )
+
+    def on_zero_grad(self, set_to_none: bool) -> None:
+        """Set gradients that a step has used to zero, if asked."""
+        if self.spent and not set_to_none:
+            for slot in self._bucketing.slots:
+                if slot.used and slot.param.grad is None:
+                    slot.param.grad = torch.zeros_like(slot.param)
+        self.spent = False
+
+    def hide(self) -> None:
+        """Hide all gradients, which have been sent."""
+        super().hide()
+        self.sent = True
+
+    def spend(self) -> None:
+        """A step has followed: set all gradients to None."""
+        for slot in self._bucketing.slots:
+            slot.param.grad = None
+        self.sent, self.spent = False, True
+
+    def on_new_buffer(self, bucket: Bucket) -> None:
+        """Invalidate the placeholders of the old buffer, and make new ones."""
+        for slot in bucket.slots:
+            if slot.pending is not None:
+                slot.pending.drop()
+        super().on_new_buffer(bucket)
+
+    def show(self, slots: Iterable[Slot] | None = None) -> None:
+        """No worker has whole gradients."""
+
+
+class _Sent:
+    """Raises, because gradients that have been sent cannot be made whole."""
+
+    def show_gradient(self, slot: Slot) -> None:
+        if torch._C._current_graph_task_id() != -1:  # probably autograd itself
+            raise UsageError(
+                f"a backward has added to the gradient of parameter {slot.name!r}, or read it, "
+                "when it had been sent to the other workers (Canary): call optimizer.step() after "
+                "each backward, accumulate with forward and backward under no_sync(), and use "
+                "checkpoint(..., use_reentrant=False)"
+            )
+        raise UsageError(
+            f"the gradient of parameter {slot.name!r} was read, changed or added to after "
+            "backward: under bounded staleness (Canary) it is this worker's own, and has been "
+            "sent; leave p.grad alone between backward() and step(), or use wingbeat.AllReduce()"
+        )
+
+    def unscale(
+        self,
+        grads: list[torch.Tensor],  # noqa: ARG002
+        found_inf: torch.Tensor,  # noqa: ARG002
+        inv_scale: torch.Tensor,  # noqa: ARG002
+    ) -> None:
+        raise UsageError(
+            "GradScaler under bounded staleness (Canary): scaled gradients have been sent to the "
+            "other workers, who may have another scale; train in float32 or bfloat16 without a "
+            "scaler (GradScaler(enabled=False)), or use wingbeat.AllReduce()"
+        )
+
+
+_SENT = _Sent()
+"""Kept alive here, because views refer to it weakly."""
+
+
+def clone_displaced(bucketing: Bucketing) -> None:
+    """Clone gradients that the user has moved to other parameters' ``p.grad``.
+
+    Their places in the buffers are about to be overwritten.
+    """
+    places: set[int] = set()
+    with torch._C.DisableTorchFunctionSubclass():  # nothing here reads a parameter
+        for slot in bucketing.slots:
+            grad = slot.param.grad
+            if grad is None or slot.holds(grad) or grad.layout is not torch.strided:
+                continue
+            if isinstance(grad, PendingGradient):
+                grad = grad.whole()
+            places = places or {b.flat.untyped_storage()._cdata for b in bucketing.buckets}
+            if grad.untyped_storage()._cdata in places:
+                slot.param.grad = grad.detach().clone()
+
+
+def replaced(slots: Sequence[Slot], owns: Callable[[torch.Tensor], bool]) -> bool:
+    """Whether the user has replaced or removed placeholders of the optimizer's parameters."""
+    return any(slot.param.grad is not slot.pending for slot in slots if owns(slot.param))

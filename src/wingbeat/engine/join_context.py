@@ -1,0 +1,229 @@
+"""Uneven numbers of batches: a worker without batches shadows the others, as under DDP's Join."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wingbeat.collectives import Rows
+from wingbeat.engine.buffers import broadcast_now
+from wingbeat.engine.hooks import ModuleHook, in_backward, in_transform
+from wingbeat.engine.updates.modes import recording
+from wingbeat.engine.updates.stepper import State
+from wingbeat.errors import PeerError, UnevenBatchesError, UsageError
+from wingbeat.schedules.events import Phase
+from wingbeat.transport import graceful_shutdown
+
+if TYPE_CHECKING:
+    from wingbeat.engine.engine import Engine
+
+
+class _Batch(enum.IntEnum):
+    """What a worker announces at the beginning of each batch, its own or others'."""
+
+    NONE = 0
+    LOCAL = 1
+    """Under ``no_sync``, in which nothing is exchanged."""
+    SYNCED = 2
+
+
+class _JoinContext:
+    """The workers of one ``join`` context, and which of them have batches left."""
+
+    def __init__(self, engine: Engine, divide_by_all: bool, throw: bool) -> None:
+        self.engine = engine
+        self.divide_by_all = divide_by_all
+        self.throw = throw
+        self.active = list(range(engine.world.size))
+
+    def begin_batch(self) -> None:
+        """Before a forward whose gradients will be averaged."""
+        engine = self.engine
+        if in_transform() and engine.buffer_sync.channel is not None:
+            raise UsageError(
+                "join() with a transform of torch.func over a model with buffers: these cannot be "
+                "exchanged inside of it, and workers without batches wait for them; give each "
+                "worker as many batches, without join()"
+            )
+        if engine.update.agrees and engine.phase is not Phase.IDLE:
+            raise UsageError(
+                f"join() with {engine.update.option}: gradients are left from the backward before; "
+                "call step() or zero_grad() before the next forward, or accumulate under no_sync()"
+            )
+        if not engine.update.agrees:
+            # Workers without batches gather after each backward, so this precedes the announcement.
+            engine.settle_gradients()
+        self._begin(_Batch.SYNCED)
+        if not self.divide_by_all:
+            engine.scale = 1.0 / len(self.active)
+
+    def begin_local_batch(self, _model: torch.nn.Module, _args: Any) -> None:
+        """Before any forward, also under ``no_sync``."""
+        if recording():
+            return
+        if torch.is_grad_enabled() and not self.engine.sync and not in_backward():
+            self.engine.recover()
+            self._begin(_Batch.LOCAL)
+
+    def _begin(self, batch: _Batch) -> None:
+        self.announce(batch)
+        left = [r for r in range(self.engine.world.size) if r not in self.active]
+        if self.throw and left:
+            raise UnevenBatchesError(
+                f"Detected at least one rank that exhausted inputs. Rank(s) {_list(left)} did, "
+                f"and rank {self.engine.world.rank} has more: join(throw_on_early_termination="
+                "True) ends training on all"
+            )
+
+    def announce(self, batch: _Batch = _Batch.NONE) -> _Batch:
+        """Announce this worker's batch; return the maximum over all workers."""
+        self.engine.between_steps()
+        found = _exchange_batches(self.engine, batch)
+        active = [rank for rank, flag in enumerate(found) if flag]
+        self.active = active or self.active
+        # Buffers come from a worker that still trains.
+        self.engine.buffer_root = active[0] if active else 0
+        return _Batch(max(found))
+
+    def shadow(self) -> None:
+        """Take part in the others' exchanges, until they have run out of batches too."""
+        engine = self.engine
+        while batch := self.announce():
+            if self.throw:
+                raise UnevenBatchesError(
+                    f"Rank {engine.world.rank} exhausted all inputs, and rank(s) "
+                    f"{_list(self.active)} did not: join(throw_on_early_termination=True) ends "
+                    "training on all"
+                )
+            if batch is _Batch.SYNCED:
+                engine.buffer_sync.request(engine.buffer_root)
+                engine.shadow_backward()
+                engine.update.shadow_step(engine)
+                engine.meter.stepped()
+                graceful_shutdown.count_step()
+                engine.zero_grad(True)
+                for param in engine.trained:
+                    param.grad = None
+        if len(self.active) < engine.world.size:
+            _copy_state(engine, self.active[-1])
+
+
+@contextlib.contextmanager
+def joined(
+    engine: Engine, divide_by_all: bool = True, enable: bool = True, throw: bool = False
+) -> Iterator[None]:
+    """Shadow the others after leaving the context early; see `DistributedModel.join`.
+
+    Raises:
+        UsageError: the strategy does not support it.
+        UnevenBatchesError: ``throw``, and a worker has run out of batches.
+    """
+    if engine.world.size == 1 or not enable:
+        yield
+        return
+    if engine.choices.averaging is not None:
+        if throw:
+            raise UsageError(
+                "join(throw_on_early_termination=True) where models are averaged: the other "
+                "workers do not notice that a worker has run out of batches; leave it out"
+            )
+        yield
+        engine.level()  # the others continue without this worker until they have finished too
+        return
+    if not engine.choices.lockstep:
+        raise UsageError(
+            "join() under bounded staleness (Canary): workers may have different numbers of "
+            "batches as it is; leave it out, and call model.synchronize() on all when each has "
+            "trained"
+        )
+    context, scale = _JoinContext(engine, divide_by_all, throw), engine.scale
+    hook = ModuleHook(weakref.ref(context), "begin_local_batch")
+    handle = engine.model.register_forward_pre_hook(hook, prepend=True)
+    engine.before_synced_forward = context.begin_batch
+    try:
+        yield
+    finally:
+        engine.before_synced_forward = None
+        engine.scale = scale
+        handle.remove()
+    if engine.update.agrees:
+        engine.zero_grad(True)  # as the others do before their next forward
+    context.shadow()
+
+
+def _exchange_batches(engine: Engine, batch: _Batch) -> list[int]:
+    """Return every rank's batch."""
+    rows = Rows(engine.collectives, [float(batch)], "batches left").wait().view(-1).tolist()
+    for rank, flag in enumerate(rows):
+        if flag not in list(_Batch):
+            raise PeerError(
+                f"rank {engine.world.rank}: rank {rank} sent {flag!r} in place of "
+                "the kind of its batch, 0 to 2; all workers have to run the same wingbeat"
+            )
+    return [int(flag) for flag in rows]
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _copy_state(engine: Engine, root: int) -> None:
+    """Copy parameters, buffers and the optimizer's state from rank ``root``."""
+    engine.settle()
+    collectives = engine.collectives
+    # Steps made without batches do not count.
+    engine.steps_made.count = _steps_of(engine, root)
+    with torch.no_grad():
+        tensors = [*engine.trained, *engine.model.buffers()]
+        broadcast_now(tensors, collectives, root)
+    broadcast_now(_state_like(engine, root), collectives, root)
+    engine.compression.follow(root)
+
+
+def _steps_of(engine: Engine, root: int) -> int:
+    steps = engine.world.exchange("steps", engine.steps_made.count)[root]
+    if type(steps) is not int or steps < 0:
+        raise PeerError(f"rank {engine.world.rank}: rank {root} sent malformed steps: {steps!r}")
+    return steps
+
+
+def _state_like(engine: Engine, root: int) -> list[torch.Tensor]:
+    """Return the optimizer state's tensors in an agreed order, made where they are missing."""
+    state: State = engine.optimizer.__dict__["state"]
+    params = engine.stepper.params()
+    mine = [
+        [i, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for i, param in enumerate(params)
+        for key, value in sorted(state.get(param, {}).items())
+        if isinstance(value, torch.Tensor)
+    ]
+    out = []
+    for entry in engine.world.exchange("optimizer state", mine)[root]:
+        i, key, dtype, shape = _checked(entry, len(params), engine.world.rank, root)
+        here: dict[str, Any] = state[params[i]]
+        value = here.get(key)
+        if not isinstance(value, torch.Tensor) or list(value.shape) != shape:
+            device = params[i].device if shape else "cpu"
+            here[key] = value = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        out.append(value)
+    return out
+
+
+def _checked(entry: Any, count: int, rank: int, root: int) -> tuple[int, str, str, list[int]]:
+    try:
+        i, key, dtype, shape = entry
+        ok = (
+            0 <= int(i) < count
+            and isinstance(getattr(torch, dtype), torch.dtype)
+            and all(int(n) >= 0 for n in shape)
+        )
+    except (TypeError, ValueError, AttributeError):
+        ok = False
+    if not ok:
+        raise PeerError(f"rank {rank}: rank {root} sent a malformed optimizer state: {entry!r}")
+    return int(i), str(key), str(dtype), [int(n) for n in shape]

@@ -1,0 +1,173 @@
+"""Performs the commands of a schedule, in the training thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from wingbeat.collectives import Collectives, Handle
+from wingbeat.engine.gradients.bucket import StepCounter
+from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.views import ShownGradients
+from wingbeat.engine.updates.update import Closure, Update
+from wingbeat.errors import PeerError
+from wingbeat.exchanges.exchange import Exchange
+from wingbeat.observe.events import stream
+from wingbeat.observe.meter import Meter
+from wingbeat.schedules.events import (
+    Announce,
+    Await,
+    Event,
+    Schedule,
+    Show,
+    Start,
+    Step,
+    UpdateCommand,
+    Wait,
+)
+from wingbeat.schedules.intents import Answer, Intent
+
+
+class IntentExchange:
+    """A small all-gather of each worker's next action, and of one bit for each slot.
+
+    It is sent from the host's memory, also where gradients are on a GPU, because the host decides
+    by the result what to queue next.
+    """
+
+    def __init__(self, collectives: Collectives, slots: int) -> None:
+        self._collectives = collectives
+        self._width = 1 + -(-slots // 8)
+        self._rows = torch.zeros(0, dtype=torch.uint8)
+        self._handle: Handle | None = None
+
+    def announce(self, intent: Intent, used: Iterable[int]) -> None:
+        """Send this worker's next action, and the slots that it has gradients for."""
+        row = bytearray(self._width)
+        row[0] = intent
+        for index in used:
+            row[1 + index // 8] |= 1 << index % 8
+        world = self._collectives.world
+        self._rows = torch.zeros(world.size, self._width, dtype=torch.uint8)
+        self._rows[world.rank] = torch.frombuffer(row, dtype=torch.uint8)
+        self._handle = self._collectives.all_gather(self._rows.view(-1), label="intents")
+
+    def await_all(self) -> Answer:
+        """Wait for all workers' announcements.
+
+        Raises:
+            PeerError: a worker sent an invalid one.
+        """
+        assert self._handle is not None
+        self._handle.wait()
+        self._handle = None
+        heads = self._rows[:, 0].tolist()
+        for rank, head in enumerate(heads):
+            if head not in list(Intent):
+                raise PeerError(f"rank {rank} sent {head} in place of an intent, 1 to 7")
+        union = 0
+        for row in self._rows[:, 1:].tolist():
+            union |= int.from_bytes(row, "little")
+        used = frozenset(i for i, bit in enumerate(reversed(f"{union:b}")) if bit == "1")
+        return Answer(tuple(Intent(head) for head in heads), used)
+
+
+@dataclass
+class Runtime:
+    """Passes each command to the part that performs it, before the schedule yields the next.
+
+    Attributes:
+        checked: whether step counts have been compared in the present iteration.
+        meter: counts the time that the training thread is blocked.
+    """
+
+    schedule: Schedule
+    exchange: Exchange
+    bucketing: Bucketing
+    views: ShownGradients
+    update: Update
+    intents: IntentExchange
+    steps: StepCounter
+    checked: bool = False
+    meter: Meter = field(default_factory=lambda: Meter(""))
+
+    def dispatch(self, event: Event, closure: Closure = None) -> Any:
+        """Perform the schedule's commands for ``event``; return the result of a whole step.
+
+        Raises:
+            PeerError: a worker failed or timed out.
+            UsageError: the workers do not do the same.
+        """
+        commands = self.schedule.react(event)
+        returned = answer = None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration:
+                return returned
+            perform = _PERFORMED_HERE.get(type(command))
+            if perform is not None:
+                answer = perform(self, command)
+            else:
+                answer = None
+                made = self.update.perform(cast("UpdateCommand", command), closure)
+                if isinstance(command, Step):
+                    returned = made
+
+    def _start(self, command: Start) -> None:
+        bucket = self.bucketing.buckets[command.bucket]
+        self.exchange.start(command.operation, bucket, command.chained)
+
+    def _show(self, _: Show) -> None:
+        self.views.show()
+
+    def _announce(self, command: Announce) -> None:
+        self.intents.announce(command.intent, command.used)
+
+    def _await(self, _: Await) -> Answer:
+        begin = time.monotonic_ns()
+        try:
+            return self.intents.await_all()
+        finally:
+            self._record_wait(begin)
+
+    def _wait(self, command: Wait) -> None:
+        bucket = self.bucketing.buckets[command.bucket]
+        read_only = command.read_only or self.update.preserves_gradients(bucket)
+        begin = time.monotonic_ns()
+        try:
+            if bucket.handle is not None and read_only:
+                bucket.handle.wait_received()
+            else:
+                bucket.settle()
+        finally:
+            self._record_wait(begin, bucket.index)
+        if command.whole and not self.checked:
+            # On a GPU the host would wait for the flags.
+            if bucket.flat.device.type == "cpu":
+                self.steps.check(bucket.counts.tolist())
+            self.checked = True
+
+    def waited(self, ns: int) -> None:
+        """Count nanoseconds that the training thread was blocked inside of a step."""
+        self.meter.waited_ns += ns
+
+    def _record_wait(self, begin: int, bucket: int = -1) -> None:
+        end = time.monotonic_ns()
+        self.meter.waited_ns += end - begin
+        if stream.on:
+            stream.record("wait", begin, end, bucket=bucket)
+
+
+_PERFORMED_HERE: dict[type, Callable[[Runtime, Any], Any]] = {
+    Start: Runtime._start,
+    Wait: Runtime._wait,
+    Show: Runtime._show,
+    Announce: Runtime._announce,
+    Await: Runtime._await,
+}
+"""The update performs all other commands."""

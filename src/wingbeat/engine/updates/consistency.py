@@ -1,0 +1,152 @@
+"""Compares the weights, and the optimizer's state, of workers that must hold the same."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from wingbeat.engine.updates.update import Training
+from wingbeat.errors import RendezvousError
+
+_TOLERANCE = 1e-4
+"""Relative to a tensor's norm. Different processors may round a step's results differently."""
+
+_POLL_S = 0.2
+"""Seconds between two checks whether an awaited worker still takes part."""
+
+Sums = dict[str, list[float]]
+
+
+class Place(Protocol):
+    """A point in training at which all workers have applied the same rounds."""
+
+    @property
+    def room(self) -> str:
+        """The model's key in the store, the same on all workers."""
+
+    @property
+    def made(self) -> int:
+        """The number of rounds applied."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that take part."""
+
+
+class ConsistencyCheck:
+    """Compares parameters and optimizer state by checksums in the store.
+
+    Where checksums differ, sums are compared, parameter by parameter. Workers that leave meanwhile
+    are not compared.
+    """
+
+    def __init__(self, training: Training, place: Place) -> None:
+        self._training, self._place = training, place
+        self._last, self._calls = -1, 0
+
+    def different(self) -> str | None:
+        """Return the name of a tensor that differs between workers; None if none does.
+
+        All workers must call it.
+
+        Raises:
+            RendezvousError: a worker did not; names it.
+        """
+        mine = 0
+        for _, tensors in self._held():
+            for tensor in tensors:
+                mine = checksum(tensor, mine)
+        if len(set(self._exchange(mine).values())) == 1:
+            return None
+        first, *others = self._exchange(self._sums()).values()
+        return next(
+            (name for name in first if any(_far(first[name], o[name]) for o in others)), None
+        )
+
+    def of_frozen(self) -> int | None:
+        """Return the first rank if frozen parameters differ between workers, else None.
+
+        Raises:
+            RendezvousError: a worker did not call it; names it.
+        """
+        frozen = self._training.bucketing.frozen
+        mine = 0
+        for _, param in frozen:
+            mine = checksum(param, mine)
+        found = self._exchange(mine) if frozen else {}
+        return min(found) if len(set(found.values())) > 1 else None
+
+    def _held(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        state = self._training.optimizer.state
+        for slot in self._training.bucketing.slots:
+            yield f"parameter {slot.name!r}", [slot.param]
+            kept = sorted(state.get(slot.param, {}).items())
+            tensors = [value for _, value in kept if isinstance(value, torch.Tensor)]
+            yield f"the optimizer's state of parameter {slot.name!r}", tensors
+
+    def _sums(self) -> Sums:
+        return {
+            name: [number for tensor in tensors for number in _sum_and_norm(tensor)]
+            for name, tensors in self._held()
+        }
+
+    def _exchange(self, value: Any) -> dict[int, Any]:
+        """Return the values of all members, by rank."""
+        world, made = self._training.collectives.world, self._place.made
+        # A returned worker has not counted calls, but knows how many rounds were applied.
+        self._last, self._calls = made, self._calls + 1 if made == self._last else 0
+        key = f"{self._place.room}/{made}/{self._calls}"
+        world.store.set(f"{key}/{world.rank}", json.dumps(value))
+        found = ((rank, self._awaited(f"{key}/{rank}", rank)) for rank in self._place.members)
+        return {rank: json.loads(text) for rank, text in found if text is not None}
+
+    def _awaited(self, key: str, rank: int) -> str | None:
+        """Return the value that a rank has set; None if it is no longer a member."""
+        world = self._training.collectives.world
+        deadline = time.monotonic() + world.timeout
+        while True:
+            try:
+                return world.store.get(key, min(_POLL_S, world.timeout))
+            except TimeoutError:
+                if rank not in self._place.members:
+                    return None
+                if time.monotonic() > deadline:
+                    raise RendezvousError(
+                        f"rank {world.rank}: rank {rank} did not compare its weights within "
+                        f"{world.timeout:g} s, as all do in model.synchronize(), and in the first "
+                        "step after load_state_dict(): call these on all ranks"
+                    ) from None
+
+
+def checksum(tensor: torch.Tensor, before: int = 0) -> int:
+    """Return a checksum of a tensor's bits; ``before``: the checksum of preceding tensors."""
+    plain = tensor.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(plain.view(torch.uint8).numpy().data, before)
+
+
+def _sum_and_norm(tensor: torch.Tensor) -> list[float]:
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    plain = plain.double()
+    return [float(plain.sum()), float(plain.norm())]
+
+
+def _far(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether sums and norms of tensors differ by more than rounding errors.
+
+    >>> _far([1.0, 2.0], [1.0001, 2.0]), _far([1.0, 2.0], [1.1, 2.0]), _far([1.0, 2.0], [])
+    (False, True, True)
+    """
+    if len(some) != len(others):
+        return True
+    for place, (one, other) in enumerate(zip(some, others, strict=True)):
+        norm = some[place | 1]
+        if one != other and one == one and not abs(one - other) <= _TOLERANCE * norm:
+            return True
+    return False

@@ -1,0 +1,492 @@
+"""A model's parameters, and its optimizer's state, in one flat buffer that workers average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from wingbeat.engine.updates.consistency import checksum
+from wingbeat.engine.updates.trials import (
+    Step,
+    TrialFailed,
+    bare_step,
+    make_shadow,
+    preserve_rng_state,
+    settings_key,
+    settings_of,
+    trial_settings,
+    try_step,
+)
+from wingbeat.errors import UsageError
+from wingbeat.transport.text import first_line
+from wingbeat.types import Span
+
+Tensors = list[torch.Tensor]
+
+_BITS = 32
+"""Bits of a checksum; the mean of each is 0 or 1 only where all workers have the same."""
+
+_ROUNDED = 1e-4
+"""The rounding error of a mean of equal bits. The mean of unequal bits, of up to 5,000 workers, is
+further from 0 and 1."""
+
+OPTION = "average_state=True"
+"""The user's option that averages the optimizer's state."""
+
+_TRIAL_STEPS = 2
+_SIZES = (3, 5, 7, 2)
+"""Of test tensors along each dimension, so that no other shape is mistaken for theirs."""
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+Names = Mapping[str, torch.dtype]
+"""Names of state with a value for each element, and its dtype."""
+
+
+# -- the optimizer's state ----------------------------------------------------------------
+
+
+class ElementState:
+    """The optimizer's state that has a value for each element of a parameter.
+
+    Adam's two moments and a momentum can be averaged like parameters; a step counter cannot. No
+    list can know every optimizer, so a shadow of it makes some steps on small tensors.
+
+    Args:
+        optimizer: the user's, before its class is changed.
+        names: of the parameters whose state is averaged, by parameter.
+
+    Raises:
+        UsageError: it has state that cannot be averaged, or the trial failed; says why.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        self._optimizer, self._names = optimizer, names
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise _refusal(optimizer, "it keeps lists of earlier gradients")
+        step = bare_step(type(optimizer).step)
+        tried: dict[Any, Names] = {}
+        self._known: dict[torch.Tensor, Names] = {}
+        for group in optimizer.param_groups:
+            settings = settings_of(group)
+            for param in (param for param in group["params"] if param in names):
+                key = (max(param.ndim, 1), param.dtype, settings_key(settings))
+                if key not in tried:
+                    tried[key] = _try_state(optimizer, step, settings, *key[:2])
+                self._known[param] = tried[key]
+        for param in self._known:
+            self.values(param)
+
+    def names(self, param: torch.Tensor) -> Names:
+        """Return the names of state per element of ``param``; none if it is another optimizer's."""
+        return self._known.get(param, {})
+
+    def values(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the present values; some are missing before the first step.
+
+        Raises:
+            UsageError: there is more than the trial has shown, or of another kind.
+        """
+        known = self._known.get(param)
+        if known is None:
+            return {}
+        found = {}
+        for key, value in self._optimizer.__dict__["state"].get(param, {}).items():
+            if key in known and value is not None:
+                why = _no_average(value, param.shape)
+                if why:
+                    raise self._changed(param, key, why)
+                found[key] = value
+            elif _per_element(value):
+                raise self._changed(param, key, "present, and was absent in the trial")
+        return found
+
+    def described(self) -> list[list[str]]:
+        """Return each parameter's state as text, to compare between workers."""
+        return [
+            [name, ", ".join(f"{key} ({_short(dtype)})" for key, dtype in sorted(kinds.items()))]
+            for param, name in self._names.items()
+            for kinds in [self.names(param)]
+        ]
+
+    def _changed(self, param: torch.Tensor, key: str, what: str) -> UsageError:
+        return UsageError(
+            f"{OPTION}: the optimizer's state {key!r} of parameter {self._names[param]!r} is "
+            f"{what}: keep the optimizer's options as they are at distribute(), or leave "
+            "average_state out"
+        )
+
+
+def _try_state(
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    settings: dict[str, Any],
+    dimensions: int,
+    dtype: torch.dtype,
+) -> Names:
+    """Return the state per element after some steps on a tensor of so many dimensions."""
+    shape = tuple(_SIZES[place % len(_SIZES)] for place in range(dimensions))
+    shadow = make_shadow(optimizer)
+    param = torch.nn.Parameter(_draw(0, shape, dtype))
+    first = param.detach().clone()
+    try:
+        with preserve_rng_state(torch.device("cpu")):
+            for number in range(1, _TRIAL_STEPS + 1):
+                param.grad = _draw(number, shape, dtype)
+                try_step(shadow, step, {**trial_settings(settings), "params": [param]})
+    except TrialFailed as error:
+        raise _refusal(optimizer, str(error)) from None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise _refusal(optimizer, f"it cannot be tried on a small tensor: {reason}") from None
+    if torch.equal(param, first):
+        raise _refusal(optimizer, "it does not update the parameters of its param groups by itself")
+    if any(key is not param for key in shadow.state):
+        raise _refusal(optimizer, "it has state that belongs to no parameter")
+    each = {}
+    for key, value in shadow.state.get(param, {}).items():
+        if _per_element(value):
+            why = _no_average(value, param.shape)
+            if why:
+                raise _refusal(optimizer, f"its state {key!r} is {why}")
+            each[key] = value.dtype
+    return each
+
+
+def _per_element(value: Any) -> bool:
+    """Whether it is more than one number or string."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() > 1 or type(value) is not torch.Tensor
+    return not (
+        type(value) in _SIMPLE
+        or (type(value) is tuple and all(type(item) in _SIMPLE for item in value))
+    )
+
+
+def _no_average(value: Any, shape: Sequence[int]) -> str:
+    """Return why values cannot be averaged between workers; empty if they can."""
+    if type(value) is not torch.Tensor:
+        return f"a {type(value).__name__}"
+    if tuple(value.shape) != tuple(shape):
+        return f"of shape {tuple(value.shape)} where the parameter's is {tuple(shape)}"
+    if not value.is_floating_point() or value.dtype.itemsize < 2:
+        return f"{_short(value.dtype)}, and no plain floating-point numbers"
+    return ""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _refusal(optimizer: torch.optim.Optimizer, why: str) -> UsageError:
+    return UsageError(
+        f"{OPTION}: the state of {type(optimizer).__name__} cannot be averaged: {why}; leave "
+        "average_state out, or take an optimizer whose state is shaped as its parameters, such as "
+        "SGD or AdamW"
+    )
+
+
+class _Place(NamedTuple):
+    param: torch.Tensor
+    name: str
+    view: torch.Tensor
+
+
+class StateBuffer:
+    """A part of the flat buffer with state of some parameters, followed by one flag per tensor.
+
+    A flag is 1 where the worker's optimizer has the tensor, else 0. Both are averaged: the mean of
+    values divided by the mean of flags is the mean over the workers that have the tensor. A worker
+    whose optimizer has not made its first step on a parameter contributes and receives nothing.
+
+    Args:
+        state: of the optimizer.
+        params: whose state.
+        flat: the part, `size` elements long.
+    """
+
+    def __init__(
+        self, state: ElementState, params: Sequence[torch.Tensor], flat: torch.Tensor
+    ) -> None:
+        self._state, self._params = state, list(params)
+        names = [(param, name) for param in params for name in state.names(param)]
+        self._flags = flat[len(flat) - len(names) :]
+        self._places: list[_Place] = []
+        start = 0
+        for param, name in names:
+            stop = start + param.numel()
+            self._places.append(_Place(param, name, flat[start:stop].view(param.shape)))
+            start = stop
+
+    @staticmethod
+    def size(state: ElementState, params: Sequence[torch.Tensor]) -> int:
+        """Return the number of elements."""
+        return sum((param.numel() + 1) * len(state.names(param)) for param in params)
+
+    def read(self) -> None:
+        """Copy the optimizer's values into the buffer; raises as `ElementState.values`."""
+        for place, value, flag in zip(self._places, self._values(), self._flags, strict=True):
+            flag.fill_(value is not None)
+            if value is None:
+                place.view.zero_()
+            else:
+                place.view.copy_(value)
+
+    def write(self) -> None:
+        """Copy the means in the buffer to the optimizer."""
+        for mean, value in zip(self._means(), self._values(), strict=True):
+            if mean is not None and value is not None:
+                value.copy_(mean)
+
+    def add(self, sent: StateBuffer) -> None:
+        """Copy the means to the optimizer, and keep changes made since ``sent`` was read.
+
+        Values that are never negative, such as a mean of squares, stay above the smaller of the
+        mean and the present value: one that has decayed meanwhile could become negative.
+        """
+        for mean, begun, value in zip(self._means(), sent._means(), self._values(), strict=True):
+            if mean is None or begun is None or value is None:
+                continue
+            now = value.to(mean.dtype)
+            if torch.equal(now, begun.to(value.dtype).to(mean.dtype)):
+                value.copy_(mean)
+                continue
+            least = torch.minimum(now, mean)
+            moved = now + (mean - begun)
+            if bool((least >= 0).all() and (begun >= 0).all()):
+                moved = torch.maximum(moved, least)
+            value.copy_(moved)
+
+    def _values(self) -> list[torch.Tensor | None]:
+        found = {param: self._state.values(param) for param in self._params}
+        return [found[place.param].get(place.name) for place in self._places]
+
+    def _means(self) -> Iterator[torch.Tensor | None]:
+        """Yield the means over the workers that have each tensor; None where none has it."""
+        for place, flag in zip(self._places, self._flags.tolist(), strict=True):
+            yield None if flag <= 0 else place.view if flag == 1 else place.view / flag
+
+
+# -- the model ----------------------------------------------------------------------------
+
+
+def buffer_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return float64 if any tensor is that, else float32."""
+    double = any(tensor.dtype is torch.float64 for tensor in tensors)
+    return torch.float64 if double else torch.float32
+
+
+def is_narrow(params: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether a parameter has fewer bits than ``dtype``."""
+    return any(param.dtype.itemsize < dtype.itemsize for param in params)
+
+
+class FlatModel:
+    """A buffer for all parameters, then model buffers, in float32 (float64 if any is that).
+
+    Values are copied in and out, whatever a parameter's strides and ``data`` are. Each fragment's
+    parameters are followed by their optimizer state, where that is averaged. Then comes a number
+    that is averaged with the whole.
+
+    Frozen parameters come last. Most are large, and equal on all workers; they differ if each
+    worker has moved a teacher towards its own model. So the bits of their checksum are averaged
+    with the rest, and the parameters only if that shows a difference.
+
+    Args:
+        fragments: parameters that are averaged at the same time, in the order of their turns.
+        buffers: returns floating-point buffers, which are averaged only when all workers meet; each
+            time the same number, with the same shapes.
+        copies: number of further tensors as long as all parameters, which are averaged only when
+            all workers meet.
+        state: the optimizer's, where it is averaged; ``copies`` must be 0 then.
+        frozen: floating-point parameters that require no gradient.
+
+    Attributes:
+        flat: the buffer, on the CPU.
+        spans: of each fragment.
+        trained: of all fragments.
+        shared: of all but the frozen parameters: what is averaged when all workers meet.
+        frozen: of the frozen parameters.
+        number: one element.
+        copies: the further tensors, initially zero.
+        narrow: whether a parameter has fewer bits than the buffer.
+    """
+
+    def __init__(
+        self,
+        fragments: Sequence[Sequence[torch.Tensor]],
+        buffers: Callable[[], Tensors] = list,
+        copies: int = 0,
+        state: ElementState | None = None,
+        frozen: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._fragments, self._buffers = [list(part) for part in fragments], buffers
+        self._state, self._frozen_params = state, list(frozen)
+        params = [param for part in self._fragments for param in part]
+        dtype = buffer_dtype([*params, *buffers(), *frozen])
+        sizes = [0] * len(self._fragments)
+        if state is not None:
+            assert not copies
+            kinds = {kind for param in params for kind in state.names(param).values()}
+            dtype = torch.float64 if torch.float64 in kinds else dtype
+            sizes = [StateBuffer.size(state, part) for part in self._fragments]
+        trained = sum(param.numel() for param in params) + sum(sizes)
+        numel = trained + sum(tensor.numel() for tensor in buffers())
+        end = numel + copies * trained + 1
+        bits = _BITS if self._frozen_params else 0
+        self.shared = Span(0, end + bits)
+        self.frozen = Span(end + bits, end + bits + sum(param.numel() for param in frozen))
+        # Pages that are never written take no memory.
+        zeros = np.zeros(self.frozen.stop, np.float64 if dtype is torch.float64 else np.float32)
+        self.flat = torch.from_numpy(zeros)
+        self.number, self._checksum = self.flat[end - 1 : end], self.flat[end : end + bits]
+        begins = (numel + copy * trained for copy in range(copies))
+        self.copies = [self.flat[begin : begin + trained] for begin in begins]
+        self.narrow = is_narrow(params, dtype)
+        self._views: list[Tensors] = []
+        self._state_buffers: list[StateBuffer] = []
+        self.spans = self._lay_out(sizes)
+        self.trained = self.part(0, len(self.spans))
+
+    def _lay_out(self, sizes: Sequence[int]) -> list[Span]:
+        """Make views of each fragment, followed by ``sizes`` of state; then of the buffers."""
+        spans, start = [], 0
+        for part, size in zip(self._fragments, sizes, strict=True):
+            begin, start = start, self._add_views(part, start)
+            if self._state is not None:
+                flat = self.flat[start : start + size]
+                self._state_buffers.append(StateBuffer(self._state, part, flat))
+            start += size
+            spans.append(Span(begin, start))
+        self._add_views(self._buffers(), start)
+        values, numels = self.flat[self.frozen.start :], [p.numel() for p in self._frozen_params]
+        pairs = zip(values.split(numels), self._frozen_params, strict=True) if numels else ()
+        self._frozen_views = [view.view(param.shape) for view, param in pairs]
+        return spans
+
+    def _add_views(self, tensors: Sequence[torch.Tensor], start: int) -> int:
+        """Append a view for each tensor, from ``start`` on; return their end."""
+        views = []
+        for tensor in tensors:
+            stop = start + tensor.numel()
+            views.append(self.flat[start:stop].view(tensor.shape))
+            start = stop
+        self._views.append(views)
+        return start
+
+    @property
+    def with_state(self) -> bool:
+        """Whether it has the optimizer's state too."""
+        return self._state is not None
+
+    def part(self, first: int, last: int) -> Span:
+        """Return the span of the fragments ``first`` to ``last - 1``."""
+        return Span(self.spans[first].start, self.spans[last - 1].stop)
+
+    @torch.no_grad()
+    def read(self, first: int = 0, last: int | None = None) -> None:
+        """Copy fragments into the buffer; by default all, and the model's buffers."""
+        for views, tensors in self._pairs(first, last):
+            torch._foreach_copy_(views, tensors)
+        for state in self._state_buffers[first:last]:
+            state.read()
+
+    def read_checksum(self) -> None:
+        """Write the bits of a checksum of the frozen parameters."""
+        found = 0
+        for param in self._frozen_params:
+            found = checksum(param, found)
+        self._checksum.copy_(torch.tensor([found >> bit & 1 for bit in range(len(self._checksum))]))
+
+    @property
+    def frozen_differ(self) -> bool:
+        """Whether the mean of the checksums' bits shows that workers' frozen parameters differ."""
+        return bool(((self._checksum - self._checksum.round()).abs() > _ROUNDED).any())
+
+    @torch.no_grad()
+    def read_frozen(self) -> None:
+        """Copy frozen parameters into the buffer."""
+        torch._foreach_copy_(self._frozen_views, [param.detach() for param in self._frozen_params])
+
+    @torch.no_grad()
+    def write_frozen(self) -> None:
+        """Copy the buffer to the frozen parameters."""
+        torch._foreach_copy_([param.detach() for param in self._frozen_params], self._frozen_views)
+
+    @torch.no_grad()
+    def write(self, first: int = 0, last: int | None = None) -> None:
+        """Copy the buffer to fragments; by default to all, and to the model's buffers."""
+        for views, tensors in self._pairs(first, last):
+            torch._foreach_copy_(tensors, views)
+
+    @torch.no_grad()
+    def add(self, first: int, last: int) -> None:
+        """Add the buffer's values to the fragments."""
+        for views, tensors in self._pairs(first, last):
+            torch._foreach_add_(tensors, views)
+
+    @torch.no_grad()
+    def write_state(
+        self, first: int = 0, last: int | None = None, sent: torch.Tensor | None = None
+    ) -> None:
+        """Copy the fragments' averaged state to the optimizer, where state is averaged.
+
+        Args:
+            first: the first fragment.
+            last: the one after the last; None for all.
+            sent: the fragments' span when it was sent; changes made since are kept.
+        """
+        begin = self.spans[first].start
+        for number, state in list(enumerate(self._state_buffers))[first:last]:
+            if sent is None:
+                state.write()
+                continue
+            assert self._state is not None
+            part, span = self._fragments[number], self.spans[number]
+            start = span.start + sum(param.numel() for param in part)
+            state.add(StateBuffer(self._state, part, sent[start - begin : span.stop - begin]))
+
+    def split(self, values: torch.Tensor) -> Tensors:
+        """Split a tensor as long as `trained` into one of each parameter's shape."""
+        params = [param for part in self._fragments for param in part]
+        parts = values.split([param.numel() for param in params])
+        return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+
+    @torch.no_grad()
+    def holds(self, values: torch.Tensor, first: int, last: int) -> bool:
+        """Whether the fragments' values equal ``values``, which is as long as their span."""
+        begin = self.spans[first].start
+        for number in range(first, last):
+            start = self.spans[number].start - begin
+            for param in self._fragments[number]:
+                stop = start + param.numel()
+                other = values[start:stop].view(param.shape).to(param.dtype)
+                if not torch.equal(param.detach(), other):
+                    return False
+                start = stop
+        return True
+
+    def _pairs(self, first: int, last: int | None) -> Iterator[tuple[Tensors, Tensors]]:
+        for number, views in list(enumerate(self._views))[first:last]:
+            if number < len(self._fragments):
+                yield views, [param.detach() for param in self._fragments[number]]
+            elif views:
+                yield views, self._checked(views)
+
+    def _checked(self, views: Tensors) -> Tensors:
+        """Return the model's buffers; raise a `UsageError` if their shapes have changed."""
+        tensors = self._buffers()
+        if [tensor.shape for tensor in tensors] != [view.shape for view in views]:
+            raise UsageError(
+                "the model's buffers have other shapes than at distribute(), and cannot be "
+                "averaged: call wingbeat.release(model, optimizer) before they change, and "
+                "distribute() again"
+            )
+        return tensors

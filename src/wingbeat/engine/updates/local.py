@@ -1,0 +1,377 @@
+"""Steps on a worker's own gradients, with averages of models in between (Ripples, section 3.2)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from wingbeat.engine.gradients.bucket import check_kind
+from wingbeat.engine.updates.flat import FlatModel
+from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate, evaluated
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe.events import stream
+from wingbeat.observe.log import log
+from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
+from wingbeat.schedules.local import Local
+
+if TYPE_CHECKING:
+    from wingbeat.observe.meter import Section
+    from wingbeat.types import Span
+
+Tensors = dict[str, torch.Tensor]
+
+_FORWARDS, _CHANGES = 3, 3
+"""Forwards without any step after which weights are sampled; changes after which it is logged."""
+
+_SAMPLE = 8
+"""Elements of each parameter that are sampled."""
+
+
+class Averager(Protocol):
+    """Averages one flat buffer with other workers', in the background or between steps.
+
+    Attributes:
+        buffer: all parameters, flat, contiguous, on the CPU.
+    """
+
+    buffer: torch.Tensor
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the last average, including this worker."""
+
+    def begin(self, part: Span) -> None:
+        """Begin to average a span of the buffer, which must not be used until `end`."""
+
+    def end(self) -> None:
+        """Wait until the span holds the average.
+
+        Raises:
+            PeerError: a worker failed or timed out; names it.
+        """
+
+    def commit(self) -> None:
+        """The average was adopted: the codec's residuals are sent with the next one."""
+
+    def synchronize(self, part: Span) -> None:
+        """Average a span over all workers, which all call this; the same bits on all."""
+
+    def sections(self) -> Sequence[Section]:
+        """Return its sections of `wingbeat top`; called by other threads."""
+
+    def close(self) -> None:
+        """Leave; other workers do not wait for this one any more."""
+
+
+class LocalUpdate(WholeUpdate):
+    """Runs the optimizer's own step, and averages parameters with other workers.
+
+    Only the training thread changes parameters, inside of ``step``. An average that was made in the
+    background is added as a difference from what was sent, so that changes made meanwhile are kept;
+    if there were none the average itself is adopted, with the same bits on all its workers.
+
+    Args:
+        training: the objects it works on.
+        model: its parameters.
+        averager: averages the model's buffer.
+        schedule: decides when to average.
+
+    Attributes:
+        waited: called with the nanoseconds that other workers were waited for.
+        left: whether it has been detached.
+        renew: called after each average, and instead of one if this worker was left out; then it
+            copies another worker's state.
+    """
+
+    def __init__(
+        self, training: Training, model: FlatModel, averager: Averager, schedule: Local
+    ) -> None:
+        super().__init__(training)
+        self._model, self._averager, self._schedule = model, averager, schedule
+        self.waited: Callable[[int], None] = lambda _: None
+        self.renew: Callable[[], None] = lambda: None
+        self._under_way: tuple[int, int] | None = None
+        self._begun = 0  # number of steps when it was begun
+        self._sent: torch.Tensor | None = None
+        self._moved = self.left = self._cut = self._stepping = False
+        self._forwards: int | None = 0  # None once a step was made
+        self._changes = 0
+        self._sample: tuple[tuple[float, ...], ...] = ()
+        self._hooks = self._watch_inside()
+        self._evaluates_once = _evaluates_once(training.optimizer)
+        named = [*((s.name, s.param) for s in training.bucketing.slots), *training.bucketing.frozen]
+        self._like = [
+            (name, param, param.detach().new_empty(()).expand(param.shape)) for name, param in named
+        ]
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Run the optimizer's own step, and the schedule's averages.
+
+        Raises:
+            UsageError: a parameter has another dtype, device or shape than at `distribute`.
+            PeerError: a worker failed or timed out; names it.
+        """
+        self._check_kinds()
+        self._moved, self._forwards = True, None
+        self._wait_again()
+        closure = self._evaluated_early(closure)
+        self._stepping = True
+        try:
+            return super().step(host, closure)
+        finally:
+            self._stepping = False
+
+    def _evaluated_early(self, closure: Closure) -> Closure:
+        """Evaluate the loss before waiting for an average, as a loop with ``backward()`` does.
+
+        A closure may wait for all workers, to sum a metric, while another worker waits for an
+        average with this one. LBFGS compares losses, between which weights must not change, and a
+        user's optimizer may move weights before it evaluates (SAM).
+        """
+        if closure is None or not self._evaluates_once:
+            return closure
+        first = [evaluated(closure)]
+        return lambda: first.pop() if first else closure()
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+        """Perform a command of the schedule; return the result of a whole step."""
+        if isinstance(command, Average):
+            self._begin(command.first, command.last)
+        elif isinstance(command, Adopt):
+            self._adopt()
+        else:
+            assert isinstance(command, Step), command
+            return super().perform(command, closure)
+        return None
+
+    def level(self, *, always: bool) -> bool:
+        """Set all workers' models to their mean, with the same bits.
+
+        Floating-point buffers, such as BatchNorm's statistics, are averaged too, and frozen
+        parameters if they differ. The number of steps becomes the mean of all workers'.
+
+        Raises:
+            UsageError: a parameter has another dtype, device or shape than at `distribute`.
+            PeerError: a worker did not do the same; names it.
+        """
+        if self._moved or always:
+            self._check_kinds()
+            self._wait_again()
+            self._adopt()
+            self._level()
+            self._moved = False
+        return False  # buffers have been averaged too
+
+    def detach(self) -> None:
+        """Stop averaging."""
+        for hook in self._hooks:
+            hook.remove()
+        self.left = True
+        self._averager.close()
+
+    # -- state --------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a checkpoint needs the number of steps and `tensors`."""
+        return self._schedule.every > 1
+
+    @property
+    def differs(self) -> bool:
+        """Whether this worker's model may differ from the others'."""
+        return self._moved
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a state dict has something of this worker alone."""
+        return self._moved or not self._model.with_state
+
+    @property
+    def steps(self) -> int:
+        """The number of this worker's steps, on which its averages depend."""
+        return self._schedule.made
+
+    def tensors(self) -> dict[str, Tensors]:
+        """Return tensors of the training state beside the model, by kind and parameter name."""
+        return {}
+
+    def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:  # noqa: ARG002
+        """Continue after so many steps, with the result of `tensors`; without it if empty."""
+        self._schedule.resume(steps)
+
+    def handed(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Return the state beside model and optimizer for a worker that was restarted.
+
+        Called by another thread, while the training thread waits for an average or none is made.
+
+        Returns:
+            Tensors, which are not copied, in the same order on all workers; and the numbers for
+            `take_over`.
+        """
+        return [], [self._schedule.made]
+
+    def take_over(self, numbers: Sequence[int]) -> None:
+        """Continue like the worker whose numbers, and tensors, were received.
+
+        Raises:
+            ValueError: the numbers are invalid.
+        """
+        (steps,) = numbers
+        if steps < 0:
+            raise ValueError(f"{steps} steps")
+        self._schedule.resume(steps)
+
+    # -- updates made by hand -----------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Log once if weights change between forwards without any step.
+
+        Models are averaged in steps, so a loop that writes to parameters itself averages nothing.
+        """
+        if self._forwards is None:
+            return
+        self._forwards += 1
+        if self._forwards < _FORWARDS:
+            return
+        slots = self._training.bucketing.slots
+        now = tuple(tuple(s.param.detach().reshape(-1)[:_SAMPLE].tolist()) for s in slots)
+        self._changes += self._sample not in ((), now)
+        self._sample = now
+        if self._changes == _CHANGES:
+            self._forwards = None
+            if self._training.collectives.world.rank == 0:
+                log.warning(
+                    "weights have changed in %d forwards, and optimizer.step() was never called, "
+                    "in which models are averaged: call it in place of updates made by hand, or "
+                    "wingbeat.synchronize(model) on all ranks every so many of them",
+                    _CHANGES,
+                )
+
+    # -- averages -----------------------------------------------------------------------------
+
+    def _watch_inside(self) -> list[RemovableHandle]:
+        """Refuse steps of optimizers that the user's optimizer has in an attribute."""
+        trained = {slot.param for slot in self._training.bucketing.slots}
+        outer, here = self._training.optimizer, weakref.ref(self)
+        kind, hooks = type(outer).__name__, []
+
+        def refuse(name: str, inner: torch.optim.Optimizer, *_: Any) -> None:
+            update = here()
+            if update is None or update._stepping:
+                return
+            if any(param in trained for group in inner.param_groups for param in group["params"]):
+                raise UsageError(
+                    f"{kind}.{name} was to make a step outside of optimizer.step(), at which "
+                    "models are averaged (SAM's second_step() does so): call wingbeat."
+                    f"distribute(model, optimizer.{name}, ...) and keep {kind} around it"
+                )
+
+        for name, inner in vars(outer).items():
+            if isinstance(inner, torch.optim.Optimizer):
+                hooks.append(inner.register_step_pre_hook(functools.partial(refuse, name)))
+        return hooks
+
+    def _check_kinds(self) -> None:
+        for name, param, like in self._like:
+            check_kind(name, param, like)
+
+    def _level(self) -> None:
+        self._model.number.fill_(self._schedule.made)
+        self._model.read()
+        self._model.read_checksum()
+        try:
+            self._wait(functools.partial(self._averager.synchronize, self._model.shared))
+        except Exception:
+            # Meanwhile others may have adopted an average with this worker.
+            with contextlib.suppress(PeerError):
+                self._averager.end()
+                self._model.write(0, len(self._model.spans))
+                self._model.write_state()
+            raise
+        self._model.write()
+        self._model.write_state()
+        self._schedule.resume(round(float(self._model.number)))
+        if self._model.frozen_differ:
+            self._model.read_frozen()
+            self._wait(functools.partial(self._averager.synchronize, self._model.frozen))
+            self._model.write_frozen()
+
+    def _begin(self, first: int, last: int) -> None:
+        self._offer(first, last)
+        # First, because a worker that returns meanwhile needs it.
+        self._under_way, self._begun = (first, last), self._schedule.made
+        try:
+            self._averager.begin(self._model.part(first, last))
+        except BaseException:
+            self._under_way = None
+            raise
+
+    def _adopt(self) -> None:
+        if self._under_way is None:
+            return
+        try:
+            self._wait(self._averager.end)
+        except Exception:  # it has ended, and must not be waited for again
+            self._under_way = None
+            raise
+        under_way, self._under_way = self._under_way, None
+        begin = time.monotonic_ns()
+        self._take(*under_way)
+        members = self._averager.members
+        stream.record("take_over", begin, time.monotonic_ns(), group=members)
+        self._averager.commit()
+        self.renew()
+
+    def _wait_again(self) -> None:
+        """Complete a wait that Ctrl-C has interrupted: the flat model is in use until then."""
+        if not self._cut:
+            return
+        if self._under_way is None:  # the mean of all models, which this worker does not adopt
+            self._wait(self._averager.end)
+        self._adopt()
+        self._cut = False
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        begin = time.monotonic_ns()
+        try:
+            wait()
+        except KeyboardInterrupt:
+            self._cut = True
+            raise
+        finally:
+            end = time.monotonic_ns()
+            self.waited(end - begin)
+            stream.record("wait", begin, end)
+
+    def _offer(self, first: int, last: int) -> None:
+        """Copy the fragments into the flat model."""
+        self._model.read(first, last)
+        part = self._model.part(first, last)
+        if self._schedule.beside:
+            self._sent = self._model.flat[part.start : part.stop].clone()
+
+    def _take(self, first: int, last: int) -> None:
+        """Adopt the average of these fragments, which is in the flat model."""
+        sent, self._sent = self._sent, None
+        self._model.write_state(first, last, sent)
+        # Another optimizer, or the user, may have changed the parameters too.
+        if sent is None or self._model.holds(sent, first, last):
+            self._model.write(first, last)
+            return
+        part = self._model.part(first, last)
+        self._model.flat[part.start : part.stop].sub_(sent)
+        self._model.add(first, last)
+
+
+def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step evaluates a closure once, and first, as torch's optimizers but LBFGS do."""
+    step = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    own = step.__module__.startswith("torch.optim.")
+    return own and not isinstance(optimizer, torch.optim.LBFGS)

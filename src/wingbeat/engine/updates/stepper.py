@@ -1,0 +1,268 @@
+"""Runs any torch optimizer on some of its parameters, with the settings of an earlier moment."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from wingbeat.engine.updates.trials import bare_step
+from wingbeat.errors import UsageError
+
+GroupSnapshot = list[dict[str, Any]]
+"""Each param group's settings (learning rate and so on) at the moment of ``step()``."""
+
+State = defaultdict[Any, dict[str, Any]]
+"""An optimizer's state, by tensor and name, as ``torch.optim.Optimizer.state``."""
+
+_CLOSURE = "closure"
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class StepArguments:
+    """The arguments of one call of ``optimizer.step``: a closure, and others.
+
+    Args:
+        step: the optimizer's own, as its class has it.
+        args: the positional arguments, without the optimizer.
+        kwargs: the keyword arguments.
+
+    Attributes:
+        closure: evaluates the loss; None where there is none.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._args, self._kwargs = args, dict(kwargs or {})
+        self._place: int | str | None = None
+        if _CLOSURE in self._kwargs:
+            self._place = _CLOSURE
+        elif args and step is not None:
+            position = _closure_position(step)
+            self._place = position if position is not None and position < len(args) else None
+        found: Any = None
+        if isinstance(self._place, str):
+            found = self._kwargs[self._place]
+        elif self._place is not None:
+            found = self._args[self._place]
+        if found is not None and not callable(found):
+            found = self._place = None  # another argument in the closure's position
+        self.closure: Callable[[], Any] | None = found
+
+    @property
+    def others(self) -> bool:
+        """Whether there are arguments other than a closure."""
+        return len(self._args) + len(self._kwargs) > (self._place is not None)
+
+    def with_closure(
+        self, closure: Callable[[], Any] | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with ``closure`` in place of the closure."""
+        args, kwargs = self._args, dict(self._kwargs)
+        if isinstance(self._place, str):
+            kwargs[self._place] = closure
+        elif self._place is not None:
+            args = (*args[: self._place], closure, *args[self._place + 1 :])
+        elif closure is not None:
+            args = (closure, *args)
+        return args, kwargs
+
+    def refuse_others(self, where: str, instead: str) -> None:
+        """Refuse arguments where the optimizer's own step is not called with them.
+
+        Args:
+            where: under what they are refused.
+            instead: the strategy to use.
+
+        Raises:
+            UsageError: there are arguments other than a closure.
+        """
+        if self.others:
+            shown = [f"{value!r:.40}" for value in self._args]
+            shown += [f"{name}={value!r:.40}" for name, value in self._kwargs.items()]
+            text = ", ".join(shown).replace("\n", " ")
+            raise UsageError(
+                f"optimizer.step({text}) {where}: the optimizer is run on parts of parameters or "
+                "at another time, without the arguments of this call; set them in its "
+                f"param_groups, or use {instead}"
+            )
+
+
+def _closure_position(step: Callable[..., Any]) -> int | None:
+    params = list(inspect.signature(step).parameters.values())[1:]
+    for place, param in enumerate(params):
+        # A step that takes *args is probably called like torch's own steps.
+        if param.name == _CLOSURE or param.kind is inspect.Parameter.VAR_POSITIONAL:
+            return place
+    return None
+
+
+class Stepper:
+    """Splits one ``step()`` into several, one for each bucket whose gradients have arrived.
+
+    Correct for every optimizer that updates each parameter from its own gradient and state, which
+    `trials` finds out.
+
+    Attributes:
+        stepping: whether the optimizer's own code is running.
+        in_parts: whether it runs on some of its parameters, in temporary groups.
+        arguments: of the user's call of ``step`` that is being served.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
+        self._optimizer = optimizer
+        self._plain_step = plain_step
+        self._group_of: dict[torch.Tensor, int] = {}
+        self.stepping = False
+        self.in_parts = False
+        self.arguments = StepArguments()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read again which group each parameter belongs to."""
+        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+        self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+
+    def refuse_regrouped(self) -> None:
+        """Refuse groups whose parameters have changed since they were read.
+
+        Raises:
+            UsageError: they have, which a divided optimizer cannot follow.
+        """
+        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+        now = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        if now != {id(p): i for p, i in self._group_of.items()}:
+            raise UsageError(
+                "the optimizer's param groups hold other parameters than at distribute(), which "
+                'is not possible with a divided optimizer (shard_optimizer, update="server"): call '
+                "wingbeat.release(model, optimizer), change them, and distribute() again"
+            )
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer updates ``param``."""
+        return param in self._group_of
+
+    def group_of(self, param: torch.Tensor) -> int | None:
+        """Return the number of the group that has ``param``; None if none has."""
+        return self._group_of.get(param)
+
+    def params(self) -> list[torch.Tensor]:
+        """Return all the optimizer's parameters."""
+        return list(self._group_of)
+
+    def snapshot(self) -> GroupSnapshot:
+        """Copy the groups' settings, because a scheduler may change them before the update."""
+        self.refresh()  # the user may have moved parameters between groups, or removed them
+        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+        return [
+            {key: _copied(value) for key, value in group.items() if key != "params"}
+            for group in groups
+        ]
+
+    def whole_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the optimizer's own step on all its parameters, with the arguments of the call."""
+        args, kwargs = self.arguments.with_closure(closure)
+        with self.inside():
+            return self._plain_step(self._optimizer, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def calling(self, arguments: StepArguments) -> Iterator[None]:
+        """Serve a call of the user's ``step`` inside."""
+        outer, self.arguments = self.arguments, arguments
+        try:
+            yield
+        finally:
+            self.arguments = outer
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Set `stepping` inside."""
+        outer, self.stepping = self.stepping, True
+        try:
+            yield
+        finally:
+            self.stepping = outer
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the user has hooks that run before or after a step."""
+        own = [self._optimizer.__dict__[name] for name in _HOOKS]
+        return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+    def run_hooks(self, when: str) -> None:
+        """Run the user's step hooks, ``"pre"`` or ``"post"``, once for a step in parts.
+
+        Global hooks too, which torch runs as the outermost.
+        """
+        own = list(self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"].values())
+        if when == "pre":
+            hooks = [*_global_optimizer_pre_hooks.values(), *own]
+        else:
+            hooks = [*own, *_global_optimizer_post_hooks.values()]
+        for hook in hooks:
+            hook(self._optimizer, (), {})
+
+    def step(self, params: Iterable[torch.Tensor], snapshot: GroupSnapshot) -> None:
+        """Update ``params`` from their ``grad`` with the settings in ``snapshot``."""
+        state: State = self._optimizer.__dict__["state"]
+        self.step_on(((param, param) for param in params), snapshot, state)
+
+    def step_on(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        snapshot: GroupSnapshot,
+        state: State,
+    ) -> None:
+        """Update stand-ins for parameters, with ``state`` as the optimizer's state.
+
+        Args:
+            pairs: a parameter, whose group's settings are used, and the stand-in that is updated
+                from its own ``grad``.
+            snapshot: the groups' settings.
+            state: of each stand-in; filled by the first step.
+        """
+        members: dict[int, list[torch.Tensor]] = {}
+        for param, stand_in in pairs:
+            group = self._group_of.get(param)
+            if group is not None:
+                members.setdefault(group, []).append(stand_in)
+        groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
+        inside = self._optimizer.__dict__
+        saved = {key: inside[key] for key in ("param_groups", "state", *_HOOKS)}
+        # Hooks belong to the whole step, not to its parts. Only the bare step omits global hooks.
+        has_global_hooks = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        step = bare_step(self._plain_step) if has_global_hooks else self._plain_step
+        inside.update(param_groups=groups, state=state, **{name: {} for name in _HOOKS})
+        outer, self.in_parts = self.in_parts, True
+        try:
+            with self.inside():
+                step(self._optimizer)
+        finally:
+            self.in_parts = outer
+            inside.update(saved)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+
+def step_outside(
+    slotted: Container[torch.Tensor], stepper: Stepper, snapshot: GroupSnapshot
+) -> None:
+    """Update at once frozen parameters, which are in no bucket, that have a gradient."""
+    others = [p for p in stepper.params() if p not in slotted and p.grad is not None]
+    if others:
+        stepper.step(others, snapshot)
