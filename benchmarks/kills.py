@@ -406,7 +406,7 @@ def launch(args: argparse.Namespace) -> int:
             "torch",
             "sklearn.datasets",
             "wingbeat",
-            "wingbeat.engine",
+            "wingbeat.engine.api",
             "wingbeat.methods.parameter_server.exchange",
         ]
     )

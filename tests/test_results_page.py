@@ -31,7 +31,7 @@ def load() -> ModuleType:
 
 TOOLS = load()
 FIGURES = TOOLS.figures()
-EXTRA = sorted(path.stem for path in TOOLS.EXTRA.glob("*.json"))
+KEPT = sorted(path.stem for path in TOOLS.KEPT.glob("*.json"))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "README.md").write_text("# readme\n")
     monkeypatch.setattr(TOOLS, "ROOT", tmp_path)
     monkeypatch.setattr(TOOLS, "DOCS", tmp_path / "docs")
-    monkeypatch.setattr(TOOLS, "EXTRA", tmp_path / "docs/results")
+    monkeypatch.setattr(TOOLS, "KEPT", tmp_path / "docs/results")
     return TOOLS
 
 
@@ -61,7 +61,7 @@ def kept_file(tool: ModuleType, **more: Any) -> dict[str, Any]:
         "tables": [Printed.of("codecs", ("codec", "ms"), [("sketch", "9.1")]).to_json()],
         "report": {},
     } | more
-    (tool.EXTRA / "codecs.json").write_text(json.dumps(made))
+    (tool.KEPT / "codecs.json").write_text(json.dumps(made))
     return made
 
 
@@ -71,16 +71,16 @@ def page(tool: ModuleType, inside: str = "") -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("name", KEPT)
 def test_a_kept_figure_is_of_a_command_that_is_named(name: str) -> None:
-    kept = json.loads((TOOLS.EXTRA / f"{name}.json").read_text(encoding="utf-8"))
+    kept = json.loads((TOOLS.KEPT / f"{name}.json").read_text(encoding="utf-8"))
     assert kept["command"] == FIGURES[name].command
     assert set(kept["exercises"]) == set(FIGURES[name].exercises)
     assert kept["tables"]
     assert not kept["uncommitted"], "measure a committed state"
 
 
-@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("name", KEPT)
 def test_a_kept_figure_is_on_a_page(name: str) -> None:
     texts = [path.read_text(encoding="utf-8") for path in TOOLS.DOCS.rglob("*.md")]
     assert any(f"<!-- figures: {name} -->" in text for text in texts)
@@ -219,11 +219,11 @@ def test_time_that_other_machines_had_stands_beside_it(tool: ModuleType) -> None
 @pytest.fixture
 def named(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The same with an entry for ``codecs``, whose earlier figure is withdrawn."""
-    (tool.EXTRA / "commands.toml").write_text(
+    (tool.KEPT / "commands.toml").write_text(
         '[codecs]\ncommand = "python a.py"\nreduced = "python a.py --few"\n'
         'exercises = ["codecs"]\nwithdrawn = "It was of one run."\n'
     )
-    monkeypatch.setattr(tool, "COMMANDS", tool.EXTRA / "commands.toml")
+    monkeypatch.setattr(tool, "COMMANDS", tool.KEPT / "commands.toml")
     return tool
 
 
@@ -286,8 +286,8 @@ def test_a_cell_that_there_is_not_is_refused(tool: ModuleType, words: str, why: 
 def test_a_wrong_entry_is_refused(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, entry: str, words: str
 ) -> None:
-    (tool.EXTRA / "commands.toml").write_text(f"[x]\n{entry}")
-    monkeypatch.setattr(tool, "COMMANDS", tool.EXTRA / "commands.toml")
+    (tool.KEPT / "commands.toml").write_text(f"[x]\n{entry}")
+    monkeypatch.setattr(tool, "COMMANDS", tool.KEPT / "commands.toml")
     with pytest.raises(SystemExit, match=words):
         tool.figures()
 
@@ -304,12 +304,12 @@ def test_measuring_keeps_conditions_and_tables(
     )
     figure = tool.Figure("codecs", f"python {script}", "", ("codecs",))
     assert tool.measure(figure) == 1
-    kept = json.loads((tool.EXTRA / "codecs.json").read_text())
+    kept = json.loads((tool.KEPT / "codecs.json").read_text())
     assert kept["exit_code"] == 1
     assert kept["report"] == {"samples": [1, 2]}
     assert kept["exercises"] == {"codecs": tool.digest("codecs")}
     assert set(kept["machine"]) >= {"cpu", "cores", "load_before", "load_after", "stolen_share"}
-    assert list(tool.EXTRA.iterdir()) == [tool.EXTRA / "codecs.json"]
+    assert list(tool.KEPT.iterdir()) == [tool.KEPT / "codecs.json"]
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -317,11 +317,11 @@ def test_a_command_without_figures_leaves_the_kept_ones(
     tool: ModuleType, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept_file(tool)
-    before = (tool.EXTRA / "codecs.json").read_text()
+    before = (tool.KEPT / "codecs.json").read_text()
     script = tool.ROOT / "bench.py"
     script.write_text(f"import sys\nsys.exit({code})\n")
     assert tool.measure(tool.Figure("codecs", f"python {script}", "", ("codecs",))) == (code or 1)
-    assert (tool.EXTRA / "codecs.json").read_text() == before
+    assert (tool.KEPT / "codecs.json").read_text() == before
     assert "codecs: no figures" in capsys.readouterr().err
 
 
@@ -345,8 +345,8 @@ def test_the_reduced_command_prints_the_labels_and_units_of_the_page(
         # Headings have the units; `wingbeat bench` breaks them into lines.
         units = {word for column in table.columns for word in re.findall(r"[\w%]+", column)}
         assert not [word for word in units if word not in shown]
-    if name in EXTRA:
-        kept = json.loads((TOOLS.EXTRA / f"{name}.json").read_text(encoding="utf-8"))
+    if name in KEPT:
+        kept = json.loads((TOOLS.KEPT / f"{name}.json").read_text(encoding="utf-8"))
         of_page = [Printed.from_json(table) for table in kept["tables"]]
         assert {table.columns for table in tables} <= {table.columns for table in of_page}
 

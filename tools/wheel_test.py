@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHECK = """
 import pathlib, sys, torch, wingbeat, wingbeat_lab
 import wingbeat
-from wingbeat import _native, kernels, wires
+from wingbeat import _native, compression, kernels
 from wingbeat import testing
 from wingbeat_lab import paced
 
@@ -53,7 +53,7 @@ train(torch.nn.Linear(300, 400), strategy=wingbeat.DeAR())
 wingbeat.shutdown()
 torch.manual_seed(0)
 twins = [torch.nn.Linear(300, 400) for _ in range(2)]
-codec = wingbeat.AllReduce(compression=wires.Sketch(bits=8, auto_disable=False))
+codec = wingbeat.AllReduce(compression=compression.Sketch(bits=8, auto_disable=False))
 first, second = testing.run(
     testing.worlds(2), lambda world: train(twins[world.rank], world, codec)
 )

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from wingbeat.compression import LowRank as LowRank
     from wingbeat.compression import Sketch as Sketch
     from wingbeat.compression import TopK as TopK
-    from wingbeat.engine import distribute as distribute
-    from wingbeat.engine import join as join
-    from wingbeat.engine import no_sync as no_sync
-    from wingbeat.engine import release as release
-    from wingbeat.engine import synchronize as synchronize
+    from wingbeat.engine.api import distribute as distribute
+    from wingbeat.engine.api import join as join
+    from wingbeat.engine.api import no_sync as no_sync
+    from wingbeat.engine.api import release as release
+    from wingbeat.engine.api import synchronize as synchronize
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
     from wingbeat.strategies import OMGS as OMGS
@@ -47,22 +47,22 @@ _HOME = {
     "Canary": "wingbeat.strategies",
     "DeAR": "wingbeat.strategies",
     "DiLoCo": "wingbeat.strategies",
-    "distribute": "wingbeat.engine",
+    "distribute": "wingbeat.engine.api",
     "Geryon": "wingbeat.strategies",
     "Group": "wingbeat.types",
     "init": "wingbeat.transport",
-    "join": "wingbeat.engine",
+    "join": "wingbeat.engine.api",
     "LocalSGD": "wingbeat.strategies",
     "LowRank": "wingbeat.compression",
-    "no_sync": "wingbeat.engine",
+    "no_sync": "wingbeat.engine.api",
     "OMGS": "wingbeat.strategies",
     "ParameterServer": "wingbeat.strategies",
-    "release": "wingbeat.engine",
+    "release": "wingbeat.engine.api",
     "Ripples": "wingbeat.strategies",
     "shutdown": "wingbeat.transport",
     "Sketch": "wingbeat.compression",
     "Strategy": "wingbeat.strategies",
-    "synchronize": "wingbeat.engine",
+    "synchronize": "wingbeat.engine.api",
     "TopK": "wingbeat.compression",
 }
 

@@ -191,8 +191,10 @@ def alone(jobs: int) -> list[str]:
 
 def test_a_result_does_not_wait_for_the_last_chunks_of_the_one_before() -> None:
     told = alone(2)
-    assert told.index("Complete 0") < told.index("Take 1") < told.index("Drain 0"), told
-    assert told[-3:] == ["Complete 1", "Drain 0", "Drain 1"], "the last one drains at once"
+    assert told.index("Complete 0") < told.index("AwaitChunk 1") < told.index("AwaitSends 0"), told
+    assert told[-3:] == ["Complete 1", "AwaitSends 0", "AwaitSends 1"], (
+        "the last one drains at once"
+    )
 
 
 def test_an_all_gather_passes_on_what_its_reduce_scatter_has_finished() -> None:
@@ -247,6 +249,12 @@ def test_it_rests_until_something_is_submitted() -> None:
     ]
 
 
-@pytest.mark.parametrize("limit", ["ahead", "depth"])
-def test_the_defaults_are_the_constants(limit: str) -> None:
-    assert getattr(Machine(), f"_{limit}") == getattr(machine, limit.upper())
+@pytest.mark.parametrize(
+    ("limit", "constant"),
+    [
+        pytest.param("ahead", "RECEIVES_AHEAD", id="ahead"),
+        pytest.param("depth", "DEPTH", id="depth"),
+    ],
+)
+def test_the_defaults_are_the_constants(limit: str, constant: str) -> None:
+    assert getattr(Machine(), f"_{limit}") == getattr(machine, constant)

@@ -482,7 +482,7 @@ TARGETS = [
     Target(
         "wires",
         TEXTS,
-        compression.of,
+        compression.parse,
         ("fp16", "sketch@4:groups=a.*@fp32+b@8", "lowrank@2:bits=8:split=count", "topk@0.01"),
         Usage,
     ),

@@ -140,8 +140,8 @@ KERNELS: list[tuple[str, str, dict[str, Any]]] = [
     ("topk", "tally", SIZES),
     ("topk", "emit", {**BOTH, **SIZES}),
     ("topk", "scrub", {"BLOCK": 8192}),
-    ("locate", "locate", {"BLOCK": 1024}),
-    ("locate", "scatter", {"ADD": True, "BLOCK": 1024}),
+    ("topk", "locate", {"BLOCK": 1024}),
+    ("topk", "scatter", {"ADD": True, "BLOCK": 1024}),
 ]
 
 

@@ -323,7 +323,9 @@ def test_changed_options_that_add_state_are_refused() -> None:
         wingbeat.distribute(model, optimizer, local(), world=world)
         train(model, optimizer, range(2))
         optimizer.param_groups[0]["momentum"] = 0.9
-        with pytest.raises(UsageError, match=r"'momentum_buffer' of parameter '\w+\.\w+' is there"):
+        with pytest.raises(
+            UsageError, match=r"'momentum_buffer' of parameter '\w+\.\w+' is present"
+        ):
             train(model, optimizer, [2])
 
     on(2, body, timeout=60)

@@ -93,7 +93,9 @@ def test_carrier_opens_as_many_as_is_said(encrypted: bool, interfaces: int, clas
 def test_mailbox_without_descriptors_is_refused(limit: None) -> None:
     store = TorchStore(dist.HashStore())
     allow(25)
-    with pytest.raises(UsageError, match="rank 0: opening a mailbox in room 'few': too few file"):
+    with pytest.raises(
+        UsageError, match="rank 0: opening a mailbox in namespace 'few': too few file"
+    ):
         open_mailbox(store, 0, [1], namespace="few", seconds=1.0)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat.engine import abandon, bounded_exchange, distribute, release
+from wingbeat.engine.api import abandon, bounded_exchange, distribute, release
 from wingbeat.engine.upgrade import engine_of
 from wingbeat_lab.bench import ddp, tracing
 from wingbeat_lab.bench.attached import Attached

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.engine import join, no_sync, synchronize
+from wingbeat.engine.api import join, no_sync, synchronize
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.engine import distribute
-from wingbeat.engine.api import HasChoices, unwrapped
+from wingbeat.engine.api import HasChoices, distribute, unwrapped
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.engine import distribute, release
+from wingbeat.engine.api import distribute, release
 from wingbeat.engine.upgrade import EXTRA, engine_of
 
 

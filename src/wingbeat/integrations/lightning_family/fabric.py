@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.engine import distribute, no_sync, synchronize
+from wingbeat.engine.api import distribute, no_sync, synchronize
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations.lightning_family import names, options, workers

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wingbeat.engine import (
+from wingbeat.engine.api import (
     abandon,
     begin_step,
     bounded_exchange,

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from wingbeat.engine import release, synchronize
-from wingbeat.engine.api import HasChoices, unwrapped
+from wingbeat.engine.api import HasChoices, release, synchronize, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import residuals
