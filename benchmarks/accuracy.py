@@ -1,19 +1,19 @@
-"""Whether training with coarser gradients ends as good as with exact ones, on real data.
+"""Whether training with coarser gradients is as accurate as with exact ones, on real data.
 
 Four workers train each task with each strategy and each seed, from the same weights on the same
-batches, and are judged by what the network says about data that it has not been shown:
+batches. The figure is the accuracy on held-out data:
 
 digits  a convolutional network on scikit-learn's digits, moved by up to a pixel; SGD, momentum 0.9
-text    an LSTM that names the next character of the standard library's source; plain SGD, clipped
+text    an LSTM that predicts the next character of the standard library's source; clipped plain SGD
 
-Where workers' models differ their mean is judged, and each goes on from it
+Where workers' models differ, their mean is evaluated, and each continues from it
 (`wingbeat.synchronize`).
-Learning rates rise, then fall to zero along a cosine, so that the end is a plateau. The text has
-no momentum: gradients that top-k holds back would lose it (Deep Gradient Compression, 3.1).
+Learning rates rise, then fall to zero along a cosine, so that the end is a plateau. The text task
+has no momentum: gradients that top-k holds back would lose it (Deep Gradient Compression, 3.1).
 
 Rule: with an 8-bit sketch, top-k from 0.01 on or with a warm-up that is not the default, or full
 gradients, the mean over seeds is at most 0.5 points below the first row's (exit code 1 otherwise);
-other rows are shown, not judged. Codecs are used whether they are faster or not.
+other rows are shown without a limit. Codecs are used whether they are faster or not.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ ROWS = (
     "allreduce:compression=topk@0.01"
 )
 Batches = Iterator[tuple[Tensor, Tensor]]
-LIMIT = 0.5  # points of accuracy that a judged row may lose against the first
-EVALUATIONS = 10  # of a training
+LIMIT = 0.5  # points of accuracy that a judged row may lose relative to the first
+EVALUATIONS = 10  # per training
 EXAMPLES = """examples:
   python benchmarks/accuracy.py --json out/accuracy.json --png out/accuracy.png
   python benchmarks/accuracy.py --tasks digits \\
@@ -75,7 +75,7 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learnt, and how; `rate` is the largest, gradients are scaled down to `max_norm`."""
+    """What is learned, and how; `rate` is the largest, gradients are clipped to `max_norm`."""
 
     network: Callable[[int], nn.Module]
     batches: Callable[[int, int, int], Batches]  # of rank, number of workers, seed
@@ -87,7 +87,7 @@ class Task:
 
 
 def digits_task() -> Task:
-    """797 test images at nine places each: with fewer, one image more would be a quarter point."""
+    """797 test images at nine positions each: with fewer, one image would be a quarter point."""
     images, names, more_images, more_names = digits.data()
     names = torch.cat([names, more_names])
     wide = nn.functional.pad(torch.cat([images, more_images]), (2, 2, 2, 2))
@@ -115,11 +115,11 @@ MODULES = """
     statistics subprocess tarfile tempfile textwrap threading traceback turtle typing unittest.mock
     urllib.parse urllib.request uuid warnings xml.dom.minidom
 """
-"""One file each, from Python 3.10 on; their text is that of the Python that runs this."""
+"""One file each, from Python 3.10 on; the text is that of the running Python."""
 
 
 def source(module: str) -> bytes:
-    """The module's source in ASCII; nothing is imported but its parents."""
+    """The module's source in ASCII; only its parents are imported."""
     spec = importlib.util.find_spec(module)
     text = getattr(spec and spec.loader, "get_source", lambda _: None)(module)
     if not text:
@@ -142,7 +142,7 @@ class Lstm(nn.Module):
 
 
 def text_task() -> Task:
-    """Windows of 64 characters; the last part of each module is held out, some 240,000."""
+    """Windows of 64 characters; the last part of each module is held out, about 240,000."""
     length, batch, share = 64, 8, 0.08
     train, test = bytearray(), bytearray()
     for text in map(source, MODULES.split()):
@@ -177,7 +177,7 @@ def parse(text: str, warmup: int | None) -> Contender:
 
 
 def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strategy:
-    """The strategy with its codec on in any case, and top-k's density warmed up as asked for."""
+    """The strategy with its codec always on, and the requested warm-up of top-k's density."""
     wire = strategy.choices().wire
     if isinstance(wire, str):
         return strategy
@@ -195,14 +195,14 @@ def rate_at(step: int, iterations: int) -> float:
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> tuple[Tensor, int]:
-    """Cross entropy in nats, and how many answers are right."""
+    """Cross entropy in nats, and the number of correct answers."""
     logits = model(x).flatten(0, -2)
     right = int((logits.detach().argmax(-1) == y.flatten()).sum())
     return nn.functional.cross_entropy(logits, y.flatten(), reduction=reduction), right
 
 
 def evaluate(model: nn.Module, task: Task) -> dict[str, float | None]:
-    """Accuracy in %, and bits for an answer (None: not a number); each worker looks at a part."""
+    """Accuracy in %, and bits per answer (None: not a number); each worker evaluates a part."""
     x, y = (part[dist.get_rank() :: dist.get_world_size()] for part in task.held_out)
     totals = torch.zeros(3, dtype=torch.float64)
     model.eval()
@@ -225,11 +225,11 @@ def train(
     evaluations: int = EVALUATIONS,
     until: float = math.inf,
 ) -> dict[str, Any]:
-    """Train once; the curve, and whether all workers end with the same weights.
+    """Train once; return the curve, and whether all workers end with the same weights.
 
-    A curve's seconds are those of training, without what evaluations take. What has to come from
-    the others before a model can be judged is training: it goes on from there. Training ends early
-    once the accuracy is ``until`` percent.
+    A curve's seconds are those of training, without evaluations. Synchronization before an
+    evaluation counts as training, which continues from it. Training ends early once the accuracy is
+    ``until`` percent.
     """
     begin = time.monotonic()
     batches = task.batches(dist.get_rank(), dist.get_world_size(), seed)
@@ -246,7 +246,7 @@ def train(
                 clip(made, task.max_norm)
             made.optimizer.step()
             if step + 1 in marks:
-                made.settle()  # also makes models that differ their mean
+                made.settle()  # also averages models that differ
                 paused = time.monotonic()
                 trained = paused - begin - evaluating
                 curve.append({"iteration": step + 1, "s": trained, **evaluate(made.model, task)})
@@ -258,7 +258,7 @@ def train(
 
 
 def clip(made: Attached, max_norm: float) -> None:
-    """Scale the gradients down: wingbeat's optimizers do it themselves, DDP's are whole here."""
+    """Clip gradients: wingbeat's optimizers do it themselves, DDP's gradients are complete here."""
     own = getattr(made.optimizer, "clip_grad_norm_", None)
     if own is not None:
         own(max_norm)
@@ -267,13 +267,13 @@ def clip(made: Attached, max_norm: float) -> None:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Train everything that was asked for, one after the other; rank 0 keeps a line for each."""
+    """Train all requested rows, one after the other; rank 0 writes a line for each."""
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     tasks = {name: TASKS[name]() for name in options.tasks}
     runs = list(itertools.product(options.tasks, options.seeds, options.strategies))
     lengths = [options.iterations or tasks[name].iterations for name, _, _ in runs]
-    seconds: dict[str, float] = {}  # of an iteration, by task
+    seconds: dict[str, float] = {}  # per iteration, by task
     for number, ((name, seed, text), iterations) in enumerate(zip(runs, lengths, strict=True), 1):
         row = parse(text, options.warmup)
         made = train(tasks[name], row, seed, iterations, options.evaluations)
@@ -289,7 +289,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def left(runs: Sequence[tuple[str, ...]], lengths: Sequence[int], seconds: dict[str, float]) -> str:
-    """How long the runs still to come will take, as those before them did; empty for none."""
+    """Expected time of the remaining runs, from those before them; empty for none."""
     if not runs:
         return ""
     known = [seconds[run[0]] * n for run, n in zip(runs, lengths, strict=True) if run[0] in seconds]
@@ -298,7 +298,7 @@ def left(runs: Sequence[tuple[str, ...]], lengths: Sequence[int], seconds: dict[
 
 
 def judged(contender: Contender) -> bool:
-    """Whether the rule is about this row, with the warm-up that it trained with."""
+    """Whether the rule applies to this row, with the warm-up that it trained with."""
     wire = "" if contender.strategy is None else contender.strategy.choices().wire
     if isinstance(wire, Sketch):
         return wire.bits == 8
@@ -329,7 +329,7 @@ def summary(runs: Sequence[dict[str, Any]], warmup: int | None = None) -> list[d
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each judged row that does not keep the rule."""
+    """A line for each judged row that breaks the rule."""
     out = []
     for row in filter(lambda r: r["judged"], rows):
         name = f"{row['task']}: {row['strategy']}"
@@ -352,7 +352,6 @@ COLUMNS = (
 
 
 def table(rows: Sequence[dict[str, Any]], seeds: int) -> Printed:
-    """Return the rows as they are printed."""
     cells = [
         (
             f"{row['task']}, {row['strategy']}",
@@ -388,7 +387,7 @@ def draw(path: Path, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_curves(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
-    """The axis begins where the lowest is after a quarter, so that the ends can be told apart."""
+    """The axis begins at the lowest value after a quarter, to tell the ends apart."""
     lowest = math.inf
     for number, text in enumerate(dict.fromkeys(run["strategy"] for run in runs)):
         curves = [run["curve"] for run in runs if run["strategy"] == text]
@@ -402,7 +401,7 @@ def draw_curves(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
 
 
 def run(words: Sequence[str]) -> list[dict[str, Any]]:
-    """Start the workers on this machine; every training's curve."""
+    """Start the workers on this machine; return every training's curve."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "runs.jsonl"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
@@ -414,7 +413,7 @@ def run(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UsageError for what cannot work, before anything starts."""
+    """Raise UsageError for invalid values, before anything starts."""
     check_numbers(options)
     parsed = [parse(text, options.warmup) for text in options.strategies]
     for name in options.tasks:
@@ -431,7 +430,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Raise UsageError for a list with something twice, or too few iterations."""
+    """Raise UsageError for a list with duplicates, or too few iterations."""
     for key in ("tasks", "seeds", "strategies"):
         values = getattr(options, key)
         if len(set(values)) < len(values):

@@ -1,13 +1,13 @@
-"""Averages of models over one network card a host and over two: bytes by card, and time.
+"""Averages of models over one network interface per host and over two: bytes by NIC, and time.
 
     python benchmarks/average_cards.py --json out/average_cards.json
 
-Real processes, two on each host of a lab, average a model after each step, computing nothing. What
-a host sends is read from the kernel's counters, card by card, and divided by its workers and steps;
-what workers of one host say to each other goes through no card. Each row is run with both cards and
-with the first alone, one after the other, in each round.
+Real processes, two on each host of a lab, average a model after each step, without computation. The
+kernel's counters of each NIC give the bytes that a host sends, which are divided by its workers and
+steps; traffic between workers of one host uses no NIC. Each row runs with both NICs and with the
+first alone, one after the other, in each round.
 
-Judged: with two cards neither sends less than a third of the bytes.
+Limit: with two NICs each sends at least a third of the bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = (
     "adpsgd:overlap=false",
 )
 LEAST = 1 / 3
-"""Of the bytes, that each of two cards has to send."""
+"""Share of the bytes that each of two NICs must send."""
 PATIENCE_S = 120.0
 
 
@@ -61,7 +61,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,11 +75,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(spec: str, row: str, cards: int, per_host: int, steps: int, mb: float) -> dict[str, Any]:
-    """Return the seconds of a step, and the MB that a worker sends in it, by card.
-
-    Raises:
-        LabError: a lab cannot be made, or a worker failed.
-    """
+    """Return the seconds of a step, and the MB that a worker sends in it, by NIC."""
     lines: list[str] = []
     words = ["--work", row, str(cards), str(steps), str(mb)]
     ended = lab.run(
@@ -129,7 +124,7 @@ def table(report: dict[str, Any], spec: str) -> Printed:
 
 
 def judged(report: dict[str, Any]) -> list[str]:
-    """Return what does not hold."""
+    """Return the missed limits."""
     missed = []
     for row, found in report["rows"].items():
         for each in found["2"]:
@@ -143,7 +138,7 @@ def judged(report: dict[str, Any]) -> list[str]:
 
 
 def work(row: str, cards: int, steps: int, mb: float) -> None:
-    """Make steps, and say how long they took and what the host's cards have sent."""
+    """Run steps; report their time and the bytes sent by the host's NICs."""
     import os
     import time
 
@@ -161,13 +156,13 @@ def work(row: str, cards: int, steps: int, mb: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = wingbeat.distribute(model, optimizer, baselines.parse(row))
     model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()  # connections are made
+    optimizer.step()  # creates connections
     wingbeat.synchronize(model)
     before, begin = sent(), time.monotonic()
     for _ in range(steps):
         optimizer.step()
     seconds = time.monotonic() - begin
-    # Whoever is ahead sends no more than averages; synchronize() is not counted on any card.
+    # A worker that is ahead sends only averages; bytes of synchronize() are not counted.
     after = sent()
     wingbeat.synchronize(model)
     first = int(os.environ["LOCAL_RANK"]) == 0

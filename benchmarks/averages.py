@@ -3,13 +3,13 @@
     python benchmarks/averages.py --json out/averages.json
     python benchmarks/averages.py --workers 4 --averages 2000 --row ripples:policy=smart
 
-Real processes train a small model, each step of a worker followed by the average of a group that it
-asked for (`Ripples`, random groups of 3, which are others in each step, so that no connection is
-kept for long). Each worker looks at itself again and again, and rank 0 at the generator's process.
+Real processes train a small model. After each step a worker averages with a group that it
+requested (`Ripples`, random groups of 3, which change with each step, so that no connection is
+kept for long). Each worker samples its own process repeatedly, and rank 0 the generator's process.
 
-Judged: in the second half the most of each is at most 1.05 times the most in the first, and three;
-of the first half a tenth is left out: until then libraries and pools of threads are still loaded
-(exit code 1 otherwise).
+Limit: the maximum of each in the second half is at most 1.05 times the maximum in the first, plus
+three; the first tenth of the first half is left out, because libraries and thread pools are still
+being loaded (exit code 1 otherwise).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from wingbeat_lab.bench.attach import attached
 from wingbeat_lab.bench.printed import Printed
 
 LOOKS = 60
-"""How often each process is looked at."""
+"""Number of samples of each process."""
 GROWTH, MORE = 1.05, 3
 KINDS = {"mb": "MB", "threads": "threads", "sockets": "sockets"}
-"""What is looked at, and its unit."""
+"""What is sampled, and its unit."""
 
 
 def look(process: psutil.Process) -> dict[str, float]:
@@ -52,7 +52,7 @@ def look(process: psutil.Process) -> dict[str, float]:
 
 
 def _link(handle: Path) -> str:
-    """What an open file is; it may be closed meanwhile."""
+    """The target of an open file, which may be closed meanwhile."""
     try:
         return str(handle.readlink())
     except OSError:
@@ -60,7 +60,7 @@ def _link(handle: Path) -> str:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Train; keep what was seen."""
+    """Train; save the samples."""
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=120.0)
     torch.manual_seed(world.rank)
@@ -87,7 +87,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Train once; return what is missed."""
+    """Train once; return the missed limits."""
     if not contenders.parse(args.row).averages:
         raise UsageError(f"--row {args.row}: no models are averaged in groups; take ripples")
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def halves(looks: list[dict[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """The most of each kind in the first half, without its first tenth, and in the second."""
+    """The maximum of each kind in the first half, without its first tenth, and in the second."""
     begin, middle = -(-len(looks) // 10), len(looks) // 2
     parts = looks[begin:middle] or looks[:1], looks[middle:]
     first, second = ({kind: max(each[kind] for each in part) for kind in KINDS} for part in parts)
@@ -123,7 +123,7 @@ COLUMNS = (
 
 
 def table(report: dict[str, Any], row: str) -> Printed:
-    """Return the most of each kind in each half as it is printed."""
+    """Return the maximum of each kind in each half for printing."""
     cells = [
         (name, *(f"{half[kind]:.{int(kind == 'mb')}f}" for half in halves(looks) for kind in KINDS))
         for name, looks in report["seen"].items()
@@ -133,7 +133,7 @@ def table(report: dict[str, Any], row: str) -> Printed:
 
 
 def missed(seen: dict[str, list[dict[str, float]]]) -> list[str]:
-    """A line for whatever has grown."""
+    """A line for each quantity that has grown."""
     out = []
     for name, looks in seen.items():
         first, second = halves(looks)

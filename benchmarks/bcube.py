@@ -1,19 +1,19 @@
-"""All-reduces over all interfaces of a BCube, beside the ring of one interface.
+"""All-reduces over all interfaces of a BCube, compared with a ring over one interface.
 
     python benchmarks/bcube.py --size 3x2 --rate 100mbit --json out/bcube.json
 
-Two emulated clusters of as many hosts take turns, round by round:
+Two emulated clusters with the same number of hosts take turns, round by round:
 
 - bcube:SIZE@RATE: ``bml``, the strategy's topology; ``table2``, Canary's Table 2 as it is written;
-  ``routed``, a ring over all interfaces of the same network, through the hosts in between;
-- star:HOSTS@RATE: ``ring``, on the one interface that joins all hosts: the best case of a ring that
-  has one.
+  ``routed``, a ring over all interfaces of the same network, through intermediate hosts;
+- star:HOSTS@RATE: ``ring``, on the one interface that connects all hosts: the best case of a ring
+  over one interface.
 
-In each round a case all-reduces a tensor so many times, one after the other as training hands them
-over. The figures are medians over rounds. An interface's share of its line rate counts what a case
-must send over it: 2 (1 - 1/n) of the tensor over one, or equal parts of it over all of a BCube.
-TCP over Ethernet cannot do better than 1448/1514 = 0.956 with frames of 1,500 bytes. Bytes are the
-kernel's own counters of each host's interfaces, between two barriers.
+In each round a case all-reduces a tensor repeatedly, one collective after the other as in training.
+The figures are medians over rounds. An interface's share of its line rate counts what a case must
+send over it: 2 (1 - 1/n) of the tensor over one, or equal parts of it over all of a BCube.
+TCP over Ethernet cannot exceed 1448/1514 = 0.956 with frames of 1,500 bytes. Bytes are the
+kernel's counters of each host's interfaces, between two barriers.
 
 Exit code 1 if ``bml`` is less than 1.8 times as fast as ``ring`` (2 interfaces; 0.9 of their number
 in general), if it has less than 0.9 of the line rate of all interfaces together, or if one host's
@@ -56,7 +56,7 @@ def topology_of(case: str) -> topologies.Topology:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Time each case on this rank; rank 0 writes what all have found."""
+    """Time each case on this rank; rank 0 writes all results."""
     import torch
 
     import wingbeat
@@ -94,11 +94,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def run_lab(args: argparse.Namespace, spec: str, cases: tuple[str, ...]) -> dict[str, Any]:
-    """Run some cases on a lab; return what rank 0 has written.
-
-    Raises:
-        LabError: the lab could not be made, or a worker failed.
-    """
+    """Run some cases on a lab; return rank 0's results."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         words = [sys.executable, __file__, "--worker", "--json", str(path)]
@@ -124,7 +120,7 @@ def shares(case: str, seconds: float, setting: dict[str, Any]) -> float:
 
 
 def summary(rounds: list[dict[str, Any]], setting: dict[str, Any]) -> dict[str, Any]:
-    """Put the rounds together, by case."""
+    """Combine the rounds, by case."""
     made = {}
     for case in rounds[0]:
         seconds = [each[case]["seconds"] for each in rounds]
@@ -145,7 +141,7 @@ def summary(rounds: list[dict[str, Any]], setting: dict[str, Any]) -> dict[str, 
 
 
 def missed(made: dict[str, Any], levels: int) -> list[str]:
-    """Say which limits are missed."""
+    """Return the missed limits."""
     bml, ring = made["bml"], made["ring"]
     speedup, wanted = ring["seconds"] / bml["seconds"], OF_INTERFACES * levels
     lines = []
@@ -174,7 +170,6 @@ COLUMNS = (
 
 
 def table(made: dict[str, Any], setting: dict[str, Any]) -> Printed:
-    """Return all cases as they are printed."""
     cells = [
         (
             case,
@@ -198,7 +193,6 @@ def table(made: dict[str, Any], setting: dict[str, Any]) -> Printed:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Run all rounds, print a table, and judge it."""
     ports, levels = topologies.parse_size(args.size)
     cube = topologies.BCube(ports, levels)
     specs = f"bcube:{args.size}@{args.rate}", f"star:{cube.workers}@{args.rate}"

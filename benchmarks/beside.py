@@ -1,6 +1,6 @@
-"""Rows that a lab has measured, beside the same rows in virtual time.
+"""Rows measured in a lab, compared with the same rows in virtual time.
 
-Shared by ``ripples_virtual.py`` and ``canary_beside.py``, which say what a row would take.
+Shared by ``ripples_virtual.py`` and ``canary_beside.py``, which predict the rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.simulated import GOODPUT
 
 WITHIN = 0.1
-"""Of what the lab took, that a row may be off."""
+"""Allowed error of a row, relative to the lab's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Part:
     """Rows that were measured together, or one after the other.
 
     Attributes:
-        title: which.
-        figure: of the paper, as the report has it; ``name`` is the part's own there.
-        rows: what was found, by row.
-        configs: the benches that have made the rows.
+        title: of the table.
+        figure: of the paper, by its name in the report; ``name`` is the part's name in it.
+        rows: the results, by row.
+        configs: the benches that produced the rows.
     """
 
     title: str
@@ -47,11 +47,7 @@ class Part:
     configs: list[dict[str, Any]]
 
     def checked(self, text: str) -> tuple[Checked, Contender]:
-        """Return a row, and the bench that has made it, of this row alone.
-
-        Raises:
-            UsageError: no bench of this part has such a row.
-        """
+        """Return a row and its bench, reduced to this row."""
         for config in self.configs:
             if text in config["strategies"]:
                 plain: dict[str, Any] = {
@@ -64,12 +60,12 @@ class Part:
 
 
 def parser(doc: str | None, measured: str, json_file: str) -> argparse.ArgumentParser:
-    """Return a command line's parser.
+    """Return the parser of a command line.
 
     Args:
         doc: of the program.
-        measured: which program has written what was measured.
-        json_file: where the report goes by default.
+        measured: the program that wrote the measurements.
+        json_file: default path of the report.
     """
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,16 +83,13 @@ def parts_of(
 
     Args:
         path: of the report.
-        figures: that are looked for, in this order.
-        program: what has written it.
-        called: what titles call a part of that name.
-
-    Raises:
-        UsageError: the file is none of that program's, or has none of these figures.
+        figures: to search for, in this order.
+        program: that wrote the report.
+        called: returns the name of a part for titles.
     """
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        report = kept.get("report", kept)  # as the program, or tools/figures.py, has written it
+        report = kept.get("report", kept)  # as written by the program, or by tools/figures.py
         found = [
             Part(
                 f"{figure}, {called(name)}", figure, name, dict(part["rows"]),
@@ -119,11 +112,11 @@ def parts_of(
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What a row would take.
+    """The prediction of a row.
 
     Attributes:
         seconds: of the mean iteration.
-        nbytes: that a worker's cards send in it, what they pass on included; None if not counted.
+        nbytes: sent by a worker's NICs in it, forwarded bytes included; None if not counted.
     """
 
     seconds: float
@@ -137,14 +130,14 @@ def compare(
     within: float,
     report: dict[str, Any],
 ) -> list[str]:
-    """Show rows beside each other, fill the report, and return which are too far off.
+    """Print rows with their predictions, fill the report, and return those that are too far off.
 
     Args:
-        parts: what was measured.
-        predict: says what a row would take; None if it cannot be simulated.
-        judged: the beginning of rows that have to be near.
-        within: how near, as a part of what the lab took.
-        report: by figure, name of the part and row: seconds and bytes of both, and how far off.
+        parts: the measurements.
+        predict: predicts a row; None if it cannot be simulated.
+        judged: prefix of the rows that must be within the limit.
+        within: the limit, relative to the lab's time.
+        report: by figure, name of the part and row: seconds and bytes of both, and the error.
     """
     missed = []
     for part in parts:
@@ -191,7 +184,7 @@ COLUMNS = (
 
 
 def table(part: Part, rows: dict[str, dict[str, float]], within: float) -> Printed:
-    """Return a part's rows as they are printed, those that are off most first."""
+    """Return a part's rows for printing, the largest error first."""
     cells = []
     for text, found in sorted(part.rows.items(), key=lambda each: -_off(rows.get(each[0]))):
         row, spread = rows.get(text, {}), found.get("quantiles_s")
@@ -223,19 +216,19 @@ def _off(row: dict[str, float] | None) -> float:
 
 
 def choices_of(row: Contender) -> Choices:
-    """Return the answers of a row that is wingbeat's."""
+    """Return the options of a row that is wingbeat's."""
     assert row.strategy is not None, "it was asked for"
     return row.strategy.choices()
 
 
 def model_of(checked: Checked) -> simulator.Model:
-    """Return the paced model as it was measured, in slow motion."""
+    """Return the paced model as measured, in slow motion."""
     assert checked.model.profile is not None, "it was asked for"
     return paced.simulator_model(checked.model.profile, checked.model.stretch)
 
 
 def links_of(checked: Checked) -> simulator.Links:
-    """Return the links as they were, less headers."""
+    """Return the links as measured, less headers."""
     return simulator.Links(
         bytes_per_s=checked.lab.rate / 8 * GOODPUT,
         count=checked.lab.rails,
@@ -244,7 +237,7 @@ def links_of(checked: Checked) -> simulator.Links:
 
 
 def in_lockstep(checked: Checked, row: Contender, **options: Any) -> Predicted | None:
-    """Return what a row takes whose workers are in lockstep; None if that cannot be simulated."""
+    """Predict a row whose workers are in lockstep; None if it cannot be simulated."""
     try:
         run = simulator.simulate(
             model_of(checked), choices_of(row), checked.workers, links_of(checked), **options

@@ -1,22 +1,22 @@
-"""Every strategy against the best form of DDP: time per iteration by model and rate of the links.
+"""Every strategy compared with the fastest form of DDP: time per iteration by model and link rate.
 
     python benchmarks/best.py --json out/best.json
     python benchmarks/best.py --models resnet50 --rates 10gbit --rows ddp ddp+bf16 dear:plan=fixed
 
 Each cell, a model on links of one rate, is two benches of paced models (an RTX 2080 Ti's times;
 links and bytes are real): strategies that exchange gradients in each step, and those that average
-models now and then, whose time is a mean over thirty iterations. Codecs stay on whether they pay
-or not, so that the table shows where they do. A cell that the JSON has already is kept with
-``--add``, so that an interrupted run can go on.
+models periodically, whose time is a mean over thirty iterations. Codecs stay on whether they are
+faster or not, so that the table shows where they are. With ``--add``, cells that the JSON already
+has are kept, so that an interrupted run can continue.
 
 Models are at 0.05 of their size with links to match. Their matrices are some 4.5 times smaller each
 way, so that factors of rank 1 are as large a share of their bytes as those of rank 4 or 5 are of
 the whole model's. Two cores carry four workers, so cells with fast links are in slow motion, up to
-four times; those in which an iteration of DDP takes long, up to a minute, are in fast motion, down
-to a tenth, and what processors do counts for more there. Printed are milliseconds at the model's
-real pace. Codecs and DDP's hooks are slowed to their share of the whole model; optimizers and sums
-do the work of a twentieth, and are not. Top-k is timed after its warm-up, and what rows find out
-first is not on the clock: `time_to_accuracy.py` has all of that. *Cores* marks rows that the
+four times. Cells in which an iteration of DDP takes long, up to a minute, are in fast motion, down
+to a tenth, and the processors' work counts for more there. The table has milliseconds at the
+model's real pace. Codecs and DDP's hooks are slowed to their share of the whole model; optimizers
+and sums do the work of a twentieth, and are not slowed. Top-k is timed after its warm-up, and a
+row's tuning is not timed: `time_to_accuracy.py` includes all of that. *Cores* marks rows that the
 processors limit.
 
 Rule: in each cell the fastest strategy of wingbeat's with an exchange in each step is faster than
@@ -42,8 +42,7 @@ from wingbeat_lab.bench.results import Run
 MODELS = ("resnet50", "vgg16", "bert_base", "densenet201")
 RATES = ("100mbit", "1gbit", "4gbit", "10gbit")
 DDP_S, FASTEST, SLOWEST = 1.6, 0.1, 4.0
-"""Seconds that an iteration of DDP is to take; by how much motion is slowed for it, at least and
-most."""
+"""Target seconds of an iteration of DDP; least and largest slow-motion factor to reach it."""
 ROWS = (
     "ddp",
     "ddp+fp16",
@@ -67,12 +66,12 @@ SELDOM = (
     "diloco:every=30,compression=sketch@4",
 )
 SELDOM_STEPS = 30
-"""Iterations that rows of `SELDOM` are timed for: a whole number of averages."""
+"""Timed iterations of rows of `SELDOM`: a whole number of averages."""
 SCALE = 0.05
 
 
 def configs(args: argparse.Namespace) -> dict[tuple[str, str], list[BenchConfig]]:
-    """The benches of each cell, checked, so that nothing is found wrong after minutes."""
+    """The benches of each cell, checked before any measurement."""
     out = {}
     for model in args.models:
         for rate in args.rates:
@@ -100,7 +99,7 @@ def configs(args: argparse.Namespace) -> dict[tuple[str, str], list[BenchConfig]
 
 
 def stretch_of(bench: Callable[..., BenchConfig]) -> float:
-    """By how much a cell is slowed down, so that an iteration of DDP takes some `DDP_S`."""
+    """The slow-motion factor of a cell, so that an iteration of DDP takes about `DDP_S`."""
     ddp = estimate.of(bench(strategies=("ddp",)).check()).rows[0].iteration_s
     return round(min(SLOWEST, max(FASTEST, DDP_S / ddp)), 2)
 
@@ -134,7 +133,7 @@ def best(rows: dict[str, Any], *, ddp: bool, exact: bool) -> tuple[str, float] |
 
 
 def missed(cells: list[dict[str, Any]]) -> list[str]:
-    """A line for each cell in which DDP is ahead."""
+    """A line for each cell in which DDP is faster."""
     out = []
     for cell in cells:
         for exact in (True, False):
@@ -151,7 +150,7 @@ COLUMNS = ("strategy", "ms", "least .. largest, ms", "DDP's best / it", "sent, M
 
 
 def table(cell: dict[str, Any]) -> Printed:
-    """Return one cell's rows as they are printed: times at the model's own pace."""
+    """Return one cell's rows for printing: times at the model's real pace."""
     rows = cell["rows"]
     theirs = best(rows, ddp=True, exact=False)
     firsts = {best(rows, ddp=ddp, exact=exact) for ddp in (True, False) for exact in (True, False)}
@@ -178,7 +177,7 @@ def table(cell: dict[str, Any]) -> Printed:
 
 
 def summary(cells: list[dict[str, Any]]) -> Printed:
-    """Return how many times as fast as DDP's fastest form each row of wingbeat's is, by cell."""
+    """Return the speed of each row of wingbeat's over DDP's fastest form, by cell."""
     names = [text for text, row in cells[0]["rows"].items() if not row["ddp"]]
     lines = []
     for text in names:
@@ -196,7 +195,7 @@ def summary(cells: list[dict[str, Any]]) -> Printed:
 def measure(
     args: argparse.Namespace, kept: list[dict[str, Any]], report: dict[str, Any]
 ) -> list[str]:
-    """Fill the report after the cells that are kept, cell by cell; return what is missed."""
+    """Add the missing cells to the report, cell by cell; return the missed limits."""
     benches = configs(args)
     cells = report["cells"] = kept
     todo = {at: some for at, some in benches.items() if at not in {_at(cell) for cell in kept}}

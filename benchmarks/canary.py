@@ -1,4 +1,4 @@
-"""Canary on its BCubes beside its baselines: the paper's Figs. 19 to 21, 23 and 24.
+"""Canary on its BCubes compared with its baselines: the paper's Figs. 19 to 21, 23 and 24.
 
     python benchmarks/canary.py --json out/canary.json          (all figures)
     python benchmarks/canary.py --figures 23                    (with and without slow workers)
@@ -7,29 +7,30 @@
 
 23  VGG-19 on BCube(3, 2), 10 Gbit/s an interface, paced as on a V100; s = 2 n, p = 6, k = 10:
     seconds for the same number of applied gradients, with equal workers. A row with s = 0, its own
-    BSP, shows what the sketch alone gains; ``canary`` is as `wingbeat.Canary` is by default. The
-    paper's Fig. 23 is the time to converge (section 6.6), which 24 has; ours is of iterations.
-    Parameter servers are on a star, one a job as in the paper. Bytes are the kernel's, and traffic
-    over time (21) is in the same runs. On request (``--slow``), with another worker +2x slow in
-    each iteration, or with one that always is, which the paper does not have.
-20  The same with 4, 9 and 16 workers: images a second, and how they grow.
+    BSP, isolates the gain of the sketch; ``canary`` is as `wingbeat.Canary` is by default. The
+    paper's Fig. 23 is the time to converge (section 6.6), which 24 has; this one is of iterations.
+    Parameter servers are on a star, one per job as in the paper. Bytes are the kernel's, and
+    traffic over time (21) comes from the same runs. On request (``--slow``), with another worker
+    +2x slow in each iteration, or with one that always is, which the paper does not have.
+20  The same with 4, 9 and 16 workers: images per second, and how they grow.
 19  Real training on real data (digits) with 4 and 9 workers on slow links, three seeds: final
-    accuracy, and seconds to an accuracy that was named before (24). One row is Canary by default,
-    one as published, without a bound on rounds in flight; others have s and p in the paper's
-    proportion: s = 2 n; p = 2 of the 4 layers. Learning rate as in section 6.1.3: 0.1, times 0.2
-    every quarter; no momentum, which the paper does not name. On request (``--training-slow``)
-    a worker is +2x slow half of the time, which is ours.
+    accuracy, and seconds to a predefined accuracy (24). One row is Canary by default, one as
+    published, without a bound on rounds in flight; others have s and p in the paper's proportion:
+    s = 2 n; p = 2 of the 4 layers. Learning rate as in section 6.1.3: 0.1, times 0.2 every
+    quarter; no momentum, which the paper does not name. On request (``--training-slow``) a worker
+    is +2x slow half of the time, which the paper does not have.
 
 The model's scale shrinks bytes and rates together; the stretch slows computation and links down
 together, until two cores can do the work of all hosts. Rows take turns. Codecs of workers
 are slowed down as well, by stretch over scale, to what one core would need for the whole model.
 Sums and copies are not: at a scale of 0.05 and a stretch of 8 they take 1/160 of their real share.
-All is measured at real pace too, where two cores carry all hosts: what they limit says so.
+Each bench is also measured at real pace, where two cores carry all hosts; rows that they limit are
+marked.
 
 Exit code 1 if a limit is missed, in slow motion. 23: a row of Canary, but for s = 0, slower than
 0.98 of BML with equal workers, or less than 1.61 times as fast with slow ones, or its busiest
 window not below BML's; the bytes of the row that sends least more than 0.3 of BML's. 19: accuracy
-more than 0.5 points below BSP's, or not the first to the named accuracy.
+more than 0.5 points below BSP's, or not the first to the predefined accuracy.
 ``benchmarks/sketch.py`` has Figs. 22 and 25 to 27.
 """
 
@@ -58,24 +59,24 @@ BML, AKO, SERVER = "bml", "ako", "vanillaps"
 CANARY = "canary:s={s},p=6,colayers=10,compression=sketch,encrypted=False"
 SIX_BITS = CANARY.replace("sketch", "sketch@6")
 BSP = CANARY.replace("s={s},p=6,", "s=0,")
-"""Canary's exchange without staleness: what is gained over this is what ``s`` gains."""
+"""Canary's exchange without staleness; the gain over it is that of ``s``."""
 DEFAULT = "canary"
-"""As a user has it who gives no option: encrypted as well, which no other row is."""
+"""The preset without options; it alone is encrypted."""
 SERVERS = f"{SERVER}:servers=1,encrypted=False"
 SLOW: dict[str, tuple[str, ...]] = {"equal": (), "random": ("random:+2x",), "one": ("1=+2x",)}
 IMAGES = 64
-"""A worker's, in an iteration of the profile."""
+"""Images of a worker in an iteration of the profile."""
 NOT_SLOWER, FASTER, OF_BYTES = 0.98, 1.61, 0.3
 
 
 def main() -> int:
-    """Measure what was asked for, print tables and judge them."""
+    """Measure the requested figures, print tables and judge them."""
     args = arguments()
     return run_and_judge(args.json, functools.partial(fill, args))
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, part by part, and return which limits are missed."""
+    """Fill the report, part by part, and return the missed limits."""
     missed: list[str] = []
     for figure in args.figures:
         found: dict[str, Any] = report.setdefault(figure, {})
@@ -91,7 +92,6 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,7 +145,7 @@ def benches(args: argparse.Namespace, size: str, slow: str) -> list[BenchConfig]
 
 
 def figure_23(args: argparse.Namespace) -> Any:
-    """Yield the rows by who is slow."""
+    """Yield the rows by the slow workers."""
     planned = {name: benches(args, args.size, name) for name in args.slow}
     yield from measured(planned)
 
@@ -157,7 +157,7 @@ def figure_20(args: argparse.Namespace) -> Any:
 
 
 def measured(planned: dict[str, list[BenchConfig]]) -> Any:
-    """Run the benches, in slow motion and at real pace; yield their names and what they found."""
+    """Run the benches, in slow motion and at real pace; yield their names and results."""
     paces = {name: [made, at_real_pace(made)] for name, made in planned.items()}
     long = estimate.of_all([each for both in paces.values() for made in both for each in made])
     print(f"takes about {estimate.about(long)}", file=sys.stderr, flush=True)
@@ -181,10 +181,10 @@ def run(made: list[BenchConfig]) -> dict[str, Any]:
 
 
 def figures(made: BenchConfig, report: Report) -> dict[str, Any]:
-    """What one bench says of its rows."""
+    """Return one bench's figures by row."""
     rows = {}
     for run in report.runs:
-        # Whoever is not in lockstep has iterations of all lengths: what counts is their sum.
+        # Without lockstep, iterations differ in length, so only their sum is meaningful.
         mean = statistics.fmean(run.samples_s)
         rows[run.strategy] = {
             "iteration_s": mean,
@@ -220,7 +220,7 @@ COLUMNS = (
 
 
 def table(figure: str, name: str, part: dict[str, Any]) -> Printed:
-    """Return the rows of one part as it is printed, and where a row of Canary's is behind."""
+    """Return the rows of one part for printing, and where a row of Canary's is slower."""
     rows, config = part["rows"], part["configs"][0]
     real = part["real"]["rows"] if part["real"] else rows
     cells = []
@@ -251,7 +251,7 @@ def table(figure: str, name: str, part: dict[str, Any]) -> Printed:
 
 
 def notes(part: dict[str, Any]) -> list[str]:
-    """Return what is behind, what the figures are, and what spoils them."""
+    """Return the slower rows, the meaning of the figures, and what disturbed them."""
     lines, full = [], []
     for pace, each in (("real pace", part["real"]), ("slow motion", part)):
         rows = each["rows"] if each else {}
@@ -279,7 +279,7 @@ def notes(part: dict[str, Any]) -> list[str]:
 
 
 def of_bml(rows: dict[str, Any], row: str, key: str, decimals: int, *, over: bool = False) -> str:
-    """Return a figure as a share of BML's, or BML's as a multiple of it; nothing without BML."""
+    """Return a figure as a share of BML's, or BML's as a multiple of it; empty without BML."""
     if BML not in rows:
         return ""
     share = rows[row][key] / rows[BML][key]
@@ -287,7 +287,7 @@ def of_bml(rows: dict[str, Any], row: str, key: str, decimals: int, *, over: boo
 
 
 def dropped(own: dict[str, Any]) -> str:
-    """Say how many gradients the rule has dropped, of how many; nothing where there is no rule."""
+    """Return how many gradients the rule has dropped, of how many; empty without the rule."""
     if own["fired_by_rank"] is None:
         return ""
     count = sum(fired["dropped"] for fired in own["fired_by_rank"])
@@ -295,7 +295,7 @@ def dropped(own: dict[str, Any]) -> str:
 
 
 def judged_23(found: dict[str, Any]) -> list[str]:
-    """Return which limits of Fig. 23 are missed."""
+    """Return the missed limits of Fig. 23."""
     missed = []
     for name, part in found.items():
         rows = part["rows"]
@@ -321,7 +321,7 @@ def judged_23(found: dict[str, Any]) -> list[str]:
 
 
 def judged_20(found: dict[str, Any]) -> list[str]:
-    """Return at which sizes Canary's images a second do not grow."""
+    """Return the sizes at which Canary's images per second do not grow."""
     missed = []
     speeds = {
         size: next((own["images_per_s"] for row, own in part["rows"].items() if "canary" in row), 0)

@@ -1,18 +1,18 @@
-"""What `canary.py` has measured in the lab, beside the same in virtual time, row by row.
+"""Measurements of `canary.py` in the lab, compared with virtual time, row by row.
 
     python benchmarks/canary.py --figures 23 20 --json out/canary.json
     python benchmarks/canary_beside.py out/canary.json --json out/canary_beside.json
-    python benchmarks/canary_beside.py docs/results/canary.json     (what the docs' figures are of)
+    python benchmarks/canary_beside.py docs/results/canary.json     (the data of the docs' figures)
 
-Each part of the report says with which model, links, workers and slow workers it was measured;
-these are simulated (`wingbeat.simulator`), with the state machines of a real run, from a fresh
-start to as many applied gradients, timed as the lab times them: in slow motion as in the lab, so
-that what does not slow down with it counts as little. Processors are the simulator's defaults, and
-a sketch's are those of one core. With ``--cores`` all hosts' work waits for so many processors, as
-in a lab on one machine; ``--message`` is what a message costs a courier, in microseconds.
+Each part of the report names its model, links, workers and slow workers. These are simulated
+(`wingbeat.simulator`) with the state machines of a real run, from a fresh start to as many applied
+gradients, timed as in the lab: in slow motion, so that costs that it does not slow down count as
+little. Processors are the simulator's defaults, and a sketch's are those of one core. With
+``--cores`` all hosts' work shares so many processors, as in a lab on one machine; ``--message`` is
+the cost of a message for a communication thread, in microseconds.
 
-Left out: hosts that pass on what other rows than Canary's send in a BCube, which for Ako is a
-third of all bytes; what a paced model's layers cost; and any other load of the machine.
+Left out: hosts that forward what rows other than Canary's send in a BCube, which for Ako is a
+third of all bytes; the overhead of a paced model's layers; and any other load of the machine.
 
 Exit code 1 if a row of Canary is more than 10% off (``--within``), in seconds or in bytes.
 """
@@ -42,17 +42,16 @@ FIGURES = ("23", "20")
 SPAN_S = 0.05
 ROUNDING = 1e-6
 AFTER = 3
-"""Iterations more than are timed, so that workers still train when the last of these is over."""
+"""Iterations after the timed ones, so that workers still train when the last timed one ends."""
 
 
 def main() -> int:
-    """Print and judge what was measured beside what is predicted."""
+    """Print the measurements with their predictions, and judge them."""
     args = arguments()
     return run_and_judge(args.json, functools.partial(fill, args))
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = beside.parser(__doc__, "canary.py", "out/canary_beside.json")
     parser.add_argument("--cores", type=int, help="that all hosts share (each has its own)")
     parser.add_argument("--message", type=float, help="us that one costs a courier (30)")
@@ -60,7 +59,7 @@ def arguments() -> argparse.Namespace:
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, part by part, and return which rows are too far off."""
+    """Fill the report, part by part, and return the rows that are too far off."""
     parts = beside.parts_of(args.measured, FIGURES, "canary.py")
     predicted = functools.partial(predict, args)
     missed = beside.compare(parts, predicted, "canary", args.within, report)
@@ -69,7 +68,7 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> beside.Predicted | None:
-    """Return what a row would take; None if it cannot be simulated."""
+    """Predict a row; None if it cannot be simulated."""
     choices, sleeps = beside.choices_of(row), sleeps_of(checked)
     work = work_of(args, choices)
     if choices.staleness is None:
@@ -87,7 +86,7 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
     )  # fmt: skip
     begin, end = timed(run.begun, lead, count)
     used = traffic.utilisation(1.0, end)[int(begin / SPAN_S) :]
-    # The lab's bytes are those of whole iterations, of which this may be one more or less.
+    # The lab counts bytes of whole iterations, of which this may be one more or less.
     made = statistics.fmean(sum(begin <= when < end for when, _ in each) for each in run.begun)
     return beside.Predicted((end - begin) / count, sum(used) * SPAN_S / made)
 
@@ -95,14 +94,13 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
 def timed(
     begun: Sequence[Sequence[tuple[float, float]]], lead: int, count: int
 ) -> tuple[float, float]:
-    """Return when so many iterations began and were over, as a bench has it.
+    """Return when so many iterations began and ended, as in a bench.
 
-    Its workers each begin to count after ``lead`` iterations of their own, and have ``count`` of
-    them as soon as as many more are in their weights, between two of their own; the last of all
-    workers counts.
+    Each worker starts to count after ``lead`` iterations of its own. It has ``count`` of them once
+    as many more are in its weights, between two of its own; the last worker counts.
 
     Args:
-        begun: by worker and iteration: when, and what was applied, as of `StaleRun`.
+        begun: by worker and iteration: when, and what was applied, from `StaleRun`.
     """
     begins = [each[lead] for each in begun]
     ends = [
@@ -113,11 +111,7 @@ def timed(
 
 
 def bound_of_row(choices: Choices) -> StalenessBound:
-    """Return the row's thresholds.
-
-    Raises:
-        UsageError: they are none.
-    """
+    """Return the row's thresholds."""
     staleness, colayers = choices.staleness, choices.fusion.layers
     assert staleness is not None, "it was asked for"
     p = staleness.exchanged(colayers)
@@ -125,7 +119,7 @@ def bound_of_row(choices: Choices) -> StalenessBound:
 
 
 def work_of(args: argparse.Namespace, choices: Choices) -> simulator.Work:
-    """Return what communication costs processors, encrypted if the row is."""
+    """Return the CPU costs of communication, encrypted if the row is."""
     work = simulator.Work()
     bounded = choices.staleness is not None
     if bounded and args.message is not None:
@@ -137,7 +131,7 @@ def work_of(args: argparse.Namespace, choices: Choices) -> simulator.Work:
 
 
 def sleeps_of(checked: Checked) -> Sleeps | None:
-    """Return how long workers sleep, who draw as in the lab; None if nobody does."""
+    """Return the workers' sleeps, drawn as in the lab; None if no worker is slow."""
     if not checked.slow:
         return None
     normal_s = sum(checked.model.compute_s() or ())

@@ -1,15 +1,15 @@
-"""Workers under bounded staleness that are killed, one after the other, and started again.
+"""Workers under bounded staleness that are killed, one after the other, and restarted.
 
     python benchmarks/canary_kills.py --json out/canary_kills.json
 
-Real processes in a lab train a network on the digits with `Canary`. Again and again any one of them
-is killed (SIGKILL) at a moment that the seed says, most often amid an iteration, and started again
-after a while; the others go on. The store of the rendezvous is not in a worker's process, as with
-torchrun, so rank 0 may be killed too.
+Real processes in a lab train a network on the digits with `Canary`. Repeatedly one of them is
+killed (SIGKILL) at a moment that follows from the seed, most often during an iteration, and
+restarted after a while; the others continue. The rendezvous store is outside of the workers'
+processes, as with torchrun, so rank 0 may be killed too.
 
-Judged: each time the others go on, and who comes back trains with them; the journals of all lives
-stand the audit (each contribution counts once, or died with its sender); all replicas are the same
-bits in the end; the loss has fallen to under a tenth.
+Limits: each time the others continue, and a worker that rejoins trains with them; the journals of
+all incarnations pass the audit (each contribution counts once, or was lost with its sender); all
+replicas are bitwise equal in the end; the loss has fallen to under a tenth.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ from wingbeat_lab.bench.printed import Printed
 
 
 def main() -> int:
-    """Run once, audit it and print what was found."""
     return run_once(arguments(), run, tables, judged)
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,11 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """Train in a lab, and kill.
-
-    Raises:
-        LabError: a lab cannot be made, or somebody failed.
-    """
+    """Train in a lab, and kill workers."""
     killer = Killer(home, lab.LabSpec.parse(args.lab).hosts, args.kills, args.seed)
     env = {"WINGBEAT_JOURNAL": str(home)}
     lines = trained(args.lab, __file__, home, args.row, env, killer)
@@ -82,7 +76,7 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def judged(kills: int, report: dict[str, Any]) -> list[str]:
-    """Return what does not hold."""
+    """Return the missed limits."""
     missed = [f"audit: {line}" for line in report["audit"]["findings"]]
     if len(report["kills"]) != kills or report["audit"]["pulls"] < kills:
         missed.append(
@@ -96,7 +90,7 @@ COLUMNS = ("kill", "rank", "at round", "stood still, s", "rounds without", "back
 
 
 def tables(report: dict[str, Any]) -> list[Printed]:
-    """Return a row for each kill, and what all come to."""
+    """Return a row for each kill, and the totals."""
     cells = [
         (
             f"kill {number}",
@@ -122,7 +116,7 @@ def tables(report: dict[str, Any]) -> list[Printed]:
 
 
 def work(home: Path, row: str, life: int) -> None:
-    """Train until the killer has said up to which round."""
+    """Train up to the round that the killer names."""
     import torch
 
     import wingbeat
@@ -132,7 +126,7 @@ def work(home: Path, row: str, life: int) -> None:
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)
     images, answers, *held_out = digits.data()
-    network = digits.network(1 if world.returned else 0)  # who comes back pulls parameters
+    network = digits.network(1 if world.returned else 0)  # a worker that rejoins pulls parameters
     loss = loss_of(held_out)
     first = loss(digits.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)

@@ -1,14 +1,14 @@
-"""A worker under bounded staleness that stands still amid an iteration, while the others train on.
+"""A worker under bounded staleness that pauses during an iteration, while the others train.
 
     python benchmarks/canary_pause.py --json out/canary_pause.json
 
 Real processes in a lab train a network of random weights on random numbers with `Canary`. After
 some iterations the last rank's training sleeps between forward and backward, as on a slow disk or a
-machine that swaps; its process goes on to hear the others. It sleeps until the fastest is so many
-iterations ahead, so that a busy machine shows the same as an idle one. Each worker looks, twenty
-times a second, at how many rounds wait at it and at how much memory its process has.
+machine that swaps; its process still receives messages. It sleeps until the fastest worker is a
+given number of iterations ahead, so that a busy machine gives the same result as an idle one. Each
+worker samples, twenty times a second, its number of waiting rounds and its memory.
 
-Judged: what waits at the worker that stands still stays within its bound
+Limits: the waiting rounds of the paused worker stay within their bound
 (`StalenessBound.max_buffered`, and the rounds that the others have not applied yet); it drops an
 iteration and pulls parameters once; its memory grows by no more than these rounds and two copies of
 the model; all end with equal weights.
@@ -35,11 +35,10 @@ LOOK_S = 0.05
 AFTER = 20
 """Iterations before the pause."""
 UNSAFE = 4
-"""Rounds above the bound: those that the others have on their way, or have not applied."""
+"""Rounds above the bound: those in flight, or not yet applied by the others."""
 
 
 def main() -> int:
-    """Run once, print what was found and judge it."""
     args = arguments()
 
     def measure(report: dict[str, Any]) -> list[str]:
@@ -54,7 +53,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,11 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """Train in a lab, with one pause.
-
-    Raises:
-        LabError: a lab cannot be made, or somebody failed.
-    """
+    """Train in a lab, with one pause."""
     lines: list[str] = []
     words = [str(home), args.row, str(args.mb), str(args.ahead)]
     ended = lab.run(
@@ -97,7 +91,7 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def judged(report: dict[str, Any]) -> list[str]:
-    """Return what does not hold."""
+    """Return the missed limits."""
     *_, late = report["workers"]
     missed = []
     most = late["keep"] + UNSAFE
@@ -136,11 +130,11 @@ def table(report: dict[str, Any]) -> Printed:
 
 
 class Watch(threading.Thread):
-    """Looks at this process, and at what waits.
+    """Samples this process and its waiting rounds.
 
     Attributes:
-        waiting: rounds that have waited, at most.
-        rss_mb: memory, at most.
+        waiting: maximum number of waiting rounds.
+        rss_mb: maximum memory.
     """
 
     def __init__(self, machine: Any) -> None:
@@ -149,20 +143,20 @@ class Watch(threading.Thread):
         self.waiting, self.rss_mb = 0, rss_mb()
 
     def run(self) -> None:
-        """Look until it is over."""
+        """Sample until stopped."""
         while not self.over.wait(LOOK_S):
             self.waiting = max(self.waiting, self._machine.buffered_rounds)
             self.rss_mb = max(self.rss_mb, rss_mb())
 
 
 def rss_mb() -> float:
-    """Return the memory that this process has, in 10**6 bytes."""
+    """Return this process's resident memory, in 10**6 bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 1e6
 
 
 def work(home: Path, row: str, mb: float, ahead: int) -> None:
-    """Train; the last rank stands still once, and all end some iterations after that."""
+    """Train; the last rank pauses once, and all end some iterations after that."""
     import torch
 
     import wingbeat

@@ -34,9 +34,9 @@ from wingbeat_lab.bench.printed import Printed
 
 POINTS = 0.5
 SLEEPS, HOW_OFTEN = 2.0, 0.5
-"""Of the slow worker: iterations of the first row, and before which share of its own."""
+"""Of the slow worker: sleep in iterations of the first row, before this share of its iterations."""
 MEASURED = 30
-"""Iterations that say how long one of the first row takes."""
+"""Iterations that measure the duration of one of the first row."""
 FIRST_RATE, QUARTERLY = 0.1, 0.2
 MARKS = 20
 OURS = "canary:s={s},p=2,colayers=4,compression=sketch,encrypted=False"
@@ -50,12 +50,13 @@ ROWS = (
 )
 """The fourth is Canary as published: rounds in flight have no bound but s."""
 TARGET = 90.0
-"""Percent of held-out digits. Named before a row was run: one process with the batches of four
-workers comes to 92.5% and 93.1% (seeds 0 and 1) after 1,200 iterations."""
+"""Percent of held-out digits. Chosen before a row was run: one process with the batches of four
+workers reaches 92.5% and 93.1% (seeds 0 and 1) after 1,200 iterations.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what only real training knows."""
+    """Add the arguments of real training."""
     parser.add_argument(
         "--training-rows", nargs="+", default=list(ROWS), help="in Fig. 19; {s} is 2 n"
     )
@@ -75,11 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def figure_19(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield the trainings of each cluster.
-
-    Raises:
-        LabError: a lab cannot be made, or a worker failed.
-    """
+    """Yield the trainings of each cluster."""
     for size in args.clusters:
         runs: list[dict[str, Any]] = []
         for slow in (word == "yes" for word in args.training_slow):
@@ -111,7 +108,7 @@ def summary(runs: list[dict[str, Any]], target: float) -> list[dict[str, Any]]:
     for slow in (False, True):
         own = [run for run in runs if run["slow"] == slow]
         bsp = None
-        for name in dict.fromkeys(run["row"] for run in own):  # none if that was not asked for
+        for name in dict.fromkeys(run["row"] for run in own):  # none if not requested
             mine = [run for run in own if run["row"] == name]
             ends = [run["curve"][-1]["accuracy"] for run in mine]
             final = statistics.fmean(ends)
@@ -156,7 +153,7 @@ COLUMNS = (
 
 
 def table(_figure: str, size: str, part: dict[str, Any]) -> Printed:
-    """Return the rows as they are printed, who reaches the target last first."""
+    """Return the rows for printing; the last to reach the target comes first."""
     rows = sorted(part["rows"], key=lambda row: -(row["to_target_s"] or math.inf))
     cells = []
     for row in rows:
@@ -192,7 +189,7 @@ def table(_figure: str, size: str, part: dict[str, Any]) -> Printed:
 
 
 def judged_19(found: dict[str, Any]) -> list[str]:
-    """Return which limits are missed."""
+    """Return the missed limits."""
     missed = []
     for size, part in found.items():
         for row in part["rows"]:
@@ -224,7 +221,7 @@ def _not_first(where: str, row: dict[str, Any], rows: list[dict[str, Any]]) -> l
 
 
 def train(task: accuracy.Task, row: str, seed: int, length: int, sleep_s: float) -> dict[str, Any]:
-    """Train once; the curve of rank 0's replica, by seconds, and whether all end the same."""
+    """Train once; return rank 0's curve by seconds, and whether all end with the same weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     batches, drawn = task.batches(rank, size, seed), random.Random(seed)
     kept: list[tuple[float, float, dict[str, Any]]] = []
@@ -275,14 +272,14 @@ def judge(task: accuracy.Task, seed: int, state: dict[str, Any]) -> float:
 
 
 def normal_s(task: accuracy.Task, row: str) -> float:
-    """Seconds of an iteration when nobody is slow: the median of a short training."""
+    """Seconds of an iteration without slow workers: the median of a short training."""
     seconds = torch.tensor(train(task, row, 0, MEASURED, 0.0)["median_s"])
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
 
 def worker() -> None:
-    """Train all rows by turns; rank 0 keeps a line for each."""
+    """Train all rows by turns; rank 0 writes a line for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--length", type=int, required=True)

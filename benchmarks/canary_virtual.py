@@ -1,24 +1,25 @@
-"""Bounded staleness in virtual time, beside the figures of the Canary paper.
+"""Bounded staleness in virtual time, compared with the figures of the Canary paper.
 
     python benchmarks/canary_virtual.py --json out/canary_virtual.json
 
-No run and no clock: `wingbeat.simulator` with the state machines of a real run. VGG-19 at a V100's
+Nothing is measured: `wingbeat.simulator` runs the state machines of a real run. VGG-19 at a V100's
 pace (batch 64), two interfaces of 10GbE less headers, s = 18, p = 6 of k = 10 colayers. Gradients
 are copied and parameters updated on other devices than those that communicate; messages and
-sums cost what `Work` says, and a sketch of 8 bits what one core needs, or nothing (``free``).
+sums cost what `Work` defines, and a sketch of 8 bits what one core needs, or nothing (``free``).
 
-- fig23: time for the same number of applied gradients on nine workers, all alike, with another one
-  that sleeps twice an iteration in each iteration, or always the same one; BML, a ring, Ako and one
-  server (with one interface, as in a tree) beside it;
-- fig21: traffic over time on a BCube(4, 2) beside BML's, by spans of half a second;
-- fig20: images per second by workers; above 25 beside a ring, as there is no BCube of 1000;
-- check: one owner of pieces that stands for all, beside the simulation of all, at 9 and 25 workers.
+- fig23: time for the same number of applied gradients on nine workers, all equal, with another one
+  that sleeps twice an iteration in each iteration, or always the same one; compared with BML, a
+  ring, Ako and one server (with one interface, as in a tree);
+- fig21: traffic over time on a BCube(4, 2) compared with BML's, by spans of half a second;
+- fig20: images per second by workers; above 25 compared with a ring, as there is no BCube of 1000;
+- check: one owner of pieces in place of all, compared with the simulation of all, at 9 and 25
+  workers.
 
-One owner stands for all everywhere else, too, unless ``--whole`` is given: that takes an hour.
+One owner represents all everywhere else, too, unless ``--whole`` is given: that takes an hour.
 
 Exit code 1 if Canary, with a sketch that one core codes, is not 1.61x as fast as BML with a random
-slow worker, or 0.98x where all are alike, or the stand-in is more than 5% off. The paper's 1.61 is
-of the time to converge (section 6.6), so the first is a mark of ours.
+slow worker, or 0.98x where all are equal, or the representative is more than 5% off. The paper's
+1.61 is of the time to converge (section 6.6), so the first limit is not from the paper.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ COLUMNS = ("row", "iteration, ms", "images/s", "MB sent", "mean delay", "dropped
 def table(
     title: str, rows: Mapping[str, dict[str, Any]], more: Mapping[str, tuple[str, str]]
 ) -> Printed:
-    """Return rows as they are printed.
+    """Return rows for printing.
 
     Args:
         title: of the table.
         rows: by name, as `Predicted.plain` gives them.
-        more: columns of this table by label: what of a row they have, and its format.
+        more: additional columns by label: key of a row, and format.
     """
     cells = [
         (
@@ -105,7 +106,7 @@ def table(
 
 
 def fig23(args: argparse.Namespace, found: dict[str, Any], report: Report) -> Iterator[str]:
-    """Nine workers, beside the baselines."""
+    """Nine workers, with the baselines."""
     for how, slows in SLOWS.items():
         job = setting(args, 9, slows=slows)
         rows = found.setdefault(how, {})
@@ -170,7 +171,7 @@ def fig20(args: argparse.Namespace, found: dict[str, Any], report: Report) -> It
             rows = found.setdefault(f"{workers} {how}", {})
             if not few:
                 rows["bml"] = baseline(job, "bml", args.few).plain(job)
-            elif how == "alike":  # so one worker of a ring stands for all
+            elif how == "alike":  # one worker of a ring represents all
                 rows["ring"] = baseline(job, "ring", 2).plain(job)
             for name, each in (
                 ("bsp", StalenessBound(0, args.colayers, args.colayers)),
@@ -185,7 +186,7 @@ def fig20(args: argparse.Namespace, found: dict[str, Any], report: Report) -> It
 
 
 def check(args: argparse.Namespace, found: dict[str, Any], report: Report) -> Iterator[str]:
-    """One owner for all, beside all; over so many that the ends of the runs count for little."""
+    """One owner for all, compared with all; over many rounds, to reduce the effect of the ends."""
     cases = [(9, "alike", "dense"), (9, "random", "dense"), (9, "random", "sketch"),
              (9, "one", "sketch"), (25, "random", "sketch"), (25, "alike", "dense")]  # fmt: skip
     rows: dict[str, Any] = {}

@@ -1,12 +1,12 @@
-"""Sketch and top-k kernels against memory speed and torch.topk, on one tensor.
+"""Sketch and top-k kernels compared with memory speed and torch.topk, on one tensor.
 
     python benchmarks/codecs.py --json out/codecs.json
 
-All cases take turns, round by round, in one process; figures are medians over the rounds. Beside
-the time stand the GB/s of float32 (4 bytes per element, read or written), the memory bandwidth as a
-share of what a plain copy of the same tensor reaches in the same run, counting the bytes per
-element that the case cannot avoid to move, and how much faster than ``torch.topk`` of the
-magnitudes a selection is. On a GPU the copy is one within the device.
+All cases take turns, round by round, in one process; figures are medians over the rounds. In
+addition to the time the table has the GB/s of float32 (4 bytes per element, read or written); the
+memory bandwidth as a share of a plain copy of the same tensor in the same run, counting the bytes
+per element that the case must move; and the speed of a selection over ``torch.topk`` of the
+magnitudes. On a GPU the copy is one within the device.
 
 Exit code 1, with a line for each, if a figure misses its limit at the default size. On the CPU
 with one thread: sketch encode 1.0 GB/s, sketch decode 2.0 GB/s, and top-k with a residual at
@@ -46,7 +46,7 @@ CUDA_OF_COPY, CUDA_SPEEDUP = 0.5, 5.0
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time; ``moved`` are the bytes per element that it cannot avoid to move."""
+    """One case to time; ``moved`` are the bytes per element that it must move."""
 
     kernels: str
     what: str
@@ -61,7 +61,7 @@ def largest(x: torch.Tensor, k: int) -> Any:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     generator = torch.Generator().manual_seed(1)
-    # Products of normals and their exponents: the heavy tails that gradients have.
+    # Products of normals and their exponents have heavy tails, like gradients.
     x = torch.randn(args.numel, generator=generator)
     x = (x * torch.randn(args.numel, generator=generator).exp() * 1e-3).to(args.device)
     out = torch.empty_like(x)
@@ -143,7 +143,7 @@ def timed(case: Case, device: str) -> float:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     found = cases(args)
     samples: list[list[float]] = [[] for _ in found]
-    # The first round fills pages and caches and compiles, and does not count.
+    # The first round fills pages and caches and compiles, and is not counted.
     for turn in range(args.rounds + 1):
         for case, values in zip(found, samples, strict=True):
             seconds = timed(case, args.device)
@@ -210,7 +210,6 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]], numel: int, device: str, threads: int) -> Printed:
-    """Return all cases as they are printed."""
     cells = []
     for found in rows:
         factors = [found[key] for key in ("times_topk", "times_reference")]
@@ -251,12 +250,11 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure, print a table, write the figures, and judge them."""
     args = parsed()
     torch.set_num_threads(args.threads)
     before = machine.describe()
     rows = measure(args)
-    # With more threads torch is faster too, and for small tensors other things decide.
+    # With more threads torch is faster too, and small tensors have other limits.
     judged = args.numel == NUMEL and (args.device == "cuda" or args.threads == 1)
     lines = missed(rows, args.device) if judged else []
     report = {

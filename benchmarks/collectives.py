@@ -2,14 +2,14 @@
 
     python benchmarks/collectives.py --lab star:4@1gbit --json out/collectives.json
 
-For each bucket size, collectives run one after another, in two ways: ``queued``, as a training
-run hands them over (the next begins when this one has sent its last chunk), and ``awaited``, each
-waited for before the next is called. Both are timed over many collectives, in rounds that take
-turns; the figure is the median over rounds of
+For each bucket size, collectives run one after another, in two ways: ``queued``, as in training
+(the next begins when this one has sent its last chunk), and ``awaited``, each waited for before the
+next is called. Both are timed over many collectives, in rounds that take turns; the figure is the
+median over rounds of
 
     bytes that a ring must send, (P-1)/P of the bucket  /  seconds  /  line rate.
 
-TCP over Ethernet cannot do better than 1448/1514 = 0.956 of the line rate with 1,500 byte frames.
+TCP over Ethernet cannot exceed 1448/1514 = 0.956 of the line rate with 1,500 byte frames.
 Exit code 1 if a figure is below its limit (0.92 for 5 MB, 0.88 for 1 MB).
 """
 
@@ -132,7 +132,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def case(row: dict[str, Any]) -> str:
-    """Name a row: what was done, with how much, and how."""
+    """The name of a row."""
     return f"{row['collective']}, {row['mb']:g} MB, {row['way']}"
 
 

@@ -1,4 +1,4 @@
-"""What several benchmarks share: a paper's tables, and how figures are kept."""
+"""Shared by several benchmarks: a paper's tables, and the report files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BEGIN_ANEW = "leave --add out to begin anew"
 
 
 def refuse_unwritable(path: Path) -> None:
-    """End this program, before anything is measured, if what is found cannot be kept."""
+    """End this program before any measurement if its report cannot be written."""
     try:
         check_writable(path)
     except UsageError as error:
@@ -46,20 +46,16 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def at_least_one(text: str) -> int:
-    """Return a number of the command line that has to be 1 or more.
-
-    Raises:
-        argparse.ArgumentTypeError: it is not.
-    """
+    """Parse a number that must be 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from 1 on")
     return int(text)
 
 
 def measured_before(path: Path, key: str, remedy: str) -> list[Any]:
-    """Return what an earlier run has kept there; end this program if there is no such thing.
+    """Return the report of an earlier run; end this program if there is none.
 
-    The line that says so ends with the ``remedy``.
+    The message ends with the ``remedy``.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -76,27 +72,27 @@ def measured_before(path: Path, key: str, remedy: str) -> list[Any]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Keep what there is; called after each part, so that nothing measured is lost."""
+    """Write the report; called after each part, so that no measurement is lost."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def show(report: dict[str, Any], table: Printed) -> None:
-    """Print a table, and add it to what the report keeps for the documentation."""
+    """Print a table, and add it to the report for the documentation."""
     report.setdefault("tables", []).append(table.to_json())
     print(f"\n{table.text()}", flush=True)
 
 
 FAILED = 3
-"""Exit code of a measurement that was not completed; 1 means that a limit is missed."""
+"""Exit code of a measurement that was not completed; 1 means a missed limit."""
 
 
 def run_and_judge(path: Path, measure: Callable[[dict[str, Any]], list[str]]) -> int:
-    """Measure, and print what is missed; return the exit code of a program that does only this.
+    """Measure, and print the missed limits; return the program's exit code.
 
     Args:
-        path: where the report will be kept, which is made sure of first.
-        measure: fills the report, and keeps it by `write`; returns which limits are missed.
+        path: of the report; checked first.
+        measure: fills the report, saves it by `write` and returns the missed limits.
     """
     end_as_by_ctrl_c()
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}

@@ -1,4 +1,4 @@
-"""What exchanging gradients costs processors: CPU seconds of all threads, by strategy and links.
+"""The CPU cost of exchanging gradients: CPU seconds of all threads, by strategy and links.
 
     python benchmarks/cpu.py --json out/cpu.json
     python benchmarks/cpu.py --labs loopback:2 --rows ddp allreduce
@@ -7,7 +7,7 @@
 Each lab is one ``wingbeat bench`` of a paced model, whose computation sleeps. A row's CPU time is
 that of its worker processes, all their threads, by the kernel's accounting, less that of the row
 ``single``, which computes and updates alike and exchanges nothing. Unlike in other benches links
-have the rate that a lab names, whatever the model's scale. Shown are CPU milliseconds of an
+have the rate that a lab names, whatever the model's scale. The table has CPU milliseconds of an
 iteration's exchange, CPU seconds for each gigabyte of gradients, and for each that a worker sends.
 
 Rule: on each lab strategies that exchange the gradients themselves take at most the CPU time that
@@ -46,11 +46,11 @@ ROWS = (
     "allreduce:compression=lowrank@4:auto_disable=false",
 )
 DENSE, SKETCH = 1.0, 2.0
-"""Times DDP's CPU time that a row may take."""
+"""Limit of a row's CPU time, as a multiple of DDP's."""
 
 
 def as_named(lab: str, model: str) -> str:
-    """What to ask a bench for, which shrinks links with its model, to get those of ``lab``."""
+    """The lab to request from a bench, which scales links with its model, to get ``lab``."""
     scale = float(model.partition("@")[2] or 1)
     return str(links.scaled(LabSpec.parse(lab), 1 / scale))
 
@@ -77,7 +77,7 @@ def configs(args: argparse.Namespace) -> dict[str, BenchConfig]:
 
 
 def figures(run: Run, single: Run, gradients: float) -> dict[str, Any]:
-    """One row: means over workers, beside what the row ``single`` takes."""
+    """One row: means over workers, minus the row ``single``."""
     took, alone = (_seconds(each) for each in (run, single))
     sent = run.bytes_per_iteration / 1e9
     return {
@@ -92,12 +92,12 @@ def figures(run: Run, single: Run, gradients: float) -> dict[str, Any]:
 
 
 def _seconds(run: Run) -> float:
-    """CPU seconds of a worker in an iteration, the mean over workers."""
+    """CPU seconds of a worker in an iteration, mean over workers."""
     return statistics.fmean(run.cpu_s_per_iteration["worker"])
 
 
 def missed(lab: str, rows: dict[str, Any]) -> list[str]:
-    """A line for each row that takes more than its share of what DDP takes."""
+    """A line for each row above its limit."""
     out = []
     for text, row in rows.items():
         wire = row["wire"]
@@ -121,7 +121,7 @@ COLUMNS = (
 
 
 def table(lab: str, rows: dict[str, Any]) -> Printed:
-    """Return a lab's table as it is printed."""
+    """Return a lab's table for printing."""
     cells = []
     for text, row in rows.items():
         sent = row["cpu_s_per_gb_sent"]
@@ -140,7 +140,7 @@ def table(lab: str, rows: dict[str, Any]) -> Printed:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, lab by lab; return what is missed."""
+    """Fill the report, lab by lab; return the missed limits."""
     benches, labs, out = configs(args), report.setdefault("labs", {}), []
     print(f"about {estimate.about(estimate.of_all(benches.values()))}", file=sys.stderr, flush=True)
     for lab, config in benches.items():

@@ -6,7 +6,7 @@
     python benchmarks/dear.py --rows ddp allreduce dear:plan=fixed,mb={mb} dear:plan=none
     python benchmarks/dear.py --models inception_v4_dear bert_large_dear
 
-Table II is this one; Figs. 5 to 7, 9 and 11 are ``dear_figures.py``'s, Fig. 10 ``tuning.py``'s.
+It reproduces Table II; Figs. 5 to 7, 9 and 11 are in ``dear_figures.py``, Fig. 10 in ``tuning.py``.
 
 Each model is one ``wingbeat bench``: the rows take turns on one lab, and t_ff, t_bp, t_rs and t_ag
 are measured in the same run. Times are paced (an RTX 2080 Ti's); bytes and links are real.
@@ -15,16 +15,16 @@ The networks are those of the paper, 64 GPUs with 10GbE ("slow") or 100GbIB ("fa
 P workers each moves (P-1)/P of the bytes, so that a host's rate times ((P-1)/P) / (63/64) keeps the
 ratio of communication to computation: 7.62 and 76.2 Gbit/s for P = 4. The model's scale shrinks
 bytes and rates together, and the stretch slows computation and links down together, until two
-cores can do the traffic (under 500 Mbit/s) and the optimizers of all hosts: these cost real time,
-and DenseNet has 604 tensors. The row ``single`` shows what of that is left. Each model is measured
-at real pace as well, with the same rows on the same lab but without slow motion: two cores carry
-all hosts there, and limit what they cannot keep up with. A rate takes twelve to thirteen minutes.
+cores can carry the traffic (under 500 Mbit/s) and the optimizers of all hosts: these cost real
+time, and DenseNet has 604 tensors. The row ``single`` shows the remaining cost. Each model is
+measured at real pace as well, with the same rows on the same lab but without slow motion: two cores
+carry all hosts there, and may limit the rows. A rate takes twelve to thirteen minutes.
 
-S_max ``by the line rate`` is as the paper has it: links are perfect there, and TCP alone keeps
+S_max ``by the line rate`` is the paper's: links are perfect there, and TCP alone keeps
 S / S_max under 0.956 where communication dominates.
 
-``ceiling`` is the largest S / S_max that any schedule can reach on that model: Eq. 6 knows no
-layers, but a gradient cannot travel before it is there, and BERT's largest is the last.
+``ceiling`` is the largest S / S_max that any schedule can reach on that model: Eq. 6 ignores
+layers, but a gradient cannot be sent before it is computed, and BERT's largest is the last.
 
 ``even``, on request, is a network for each model: the rate at which t_ag = 2 t_ff, where DeAR hides
 most. Equations 7 and 8 give 1.25x the speed of DDP there. Layer by layer it is 1.24x for the
@@ -34,14 +34,14 @@ convolutional networks and 1.15x to 1.20x for BERT, if DDP reaches its own bound
 backward twice forward; the two models that end in ``_dear`` have times fitted to Table II instead.
 ``paper`` is Table II's S_max / P and S / S_max. ``Eq. 9`` is which of its three cases holds (1: all
 is hidden; 2: the all-gather outlasts forward; 3: by more than forward), by the measured t_ff and
-t_ag, and how many times as fast as whole all-reduces DeAR can be there at most; it assumes that
-backward is twice forward, and says nothing (``-``) where that is off by a tenth. ``8 / 7`` is
-the same by Eqs. 8 and 7 with all four times. Below 1, as on ``bert_large_dear`` at the fast rate,
-whole all-reduces hide under backward, and halves not under forward: there S_max is no bound of DDP.
+t_ag, and the maximum speed of DeAR over whole all-reduces there. It assumes that backward is twice
+forward, and is ``-`` where that is off by a tenth. ``8 / 7`` is the same by Eqs. 8 and 7 with all
+four times. Below 1, as on ``bert_large_dear`` at the fast rate, whole all-reduces hide under
+backward, and halves not under forward: there S_max is no bound of DDP.
 
-``of the best DDP`` is over the fastest row of DDP, which may have other buckets, or a hook that
-sends half the bytes. Judged is the first row of DeAR, in slow motion. Exit code 1 if a limit is
-missed: at the slow rate an average of 0.95 and 0.90 for each model, at the fast one an
+``of the best DDP`` is relative to the fastest row of DDP, which may have other buckets, or a hook
+that sends half the bytes. The limits apply to the first row of DeAR, in slow motion. Exit code 1 if
+one is missed: at the slow rate an average of 0.95 and 0.90 for each model, at the fast one an
 average of 0.93, never slower than the first row at either, and 1.25x its speed at ``even``.
 """
 
@@ -71,7 +71,7 @@ ROWS = ("ddp", "dear:plan=fixed,mb={mb}")
 
 @dataclass(frozen=True)
 class Network:
-    """One of the paper's networks, how it is emulated, and what is asked of it.
+    """One of the paper's networks, its emulation, and its limits.
 
     Attributes:
         gbit: a host's rate in Gbit/s among 64; 0: for each model the rate at which t_ag = 2 t_ff.
@@ -80,7 +80,7 @@ class Network:
         iterations: timed ones of each row, over all rounds.
         rounds: how often the rows take turns.
         average: least S / S_max, mean over the models.
-        worst: least S / S_max of any model; 0 where nothing is asked.
+        worst: least S / S_max of any model; 0 without a limit.
         gain: least speed-up over the first row, on every model.
     """
 
@@ -102,7 +102,7 @@ NETWORKS = {
 }
 USUAL_MB = 25.0
 USUAL_WITHIN = 0.1
-"""How far backward may be from twice forward, as a share, for Eq. 9 to be taken to hold."""
+"""Allowed deviation of backward from twice forward, as a share, for Eq. 9 to apply."""
 
 PAPER = {
     "slow": {
@@ -125,13 +125,13 @@ PAPER["fitted"] = PAPER["fast"]
 
 
 def main() -> int:
-    """Measure what was asked for, print a table and judge it."""
+    """Measure the requested models, print a table and judge it."""
     args = arguments()
     return run_and_judge(args.json, functools.partial(fill, args))
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, part by part, and return which limits are missed."""
+    """Fill the report, part by part, and return the missed limits."""
     report["rates"] = {}
     missed = []
     sizes = bucket_sizes(args.mb)
@@ -155,7 +155,6 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -182,11 +181,7 @@ def arguments() -> argparse.Namespace:
 
 
 def bucket_sizes(words: list[str]) -> dict[str, float]:
-    """``["10", "bert_large=20"]`` as sizes by model; the one for all models is under ``""``.
-
-    Raises:
-        UsageError: a size that is no number, or a model that is none of the paper's.
-    """
+    """``["10", "bert_large=20"]`` as sizes by model; the one for all models is under ``""``."""
     sizes = {}
     for word in words:
         name, _, size = word.rpartition("=")
@@ -200,7 +195,7 @@ def bucket_sizes(words: list[str]) -> dict[str, float]:
 
 
 def host_rate(gbit: float, workers: int) -> str:
-    """What a host of a small ring needs to be as slow as one of 64 with ``gbit`` Gbit/s each.
+    """The rate of a host in a small ring, equivalent to one of 64 with ``gbit`` Gbit/s each.
 
     >>> host_rate(10.0, 4)
     '7619mbit'
@@ -219,11 +214,7 @@ def even_gbit(name: str) -> float:
 
 
 def configs(rate: str, args: argparse.Namespace, sizes: dict[str, float]) -> dict[str, BenchConfig]:
-    """One bench for each model, checked, so that nothing is found wrong after minutes.
-
-    Raises:
-        UsageError: a value that cannot work.
-    """
+    """One bench for each model, checked before any measurement."""
     network = NETWORKS[rate]
     if args.workers < 2:
         raise UsageError(f"--workers {args.workers}: allowed are 2 or more")
@@ -253,7 +244,7 @@ def at_real_pace(config: BenchConfig) -> BenchConfig | None:
 
 
 def figures(config: BenchConfig, report: Report) -> dict[str, Any]:
-    """What one bench says, in the paper's terms."""
+    """One bench's results, in the paper's terms."""
     checked, measured = config.check(), report.measured
     assert measured is not None
     rows = {
@@ -287,7 +278,7 @@ def figures(config: BenchConfig, report: Report) -> dict[str, Any]:
 
 
 def line_s_max(report: Report, judged: str) -> float | None:
-    """S_max with the times that computation is paced by, and with links at their line rate."""
+    """S_max with the paced times of computation, and with links at their line rate."""
     run = next(run for run in report.runs if run.strategy == judged)
     if not run.bound_eq6_s or report.compute_s is None:
         return None
@@ -295,7 +286,7 @@ def line_s_max(report: Report, judged: str) -> float | None:
 
 
 def ceiling(checked: Checked, measured: Measured) -> float | None:
-    """Largest S / S_max of any schedule: Eq. 6 over the floor that knows layers, at one rate."""
+    """Largest S / S_max of any schedule: Eq. 6 over the layer-by-layer bound, at one rate."""
     layers = checked.model.layers(next(row for row in checked.rows if row.traits.halves))
     if layers is None:
         return None
@@ -305,7 +296,7 @@ def ceiling(checked: Checked, measured: Measured) -> float | None:
 
 
 def eq9(measured: Measured) -> dict[str, float | None]:
-    """Which case of Eq. 9 holds by the measured times, and what DeAR gains at most by it.
+    """The case of Eq. 9 by the measured times, and DeAR's maximum gain by it.
 
     ``general`` is Eq. 8 over Eq. 7. Where backward is not twice forward Eq. 9 has no case.
     """
@@ -320,13 +311,13 @@ def eq9(measured: Measured) -> dict[str, float | None]:
 
 
 def of_paper(rate: str, name: str) -> tuple[float, float] | None:
-    """S_max / P and S / S_max of Table II; None where the paper has none."""
+    """S_max / P and S / S_max of Table II; None if the paper has none."""
     found = PAPER.get(rate, {}).get(name.removesuffix("_dear"))
     return None if found is None else (found[0] / 64, found[1])
 
 
 def summary(rate: str, models: dict[str, Any]) -> dict[str, Any]:
-    """The models of one rate together, and which limits they miss."""
+    """The models of one rate together, and the missed limits."""
     network = NETWORKS[rate]
     fractions = {name: own["rows"][own["judged"]]["fraction"] for name, own in models.items()}
     average = statistics.fmean(fractions.values())
@@ -373,7 +364,7 @@ COLUMNS = (
 
 
 def table(rate: str, results: dict[str, Any]) -> Printed:
-    """Return one rate's table as it is printed; where the judged row is behind stands below it."""
+    """Return one rate's table for printing, with notes where the judged row is slower."""
     gbit = NETWORKS[rate].gbit
     where = f"as on 64 GPUs with {gbit:g} Gbit/s each" if gbit else "where t_ag = 2 t_ff"
     cells, models = [], results["models"]
@@ -415,7 +406,7 @@ def table(rate: str, results: dict[str, Any]) -> Printed:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """Return where a model's judged row is behind another row, the averages, and what is full."""
+    """Return where a model's judged row is slower, the averages, and saturated cores."""
     lines = []
     for name, own in results["models"].items():
         for pace, part in (("", own), (", real pace", own["real"])):
@@ -431,14 +422,14 @@ def notes(results: dict[str, Any]) -> list[str]:
                 lines.append(f"limited by this machine's cores: {name}{pace}: {', '.join(full)}")
     worst = results["worst"]
     return [
-        *sorted(lines),  # the first letters put what is behind first
+        *sorted(lines),  # slower rows come first alphabetically
         f"S / S_max of the judged rows: {results['average']:.3f} on average, "
         f"{worst['fraction']:.3f} at worst ({worst['model']})",
     ]
 
 
 def three(value: float | None) -> str:
-    """Three decimals, or nothing."""
+    """Three decimals, or empty."""
     return f"{value:.3f}" if value else ""
 
 

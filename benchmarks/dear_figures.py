@@ -1,4 +1,4 @@
-"""DeAR beside its baselines: the paper's Figs. 5, 6, 7, 9 and 11.
+"""DeAR compared with its baselines: the paper's Figs. 5, 6, 7, 9 and 11.
 
     python benchmarks/dear_figures.py --json out/dear_figures.json --png out    (all of them)
     python benchmarks/dear_figures.py --figures 7 --rates slow --models resnet50 bert_base
@@ -6,17 +6,17 @@
 
 5   An all-reduce, its two halves, and both one after the other, by message size.
 6   No tensor fusion: DeAR over WFBP.
-7   Buckets of 25 MB, over all-reduces in such buckets (Horovod's place): DDP, MG-WFBP, DeAR.
+7   Buckets of 25 MB, over all-reduces in such buckets (in place of Horovod): DDP, MG-WFBP, DeAR.
 9   Tensor fusion: none, four layers, 5 MB, 25 MB, found by Bayesian optimisation from 25 MB on, so
-    that what the search gains is seen; all-reduces in buckets of 64 MB, and tuned likewise; and
+    that the gain of the search is visible; all-reduces in buckets of 64 MB, and tuned likewise; and
     MG-WFBP, whose plan is found by measuring: it has no size.
-11  ResNet-50 and BERT-Base by batch size. A batch's time is taken to be in proportion to its size.
+11  ResNet-50 and BERT-Base by batch size. A batch's time is assumed proportional to its size.
 
 Networks, scale and slow motion are those of ``dear.py`` (slow: 64 GPUs with 10GbE; fast: 100GbIB).
 Each model is a bench in which rows take turns; speeds are over its first row. ``no edges`` is DeAR
 as in the paper, and by default; the other has small buckets at both edges (``edge_mb=1``). In place
-of Horovod stands wingbeat's all-reduce with the same buckets, the first of which is small, as by
-default; ByteScheduler, which needs PyTorch 1.4, has no row. The paper prints its figures as
+of Horovod there is wingbeat's all-reduce with the same buckets, the first of which is small, as by
+default; ByteScheduler, which needs PyTorch 1.4, has no row. The paper has its figures only as
 pictures: its numbers here are those of its text (sections VI-C to VI-H).
 
 Exit code 1 if a limit is missed: both halves within 5% of an all-reduce, at each size; DeAR (in
@@ -57,12 +57,12 @@ class Figure:
     """One of the paper's bar charts.
 
     Attributes:
-        title: what it shows.
-        rows: the bars, by the paper's names; the first is what the others are compared with.
+        title: its subject.
+        rows: the bars, by the paper's names; the first is the reference.
         judged: which bar must be the highest, within 1%.
         models: the paper's.
         rates: the paper's networks.
-        paper: what its text says, by rate.
+        paper: the numbers of its text, by rate.
     """
 
     title: str
@@ -138,13 +138,12 @@ FIGURES = ("5", *BARS)
 
 
 def main() -> int:
-    """Measure what was asked for, print tables, draw and judge them."""
+    """Measure the requested figures, print tables, draw and judge them."""
     args = arguments()
     return run_and_judge(args.json, functools.partial(fill, args))
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -168,15 +167,15 @@ def arguments() -> argparse.Namespace:
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, part by part, and return which limits are missed."""
+    """Fill the report, part by part, and return the missed limits."""
     if args.png:
-        blank("figure", (1, 1), 50)  # refused now rather than when all is measured
+        blank("figure", (1, 1), 50)  # refused before any measurement
         try:
             args.png.mkdir(parents=True, exist_ok=True)
         except OSError as err:
             raise UsageError(f"cannot write {str(args.png)!r}: {err.strerror or err}") from None
     with tempfile.TemporaryDirectory() as folder:
-        # All are checked, so that nothing is found wrong after minutes.
+        # Check all benches before any measurement.
         planned = {f: benches(f, args, Path(folder)) for f in args.figures if f in BARS}
         if planned:
             long = estimate.of_all(b for each in planned.values() for _, _, b in each)
@@ -200,11 +199,7 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def rows_of(figure: str, args: argparse.Namespace) -> dict[str, str]:
-    """Return the bars that were asked for, as rows of a bench; the first one is always there.
-
-    Raises:
-        UsageError: a bar that none of the figures asked for has.
-    """
+    """Return the requested bars as rows of a bench; the first one is always included."""
     bars_ = BARS[figure].rows
     asked = set(args.rows or bars_)
     known = {bar for f in args.figures if f in BARS for bar in BARS[f].rows}
@@ -223,11 +218,7 @@ def rows_of(figure: str, args: argparse.Namespace) -> dict[str, str]:
 def benches(
     figure: str, args: argparse.Namespace, folder: Path
 ) -> list[tuple[str, str, BenchConfig]]:
-    """Return rate, what is compared, and bench of each group of bars, checked.
-
-    Raises:
-        UsageError: a value that cannot work.
-    """
+    """Return rate, comparison, and bench of each group of bars, checked."""
     if args.workers < 2 or min(args.batches) < 1:
         raise UsageError("--workers: allowed are 2 or more; --batches: 1 or more")
     rows, about = tuple(rows_of(figure, args).values()), BARS[figure]
@@ -252,7 +243,7 @@ def benches(
 
 
 def models(figure: str, args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield each model's name and how it is spelled; Fig. 11's have a file for each batch size."""
+    """Yield each model's name and its spelling; Fig. 11's have a file for each batch size."""
     for name in args.models or BARS[figure].models:
         if figure != "11":
             yield name, name
@@ -307,14 +298,14 @@ COLUMNS = (
 
 
 def tables(figure: str, found: dict[str, Any]) -> list[Printed]:
-    """Return what a figure has found as it is printed: Fig. 5's one, or one for each network."""
+    """Return a figure's tables: one for Fig. 5, else one for each network."""
     if figure == "5":
         return [dear_halves.table(found["lab"], found["rows"])]
     return [table(figure, rate, groups) for rate, groups in found.items()]
 
 
 def table(figure: str, rate: str, groups: dict[str, Any]) -> Printed:
-    """Return one network's bars, and where the judged one is behind."""
+    """Return one network's bars, and where the judged one is slower."""
     about, motions = BARS[figure], {f"{g['config']['stretch']:g}" for g in groups.values()}
     cells = []
     for model, group in groups.items():
@@ -335,7 +326,7 @@ def table(figure: str, rate: str, groups: dict[str, Any]) -> Printed:
 
 
 def notes(about: Figure, rate: str, groups: dict[str, Any]) -> list[str]:
-    """Return where the judged bar is behind, its gains, the paper's, and what spoils figures."""
+    """Return where the judged bar is slower, its gains, the paper's, and disturbances."""
     lines = [
         f"behind: {model}: {name} is {speed(group, name) / speed(group, about.judged):.3f} times "
         f"as fast as {about.judged}"
@@ -367,19 +358,19 @@ def notes(about: Figure, rate: str, groups: dict[str, Any]) -> list[str]:
 
 
 def speed(group: dict[str, Any], bar: str) -> float:
-    """Return how many times as fast as the first bar this one is."""
+    """Return the speed relative to the first bar."""
     return float(group["bars"][bar]["speed"])
 
 
 def error_bar(bar: dict[str, Any]) -> tuple[float, float]:
-    """Return how far the speeds of the slowest and of the fastest tenth of iterations are off."""
+    """Return the deviations of the speeds of the slowest and of the fastest tenth of iterations."""
     found, own = bar["iteration_s"], float(bar["speed"])
     below, above = (own * found["median"] / found[tenth] for tenth in ("p90", "p10"))
     return own - below, above - own
 
 
 def judged(report: dict[str, Any]) -> list[str]:
-    """Return which limits are missed."""
+    """Return the missed limits."""
     missed = dear_halves.judged(report.get("5", {}).get("rows", []))
     for figure, about in BARS.items():
         for rate, groups in report.get(figure, {}).items():
@@ -402,11 +393,7 @@ COLOURS = (
 
 
 def draw(figure: str, found: dict[str, Any], path: Path) -> None:
-    """Draw one figure, a panel for each network.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Draw one figure, a panel for each network."""
     panels = ["5"] if figure == "5" else list(found)
     picture = blank("figure", (11 if len(panels) > 1 else 8, 4.2), 150)
     for number, panel in enumerate(panels, start=1):

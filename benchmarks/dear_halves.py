@@ -1,4 +1,4 @@
-"""DeAR's Fig. 5: an all-reduce beside its halves, by message size (a part of `dear_figures`)."""
+"""DeAR's Fig. 5: an all-reduce and its halves, by message size (part of `dear_figures`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from wingbeat_lab.lab.spec import LabSpec
 SIZES_KB = (4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0)
 WAYS = ("gloo", "all_reduce", "reduce_scatter", "all_gather", "rsag")
 LIMIT = 1.05
-"""How much longer than an all-reduce its halves one after the other may take."""
+"""Maximum time of both halves in sequence, relative to an all-reduce."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what Fig. 5 may be asked for."""
+    """Add the arguments of Fig. 5."""
     parser.add_argument("--halves-lab", default="star:4@500mbit", help="of Fig. 5")
     parser.add_argument("--sizes-kb", type=float, nargs="+", default=list(SIZES_KB), help="Fig. 5")
     parser.add_argument("--halves-seconds", type=float, default=0.4, help="of each case, Fig. 5")
@@ -66,7 +66,7 @@ COLUMNS = (
 
 
 def table(where: str, rows: Sequence[dict[str, Any]]) -> Printed:
-    """Return Fig. 5 as it is printed, with the worst size of either comparison below it."""
+    """Return Fig. 5 for printing, with the worst size of either comparison as a note."""
     cells = []
     for row in rows:
         whole = row["ms"]["all_reduce"]
@@ -96,7 +96,7 @@ def _worst(what: str, of: str, times: Sequence[tuple[float, float, float]]) -> s
 
 
 def judged(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return which limits are missed: two halves cost no more than the whole, small ones too."""
+    """Return the missed limits: two halves cost no more than the whole, for small sizes too."""
     return [
         f"5: {row['kb']:g} KB: both halves take {row['ms']['rsag'] / row['ms']['all_reduce']:.3f} "
         f"of an all-reduce; limit {LIMIT}"

@@ -1,14 +1,14 @@
-"""DeAR's Fig. 6 with as many workers as the paper has, in virtual time: no tensor fusion.
+"""DeAR's Fig. 6 with the paper's number of workers, in virtual time: no tensor fusion.
 
     python benchmarks/dear_virtual.py --json out/dear_virtual.json
     python benchmarks/dear_virtual.py --models resnet50 --latency-us 5 50
 
-No run and no clock: `wingbeat.simulator` with 64 workers on 10GbE less headers, in a ring, each
+Nothing is measured: `wingbeat.simulator` has 64 workers on 10GbE less headers, in a ring, each
 tensor alone: DeAR over all-reduces under backward (WFBP), whose collectives are those of DeAR, one
 half after the other, as in the paper (section VI-C). In the lab two cores start each collective for
-all workers, which costs them more than DeAR hides. Here starting costs nothing but the links'
-latency: its Eqs. 3 and 4 have P - 1 of them in each half. The paper does not state it, so several
-stand side by side.
+all workers, which costs them more than DeAR hides. Here a start costs nothing but the links'
+latency: the paper's Eqs. 3 and 4 have P - 1 of them in each half. The paper does not state the
+latency, so there are several.
 
 Exit code 1 if DeAR is slower than WFBP anywhere; the paper has 1.06 to 1.19.
 """
@@ -32,7 +32,7 @@ from wingbeat_lab.bench.printed import Printed
 GOODPUT = 1448 / 1538
 WORK = simulator.Work(
     chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0
-)  # as on GPUs: the cards copy, and add
+)  # as on GPUs: the NICs copy, and add
 WAYS = {"wfbp": AllReduce(plan="none"), "dear": DeAR(plan="none")}
 ITERATIONS = 3
 
@@ -52,11 +52,7 @@ def seconds(model: str, way: str, workers: int, latency_s: float) -> float:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report; return where DeAR is slower.
-
-    Raises:
-        UsageError: a value that cannot work.
-    """
+    """Fill the report; return where DeAR is slower."""
     if args.workers < 2 or min(args.latency_us) < 0:
         raise UsageError("--workers: allowed are 2 or more; --latency-us: 0 or more")
     missed = []
@@ -79,7 +75,7 @@ COLUMNS = ("model, latency", "DeAR over WFBP", "WFBP, ms", "DeAR, ms")
 
 
 def table(args: argparse.Namespace, models: dict[str, Any]) -> Printed:
-    """Return Fig. 6 in virtual time as it is printed, the least gain first."""
+    """Return Fig. 6 in virtual time for printing, the least gain first."""
     rows = [
         (each["faster"], f"{model}, {latency} us", each["wfbp"], each["dear"])
         for model, found in models.items()
@@ -101,7 +97,7 @@ def table(args: argparse.Namespace, models: dict[str, Any]) -> Printed:
 
 
 def main() -> int:
-    """Simulate what was asked for, print a table and judge it."""
+    """Simulate the requested models, print a table and judge it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,14 @@
-"""The presets as they are by default beside what they could be: which default is the best choice.
+"""Each preset's default compared with its other options: which default is the best choice.
 
     python benchmarks/defaults.py --json out/defaults.json
     python benchmarks/defaults.py --presets canary ripples
 
 Each preset has a bench of its own on each cluster, in which its default and its other options take
-turns. The clusters are four hosts of like speed with links of 1 and of 10 Gbit/s; for strategies
-whose workers do not all wait for each other, with links of the first rate, hosts of like speed and
-a slow worker, another one in each iteration. Models are paced. Tuning is not on the clock, the time
-of codecs is. Options that change what is learned, or what others can read, are not judged: the
-table says what they change.
+turns. The clusters are four hosts of equal speed with links of 1 and of 10 Gbit/s; for strategies
+whose workers do not all wait for each other, also with links of the first rate and a slow worker, a
+different one in each iteration. Models are paced. Tuning is not timed, the time of codecs is.
+Options that change what is learned, or who can read the traffic, are not judged: the table states
+what they change.
 
 Each turn has an even number of iterations: where each host has one worker, Ripples averages after
 every second step only (inter- and intra-groups alternate, and a group inside of a host is one
@@ -90,7 +90,7 @@ UNEVEN = ("canary", "ripples")
 
 
 def benches(args: argparse.Namespace) -> Iterator[tuple[str, BenchConfig]]:
-    """Yield each preset's benches, checked, so that nothing is found wrong after minutes."""
+    """Yield each preset's benches, checked before any measurement."""
     for preset in args.presets:
         clusters: list[tuple[str, tuple[str, ...]]] = [(lab, ()) for lab in args.labs]
         if preset in UNEVEN:
@@ -157,7 +157,7 @@ def missed(found: list[dict[str, Any]]) -> list[str]:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report bench by bench; return which defaults are not the best choice."""
+    """Fill the report bench by bench; return the defaults that are not the best choice."""
     todo = list(benches(args))
     about = estimate.about(estimate.of_all(config for _, config in todo))
     print(f"{len(todo)} benches, about {about}", file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
-"""Seldom averages against an exchange in each step, on real text over slow links.
+"""Infrequent averages compared with an exchange in each step, on real text over slow links.
 
-Workers train a transformer to name the next character of the standard library's source, each row
-from the same weights on the same batches, with AdamW along a cosine. Shown are bytes that a host
-sends in a step, by the kernel's counters, seconds of a step, accuracy on text that was held out,
-and seconds to DDP's final accuracy less 0.5 points. Models are judged after a step in which all are
+Workers train a transformer to predict the next character of the standard library's source, each row
+from the same weights on the same batches, with AdamW along a cosine. The table has bytes that a
+host sends in a step, by the kernel's counters, seconds of a step, accuracy on held-out text, and
+seconds to DDP's final accuracy less 0.5 points. Models are evaluated after a step in which all are
 averaged, and codecs are used whether they are faster or not. ``4*diloco`` trains four times the
-steps, along a cosine of that length: what costs little may take more of it.
+steps, along a cosine of that length, because its steps send less.
 
-Rule: ``diloco`` with a sketch sends at most a 100th of the bytes of the first row, and is there in
-a fifth of the time of the fastest row of PyTorch's (exit code 1 otherwise).
+Rule: ``diloco`` with a sketch sends at most a 100th of the bytes of the first row, and reaches the
+accuracy in a fifth of the time of the fastest row of PyTorch's (exit code 1 otherwise).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.lab import counters
 
 OUTER = "outer_lr=0.8,outer_momentum=0.5"
-"""For the ten or so rounds of a row: momentum of 0.9 remembers as many."""
+"""For the ten or so rounds of a row: a momentum of 0.9 averages over as many."""
 ROWS = (
     "ddp",
     "ddp+fp16",
@@ -54,7 +54,7 @@ ROWS = (
     "2*ddp+powersgd",
 )
 MARK = 30
-"""Steps from one look at the weights to the next: all rows have just averaged them, if ever."""
+"""Steps between two evaluations: all rows have just averaged then, if they average."""
 POINTS, FEWER, FASTER = 0.5, 100.0, 5.0
 RATE = 2e-3
 HELD_OUT = 20_000
@@ -86,7 +86,7 @@ def text(length: int, batch: int) -> accuracy.Task:
     share, width = 8 // batch, whole.held_out[0].shape[1]
 
     def batches(rank: int, workers: int, seed: int) -> accuracy.Batches:
-        # The same windows whatever is cut from them.
+        # The same windows for each length.
         for x, y in whole.batches(rank, workers, seed):
             for part in zip(x.split(8 // share), y.split(8 // share), strict=True):
                 yield part[0][:, :length], part[1][:, :length]
@@ -106,7 +106,7 @@ def sent() -> float:
 
 
 def times_of(row: str) -> tuple[int, str]:
-    """How many times the steps a row has, and its name.
+    """The factor of a row's steps, and its name.
 
     >>> times_of("4*diloco"), times_of("ddp")
     ((4, 'diloco'), (1, 'ddp'))
@@ -116,7 +116,7 @@ def times_of(row: str) -> tuple[int, str]:
 
 
 def train(task: accuracy.Task, row: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train once; rank 0's curve by seconds, and bytes of a step, the mean over hosts."""
+    """Train once; return rank 0's curve by seconds, and bytes of a step, the mean over hosts."""
     times, name = times_of(row)
     steps = times * args.steps
     batches = task.batches(dist.get_rank(), dist.get_world_size(), args.seed)
@@ -150,7 +150,7 @@ def train(task: accuracy.Task, row: str, args: argparse.Namespace) -> dict[str, 
 def judged(
     task: accuracy.Task, args: argparse.Namespace, state: dict[str, Any]
 ) -> dict[str, float]:
-    """Accuracy in % of these weights, and nats a character."""
+    """Accuracy in % of these weights, and nats per character."""
     network = Transformer(args.seed, args.width, args.length)
     network.load_state_dict({name.removeprefix("module."): t for name, t in state.items()})
     right, nats = 0, 0.0
@@ -163,7 +163,7 @@ def judged(
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Train all rows; rank 0 keeps a line for each."""
+    """Train all rows; rank 0 writes a line for each."""
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     task = text(args.length, args.batch)
@@ -181,11 +181,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train all rows in one lab.
-
-    Raises:
-        LabError: it cannot be made, or a worker failed.
-    """
+    """Train all rows in one lab."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.jsonl"
         words = [sys.executable, __file__, "--worker", "--json", str(path), "--rows", *args.rows]
@@ -198,7 +194,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rows_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the table has of each run; the first is what the others are compared with."""
+    """The table's data of each run; the first is the reference."""
     first = runs[0]
     target = first["curve"][-1]["accuracy"] - POINTS
     rows = []
@@ -233,7 +229,6 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]], where: str) -> Printed:
-    """Return them as they are printed."""
     cells = [
         (
             row["row"],
@@ -252,7 +247,7 @@ def table(rows: list[dict[str, Any]], where: str) -> Printed:
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """Return which limits are."""
+    """Return the missed limits."""
     theirs = [row["to_target_s"] for row in rows if times_of(row["row"])[1].startswith("ddp")]
     best = min((seconds for seconds in theirs if seconds), default=math.inf)
     found = []

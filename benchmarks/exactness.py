@@ -1,4 +1,4 @@
-"""How far wingbeat's weights are from DDP's after training on real data.
+"""The distance of wingbeat's weights from DDP's after training on real data.
 
     python benchmarks/exactness.py --json out/exactness.json
 
@@ -8,9 +8,9 @@ and weight decay, and for AdamW. The figure is the largest difference of a weigh
 weight of its tensor. Exit code 1 if one is above the limit.
 
 The network is smooth (tanh, average pooling). With ReLU and max pooling a difference in the last
-bit now and then decides on which side of a kink a value falls, and from there on weights part: DDP
-with another bucket size, which sums in another order, was then seen 3e-3 away from itself. That
-row, ``ddp:mb=0.05``, is measured here too: it is as near as rounding allows.
+bit can decide on which side of a kink a value falls, and weights diverge from there: DDP with
+another bucket size, which sums in another order, was then observed 3e-3 away from itself. That
+row, ``ddp:mb=0.05``, is measured here too: it shows the limit that rounding sets.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ OPTIMIZERS = ("sgd", "adamw")
 
 REFERENCE, OTHER_BUCKETS = "ddp", "ddp:mb=0.05"
 UPDATED_THERE = ("geryon:update=server", "geryon:pull=start,update=server")
-"""Rows whose parameters are updated by servers; the presets leave that to the workers."""
+"""Rows whose parameters the servers update; by default the workers do."""
 
 
 def smooth_network() -> nn.Module:
-    """The digits network without kinks, the same weights everywhere."""
+    """The digits network without kinks, the same weights on every worker."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -83,7 +83,7 @@ def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def same_everywhere(weights: list[torch.Tensor]) -> bool:
-    """Whether all workers hold the same bits."""
+    """Whether all workers hold bitwise equal weights."""
     flat = torch.cat([w.flatten() for w in weights])
     mine = flat.clone()
     dist.broadcast(flat, src=0)
@@ -130,13 +130,13 @@ def run(spec: str, steps: int, *words: str, script: str = __file__) -> list[dict
 
 
 def table(spec: str, results: Sequence[dict[str, Any]], each: str, more: str) -> Printed:
-    """Return the results as they are printed.
+    """Return the results for printing.
 
     Args:
         spec: the lab.
-        results: what was found.
-        each: what of a result tells rows of one strategy apart.
-        more: what of it is a column of its own.
+        results: by row.
+        each: the field that distinguishes rows of one strategy.
+        more: fields with a column of their own.
     """
     cells = [
         (
@@ -164,7 +164,7 @@ COLUMNS = {"moved": "DDP's moved by", "times_rebucketed": "changes of buckets"}
 def conclude(
     path: Path | None, spec: str, results: list[dict[str, Any]], each: str, more: str
 ) -> int:
-    """Print the results, keep them and return the exit code."""
+    """Print and save the results; return the exit code."""
     report = {
         "lab": spec,
         "limit": LIMIT,

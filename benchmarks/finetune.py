@@ -3,8 +3,8 @@
     python benchmarks/finetune.py --rate 100mbit --json out/finetune.json
 
 Each row trains the model of ``examples/finetune.py`` from the same weights, on the same batches of
-real text, on emulated hosts of a core each. Shown are milliseconds of a step, megabytes that a
-worker sends in it, by the kernel's counters, and the loss on text that was held out.
+real text, on emulated hosts with one core each. The table has milliseconds of a step, megabytes
+that a worker sends in it, by the kernel's counters, and the loss on held-out text.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from wingbeat_lab.lab import counters
 ROWS = ("ddp", "dear:plan=fixed,mb=1", "dear:plan=fixed,mb=1,compression=sketch:auto_disable=false")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "finetune.py"
 CLOSE = 1e-3
-"""How far DeAR's loss may be from DDP's."""
+"""Allowed difference of DeAR's loss from DDP's."""
 
 
 def train(row: str, steps: int, folder: Path) -> None:
-    """Train one row as a worker of a lab; rank 0 leaves what it found in ``folder``."""
+    """Train one row as a worker of a lab; rank 0 writes its results to ``folder``."""
     import torch
     from transformers import TrainerCallback
 
     class Counting(TrainerCallback):
-        """Counts from the third step on: the first ones meet and build buckets."""
+        """Counts from the third step on: the first ones connect and build buckets."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             if state.global_step in (2, steps):
@@ -67,16 +67,12 @@ def train(row: str, steps: int, folder: Path) -> None:
 
 
 def sent() -> float:
-    """Bytes that have left this host."""
+    """Bytes sent by this host."""
     return float(sum(each.tx_bytes for name, each in counters.read().items() if name != "lo"))
 
 
 def measured(args: argparse.Namespace, row: str) -> dict[str, Any]:
-    """Train one row in a lab.
-
-    Raises:
-        LabError: a worker failed, or the lab could not be made.
-    """
+    """Train one row in a lab."""
     said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         ended = lab.run(
@@ -93,7 +89,7 @@ def measured(args: argparse.Namespace, row: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, and print it; return what is missed."""
+    """Fill the report, and print it; return the missed limits."""
     report |= {"lab": f"star:{args.hosts}@{args.rate}", "steps": args.steps, "rows": []}
     for row in args.rows:
         report["rows"].append(measured(args, row))
@@ -112,7 +108,6 @@ COLUMNS = ("strategy", "step, ms", "times the first's speed", "sent, MB", "held-
 
 
 def table(report: dict[str, Any]) -> Printed:
-    """Return the rows as they are printed."""
     first = report["rows"][0]["step_ms"]
     cells = [
         (

@@ -1,17 +1,17 @@
-"""How many requests the group generator answers in a second of processor time.
+"""Requests that the group generator answers per second of CPU time.
 
     python benchmarks/generator.py --json out/generator.json
     python benchmarks/generator.py --workers 1000 --requests 200000
 
 For each number of workers (4 a host), and each step of the paper's ablation (section 5): workers
-ask, what runs is acknowledged by all members, and who may go on asks again, in random order, so
-that a part of them always computes. The calls are written down first and then repeated against the
-clock, so that the time is that of the generator alone. A request is counted with the
-acknowledgements that belong to it. Beside it stands what averaging achieves: the members of a group
-that is not of one worker alone, the share of requests that end alone, and the spectral gap of the
-mean averaging matrix, times the groups of an iteration of all workers (up to `--gaps` of them).
+send requests, all members acknowledge each running group, and released workers send the next
+request, in random order, so that a part of them always computes. The calls are recorded first and
+then replayed against the clock, so that the time is that of the generator alone. A request includes
+its acknowledgements. The table also has the quality of averaging: the number of members of groups
+with more than one worker, the share of requests that end alone, and the spectral gap of the mean
+averaging matrix, times the groups of an iteration of all workers (up to `--gaps` of them).
 
-Exit code 1 if a row of 1,000 workers has less than 100,000 requests a second.
+Exit code 1 if a row of 1,000 workers has less than 100,000 requests per second.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from wingbeat_lab.bench.printed import Printed
 
 PER_HOST = 4
 LEAST = 100_000
-"""Requests a CPU second at `AT` workers."""
+"""Requests per CPU second at `AT` workers."""
 AT = 1000
 
 Call = tuple[int, int]
-"""A worker, and the group that it acknowledges; -1: it asks."""
+"""A worker, and the group that it acknowledges; -1 for a request."""
 
 
 def main() -> int:
@@ -73,7 +73,6 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]]) -> Printed:
-    """Return all rows as they are printed."""
     cells = []
     for row in rows:
         rates = [row["requests"] / seconds for seconds in row["cpu_s"]]
@@ -130,7 +129,7 @@ def measure(workers: int, name: str, rules: Rules, args: argparse.Namespace) -> 
 
 
 def recorded(generator: Generator, workers: int, requests: int) -> tuple[list[Call], list[Run]]:
-    """Play until so many requests were made; return the calls, and what ran."""
+    """Simulate so many requests; return the calls, and the groups that ran."""
     chance = Random(1)
     calls: list[Call] = []
     runs: list[Run] = []
@@ -153,7 +152,7 @@ def recorded(generator: Generator, workers: int, requests: int) -> tuple[list[Ca
 
 
 def replayed(generator: Generator, calls: list[Call]) -> float:
-    """Return the seconds of processor time that a generator takes for the calls."""
+    """Return the CPU seconds of a generator for the calls."""
     request, acknowledge = generator.request, generator.acknowledge
     gc.collect()
     begun = time.process_time()

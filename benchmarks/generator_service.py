@@ -1,13 +1,13 @@
-"""How many requests the group generator's process answers, beside one that only answers.
+"""Requests per second of the group generator's process, compared with an echo process.
 
     python benchmarks/generator_service.py --json out/generator_service.json
 
-So many workers' mailboxes, all in one process that computes nothing, ask, are told a group, say
-that it is done and ask again, as fast as they can; groups are divisions into pairs. Beside it the
-same mailboxes and a process that returns each message: the message layer's own rate of requests.
-Both take turns. A request of the generator's is two messages there and one back, the other's one
-there and one back. The load's own processor time is the larger part of both. With few workers a
-pair mostly waits for its second member.
+The mailboxes of all workers, in one process without computation, request a group, receive it,
+acknowledge it and request again, as fast as possible; groups are divisions into pairs. The
+reference is the same mailboxes with a process that returns each message: the message layer's own
+rate of requests. Both take turns. A request of the generator is two messages to it and one back,
+one of the echo process one each way. The load's own CPU time is the larger part of both. With few
+workers a pair mostly waits for its second member.
 
 Exit code 1 if the generator answers less than half as many.
 """
@@ -106,7 +106,6 @@ COLUMNS = ("workers", "generator, 1/s", "messages, 1/s", "ratio", "least .. larg
 
 
 def table(rows: list[dict[str, Any]]) -> Printed:
-    """Return all rows as they are printed."""
     cells = [
         (
             str(row["workers"]),
@@ -162,7 +161,7 @@ def measured(
     config: Any, workers: int, room: str, answer: Callable[[Mailbox, Any], bool],
     args: argparse.Namespace,
 ) -> float:  # fmt: skip
-    """Return the answers a second to workers that ask again at once."""
+    """Return the answers per second to workers that send the next request at once."""
     store = Switchboard()
     process = ProcessService(config, store)
     try:

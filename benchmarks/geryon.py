@@ -1,4 +1,4 @@
-"""Geryon on its four models, beside its baselines: the paper's Tables II to IV, Figs. 7 to 9.
+"""Geryon on its four models, with its baselines: the paper's Tables II to IV, Figs. 7 to 9.
 
     python benchmarks/geryon.py --json out/geryon.json                  (Table II)
     python benchmarks/geryon.py --rates 40                              (Table III)
@@ -11,12 +11,12 @@
 
 Each model is one ``wingbeat bench``: the rows take turns on one lab, whose switches have two
 strict-priority classes. Times are paced (a K40's); bytes, servers, queues and links are real. Eight
-workers with a server beside each, as in the paper. Its networks are 10 and 40 GbE; the model's
+workers with one server on each host, as in the paper. Its networks are 10 and 40 GbE; the model's
 scale shrinks bytes and rates together, and slices and buckets with them; the stretch slows
-computation and links down together, until two cores can do the traffic of eight hosts. It is the
-same for all models, rates and numbers of workers. What a message costs at least is the two cores',
-and neither shrinks nor stretches, so figures of different stretches are not to be compared. Two
-timed iterations have no spread: three are the least.
+computation and links down together, until two cores can carry the traffic of eight hosts. It is the
+same for all models, rates and numbers of workers. The minimum cost of a message is that of the two
+cores and does not scale, so figures of different stretches cannot be compared. Two timed iterations
+have no spread: the minimum is three.
 
 ``cross``: a fat-tree of two leaf switches whose trunks are as fast as the link of one host, so
 oversubscribed by the hosts of a leaf, and cross-traffic on them (``--cross-traffic``): best-effort
@@ -26,9 +26,9 @@ TCP between hosts that do not train. ``classes=1`` is Geryon without its classes
 ``efficiency`` is the time of computation alone over that of the median iteration, ``p10 .. p90``
 the same for the tenth and ninetieth percentile of efficiency; images/s are those of all workers
 without the slow motion. ``of bound``: of the best that any order could reach. ``ef`` and ``be`` are
-the share of what a host sends in the urgent class and in the other, by the kernel's counters;
-``simulated`` is how far off virtual time is, with the same plan, schedule, partition and queues.
-Rows do not encrypt, as the paper does not. The paper's partition and slicing is TensorFlow's, which
+the share of a host's sent bytes in the urgent class and in the other, by the kernel's counters;
+``simulated`` is the error of virtual time, with the same plan, schedule, partition and queues.
+Rows do not encrypt, like the paper. The paper's partition and slicing is TensorFlow's, which
 pulls in random order when an iteration starts (sections II-B and V-A):
 ``partitionedps:pull=start,order=random``; ours without ``order`` pulls in the order of forward.
 ``geryon`` sends sums back as soon as they are complete, ``geryon:pull=start`` is the paper's.
@@ -78,7 +78,7 @@ ROWS = (
     "dear:plan=fixed",
 )
 IN_PAPER = (VANILLA, SLICED, OF_PAPER, GERYON)
-"""What ``--rows PAPER`` stands for: the paper's own three, and Geryon as it is here."""
+"""The rows of ``--rows PAPER``: the paper's three, and Geryon with our defaults."""
 CROSSED = (
     VANILLA,
     SLICED,
@@ -94,7 +94,7 @@ WITHOUT = dict(zip((OF_PAPER, f"{PULLED}=0"), 2 * (f"{OF_PAPER},classes=1",), st
 WITHOUT |= dict(zip((GERYON, f"{READY}=0"), 2 * (f"{GERYON}:classes=1",), strict=True))
 """By row with classes, the row that differs in nothing else."""
 SENDERS = ((OF_PAPER, "tictac"), (GERYON, "p3"))
-"""Geryon and who it is compared with, which pulls at the same time: Table IV, and P3."""
+"""Geryon and the systems that pull at the same time: Table IV, and P3."""
 SLICES = (1 << 20, 1 << 19, 1 << 18)
 """Elements, Table IV's."""
 SLICING = (VANILLA, f"{SLICED},slice=0", "partitionedps:slice=0")
@@ -105,8 +105,9 @@ TUNED, OF_SWEEP = f"{PULLED}=tuned", 1.02
 OF_BOUND = 0.95
 OFF_SIMULATED = 0.1
 LEAD = {("resnet50", 10.0): 1.05}
-"""How much faster than partition and slicing Geryon has to be, by model and rate, where that is not
-just no slower. At 40 Gbit/s the paper's own is 1.02 times as fast on ResNet-50."""
+"""Minimum speed of Geryon over partition and slicing, by model and rate, where it is not 1. At 40
+Gbit/s the paper's own is 1.02 times as fast on ResNet-50.
+"""
 WORKERS = {"systems": [8], "senders": [8], "slicing": [2], "thresholds": [4], "cross": [4]}
 STRETCH = 4.0
 LEAST = 3
@@ -114,13 +115,13 @@ LEAST = 3
 
 
 def main() -> int:
-    """Measure what was asked for, print a table and judge it."""
+    """Measure the requested models, print a table and judge it."""
     args = arguments()
     return run_and_judge(args.json, functools.partial(fill, args))
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, part by part, and return which limits are missed."""
+    """Fill the report, part by part, and return the missed limits."""
     if args.iterations < LEAST:
         raise UsageError(
             f"--iterations {args.iterations}: allowed are {LEAST} or more, as two have no spread"
@@ -156,7 +157,7 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line, or what is given in its place."""
+    """Parse the command line, or other arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -192,11 +193,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def config(rate: float, workers: int, model: str, args: argparse.Namespace) -> BenchConfig:
-    """Return the bench of one model at one rate.
-
-    Raises:
-        UsageError: a value that cannot work.
-    """
+    """Return the bench of one model at one rate."""
     usual = {
         "systems": ROWS,
         "senders": tuple(sliced(row, n) for n in SLICES for pair in SENDERS for row in pair),
@@ -217,11 +214,7 @@ def config(rate: float, workers: int, model: str, args: argparse.Namespace) -> B
 
 
 def cluster(rate: float, workers: int, args: argparse.Namespace) -> str:
-    """Return the lab; its links' rate is in Gbit/s.
-
-    Raises:
-        UsageError: there can be no such cross-traffic.
-    """
+    """Return the lab; its links' rate is in Gbit/s."""
     if args.compare != "cross":
         return f"star:{workers}@{rate:g}gbit,prio=2"
     tree = f"fat-tree:{workers}/{max(1, workers // 2)}@{rate:g}gbit+{rate:g}gbit,prio=2"
@@ -265,7 +258,7 @@ def simulations(made: BenchConfig) -> list[float | None]:
 def figures(
     made: BenchConfig, model: str, virtual: list[float | None], report: Report
 ) -> dict[str, Any]:
-    """What one bench says, in the paper's terms."""
+    """One bench's results, in the paper's terms."""
     assert report.measured is not None
     compute = report.measured.t_ff_s + report.measured.t_bp_s
     rows = {}
@@ -297,7 +290,7 @@ def figures(
 
 
 def paper(rate: float, workers: int, model: str) -> dict[str, float]:
-    """What Tables II and III have for it, by row; they are of eight workers."""
+    """The figures of Tables II and III, by row; they are of eight workers."""
     known = PAPER.get(rate, {}).get(model, ()) if workers == 8 else ()
     found = dict(zip((VANILLA, SLICED, GERYON), known, strict=False))
     return found | ({OF_PAPER: found[GERYON]} if found else {})
@@ -306,7 +299,7 @@ def paper(rate: float, workers: int, model: str) -> dict[str, float]:
 def judged(
     where: str, model: str, rate: float, found: dict[str, Any], papers: dict[str, float]
 ) -> list[str]:
-    """Return which limits are missed where systems are compared."""
+    """Return the missed limits where systems are compared."""
     rows, missed = found["rows"], []
     partitioned = rows.get(SLICED)
     for name in (OF_PAPER, GERYON):
@@ -333,7 +326,7 @@ def judged(
 
 
 def judged_senders(where: str, found: dict[str, Any]) -> list[str]:
-    """Return which limits are missed where Geryon is compared with TICTAC and P3."""
+    """Return the missed limits where Geryon is compared with TICTAC and P3."""
     rows, missed = found["rows"], []
     for ours, other in SENDERS:
         speeds = [[rows[sliced(row, n)]["images_per_s"] for row in (ours, other)] for n in SLICES]
@@ -368,7 +361,7 @@ COLUMNS = ("row", "efficiency", "p10 .. p90", "the paper's", "of bound", "simula
 
 
 def table(where: str, found: dict[str, Any], papers: dict[str, float]) -> Printed:
-    """Return one bench's rows, beside the paper's."""
+    """Return one bench's rows, with the paper's."""
     rows, settings = found["rows"], found["config"]
     classes = list(next(iter(rows.values()))["share_by_class"])
     cells = []
@@ -385,7 +378,7 @@ def table(where: str, found: dict[str, Any], papers: dict[str, float]) -> Printe
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Return what is to be known of the rows, the worth of classes in the network among it."""
+    """Return notes about the rows, such as the gain of classes in the network."""
     rows, settings = found["rows"], found["config"]
     lines = [
         f"scale {settings['model'].partition('@')[2]}, {settings['iterations']} iterations of each "

@@ -1,16 +1,16 @@
-"""Ripples in virtual time, beside all-reduce and servers: time per iteration (Figs. 17 and 19).
+"""Ripples in virtual time, with all-reduce and servers: time per iteration (Figs. 17 and 19).
 
     python benchmarks/groups.py --json out/groups.json
     python benchmarks/groups.py --rates 1gbit 10gbit --compute-ms 60
     python benchmarks/groups.py --thresholds 2 4 8 16 64 0
     python benchmarks/groups.py --hosts 250 --iterations 10 --rates 10gbit
 
-16 workers on 4 hosts, whose cards they share, train VGG-16 for CIFAR-10 in the paper's 9.23 MB:
-nobody is slow, or one worker's iterations have 2 or 5 times the computation added. Groups are those
-of each step of the ablation (section 5), the paper's smart groups (`paper`; `+ filter` is ours,
-with three additions), and the static schedule. All-reduce overlaps backward, in
-buckets; averages are made after the step. `mixing` is the spectral gap of an iteration of all
-workers. Losses are not simulated: the paper's "overall" speed-ups need training.
+16 workers on 4 hosts, whose NICs they share, train VGG-16 for CIFAR-10 in the paper's 9.23 MB. All
+workers are equal, or the iterations of one have 2 or 5 times the computation added. Groups are
+those of each step of the ablation (section 5), the paper's smart groups (`paper`; `+ filter` is
+ours, with three additions), and the static schedule. All-reduce overlaps backward, in buckets;
+averages are made after the step. `mixing` is the spectral gap of an iteration of all workers.
+Losses are not simulated: the paper's "overall" speed-ups need training.
 
 With `--thresholds` C_thres, for which the paper has no value, is swept instead.
 """
@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
 
 
 def vgg16(compute_s: float) -> Model:
-    """Return VGG-16's convolutions, narrowed to the paper's size; computation goes by products."""
+    """Return VGG-16's convolutions, narrowed to the paper's size; time follows multiplications."""
     full = [9 * a * b for a, b in zip((3, *CHANNELS), CHANNELS, strict=False)]
     numels = [max(1, round(n * NBYTES / 4 / sum(full))) for n in full]
     products = [n * side**2 for n, side in zip(numels, SIDES, strict=True)]
@@ -106,7 +106,7 @@ def vgg16(compute_s: float) -> Model:
 
 
 def slow_of(layout: Layout, slowed: str) -> Mapping[int, float]:
-    """Return who is slow: a worker in the middle of a host, so that the static schedule has it."""
+    """Return the slow worker, in the middle of a host, so that the static schedule includes it."""
     return {min(5, layout.workers - 1): SLOWED[slowed]} if slowed != "none" else {}
 
 
@@ -152,7 +152,7 @@ def grouped(
 
 
 def keep(report: dict[str, Any], rate: str, name: str, slowed: str, row: dict[str, Any]) -> None:
-    """Add a row, with what it is to its own speed and to PS's where nobody is slow."""
+    """Add a row, relative to its own speed and to PS's without slow workers."""
     before = report["rows"]
     first = next((r for r in before if (r["rate"], r["name"]) == (rate, "PS")), None)
     alike = next((r for r in before if (r["rate"], r["name"]) == (rate, name)), row)
@@ -175,7 +175,7 @@ COLUMNS = (
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Printed:
-    """Return rows beside PS and the paper, as they are printed."""
+    """Return rows with PS and the paper, for printing."""
     cells = [
         (
             f"{row['name']}, {row['slowed']}",
@@ -194,7 +194,7 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Printed:
 
 
 def said(value: float | None, form: str) -> str:
-    """Return a figure as text; none is empty."""
+    """Format a figure; None is empty."""
     return "" if value is None else format(value, form)
 
 

@@ -3,9 +3,9 @@
     python benchmarks/hooks.py --json out/hooks.json
     python benchmarks/hooks.py --model paced:vgg16@0.1 --rows ddp sketch@8
 
-Rows take turns in each round, the order turning too, so that a machine that slows down slows all of
-them. Times are medians over iterations of the slowest worker's; bytes are what the kernel counted
-on a host's links, mean over hosts and iterations. The model is paced: real gradients' bytes, real
+Rows take turns in each round, in rotating order, so that a slowdown of the machine affects all of
+them. Times are medians over iterations of the slowest worker's; bytes are the kernel's counters of
+a host's links, mean over hosts and iterations. The model is paced: real gradients' bytes, real
 optimizer, compute times emulated; its scale shrinks bytes and links together, and the stretch
 slows computation and links down together, as in ``wingbeat bench``. Encoding is slowed down as
 well, to what one core would need for the whole model (`wingbeat_lab.bench.pace`).
@@ -50,7 +50,7 @@ SLACK = 1.05
 
 
 class Row:
-    """A model under DDP with one hook, for the length of one turn."""
+    """A model under DDP with one hook, during one turn."""
 
     def __init__(self, name: str, model: str, stretch: float) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -83,7 +83,7 @@ class Row:
 
 
 def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One row's turn: seconds of each iteration, of the slowest worker, and bytes a host sent."""
+    """Run one row's turn; return the slowest worker's seconds by iteration, and sent bytes."""
     row = Row(name, args.model, args.stretch)
     for _ in range(args.warmup):
         row.step()
@@ -108,14 +108,14 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sent_bytes() -> int:
-    """What this host's interfaces have sent; without shaped links, what went over loopback."""
+    """Bytes sent by this host's interfaces; without shaped links, over the loopback."""
     found = counters.read()
     names = [name for name in found if name != "lo"] or ["lo"]
     return sum(found[name].tx_bytes for name in names)
 
 
 def worker(args: argparse.Namespace) -> None:
-    """All rounds on this rank; rank 0 writes what was found."""
+    """Run all rounds on this rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     pace = Pace(args.stretch, paced.parse(args.model).scale)
@@ -136,7 +136,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, float]:
-    """Return what of the hook's calls does not grow with the model, in CPU seconds."""
+    """Return the size-independent CPU seconds of the hook's calls."""
     base, scale = args.model.partition("@")[0], paced.parse(args.model).scale
 
     @contextlib.contextmanager
@@ -149,12 +149,12 @@ def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, float]:
 
 
 def codec_factor(model: str, stretch: float) -> float:
-    """How many times as long encoding takes as measured here: as on the whole model."""
+    """Factor on encoding time: whole model over scaled model."""
     return models.parse(model, stretch=stretch).codec_factor
 
 
 def limit(row: str, buckets: list[int], workers: int) -> float | None:
-    """Bytes that a host may send in an iteration, headers apart; None where nobody says so.
+    """Bytes that a host may send in an iteration, without headers; None if unknown.
 
     A large gradient's own table is in the slack.
     """
@@ -169,7 +169,7 @@ def limit(row: str, buckets: list[int], workers: int) -> float | None:
 
 
 def summary(turns: list[dict[str, Any]], rows: list[str], workers: int) -> list[dict[str, Any]]:
-    """Medians over all iterations of a row, and what they are to the first row's."""
+    """Medians over all iterations of a row, and relative to the first row's."""
     found: list[dict[str, Any]] = []
     for name in rows:
         mine = [each for each in turns if each["row"] == name]
@@ -204,7 +204,7 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]], model: str, spec: str, stretch: float) -> Printed:
-    """Return the rows as they are printed, and which are behind the first."""
+    """Return the rows for printing, with notes on those slower than the first."""
     cells = [
         (
             each["row"],
@@ -233,7 +233,7 @@ def table(rows: list[dict[str, Any]], model: str, spec: str, stretch: float) -> 
 
 
 def measure(args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
-    """Run the workers on the lab; how many there were, and each turn."""
+    """Run the workers on the lab; return their number, and each turn."""
     profile = paced.parse(args.model)
     spec = scaled(lab.LabSpec.parse(args.lab), profile.scale / args.stretch)
     with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +249,6 @@ def measure(args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Measure, print a table, and judge it."""
     about = machine.describe()
     hosts, turns = measure(args)
     rows = summary(turns, args.rows, hosts)

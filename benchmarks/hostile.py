@@ -1,16 +1,16 @@
-"""A training run beside 100,000 hostile messages: are they refused, and is it unaffected?
+"""A training run under 100,000 hostile messages: all must be refused, and the run unaffected.
 
     python benchmarks/hostile.py --json out/hostile.json
 
-Two workers train with `AllReduce` and each has two mailboxes open, one in the clear and one
+Two workers train with `AllReduce` and each has two mailboxes open, one unencrypted and one
 encrypted, over which they exchange a message in each iteration. A third process attacks both
-mailboxes of rank 0 during every second half of the run: random bytes, headers cut short, frames of
-the workers played again, other versions, absurd lengths, forged sessions, and, at the encrypted
-one, connections with wrong keys, without keys, and bytes that are no ZeroMQ at all.
+mailboxes of rank 0 during every second half of the run: random bytes, truncated headers, replayed
+frames of the workers, other versions, invalid lengths, forged sessions, and, at the encrypted
+one, connections with wrong keys, without keys, and bytes that are not ZeroMQ.
 
-Judged: everything hostile is counted, every honest message arrives once, the weights are those of
-a run without an attack, the median iteration is at most 2% longer than in the halves without, and
-the memory of rank 0 does not grow.
+Limits: everything hostile is counted, every legitimate message arrives once, the weights are those
+of a run without an attack, the median iteration is at most 2% longer than in the halves without,
+and the memory of rank 0 does not grow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 def attack(args: argparse.Namespace) -> None:
-    """Send the hostile messages at an even rate; paths of the targets come in a file."""
+    """Send the hostile messages at an even rate; a file has the targets' paths."""
     import zmq
 
     from wingbeat.transport.messages.frames import Header, Type
@@ -183,7 +183,7 @@ def worker(args: argparse.Namespace) -> None:
         world.exchange("attacked", 0)
         memory.append(_rss())
     if world.rank == 0:
-        time.sleep(2.0)  # a handshake that nobody finishes is given up after a while
+        time.sleep(2.0)  # an unfinished handshake times out
         clear, encrypted = training.boxes["clear"], training.boxes["encrypted"]
         found = {
             "median": {name: statistics.median(values) for name, values in halves.items()},
@@ -219,7 +219,7 @@ def _start_attack(args: argparse.Namespace, boxes: Any, round_: int) -> subproce
 
 
 def judge(found: dict[str, Any], quiet: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
-    """Each figure, what is asked, and whether it is reached."""
+    """Each figure, its limit, and whether it is met."""
     sent = found["sent"]
     frames = sum(n for name, n in sent.items() if name not in CONNECTIONS)
     refused = sum(found["refused"].values())

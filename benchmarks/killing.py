@@ -1,8 +1,8 @@
-"""Workers of a lab that are killed one after the other, and started again, while the rest train.
+"""Workers of a lab that are killed one after the other, and restarted, while the rest train.
 
-Each host has a keeper, which runs its worker, kills it (SIGKILL) when it is asked to and starts the
-next life. The store of the rendezvous is rank 0's keeper's, as it would be torchrun's, so that
-rank 0's worker may be killed too. All share a folder: a worker keeps ``at-RANK`` there, see `say`.
+Each host has a keeper process, which runs its worker, kills it (SIGKILL) on request and starts the
+next incarnation. Rank 0's keeper has the rendezvous store, as torchrun would, so that rank 0's
+worker may be killed too. All share a folder: a worker writes ``at-RANK`` there (`Telling.say`).
 """
 
 from __future__ import annotations
@@ -28,22 +28,18 @@ from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
 
 PATIENCE_S = 300.0
-"""For a worker to come back, and for the others to go on."""
+"""Seconds for a worker to rejoin, and for the others to continue."""
 TOGETHER = 20
-"""Steps that all train together between two kills, at least."""
+"""Minimum number of steps that all train together between two kills."""
 LEARNT = 0.1
-"""Of the loss that training began with."""
+"""Allowed share of the loss at the start of training."""
 LOOK_S = 0.02
 
 
 def trained(
     spec: str, script: str, home: Path, row: str, env: dict[str, str], killer: Killer
 ) -> list[str]:
-    """Run a job in a lab while the killer kills; return its lines.
-
-    Raises:
-        LabError: a lab cannot be made, or somebody failed, or did not go on.
-    """
+    """Run a job in a lab while the killer kills; return its lines."""
     lines: list[str] = []
     thread = threading.Thread(target=killer.run, name="killer")
     thread.start()
@@ -67,16 +63,16 @@ class Killer:
     """Has one worker after the other killed, from outside of the lab.
 
     Args:
-        home: the folder that all share.
-        workers: how many there are.
-        times: how often.
-        seed: of whom and when.
-        spared: ranks that live on.
-        last: a rank that is killed for good when all others have been; None for nobody.
+        home: the shared folder.
+        workers: number of workers.
+        times: number of kills.
+        seed: determines victims and times.
+        spared: ranks that are not killed.
+        last: a rank that is killed permanently after all others; None for none.
 
     Attributes:
-        kills: what has happened, see `_kill`.
-        failure: why it went no further; empty if it did.
+        kills: results, see `_kill`.
+        failure: why it stopped early; empty if it did not.
         over: set when the lab has ended.
     """
 
@@ -97,7 +93,7 @@ class Killer:
         self.failure, self.over = "", threading.Event()
 
     def run(self) -> None:
-        """Kill, and have all stop some steps after the last one is back."""
+        """Kill, and stop all some steps after the last worker has rejoined."""
         everyone = range(self._workers)
         try:
             for _ in range(self._times):
@@ -114,12 +110,12 @@ class Killer:
             put(self._home / "stop", 0)
 
     def _kill(self, rank: int, *, back: bool) -> dict[str, Any]:
-        """Kill a worker; return what it and the others were like, and how long nothing went on.
+        """Kill a worker; return the state of all workers, and the longest stall.
 
         ``rank``; ``steps`` of the slowest of the others; ``still_s``, the longest time that any of
-        these made no step in; ``back_s``, until the killed one trains again, and ``steps_without``,
-        steps that the slowest has made by then; ``before``, what the killed one had said last;
-        what the others had said then (``others``) and in the end (``after``).
+        these made no step in; ``back_s``, until the killed one trains again, and
+        ``steps_without``, steps of the slowest by then; ``before``, the last report of the killed
+        one; the reports of the others then (``others``) and in the end (``after``).
         """
         others = [each for each in range(self._workers) if each != rank]
         said, before = self.said(rank) or {}, [self.said(each) or {} for each in others]
@@ -142,7 +138,7 @@ class Killer:
         }  # fmt: skip
 
     def _together(self, ranks: Sequence[int]) -> int:
-        """Wait until all have made some steps more; return how many all have."""
+        """Wait until all have made some more steps; return the number of steps of all."""
         began, first = time.monotonic(), None
         while True:
             if all(self.said(rank) is not None for rank in ranks):
@@ -160,7 +156,7 @@ class Killer:
         return min(((self.said(rank) or {"steps": 0})["steps"] for rank in ranks), default=0)
 
     def said(self, rank: int) -> dict[str, Any] | None:
-        """What a worker has said last in its present life; None if it does not train yet."""
+        """The last report of a worker's current incarnation; None if it does not train yet."""
         with contextlib.suppress(FileNotFoundError):
             found = json.loads((self._home / f"at-{rank}").read_text())
             return dict(found) if found["life"] == self._lives[rank] else None
@@ -172,7 +168,7 @@ class Standstill:
 
     Args:
         ranks: of the workers.
-        now: seconds; as if all had just made one.
+        now: seconds; every worker counts as having just made a step.
 
     Attributes:
         longest_s: so far.
@@ -184,14 +180,14 @@ class Standstill:
         self.longest_s = 0.0
 
     def look(self, now: float, steps: dict[int, int]) -> None:
-        """Note how many each has made by now."""
+        """Record each worker's number of steps."""
         for rank, made in steps.items():
             self.longest_s = max(self.longest_s, now - self._moved[rank])
             if made > self._steps.setdefault(rank, made):
                 self._steps[rank], self._moved[rank] = made, now
 
 
-# -- what a benchmark does with it -----------------------------------------------------------
+# -- for benchmarks --------------------------------------------------------------------------
 
 
 def run_once(
@@ -200,17 +196,17 @@ def run_once(
     tables: Callable[[dict[str, Any]], list[Printed]],
     judged: Callable[[int, dict[str, Any]], list[str]],
 ) -> int:
-    """Run in a folder of its own, keep the report and judge it; return the exit code.
+    """Run in a new folder, save the report and judge it; return the exit code.
 
     Args:
         args: the command line, with ``json``, ``kills`` and ``row``.
-        run: returns what was found.
-        tables: returns it as it is printed.
-        judged: returns what of so many kills does not hold.
+        run: returns the results.
+        tables: returns them for printing.
+        judged: returns the missed limits for so many kills.
     """
 
     def measure(report: dict[str, Any]) -> list[str]:
-        baselines.parse(args.row)  # before a lab is made, and each worker says so
+        baselines.parse(args.row)  # fail before a lab is created, rather than in each worker
         with tempfile.TemporaryDirectory() as folder:
             report |= run(args, Path(folder))
         for table in (*tables(report), losses_table(report["losses"])):
@@ -222,7 +218,7 @@ def run_once(
 
 
 def standstills(kills: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line about how long the others stood still; none without kills."""
+    """Return a line about the others' longest stalls; none without kills."""
     still = [kill["still_s"] for kill in kills]
     if not still:
         return []
@@ -237,7 +233,7 @@ def losses_table(found: dict[str, Any]) -> Printed:
 
 
 def put(path: Path, value: Any) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(value))
     part.rename(path)
@@ -247,18 +243,18 @@ def put(path: Path, value: Any) -> None:
 
 
 def keep(script: str, home: Path, row: str) -> int:
-    """Run the host's worker, kill it when that is asked for, and start it again.
+    """Run the host's worker, kill it on request, and restart it.
 
-    It is ``SCRIPT --work HOME ROW LIFE``.
+    The command is ``SCRIPT --work HOME ROW LIFE``.
 
     Returns:
-        Its exit code, when it has ended by itself; 0 if it was killed for good.
+        Its exit code, when it has ended by itself; 0 if it was killed permanently.
     """
     import torch.distributed as dist
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port = int(os.environ["MASTER_PORT"])
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as torchrun's workers: none serves it
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as in torchrun's workers: clients
     store = dist.TCPStore("0.0.0.0", port, size, True, wait_for_workers=False) if not rank else None
     asked = home / f"kill-{rank}"
     life, code, back = 0, None, True
@@ -280,22 +276,22 @@ def keep(script: str, home: Path, row: str) -> int:
 
 
 class Telling:
-    """What a worker tells the killer.
+    """A worker's reports to the killer.
 
     Args:
-        home: the folder that all share.
+        home: the shared folder.
         rank: the worker's.
-        life: which of its lives this is.
+        life: number of its incarnation.
     """
 
     def __init__(self, home: Path, rank: int, life: int) -> None:
         self._home, self._rank, self._life = home, rank, life
 
     def say(self, steps: int, **more: Any) -> bool:
-        """Say how many steps are made; whether to go on.
+        """Report the number of steps; return whether to continue.
 
         Args:
-            steps: of all lives, on the whole.
+            steps: of all incarnations together.
             more: for the report.
         """
         put(self._home / f"at-{self._rank}", {"life": self._life, "steps": steps, **more})
@@ -303,18 +299,18 @@ class Telling:
         return not stop.exists() or steps < json.loads(stop.read_text())
 
     def end(self, first: float, model: Any, loss: Callable[[Any], float]) -> None:
-        """Say what has come of it: the first loss, the last one, and the sums of parameters."""
+        """Report the result: the first loss, the last one, and the sums of parameters."""
         sums = [float(p.detach().double().abs().sum()) for p in model.parameters()]
         put(self._home / f"loss-{self._rank}", (first, loss(model), sums))
 
 
 def losses(home: Path) -> dict[str, Any]:
-    """Return what workers have said in the end."""
+    """Return the workers' final reports."""
     return {path.name: json.loads(path.read_text()) for path in sorted(home.glob("loss-*"))}
 
 
 def missed_losses(found: dict[str, Any]) -> list[str]:
-    """Return what does not hold: all learn, and have the same weights."""
+    """Return the missed limits: all learn, and have the same weights."""
     missed = []
     for name, (first, last, sums) in found.items():
         if not last <= LEARNT * first:

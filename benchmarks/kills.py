@@ -1,16 +1,16 @@
-"""A training run with servers in which somebody is killed: who says what, and is nothing lost?
+"""Kill a process of a training run with servers: the failure must be named, and nothing lost.
 
     python benchmarks/kills.py --json out/kills.json
 
 Three workers train a small network on the digits with `Geryon` and two servers, and save a
 checkpoint every few iterations. In each case a worker or a server is killed (SIGKILL) at a random
-moment that follows from the seed; then the run is started again, from its last checkpoint.
+moment that follows from the seed; then the run is restarted from its last checkpoint.
 
-Judged, in each case: every other worker ends within the timeout, with one line that names whom was
-killed and its role; no process is left; and the run that was started again ends with the weights
-and the optimizer's state of a run that nobody has disturbed, bit for bit. In one more run strangers
-connect with wrong keys and send garbage to a server's ports: all are refused and counted, and the
-bits are the same.
+Limits, in each case: every other worker ends within the timeout, with one line that names the
+killed process and its role; no process is left; and the restarted run ends with the weights and
+the optimizer's state of an undisturbed run, bit for bit. In one more run unknown clients connect
+with wrong keys and send garbage to a server's ports: all are refused and counted, and the bits are
+the same.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from wingbeat_lab.bench.printed import Printed
 
 WORKERS, SERVERS = 3, 2
 MARK = "WINGBEAT_KILLS"
-"""In the environment of every process of this run: what is left behind is found by it."""
+"""In the environment of every process of this run, to find those left behind."""
 
 PATIENCE = 60.0
-"""Seconds for a run that nobody disturbs, and for processes to end that have said their line."""
+"""Seconds for an undisturbed run, and for processes to end that have reported their failure."""
 
 STRANGERS = 20
-"""Of each kind, at each port."""
+"""Number of unknown clients of each kind, at each port."""
 
 
 # -- one worker ---------------------------------------------------------------------------
 
 
 def work(rank: int, folder: str, plan: dict[str, Any]) -> None:
-    """Train, from the last checkpoint if there is one; leave a line if that fails."""
+    """Train, from the last checkpoint if there is one; print a line if that fails."""
     home = Path(folder)
     log = os.open(home / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -74,7 +74,7 @@ def work(rank: int, folder: str, plan: dict[str, Any]) -> None:
 
 
 def train(rank: int, home: Path, plan: dict[str, Any]) -> None:
-    """Train to the end, and write a digest of what has come out."""
+    """Train to the end, and write a digest of the result."""
     import torch
 
     import wingbeat
@@ -106,7 +106,7 @@ def train(rank: int, home: Path, plan: dict[str, Any]) -> None:
 
 
 def fresh(home: Path) -> tuple[Any, Any, int]:
-    """Return a model, its optimizer and how many iterations they have seen."""
+    """Return a model, its optimizer and their number of iterations."""
     import torch
 
     from wingbeat_lab.bench.digits import network
@@ -123,7 +123,7 @@ def fresh(home: Path) -> tuple[Any, Any, int]:
 
 
 def save(rank: int, home: Path, model: Any, optimizer: Any, done: int) -> None:
-    """Save a checkpoint: whole, or the one before stays."""
+    """Save a checkpoint atomically."""
     import torch
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iterations": done}
@@ -133,7 +133,7 @@ def save(rank: int, home: Path, model: Any, optimizer: Any, done: int) -> None:
 
 
 def digest(model: Any, optimizer: Any) -> str:
-    """Of all parameters and the optimizer's state."""
+    """Digest of all parameters and the optimizer's state."""
     found = hashlib.sha256()
     for value in model.state_dict().values():
         found.update(value.numpy().tobytes())
@@ -144,7 +144,7 @@ def digest(model: Any, optimizer: Any) -> str:
 
 
 def tell_strangers(world: Any, home: Path) -> None:
-    """Write down where server 0 listens, and its key."""
+    """Write server 0's address and key for the unknown clients."""
     for a, b in itertools.product(range(100), range(10)):
         key = f"messages/servers/{a}.{b}/{world.size}"
         if world.store.has(key):
@@ -158,16 +158,16 @@ def tell_strangers(world: Any, home: Path) -> None:
 
 @dataclass
 class Case:
-    """Who is killed when, and what came of it.
+    """Which process is killed when, and the results.
 
     Attributes:
         victim: ``rank N`` or ``server N``.
-        moment: part of an undisturbed run's time after which it is killed.
-        lines: what each other worker has said last.
-        said_s: seconds from the kill until the last of them had said it.
+        moment: share of an undisturbed run's time after which it is killed.
+        lines: the last line of each other worker.
+        said_s: seconds from the kill until the last of these lines.
         ended_s: the same until all processes had ended.
-        wrong: what was not as it is to be.
-        strangers: how many connections a server has refused.
+        wrong: unmet expectations.
+        strangers: number of connections that a server has refused.
     """
 
     victim: str = ""
@@ -213,7 +213,7 @@ class Run:
         return all(process.exitcode is not None for process in self.processes)
 
     def training(self) -> float:
-        """Wait until all have met; return when that was."""
+        """Wait for the rendezvous of all workers; return its time."""
         until(lambda: len(list(self.home.glob("begun-*"))) == WORKERS or self.over())
         return time.monotonic()
 
@@ -221,7 +221,7 @@ class Run:
         return any(process.exitcode is not None for process in self.processes)
 
     def kill(self, victim: str) -> None:
-        """Kill a worker, or a server as soon as it is there."""
+        """Kill a worker, or a server as soon as it runs."""
         role, number = victim.split()
         if role == "rank":
             self.processes[int(number)].kill()
@@ -242,7 +242,7 @@ class Run:
         return None
 
     def left(self) -> list[int]:
-        """The processes of this run that are still there."""
+        """The processes of this run that still exist."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -252,7 +252,7 @@ class Run:
         return found + [p.pid for p in self.processes if p.is_alive()]
 
     def end(self) -> None:
-        """End whatever is left."""
+        """End all remaining processes."""
         for pid in self.left():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -270,7 +270,7 @@ def free_port() -> int:
 
 
 def until(is_so: Any, seconds: float = PATIENCE) -> bool:
-    """Wait until it is so; whether it is in time."""
+    """Wait until the condition holds; return whether it did in time."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -279,7 +279,7 @@ def until(is_so: Any, seconds: float = PATIENCE) -> bool:
     return True
 
 
-# -- what is tried ------------------------------------------------------------------------
+# -- trials -------------------------------------------------------------------------------
 
 
 def undisturbed(args: argparse.Namespace, home: Path) -> tuple[str, float]:
@@ -302,7 +302,7 @@ def logs(home: Path) -> str:
 
 
 def killed(args: argparse.Namespace, case: Case, home: Path, usual: float) -> bool:
-    """Kill somebody; whether that came before the end of the run."""
+    """Kill a process; return whether that was before the end of the run."""
     run = Run(home, args)
     try:
         moment = run.training() + case.moment * usual
@@ -325,7 +325,7 @@ def killed(args: argparse.Namespace, case: Case, home: Path, usual: float) -> bo
 
 
 def see_lines(args: argparse.Namespace, case: Case, run: Run, at: float) -> None:
-    """See what each worker has said that was not killed."""
+    """Record the last lines of the other workers."""
     for rank in range(WORKERS):
         if case.victim == f"rank {rank}":
             continue
@@ -346,7 +346,7 @@ def see_lines(args: argparse.Namespace, case: Case, run: Run, at: float) -> None
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Draw who is killed when, without end."""
+    """Draw victims and times, infinitely."""
     chance = random.Random(args.seed)
     everyone = [f"rank {n}" for n in range(WORKERS)] + [f"server {n}" for n in range(SERVERS)]
     while True:
@@ -355,7 +355,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def attacked(home: Path, args: argparse.Namespace) -> tuple[Case, str]:
-    """Have strangers connect to a server; return what came of it, and the digest."""
+    """Have unknown clients connect to a server; return the results, and the digest."""
     case, run = Case("strangers"), Run(home, args)
     try:
         if not until(lambda: (home / "server").exists() or run.over()) or run.over():
@@ -374,7 +374,7 @@ def attacked(home: Path, args: argparse.Namespace) -> tuple[Case, str]:
 
 
 def visit(card: dict[str, Any]) -> int:
-    """Connect with keys that nobody knows, and send garbage; return how often."""
+    """Connect with unknown keys, and send garbage; return how often."""
     import zmq
 
     context: zmq.Context[Any] = zmq.Context()
@@ -397,7 +397,7 @@ def visit(card: dict[str, Any]) -> int:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Kill as often as asked, and judge."""
+    """Run the requested number of kills, and judge."""
     from wingbeat_lab.bench import machine
 
     refuse_unwritable(args.json)
@@ -464,7 +464,7 @@ COLUMNS = ("killed", "times", "all as it is to be", "said after, s", "least .. l
 
 
 def table(done: list[Case], strangers: int, timeout: float) -> Printed:
-    """Return what came of all kills as it is printed."""
+    """Return the results of all kills for printing."""
     cells = []
     for role in ("rank", "server"):
         some = [case for case in done if case.victim.startswith(role)]
@@ -482,7 +482,6 @@ def table(done: list[Case], strangers: int, timeout: float) -> Printed:
 
 
 def main() -> int:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,13 @@
-"""What a message between workers under bounded staleness costs the processor.
+"""The CPU cost of a message between workers under bounded staleness.
 
     python benchmarks/letters.py --json out/letters.json
     python benchmarks/letters.py --workers 4 --colayers 4
 
-Real workers in a lab train a small network with `Canary` and pause after each iteration, so nothing
-waits, and nothing is long. Measured is the processor time of each worker's communication thread for
+Real workers in a lab train a small network with `Canary` and pause after each iteration, so no
+message waits and none is long. Measured is the CPU time of each worker's communication thread for
 each message that it sends or receives (in each round, for each other worker: a piece and a sum of
-each colayer, both ways; the control colayer is one more), and of the whole process, computing
-included. ``canary_beside.py --message`` takes the price of a message.
+each colayer, both ways; the control colayer is one more), and of the whole process, computation
+included. ``canary_beside.py --message`` takes the cost of a message.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ def main() -> int:
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report and print it; nothing is judged.
-
-    Raises:
-        LabError: the lab cannot be made, or a worker failed.
-    """
+    """Fill the report and print it; there are no limits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         words = [sys.executable, __file__, "--worker", "--json", str(path)]
@@ -95,7 +91,6 @@ def of_workers(seconds: Sequence[float]) -> tuple[str, str]:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,7 +106,7 @@ def arguments() -> argparse.Namespace:
 
 
 def worker(args: argparse.Namespace) -> int:
-    """Train; rank 0 keeps what all have found."""
+    """Train; rank 0 writes all results."""
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     layers = [nn.Linear(FEATURES, FEATURES, bias=False) for _ in range(args.colayers)]

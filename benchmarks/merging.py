@@ -1,11 +1,11 @@
-"""How good the plans of merged gradients are, and how long it takes to find them.
+"""The quality of the plans of merged gradients, and the time to compute them.
 
     python benchmarks/merging.py --json out/merging.json --png out/merging.png
     python benchmarks/merging.py --show alpha-heavy:17
 
 Small random instances, 2 to 14 tensors, are solved by exhaustive search, by the exact planner, by
-Algorithm 1 of OMGS-SGD (its Theorem 1 calls it optimal) and by MG-WFBP, which leaves encoding out
-of account. A gap is a plan's time over the least one, both from the begin of backward. Families:
+Algorithm 1 of OMGS-SGD (its Theorem 1 calls it optimal) and by MG-WFBP, which ignores the cost of
+encoding. A gap is a plan's time over the least one, both from the begin of backward. Families:
 
 - paper: encoding 2.2e-10 s * d * log2 d as in the released code (within a factor of 3), alpha
   1.6 to 22 ms, 0.1 to 1 us per byte of payload at density 0.001;
@@ -17,9 +17,9 @@ of account. A gap is a plan's time over the least one, both from the begin of ba
 Theorem 1 is about costs as in paper, alpha-heavy and balanced (its Eqs. 10 and 11).
 
 Sizes are log-uniform, 16 to 4 million elements; gaps between gradients are exponential, and a third
-of the tensors are ready with the one before. Large instances, 500 tensors of each family, and real
-profiles are planned to measure the time that the exact planner takes, by the clock, the median of
-five runs each.
+of the tensors are ready with the previous one. Large instances, 500 tensors of each family, and
+real profiles are planned to measure the time of the exact planner: wall time, the median of five
+runs each.
 
 Exit code 1 if the exact planner misses the optimum once, or its median time is 100 ms or more.
 """
@@ -52,20 +52,20 @@ MOST, LARGE = 14, 500
 REPEATS = 5
 PLAN_S = 0.1
 SAME = 1e-9
-"""Relative; gaps up to it are none."""
+"""Relative; smaller gaps count as none."""
 GAMMA_S = 2.19e-10 / float(np.log(2))
 PAYLOAD = 0.006
 """Bytes for each element: top-k at density 0.001, 6 bytes for each chosen."""
 PROFILES = ("resnet50", "inception_v4")
 ALPHAS_S, GAMMAS_S, BETA_S = (1.6e-3, 1.1e-2, 2.2e-2), (GAMMA_S / 10, GAMMA_S), 1e-7
 THEOREM = ("paper", "alpha-heavy", "balanced")
-"""Families whose costs are those that Theorem 1 asks for."""
+"""Families whose costs meet Theorem 1's assumptions."""
 PUBLISHED = {
     "Algorithm 1": merge.greedy,
     "as printed": merge.greedy_as_printed,
     "MG-WFBP": merge.mg_wfbp,
 }
-"""Algorithm 1 by the equations that it stands for, and line by line."""
+"""Algorithm 1 by its equations, and line by line."""
 RULES = {"exact": merge.exact, **PUBLISHED}
 console = Console(stderr=True)
 
@@ -167,7 +167,7 @@ def real(name: str) -> Workload:
     )
 
 
-# -- how good ------------------------------------------------------------------------------
+# -- quality -------------------------------------------------------------------------------
 
 
 def gaps_of(work: Workload, costs: CostModel) -> dict[str, float]:
@@ -203,7 +203,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# -- how long ------------------------------------------------------------------------------
+# -- planning time -------------------------------------------------------------------------
 
 
 def timed(what: str, work: Workload, costs: CostModel) -> dict[str, Any]:
@@ -235,17 +235,17 @@ def plan_large(args: argparse.Namespace) -> list[dict[str, Any]]:
             for alpha in ALPHAS_S
             for gamma in GAMMAS_S
         ]
-    # The first call imports, and does not count.
+    # The first call imports, and is not counted.
     merge.exact(*instance("paper", 0, args.seed))
     done = track(jobs, description="large       ", console=console, transient=True)
     return [timed(*job) for job in done]
 
 
-# -- what comes out ------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------
 
 
 def gaps_table(rows: list[dict[str, Any]]) -> Printed:
-    """Return how far each rule's plans are from the best."""
+    """Return the gaps of each rule."""
     cells = [
         (
             f"{row['family']}, {row['rule']}",
@@ -262,7 +262,7 @@ def gaps_table(rows: list[dict[str, Any]]) -> Printed:
 
 
 def times_table(rows: list[dict[str, Any]]) -> Printed:
-    """Return how long the exact planner takes, and what the paper's loses against it."""
+    """Return the exact planner's time, and what the paper's loses against it."""
     cells = []
     for what in [*dict.fromkeys(row["what"] for row in rows), "all"]:
         some = [row for row in rows if what in (row["what"], "all")]
@@ -292,7 +292,7 @@ def times_table(rows: list[dict[str, Any]]) -> Printed:
 
 
 def show_one(name: str, seed: int) -> None:
-    """Print one instance, its costs, and what each rule makes of it."""
+    """Print one instance, its costs, and the plan of each rule."""
     family, _, number = name.partition(":")
     if family not in FAMILIES:
         raise unknown("family", family, FAMILIES)
@@ -372,7 +372,6 @@ def parsed() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print tables, write the figures, and judge them."""
     if args.show:
         show_one(args.show, args.seed)
         return 0
@@ -399,7 +398,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run, and say in one line what the user got wrong."""
+    """Run; print a user error as one line."""
     try:
         return run(parsed())
     except UsageError as error:

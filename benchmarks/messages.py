@@ -1,22 +1,22 @@
-"""The message layer beside what it stands on: bare TCP sockets and bare pyzmq, in one run.
+"""The message layer compared with bare TCP sockets and bare pyzmq, in one run.
 
     python benchmarks/messages.py --json out/messages.json
 
 Five cases; exit code 1 if a limit is missed. The ways of sending take turns in each round, in one
-order and then in the other, and a ratio is the median of the rounds' ratios: what else runs on the
-machine changes from round to round by more than the ways differ, and less between two neighbours.
-Beside it stands the processor time of both processes, all threads, which hardly depends on that.
+order and then in the other, and a ratio is the median of the rounds' ratios: other load on the
+machine varies between rounds by more than the ways differ, and less between two neighbours. The CPU
+time of both processes, all threads, hardly depends on other load, and is shown as well.
 
-stream   1 MiB messages between two processes on loopback: bytes a second until the sender knows
-         that all has arrived. Limits: 0.9 of bare pyzmq, 0.7 of bare TCP, both without encryption.
-trip     64 bytes there and back. Limit: 1.3 times bare pyzmq's.
+stream   1 MiB messages between two processes on loopback: bytes per second until the last
+         acknowledgement. Limits: 0.9 of bare pyzmq, 0.7 of bare TCP, both without encryption.
+trip     64 bytes, round trip. Limit: 1.3 times bare pyzmq's.
 line     1 MiB messages on star:2@1gbit, as a share of the line rate. Limit: 0.92.
 urgent   an urgent message of 1 MiB that is posted behind 24 MiB of bulk on star:2@1gbit,prio=2:
          its time over the time that it takes alone. Limit: 1.15.
-meeting  24 MiB from one host that meet 48 MiB from another at the port of a third, on
-         star:3@1gbit,prio=2 (Geryon's Fig. 5: two servers, one worker): their time over the time
-         that they take alone, in one class, as where senders alone have priorities, and in an
-         urgent one. Limit of the latter: 1.15.
+meeting  24 MiB from one host and 48 MiB from another to the port of a third, on
+         star:3@1gbit,prio=2 (Geryon's Fig. 5: two servers, one worker): the time of the former
+         over the time that they take alone, in one class, where only senders have priorities, and
+         in an urgent class. Limit of the latter: 1.15.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Tcp:
 
 
 class Zmq:
-    """Bare pyzmq: one DEALER at each end, without copies of large messages."""
+    """Bare pyzmq: one DEALER at each end; large messages are not copied."""
 
     def __init__(self, rank: int, host: str) -> None:
         import zmq
@@ -162,7 +162,7 @@ def _connected(host: str) -> socket.socket:
 
 
 def stream(world: Any, args: argparse.Namespace, host: str) -> dict[str, Any]:
-    """Bytes a second of each way of sending."""
+    """Bytes per second of each way of sending."""
     ways: dict[str, Any] = {"tcp": Tcp(world.rank, host), "pyzmq": Zmq(world.rank, host)}
     ways["mailbox"] = Mail(world, "clear", encrypted=False)
     ways["mailbox, encrypted"] = Mail(world, "curve", encrypted=True)
@@ -182,7 +182,7 @@ def stream(world: Any, args: argparse.Namespace, host: str) -> dict[str, Any]:
 
 
 def trip(world: Any, args: argparse.Namespace, host: str) -> dict[str, Any]:
-    """Seconds there and back of 64 bytes."""
+    """Round-trip seconds of 64 bytes."""
     ways: dict[str, Any] = {"pyzmq": Zmq(world.rank, host)}
     ways["mailbox"] = Mail(world, "clear", encrypted=False)
     ways["mailbox, encrypted"] = Mail(world, "curve", encrypted=True)
@@ -216,7 +216,7 @@ def _send_urgent(box: Any, bulk: int) -> None:
     payload = bytes(MIB)
     posted = [box.post(0, 1, payload, urgency=1) for _ in range(bulk)]
     if bulk:
-        time.sleep(0.02)  # by now the bulk fills the link
+        time.sleep(0.02)  # the bulk fills the link
     stamp = time.monotonic_ns()
     ids = (stamp >> 32, stamp & 0xFFFFFFFF, 0, 0)
     posted.append(box.post(0, 2, payload, ids=ids, urgency=0))
@@ -224,7 +224,7 @@ def _send_urgent(box: Any, bulk: int) -> None:
 
 
 def meeting(world: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds until all of one host's messages have come, alone and beside another host's."""
+    """Seconds until all of one host's messages arrive, alone and with another host's."""
     mail = Mail(world, "meeting", encrypted=False, classes=2)
     ways = {"alone": (0, 0), "one class": (2 * BULK, 1), "two classes": (2 * BULK, 0)}
 
@@ -237,7 +237,7 @@ def meeting(world: Any, args: argparse.Namespace) -> dict[str, Any]:
             mail.box.wait([mail.box.post(0, 1, bytes(MIB), urgency=1) for _ in range(bulk)])
             return 0.0
         if bulk:
-            time.sleep(0.02)  # by now the other's fill the port
+            time.sleep(0.02)  # the other's fill the port
         stamp = time.monotonic_ns()
         ids = (stamp >> 32, stamp & 0xFFFFFFFF, 0, 0)
         payload = bytes(MIB)
@@ -248,7 +248,7 @@ def meeting(world: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _take_both(box: Any, bulk: int, count: int) -> float:
-    """Return how long those of kind 2 took since the first's post; all read the same clock."""
+    """Return the time of those of kind 2 since the first's post; all read the same clock."""
     seconds = 0.0
     for _ in range(bulk + count):
         message = box.receive(60.0)
@@ -287,7 +287,7 @@ def _rounds(
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One of the processes; rank 0 writes what it has measured."""
+    """One of the processes; rank 0 writes its measurements."""
     import wingbeat
 
     world = wingbeat.init(timeout=60)

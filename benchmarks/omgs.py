@@ -9,26 +9,26 @@
         --iterations 60 --rounds 5 --within 0.01
 
 Each model is one ``wingbeat bench``: the rows take turns on one lab of 16 hosts, and train the
-density of the paper's Table IV. Times are paced (an RTX 2080 Ti's); choosing the largest gradients,
-bytes and links are real. The rate keeps the ratio of the paper's 1 Gbit/s to its GPU's time with
-its batch: 1 Gbit/s times (seconds of an iteration there / here), and with fewer than 16 workers as
-much less as they gather less. ``SETTINGS`` has the rates, and for each model a scale, which
-shrinks gradients and rates together, and a stretch, which is slow motion for computation and links:
-what 16 workers cost two cores has to fit into the time that their computation is paced to. What a
-message costs at least is the two cores', and neither shrinks nor stretches.
+density of the paper's Table IV. Times are paced (an RTX 2080 Ti's); the selection of the largest
+gradients, bytes and links are real. The rate keeps the ratio of the paper's 1 Gbit/s to its GPU's
+time with its batch: 1 Gbit/s times (seconds of an iteration there / here), and with fewer than 16
+workers less, in proportion to the gathered bytes. ``SETTINGS`` has the rates, and for each model a
+scale, which shrinks gradients and rates together, and a stretch, which is slow motion for
+computation and links: the CPU time of 16 workers on two cores must fit into the paced time of their
+computation. The minimum cost of a message is that of the two cores and does not scale.
 
-Printed beside the paper's figures, which are of other hardware: ratios to TopK-SGD and MGS-SGD
-and the number of merged layers. VGG-16 is CIFAR-10's, of 54 tensors, as in the paper.
+The paper's figures, which are of other hardware, are in the table as well: ratios to TopK-SGD and
+MGS-SGD and the number of merged layers. VGG-16 is CIFAR-10's, of 54 tensors, as in the paper.
 
-A row that plans its merging predicts what an iteration takes; that is compared with the median.
-The picture has Fig. 4's parts, measured in a few more iterations that are recorded: forward,
-backward, sparsification (what backward waits for while gradients are chosen) and the communication
-that nothing hides, decoding included. Under a row stands what its plan predicted, where forward
+A row that plans its merging predicts the time of an iteration, which is compared with the median.
+The picture has Fig. 4's parts, measured in a few additional iterations that are recorded: forward,
+backward, sparsification (backward's wait for the selection of gradients) and the exposed
+communication, decoding included. The bar under a row is its plan's prediction, where forward
 includes the update and all else that merging does not change.
 
-Judged is the first row of ``omgs``. Exit code 1 if a limit is missed: it takes at most 3% longer
-(``--within``) than the fastest row of all that send the largest gradients only, whatever their
-plan, and its prediction is at most 10% off (``--off``).
+The limits apply to the first row of ``omgs``. Exit code 1 if one is missed: it takes at most 3%
+longer (``--within``) than the fastest row of all that send the largest gradients only, whatever
+their plan, and its prediction is at most 10% off (``--off``).
 """
 
 from __future__ import annotations
@@ -84,18 +84,19 @@ SETTINGS: dict[str, tuple[float, float, float]] = {
     "lstm_ptb": (1170, 0.05, 4.0),
 }
 """Rate in Mbit/s, scale and stretch. A P102-100 at the paper's 1.8 GHz has 11.5e12 FLOP/s, the
-paced GPU 13.45e12: so 1.17 of its time for the same batch; the paper's batch is a quarter of the
-profile's for ResNet-50 and half for Inception-v4. ImageNet's VGG-16, which the paper has not, is
-taken as if its batch were the same."""
+paced GPU 13.45e12: 1.17 of its time for the same batch; the paper's batch is a quarter of the
+profile's for ResNet-50 and half for Inception-v4. ImageNet's VGG-16, which the paper does not have,
+is treated as if its batch were the same.
+"""
 
 OTHERS = (1000, 0.05, 2.0)
-"""The same for models that the paper has not."""
+"""The same for models that the paper does not have."""
 
 SPARSE = ("topksgd", "lags", "mgs", "omgs")
-"""Rows that send the largest gradients only: so their plans can be compared."""
+"""Rows that send the largest gradients only, so that their plans can be compared."""
 
 PLANNED = ("omgs", "mgwfbp")
-"""Rows that measure before they plan, and can keep the plan in a file."""
+"""Rows that measure before they plan, and can save the plan to a file."""
 
 WITHIN, PREDICTION = 0.03, 0.10
 
@@ -106,10 +107,10 @@ PARTS = {
     "communication": "all_gather",
     "other": "update",
 }
-"""Fig. 4's parts, and the event whose colour each has."""
+"""Fig. 4's parts, and the event that each takes its colour from."""
 
 _LABELS = {"communication": "non-overlapped communication", "other": "update and other"}
-Bar = tuple[str, dict[str, float], bool]  # label, seconds of the parts, a prediction's or not
+Bar = tuple[str, dict[str, float], bool]  # label, seconds of the parts, whether it is a prediction
 _INK, _FAINT, _GRID = "#2b2f36", "#7d848e", "#e4e7eb"
 
 
@@ -135,7 +136,7 @@ def main() -> int:
                 report["models"][name] = figures(name, args.strategies, raw, limits)
                 report["missed"] += report["models"][name]["missed"]
                 show(report, table(name, report["models"][name]))
-                # After each model, so that nothing measured is lost.
+                # saved after each model, so that no measurement is lost
                 write(args.json, report)
         if args.png is not None:
             draw(report["models"], args.png)
@@ -148,7 +149,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -173,17 +173,13 @@ def arguments() -> argparse.Namespace:
 
 
 def configs(args: argparse.Namespace, plans: Path) -> dict[str, BenchConfig]:
-    """One bench for each model, checked, so that nothing is found wrong after minutes.
-
-    Raises:
-        UsageError: a value that cannot work.
-    """
+    """One bench for each model, checked before any measurement."""
     if args.workers < 2:
         raise UsageError(f"--workers {args.workers}: allowed are 2 or more")
     out = {}
     for name, given in itertools.product(args.models, args.rate):
         mbit, scale, stretch = SETTINGS.get(name, OTHERS)
-        # What is gathered grows with the other workers: the paper's are 15.
+        # Gathered bytes grow with the number of other workers: the paper has 15.
         rate = given or f"{round(mbit * (args.workers - 1) / 15)}mbit"
         case, files = name, plans
         if len(args.rate) > 1:
@@ -205,9 +201,9 @@ def configs(args: argparse.Namespace, plans: Path) -> dict[str, BenchConfig]:
 
 
 def complete(row: str, model: str, plans: Path) -> str:
-    """The row with the paper's density, and with a file for what it measures.
+    """The row with the paper's density, and with a file for its measurements.
 
-    So rows that differ only in how they merge share what was measured.
+    Rows that differ only in their merging thus share the measurements.
     """
     name, _, rest = row.partition(":")
     items = list(filter(None, rest.split(",")))
@@ -222,7 +218,6 @@ def complete(row: str, model: str, plans: Path) -> str:
 
 
 def kind(row: str) -> str:
-    """The row's name without its options."""
     return row.partition(":")[0].lower()
 
 
@@ -235,7 +230,7 @@ def figures(
     raw: dict[str, Any],
     limits: tuple[float, float] = (WITHIN, PREDICTION),
 ) -> dict[str, Any]:
-    """What one bench says, beside what the paper says; ``raw`` is its report as plain values."""
+    """One bench's results, with the paper's; ``raw`` is its report as plain values."""
     model = case.partition(" ")[0]
     made = {row: of_row(model, row, run) for row, run in zip(rows, raw["runs"], strict=True)}
     for base in ("topksgd", "mgs"):
@@ -260,7 +255,7 @@ def figures(
 
 
 def of_row(model: str, row: str, run: dict[str, Any]) -> dict[str, Any]:
-    """One row's figures; what the paper or the plan does not say is None."""
+    """One row's figures; those that the paper or the plan lacks are None."""
     merge = run["merge"] or {}
     median, predicted = run["iteration_s"]["median"], merge.get("predicted_s")
     paper, name = PAPER_S.get(model, {}), kind(row)
@@ -284,7 +279,7 @@ def of_row(model: str, row: str, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured_parts(parts: dict[str, float]) -> dict[str, float]:
-    """A breakdown in Fig. 4's parts; waiting is what of the communication does not overlap."""
+    """A breakdown in Fig. 4's parts; waiting is communication that does not overlap."""
     waits = ("reduce_scatter_s", "all_gather_s", "all_reduce_s")
     return {
         "forward": parts["forward_s"],
@@ -303,7 +298,7 @@ def predicted_parts(merge: dict[str, Any]) -> dict[str, float]:
 
 
 def missed(model: str, made: dict[str, Any]) -> list[str]:
-    """The limits that the judged row does not keep; none where nothing is judged."""
+    """The missed limits of the judged row; none without one."""
     judged, out, limits = made["judged"], [], made["limits"]
     if judged is None:
         return []
@@ -319,7 +314,7 @@ def missed(model: str, made: dict[str, Any]) -> list[str]:
     return out
 
 
-# -- for people ---------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------
 
 
 COLUMNS = (
@@ -352,7 +347,6 @@ def table(model: str, made: dict[str, Any]) -> Printed:
 
 
 def cells(row: str, own: dict[str, Any]) -> list[str]:
-    """One row as text."""
     spread, parts = own["iteration_s"], own["parts_s"]
     predicted = "-"
     if own["predicted_s"] is not None:
@@ -376,11 +370,7 @@ def beside(value: float | None, paper: float | None, form: str) -> str:
 
 
 def draw(models: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw Fig. 4: a panel for each model, a bar for each row, a thin one for its prediction.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Draw Fig. 4: a panel for each model, a bar for each row, a thin one for its prediction."""
     from matplotlib.patches import Patch
 
     counts = [bars(made["rows"]) for made in models.values()]
@@ -398,7 +388,7 @@ def draw(models: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def bars(rows: dict[str, dict[str, Any]]) -> list[Bar]:
-    """One model's bars from top to bottom; a row's prediction stands under it."""
+    """One model's bars from top to bottom; each row is followed by its prediction."""
     pairs = (
         ((row, r["parts_s"]), ("predicted", r["predicted_parts_s"])) for row, r in rows.items()
     )
@@ -406,7 +396,6 @@ def bars(rows: dict[str, dict[str, Any]]) -> list[Bar]:
 
 
 def draw_model(axes: Axes, title: str, drawn: list[Bar]) -> None:
-    """Draw one panel."""
     longest = 1e3 * max(sum(parts.values()) for _, parts, _ in drawn)
     at, ticks = 0.0, []
     for number, (_, parts, thin) in enumerate(drawn):

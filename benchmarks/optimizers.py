@@ -47,7 +47,7 @@ STRATEGIES = (
     "diloco:every=2",
 )
 AVERAGED = ("localsgd:every=2", "diloco:every=2")
-"""Workers have models of their own in between, so the weights are others by design."""
+"""Workers' models differ between averages, so the weights differ by design."""
 
 STEPS = 6
 PATIENCE = 1500
@@ -74,7 +74,7 @@ def by_parameters(name: str, **options: Any) -> Make:
 
 
 def of_matrices(name: str, **options: Any) -> Make:
-    """The same over the matrices; nobody trains the rest."""
+    """The same over the matrices; the other parameters are not trained."""
     return lambda module, model: getattr(module, name)(matrices(model), **options)
 
 
@@ -140,7 +140,7 @@ OPTIMIZERS: dict[str, tuple[str, str, Make]] = {
     "heavyball.SOAP": ("heavyball", "heavyball", by_parameters("SOAP", lr=0.01)),
     "heavyball.Muon": ("heavyball", "heavyball", by_parameters("Muon", lr=0.01)),
 }
-"""By name: the package on the registry, the module, and how to make one."""
+"""By name: the package on the registry, the module, and the constructor."""
 
 
 def network() -> nn.Sequential:
@@ -187,7 +187,7 @@ def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def tried(make: Make, module: Any, rank: int) -> dict[str, Any]:
-    """What each strategy does with one optimizer."""
+    """The results of each strategy with one optimizer."""
     start = [p.detach().clone() for p in network().parameters()]
     try:
         theirs, same = train(make, module, None, rank)
@@ -208,7 +208,7 @@ def tried(make: Make, module: Any, rank: int) -> dict[str, Any]:
 
 
 def try_all(path: Path, names: list[str]) -> None:
-    """Be one of the workers; rank 0 keeps what was found."""
+    """Run as one of the workers; rank 0 writes the results."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     wingbeat.init(timeout=60.0)
@@ -224,7 +224,7 @@ def try_all(path: Path, names: list[str]) -> None:
             row["skipped"] = f"{type(error).__name__}: {first_line(error)}"
         else:
             if where == "heavyball":
-                module.utils.compile_mode = None  # what is compiled takes minutes
+                module.utils.compile_mode = None  # compiling takes minutes
             row["strategies"] = tried(make, module, rank)
         rows.append(row)
         if rank == 0:
@@ -262,7 +262,7 @@ _DIVIDED = re.compile(r"cannot be divided among the \w+: (.*); [^;]*$")
 
 
 def table(rows: list[dict[str, Any]]) -> Printed:
-    """Return what each strategy does with each optimizer as it is printed, with the reasons."""
+    """Return the results of each strategy with each optimizer for printing, with the reasons."""
     cells: list[list[str]] = []
     reasons: dict[str, list[str]] = {}
     for row in rows:
@@ -290,7 +290,7 @@ def table(rows: list[dict[str, Any]]) -> Printed:
 
 
 def run(size: int, words: list[str]) -> list[dict[str, Any]]:
-    """Start workers of this program on this machine; return what rank 0 has kept."""
+    """Start workers of this program on this machine; return rank 0's results."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -326,7 +326,7 @@ def main() -> int:
     if options.worker:
         try_all(options.worker, names)
         return 0
-    end_as_by_ctrl_c()  # and end the workers
+    end_as_by_ctrl_c()  # ends the workers as well
     report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
     report["results"] = run(2, ["--optimizers", *names])
     show(report, table(report["results"]))

@@ -1,18 +1,18 @@
-"""What the order of pulls is worth by Geryon's model, beside its Fig. 4b and Tables II and III.
+"""The effect of the order of pulls in Geryon's model, with its Fig. 4b and Tables II and III.
 
     python benchmarks/order.py --json out/order.json
 
-No run and no clock: `wingbeat_lab.pull_order` on the profiles of Geryon's networks at a K40's and a
-V100's pace. Fig. 4b is one worker and one server, VGG-19: the speed-up of pulls in forward order
-over reverse order. The tables are eight workers with a server beside each, so that 7/8 of the bytes
-leave a host; efficiencies are computation over the iteration:
+Nothing is measured: `wingbeat_lab.pull_order` runs on the profiles of Geryon's networks at a K40's
+and a V100's pace. Fig. 4b is one worker and one server, VGG-19: the speed-up of pulls in forward
+order over reverse order. The tables are eight workers with one server on each host, so that 7/8 of
+the bytes leave a host; efficiencies are computation over the iteration:
 
 - reverse, random: pulls at the start in that order, random as the mean over seeds;
 - conv first: two classes at the start, fully connected layers in the lower; reverse within a class;
 - best two: the same with the best of all thresholds of urgency;
 - forward: forward order at the start, which is the bound of all orders;
-- ready: pulls when their pushes have ended, one class, slices of 4 MiB; at half the rate, as a card
-  that carries pushes and answers in the same direction gives each at least half.
+- ready: pulls when their pushes have ended, one class, slices of 4 MiB; at half the rate, because a
+  NIC that carries pushes and answers in the same direction gives each at least half.
 
 Exit code 1 if the speed-up at 8 Gbit/s on a K40 is more than 5 points off the paper's 31%, less
 than the paper's 100 Gbit/s would do without scheduling, the V100 does not gain most at a higher
@@ -103,7 +103,7 @@ def enough_gbit(layers: list[LayerCosts], gbit: float, within: float) -> float:
 
 
 def peak_gbit(device: str) -> float:
-    """The rate from 1 to 100 Gbit/s, in steps of 1, where order matters most."""
+    """The rate from 1 to 100 Gbit/s, in steps of 1, with the largest effect of order."""
     layers, _ = network(DEVICES[device])
 
     def speedup(gbit: float) -> float:
@@ -113,7 +113,7 @@ def peak_gbit(device: str) -> float:
 
 
 def points() -> dict[str, float]:
-    """What the paper says of Fig. 4b in words, by our model."""
+    """The paper's statements about Fig. 4b, by our model."""
     layers, _ = network(DEVICES["K40"])
     ours = reverse_s(layers, AT_GBIT * GBIT) / forward_s(layers, AT_GBIT * GBIT) - 1.0
     pull_s = sum(layer.nbytes for layer in layers) / (AT_GBIT * GBIT)
@@ -121,7 +121,7 @@ def points() -> dict[str, float]:
         "speedup": ours,
         "paper_speedup": PAPER_SPEEDUP,
         "images_per_s": load_profile(DEVICES["K40"]).samples_per_second,
-        # All of the pull is exposed in reverse order, and next to nothing in forward order.
+        # The pull is fully exposed in reverse order, and almost hidden in forward order.
         "images_per_s_of_paper": load_profile(DEVICES["K40"]).batch_size * PAPER_SPEEDUP / pull_s,
         "enough_gbit_1_percent": enough_gbit(layers, AT_GBIT, 0.01),
         "enough_gbit_2_percent": enough_gbit(layers, AT_GBIT, 0.02),
@@ -170,11 +170,11 @@ def efficiencies(model: str, gbit: float, seeds: int) -> dict[str, Any]:
     }
 
 
-# -- what comes out --------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------
 
 
 def missed(said: dict[str, float], tables: list[dict[str, Any]]) -> list[str]:
-    """One line for each thing that contradicts the paper's, or the bound."""
+    """One line for each contradiction of the paper or of the bound."""
     lines = []
     if abs(said["speedup"] - PAPER_SPEEDUP) > WITHIN:
         lines.append(f"K40, {AT_GBIT:g} Gbit/s: {said['speedup']:.1%}, not {PAPER_SPEEDUP:.0%}")
@@ -190,7 +190,7 @@ def missed(said: dict[str, float], tables: list[dict[str, Any]]) -> list[str]:
 
 
 def figure_table(rows: list[dict[str, Any]], said: dict[str, float]) -> Printed:
-    """Return Fig. 4b, and what the paper says of it in words."""
+    """Return Fig. 4b, and the paper's statements about it."""
     found = {(row["device"], row["gbit"]): row["speedup"] for row in rows}
     cells = [
         (f"{gbit:g}", *(f"{found[device, gbit]:.1%}" for device in DEVICES))
@@ -210,7 +210,7 @@ def figure_table(rows: list[dict[str, Any]], said: dict[str, float]) -> Printed:
 
 
 def efficiency_table(rows: list[dict[str, Any]], seeds: int) -> Printed:
-    """Return Tables II and III, and what the model says beside them."""
+    """Return Tables II and III, with the model's figures."""
     cells = [
         (
             f"{row['gbit']:g} Gbit/s, {row['model']}",
@@ -259,7 +259,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run, and say in one line what the user got wrong."""
+    """Run; print a user error as one line."""
     try:
         return run(arguments())
     except UsageError as error:

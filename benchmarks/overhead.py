@@ -1,10 +1,10 @@
-"""What `wingbeat.distribute` adds to an iteration of a run with one worker.
+"""The overhead of `wingbeat.distribute` per iteration of a run with one worker.
 
     python benchmarks/overhead.py --json out/overhead.json
     python benchmarks/overhead.py --strategies allreduce dear --pairs 1000
 
-Two models, one plain and one distributed, take turns iteration by iteration in one process, the
-first mover changing each time; so both meet the same machine. The figure is the median over pairs
+Two models, one plain and one distributed, take turns iteration by iteration in one process, in
+alternating order, so that both run under the same load. The figure is the median over pairs
 of (distributed - plain) / plain, in percent, with a 95% interval from resampling the pairs.
 Exit code 1 if a figure is above the limit.
 """
@@ -47,7 +47,7 @@ def paced_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 
 MODELS = {"digits": digits_loop, "paced:resnet50@0.05": paced_loop}
 PAIRS = {"digits": 600, "paced:resnet50@0.05": 50}
-"""What a real network takes varies by some percent from one iteration to the next."""
+"""A real network's time varies by some percent from one iteration to the next."""
 
 
 def iteration(model: nn.Module, optimizer: Any, loss: Callable[..., torch.Tensor]) -> Loop:
@@ -96,7 +96,7 @@ def measure(name: str, strategy: str, pairs: int) -> dict[str, Any]:
 
 
 def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
-    """Where the median lies with 95% confidence, by resampling with a fixed seed."""
+    """The 95% confidence interval of the median, by resampling with a fixed seed."""
     generator = random.Random(0)
     medians = sorted(
         statistics.median(generator.choices(values, k=len(values))) for _ in range(resamples)
@@ -105,7 +105,7 @@ def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
 
 
 def table(results: list[dict[str, Any]]) -> Printed:
-    """Return the overhead of each model and strategy as it is printed."""
+    """Return the overhead of each model and strategy for printing."""
     rows = []
     for result in results:
         low, high = result["interval_percent"]

@@ -1,4 +1,4 @@
-"""Whether rows stand in the order in which Ripples' paper has them, for the notes of a table."""
+"""Whether rows are in the order of Ripples' paper, for the notes of a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NAMES = {"vanillaps": PS, "ddp": ALL_REDUCE, "allreduce": ALL_REDUCE, "adpsgd":
 _GROUPS = {"static": STATIC, "random": RANDOM, "paper": SMART}
 
 Pairs = Sequence[tuple[str, str]]
-"""Who is before whom in the paper, nearest neighbours only."""
+"""Pairs in the paper's order, nearest neighbours only."""
 
 BY_FIGURE: dict[str, Pairs] = {
     "17": ((SMART, ALL_REDUCE), (STATIC, ALL_REDUCE), (ALL_REDUCE, AD_PSGD), (AD_PSGD, PS)),
@@ -19,12 +19,13 @@ BY_FIGURE: dict[str, Pairs] = {
     "18": ((AD_PSGD, ALL_REDUCE), (AD_PSGD, SMART), (RANDOM, SMART), (SMART, STATIC)),
     "20": ((ALL_REDUCE, SMART), (SMART, STATIC), (STATIC, AD_PSGD)),
 }
-"""17 and 19: who is faster (sections 1, 7.3 and 7.4; Fig. 19's speed is to a loss). 18: who needs
-fewer iterations to a loss (7.3). 20: who is more accurate after the same time (7.5)."""
+"""17 and 19: faster (sections 1, 7.3 and 7.4; Fig. 19's speed is to a loss). 18: fewer iterations
+to a loss (7.3). 20: more accurate after the same time (7.5).
+"""
 
 
 def called(row: str) -> str | None:
-    """Return what the paper calls a row; None if it has none such.
+    """Return the paper's name of a row; None if the paper does not have it.
 
     >>> called("ddp+bf16"), called("adpsgd:overlap=False"), called("ripples:policy=paper")
     (None, 'AD-PSGD', 'smart groups')
@@ -42,17 +43,17 @@ def notes(
     best: Callable[..., float] = min,
     name: Callable[[str], str | None] = called,
 ) -> list[str]:
-    """Say where rows are in another order than the paper's, or that they are in its own.
+    """Return notes on rows that are not in the paper's order, or that all are.
 
     Args:
-        figures: by row; None for a row that never got there, which is behind all that did.
+        figures: by row; None for a row that never reached the target, which comes last.
         pairs: of the paper's names, see `Pairs`.
         best: ``min`` or ``max``: what comes first. Of several rows of one name the best counts.
-        name: what the paper calls a row.
+        name: returns the paper's name of a row.
 
     Returns:
-        A line for each pair that is the other way round; one line if none is; none if the rows
-        have no pair.
+        A line for each pair in the wrong order; one line if there is none; none if the rows have
+        no pair.
     """
     worst = float("-inf") if best is max else float("inf")
     found: dict[str, float] = {}

@@ -1,21 +1,21 @@
-"""What rounding to a few bits costs real gradients.
+"""The error of rounding real gradients to a few bits.
 
     python benchmarks/quantisation.py --json out/quantisation.json --png out/quantisation.png
 
-Two models are really trained: a convolutional network on scikit-learn's digits, and a small
-transformer on the source files of Python's own library. At several moments their gradients are
-rounded in each of these ways, as one bucket and layer by layer:
+Two models are trained: a convolutional network on scikit-learn's digits, and a small transformer on
+the source files of Python's own library. At several iterations their gradients are rounded in each
+of these ways, as one bucket and layer by layer:
 
 - the sketch, codes split for least error or into equal counts, with means or ends as levels;
-- exact equal counts by sorting: the yardstick for what the sketch's histogram loses;
+- exact equal counts by sorting: the reference for the loss of the sketch's histogram;
 - uniform levels from the least to the greatest value;
 - the arithmetic of torch's DDP hooks ``quantization_pertensor_hook`` and
   ``quantization_perchannel_hook``, the latter with a scale for each 512 values. 8 bits only.
 
-The figure is the squared error over the squared norm; where there are several moments or layers,
-the geometric mean. Exit code 1 unless, for every bucket and layer at every moment, our default with
-8 bits has at most 1.05 times the error of the yardstick, and less than uniform levels and the
-per-tensor hook have.
+The figure is the squared error over the squared norm; over several iterations or layers, the
+geometric mean. Exit code 1 unless, for every bucket and layer at every iteration, our default with
+8 bits has at most 1.05 times the error of the reference, and less than uniform levels and the
+per-tensor hook.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOMENTS = (1, 10, 100, 300)
 BITS = (8, 4, 2)
 DRAWN_BITS = tuple(range(2, 9))
 LEAST_LAYER = 1024
-"""Values; smaller layers always travel in a bucket with others."""
+"""Values; smaller layers are always sent in a bucket with others."""
 CHANNEL = 512
 MARGIN = 1.05
 OURS, YARDSTICK, UNIFORM = "sketch error/mean", "sorted, equal counts/mean", "uniform min-max"
@@ -55,7 +55,7 @@ Round = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Gradient:
-    """What one backward left. ``layer`` is empty for all of it as one bucket."""
+    """The gradients of one backward. ``layer`` is empty for all of them as one bucket."""
 
     model: str
     moment: int
@@ -101,7 +101,7 @@ class Predictor(nn.Module):
 
 
 def text_batches(length: int = 64, size: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the standard library's source and the bytes that follow; without end."""
+    """Pieces of the standard library's source and the bytes that follow; infinite."""
     folder = Path(sysconfig.get_path("stdlib"))
     source = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:100])
     text = torch.frombuffer(bytearray(source), dtype=torch.uint8).long()
@@ -115,7 +115,7 @@ def text_batches(length: int = 64, size: int = 16) -> Iterator[tuple[Tensor, Ten
 def train(
     name: str, model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], moments: Sequence[int]
 ) -> Iterator[Gradient]:
-    """Train with AdamW; yields gradients at the moments."""
+    """Train with AdamW; yield gradients at the chosen iterations."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for moment in range(1, max(moments) + 1):
         inputs, answers = next(batches)
@@ -141,7 +141,7 @@ def gradients(name: str, moment: int, model: nn.Module) -> Iterator[Gradient]:
 
 
 def recorded(moments: Sequence[int]) -> Iterator[Gradient]:
-    """Every gradient that is looked at."""
+    """Every gradient to be rounded."""
     images, answers, _, _ = digits.data()
     batches = digits.batches(images, answers, rank=0, workers=1, seed=1)
     yield from train("CNN on digits", digits.network(0), batches, moments)
@@ -220,12 +220,12 @@ def measure(gradient: Gradient) -> Iterator[Figure]:
 
 
 def mean_of(errors: list[float]) -> float:
-    """Geometric, for errors differ by orders of magnitude."""
+    """Geometric mean, because errors differ by orders of magnitude."""
     return math.exp(sum(math.log(max(error, 1e-30)) for error in errors) / len(errors))
 
 
 def summary(figures: list[Figure], model: str, method: str, bits: int, *, whole: bool) -> float:
-    """Mean over moments, and over layers unless ``whole``; NaN where a method has no such bits."""
+    """Mean over iterations, and over layers unless ``whole``; NaN if a method has no such bits."""
     errors = [
         f.error
         for f in figures
@@ -239,7 +239,7 @@ def models(figures: list[Figure]) -> list[str]:
 
 
 def table(figures: list[Figure], model: str) -> Printed:
-    """Return one model's errors as they are printed."""
+    """Return one model's errors for printing."""
     parts = [(whole, bits) for whole in (True, False) for bits in BITS]
     heads = [f"{'bucket' if whole else 'layers'}, {bits} bits" for whole, bits in parts]
     cells = []
@@ -251,7 +251,7 @@ def table(figures: list[Figure], model: str) -> Printed:
 
 
 def ratios(figures: list[Figure], to: str) -> dict[tuple[str, int, str], float]:
-    """Our error with 8 bits over another's, for every bucket and layer at every moment."""
+    """Our error with 8 bits over another's, for every bucket and layer at every iteration."""
     eight = {(f.model, f.moment, f.layer, f.method): f.error for f in figures if f.bits == 8}
     return {
         (model, moment, layer): error / max(eight[model, moment, layer, to], 1e-30)
@@ -261,7 +261,7 @@ def ratios(figures: list[Figure], to: str) -> dict[tuple[str, int, str], float]:
 
 
 def check(figures: list[Figure]) -> tuple[list[dict[str, Any]], bool]:
-    """The worst ratio to each other way, and whether all that must hold does."""
+    """The worst ratio to each other way, and whether all limits hold."""
     rows, good = [], True
     for to, limit in (
         (YARDSTICK, MARGIN), (UNIFORM, 1.0), (PER_TENSOR, 1.0), (PER_CHANNEL, None),
@@ -278,7 +278,6 @@ def check(figures: list[Figure]) -> tuple[list[dict[str, Any]], bool]:
 
 
 def checks_table(rows: list[dict[str, Any]]) -> Printed:
-    """Return what the rule is about as it is printed."""
     cells = []
     for row in rows:
         model, moment, layer = row["where"]

@@ -1,4 +1,4 @@
-"""How far weights are from DDP's when buckets change all the time.
+"""The distance of weights from DDP's when buckets change frequently.
 
     python benchmarks/rebucketing.py --json out/rebucketing.json
 
@@ -9,8 +9,8 @@ The figure is the largest difference of a weight over the largest weight of its 
 Exit code 1 if one is above the limit.
 
 Re-bucketing changes the order of sums, hence the last bits. The row ``ddp:mb=0.05``, which is DDP
-with other buckets from the beginning, shows how near rounding lets anybody come; in float64 that is
-so near that a gradient or a moment lost even once would be seen.
+with other buckets from the beginning, shows the limit that rounding sets; in float64 it is so small
+that a gradient or a moment lost even once would be visible.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from wingbeat_lab.bench import attach, contenders, digits
 ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 PARAMETER_BYTES = 300_000
-"""About the network's size in float32: buckets get sizes between a hundredth of it and all."""
+"""About the network's size in float32: bucket sizes are between a hundredth of it and all."""
 
 
 class Shuffle:
@@ -68,7 +68,7 @@ class Shuffle:
 
 
 def train(row: str, dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], int]:
-    """Weights after ``steps``, and how often buckets changed."""
+    """Weights after ``steps``, and the number of bucket changes."""
     images, answers, _, _ = digits.data()
     batches = digits.batches(
         images, answers, rank=dist.get_rank(), workers=dist.get_world_size(), seed=1

@@ -1,34 +1,34 @@
-"""Ripples beside its baselines: the paper's Figs. 1, 2b, 15 to 20 and the steps of sections 4, 5.
+"""Ripples compared with its baselines: the paper's Figs. 1, 2b, 15 to 20, steps of sections 4, 5.
 
     python benchmarks/ripples.py --json out/ripples.json        (all figures)
     python benchmarks/ripples.py --figures 17 19                (seconds of an iteration)
     python benchmarks/ripples.py --figures 16 18 --seeds 0      (real training)
 
-17  VGG-16 of 9.23 MB, paced as on the paper's card; 4 hosts with several workers each: seconds of
+17  VGG-16 of 9.23 MB, paced as on the paper's GPU; 4 hosts with several workers each: seconds of
     an iteration for parameter servers, all-reduce, AD-PSGD and Ripples. The share of time in which
     a worker does not compute is Fig. 2b's, and with a slow worker Fig. 1's.
 19  The same with one worker that sleeps 2 or 5 normal iterations in each of its own (section 7.4).
     A normal iteration is that of Ripples' smart groups in 17, which is less than All-Reduce's.
 steps  Random groups, + Group Buffer, + Global Division, + Inter-Intra, + slowdown filter, with
     equal workers and with one that is 2 times slow; smart groups as published and ours.
-15  An all-reduce alone by where workers are: several on each host, or one. Links are scaled and in
-    slow motion, and their times are divided by it; within one host there is no link that could be
-    slowed down, so it is of the whole model at the machine's own pace.
+15  An all-reduce alone by placement of workers: several on each host, or one. Links are scaled and
+    in slow motion, and their times are divided by it; within one host there is no link to slow
+    down, so it is of the whole model at the machine's own pace.
 16  Real training on real data (digits): iterations to a loss by how often groups average.
 18  The same by strategy: iterations and seconds to a loss, and accuracy after equal samples.
-20  The same after equal time, in as many iterations as a strategy makes in it.
+20  The same after equal time, in as many iterations as a strategy completes in it.
 
-Where models are averaged an iteration is as many steps as there are workers, whoever made them; for
-AD-PSGD as many steps of active workers as there are of these, since passive ones wait for nobody
-and run ahead. What it would be by everybody's steps is printed beside it (``by all``).
-The rate of 25 Gbit/s makes All-Reduce compute for 0.4 of its time. Fig. 2b says that AD-PSGD
+Where models are averaged an iteration is as many steps as there are workers, of any of them; for
+AD-PSGD as many steps of active workers as there are of these, because passive ones do not wait
+and run ahead. The figure by all workers' steps is shown as well (``by all``).
+The rate of 25 Gbit/s makes All-Reduce compute for 0.4 of its time. According to Fig. 2b AD-PSGD
 synchronises for more than 0.9 of an iteration, which is 3.9 of All-Reduce's (5.1 and 4.3 times,
 section 1): so computation is less than 0.4 of All-Reduce's. Model and rates are scaled together,
 and slow motion lets two cores do the work of all hosts. Rows take turns. With ``--rate 56gbit``
 links are the paper's (FDR InfiniBand), with ``--scale 1 --stretch 1`` the pace is real and the
-cores are what limits. ``ripples:policy=paper`` has exactly the paper's smart groups,
-``policy=random`` its random ones; ``policy=smart`` is ours. Below each table stands whether rows
-are in the paper's order.
+cores are the limit. ``ripples:policy=paper`` has exactly the paper's smart groups,
+``policy=random`` its random ones; ``policy=smart`` is ours. A note below each table states whether
+rows are in the paper's order.
 
 Exit code 1 if a limit is missed: smart groups 1.1 times as fast as All-Reduce (the best form of
 DDP or ours) and 4.3 times as AD-PSGD; with +2x 2.55 times All-Reduce, keeping 0.85 of their speed;
@@ -60,7 +60,7 @@ from wingbeat_lab.bench.results import Report
 
 FIGURES = ("17", "19", "steps", "15", "16", "18", "20")
 SMART, PUBLISHED = "ripples:policy=smart", "ripples:policy=paper"
-"""Smart groups: ours, and the paper's with nothing added."""
+"""Smart groups: ours, and the paper's without additions."""
 ADPSGD = "adpsgd:overlap=False,encrypted=False"
 SERVER = "vanillaps:servers=1,encrypted=False"
 ALL_REDUCE = ("ddp", "allreduce")
@@ -79,20 +79,20 @@ ROWS = (
 )
 STEPS = tuple(f"ripples:policy={p}" for p in ("random", "buffered", "divided", "inter-intra"))
 PAPER = {"17": {"all-reduce": 1.1, "adpsgd": 4.3, SERVER: 5.1}}
-"""How much faster than these smart groups are for each iteration: section 1."""
+"""Speed of smart groups over these per iteration: section 1."""
 LIMITS = {0.0: (1.1, 0.0), 2.0: (2.55, 0.85), 5.0: (4.4, 0.7)}
-"""By slowness: times as fast as All-Reduce, and what smart groups keep of their speed."""
+"""By slowness: minimum speed over All-Reduce, and share of their speed that smart groups keep."""
 TIMES_ADPSGD = 4.3
 
 
 def main() -> int:
-    """Measure what was asked for, print tables and judge them."""
+    """Measure the requested figures, print tables and judge them."""
     args = arguments()
     return run_and_judge(args.json, functools.partial(fill, args))
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, part by part, and return which limits are missed."""
+    """Fill the report, part by part, and return the missed limits."""
     measures = {"17": equal, "19": slow, "steps": ablation, "15": placement}
     measures |= {"16": ripples_training.figure_16, "18": ripples_training.figure_18}
     measures["20"] = ripples_training.figure_20
@@ -107,7 +107,6 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -201,7 +200,7 @@ def placement(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def table_15(part: dict[str, Any]) -> Printed:
-    """Return seconds of an all-reduce by where workers are; several on each are to be slowest."""
+    """Return seconds of an all-reduce by placement; several on each host must be slowest."""
     found = {name: Quantiles.of(own["all_reduce_s"]) for name, own in part["rows"].items()}
     cells = [
         (
@@ -235,11 +234,11 @@ def measured(made: BenchConfig, title: str) -> dict[str, Any]:
 
 
 def figures(report: Report) -> dict[str, Any]:
-    """What one bench says of its rows."""
+    """Return one bench's figures by row."""
     compute = sum((report.compute_s or {}).values())
     rows = {}
     for run in report.runs:
-        # Whoever is not in lockstep has iterations of all lengths: what counts is their sum.
+        # Without lockstep, iterations differ in length, so only their sum is meaningful.
         by_all = statistics.fmean(run.samples_s)
         longer = longer_by_active(run.strategy, run.steps_by_rank)
         rows[run.strategy] = {
@@ -256,7 +255,7 @@ def figures(report: Report) -> dict[str, Any]:
 
 
 def longer_by_active(row: str, steps_by_rank: list[int] | None) -> float:
-    """How much longer an iteration is if active workers' steps count in place of everybody's.
+    """The ratio of an iteration by active workers' steps to one by all workers' steps.
 
     >>> longer_by_active("adpsgd:overlap=False", [5, 15, 5, 15])
     2.0
@@ -313,7 +312,7 @@ def table(part: dict[str, Any]) -> Printed:
 
 
 def judged(report: dict[str, Any]) -> list[str]:
-    """Return which limits are missed."""
+    """Return the missed limits."""
     parts = {0.0: report.get("17", {}).get("0")}
     parts |= {float(name): part for name, part in report.get("19", {}).items()}
     first = parts[0.0]["rows"].get(SMART) if parts[0.0] else None

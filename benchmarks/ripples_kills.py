@@ -1,17 +1,17 @@
-"""Workers that average models in groups of the moment, killed one after the other.
+"""Workers that average models in dynamic groups, killed one after the other.
 
     python benchmarks/ripples_kills.py --json out/ripples_kills.json
 
-Real processes in a lab train a network on the digits with `Ripples`. Again and again any one of
-them but rank 0 is killed (SIGKILL) at a moment that the seed says, and started again after a while;
-the others go on. In the end rank 0 is killed for good, and with it the group generator: the others
-go on by the static schedule.
+Real processes in a lab train a network on the digits with `Ripples`. Repeatedly one of them other
+than rank 0 is killed (SIGKILL) at a moment that follows from the seed, and restarted after a while;
+the others continue. In the end rank 0 is killed permanently, and with it the group generator: the
+others continue by the static schedule.
 
-Judged: each time the others go on, and none of them makes no step for longer than the deadline that
-the generator gives the one that was killed, plus a second in which all look. That is 8 times its
-usual step, and 2 s at least. Who comes back is in groups with others again; the training
-loss falls from each quarter of the kills to the next; all models are the same bits in the end, and
-their loss has fallen to under a tenth.
+Limits: each time the others continue, and none of them stalls for longer than the deadline that
+the generator gives the killed one, plus a second of detection. That is 8 times its usual step, and
+2 s at least. A worker that rejoins is in groups with others again; the training loss falls from
+each quarter of the kills to the next; all models are bitwise equal in the end, and their loss has
+fallen to under a tenth.
 """
 
 from __future__ import annotations
@@ -46,26 +46,21 @@ from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.printed import Printed
 
 LOOKS_S = 1.0
-"""In which the generator looks who is late, and tells the others, who look too."""
+"""Detection interval of the generator, which notifies the others; they check at it too."""
 FALLING_S = RECONNECT_S + LOOKS_S + GRACE_S
-"""Until workers know that the generator is dead, and those in a group that others do not come."""
+"""Until workers detect that the generator is dead, and that group members are missing."""
 RECENT = 20
-"""Steps whose mean loss a worker tells."""
+"""Steps whose mean loss a worker reports."""
 RETURNS = 5
-"""Of the killed, so many have to come back at least; or all, if fewer were killed."""
+"""Minimum number of killed workers that must rejoin; or all, if fewer were killed."""
 
 
 def main() -> int:
-    """Run once, and print what was found."""
     return run_once(arguments(), run, tables, judged)
 
 
 def check_returns(row: str) -> None:
-    """Refuse a row to which no worker comes back.
-
-    Raises:
-        UsageError: it averages with nobody, in pairs or by the static schedule.
-    """
+    """Refuse a row that no worker can rejoin."""
     averaging = baselines.parse(row).choices().averaging
     if averaging is None or averaging.partners in ("pairs", "static"):
         raise UsageError(
@@ -75,7 +70,6 @@ def check_returns(row: str) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,12 +82,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
-    """Train in a lab, and kill.
-
-    Raises:
-        LabError: a lab cannot be made, or somebody failed.
-        UsageError: the row is none to which a worker comes back.
-    """
+    """Train in a lab, and kill workers."""
     check_returns(args.row)
     workers = lab.LabSpec.parse(args.lab).hosts
     killer = Killer(home, workers, args.kills, args.seed, spared=[0], last=0)
@@ -103,7 +92,7 @@ def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
 
 
 def figures(kill: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a kill is judged: the limit, the loss before it, and groups afterwards."""
+    """Return the judged figures of a kill: the limit, the loss before it, and groups afterwards."""
     usual_s = kill["before"].get("usual_s", 0.0)
     rank, others = kill["rank"], kill["others"]
     known = [each["loss"] for each in others if "loss" in each]
@@ -118,7 +107,7 @@ def figures(kill: dict[str, Any]) -> dict[str, Any]:
 
 
 def judged(kills: int, report: dict[str, Any]) -> list[str]:
-    """Return what does not hold."""
+    """Return the missed limits."""
     found, missed = report["kills"], []
     if len(found) != kills + 1:
         missed.append(f"{len(found)} kills; expected {kills}, and rank 0")
@@ -136,7 +125,7 @@ def judged(kills: int, report: dict[str, Any]) -> list[str]:
 
 
 def fallen(values: list[float]) -> list[str]:
-    """Return where losses of some length do not fall from each quarter to the next."""
+    """Return where losses do not fall from each quarter to the next."""
     parts = min(4, len(values))
     cuts = [len(values) * part // parts for part in range(parts + 1)] if parts else []
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -184,7 +173,7 @@ def tables(report: dict[str, Any]) -> list[Printed]:
 
 
 def work(home: Path, row: str, life: int) -> None:
-    """Train until the killer has said up to which step."""
+    """Train up to the step that the killer names."""
     import time
 
     import torch
@@ -195,7 +184,7 @@ def work(home: Path, row: str, life: int) -> None:
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)
     images, answers, *held_out = digits.data()
-    network = digits.network(1 if world.returned else 0)  # who comes back copies parameters
+    network = digits.network(1 if world.returned else 0)  # a worker that rejoins copies parameters
     loss = loss_of(held_out)
     first = loss(digits.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
@@ -209,7 +198,7 @@ def work(home: Path, row: str, life: int) -> None:
         optimizer.zero_grad()
         found = torch.nn.functional.cross_entropy(model(x), y)
         found.backward()
-        usual_s = max(time.monotonic() - begin, 0.9 * usual_s)  # as the generator counts it
+        usual_s = max(time.monotonic() - begin, 0.9 * usual_s)  # as the generator measures it
         recent.append(float(found.detach()))
         optimizer.step()
         mean = statistics.fmean(recent)
@@ -225,7 +214,7 @@ class Met:
 
     Args:
         model: a distributed one.
-        workers: how many there are.
+        workers: number of workers.
     """
 
     def __init__(self, model: Any, workers: int) -> None:
@@ -247,7 +236,7 @@ class Met:
 
     @property
     def steps(self) -> int:
-        """How many steps the worker has made, those of whose model it has taken over with them."""
+        """The worker's number of steps, including those of a model that it has copied."""
         return int(self._update.steps)
 
 

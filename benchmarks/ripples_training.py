@@ -1,10 +1,10 @@
 """Real training with averaged models, for ``ripples.py``: Figs. 16, 18 and 20.
 
 SGD is that of ``accuracy.py``: a rate of 0.05 with momentum 0.9, up at first and then along a
-cosine to 0, by the share of all steps that is done.
+cosine to 0, by the share of completed steps.
 
-An iteration is as many steps as there are workers, whoever made them; for AD-PSGD as many steps of
-active workers as there are of these. Passive ones make more, so it sees more samples than the
+An iteration is as many steps as there are workers, of any of them; for AD-PSGD as many steps of
+active workers as there are of these. Passive ones make more, so it uses more samples than the
 others in as many iterations: ``steps_by_rank`` has all.
 
 As a program, one worker of a lab: trains all rows by turns within a seed.
@@ -57,12 +57,12 @@ ROWS = (
     "diloco:every=30",
 )
 KEPT = {"accuracy": "accuracy", "seconds": "s", "iterations": "iterations"}
-"""Figures of a row, and what they are called in a run."""
+"""Figures of a row, and their names in a run."""
 LENGTHS = tuple(f"ripples:policy=smart,every={every}" for every in (1, 2, 4, 8))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what only real training knows."""
+    """Add the arguments of real training."""
     parser.add_argument("--training-rows", nargs="+", default=list(ROWS), help="in Fig. 18")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="in 16, 18 and 20")
     parser.add_argument("--slow-rate", default="200mbit", help="of a host, in 16 to 20 (200mbit)")
@@ -78,22 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def figure_16(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield trainings by how many steps are between two averages.
-
-    Raises:
-        LabError: a lab cannot be made, or a worker failed.
-        UsageError: there is no such row, or no such time.
-    """
+    """Yield trainings by the number of steps between two averages."""
     yield "0", _trained(args, list(LENGTHS), 0.0, "16: steps between averages")
 
 
 def figure_18(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield trainings by how slow one worker is.
-
-    Raises:
-        LabError: a lab cannot be made, or a worker failed.
-        UsageError: there is no such row, or no such time.
-    """
+    """Yield trainings by the slowness of one worker."""
     for factor in args.training_slowness:
         who = f"one worker sleeps {factor:g} iterations" if factor else "equal workers"
         title = f"18: {who}"
@@ -101,12 +91,7 @@ def figure_18(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def figure_20(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """Yield trainings that take as long as each other, in whatever number of iterations.
-
-    Raises:
-        LabError: a lab cannot be made, or a worker failed.
-        UsageError: there is no such row, or no such time.
-    """
+    """Yield trainings of equal duration, in any number of iterations."""
     title = f"20: {args.seconds:g} s of training"
     yield "0", _trained(args, args.training_rows, 0.0, title, args.seconds)
 
@@ -116,7 +101,7 @@ def _trained(
 ) -> dict[str, Any]:
     spec = f"star:{args.hosts}@{args.slow_rate}"
     for row in rows:
-        contenders.parse(row)  # not after a lab is made
+        contenders.parse(row)  # fail before a lab is created
     if seconds < 0:
         raise UsageError(f"--seconds {seconds:g}: allowed are numbers above 0")
     with tempfile.TemporaryDirectory() as folder:
@@ -183,8 +168,8 @@ def reached(
     """Seconds and iterations until the mean loss of the last steps is below the target.
 
     Args:
-        losses: when each step of any worker was over, its loss, and whose it was; in this order.
-        ranks: as many steps of these are an iteration; the losses of others do not count.
+        losses: time, loss and rank of each worker's steps, in order of time.
+        ranks: their steps define iterations; the losses of others do not count.
         target: the loss.
     """
     own = [(seconds, loss) for seconds, loss, rank in losses if rank in ranks]
@@ -222,19 +207,19 @@ def _cell(row: dict[str, Any], name: str) -> str:
 
 
 def order(figure: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Say whether rows are in the paper's order: 16 and 18 by iterations, 20 by accuracy."""
+    """Return whether rows are in the paper's order: 16 and 18 by iterations, 20 by accuracy."""
     if figure == "20":
         figures = {row["row"]: row["accuracy"] for row in rows}
         return paper_order.notes(figures, paper_order.BY_FIGURE["20"], max)
     figures = {row["row"]: row["to_loss_iterations"] for row in rows}
-    if figure == "16":  # the more often, the fewer
+    if figure == "16":  # fewer iterations with more averages
         names = [row["row"] for row in rows]
         return paper_order.notes(figures, list(itertools.pairwise(names)), name=str)
     return paper_order.notes(figures, paper_order.BY_FIGURE[figure])
 
 
 def judged(found: dict[str, Any]) -> list[str]:
-    """Return which limits are missed."""
+    """Return the missed limits."""
     missed = []
     for slow, part in found.items():
         for row in part["rows"]:
@@ -258,9 +243,9 @@ def train(
     counted: Path,
     limit_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Train until workers have made ``length`` steps each, on the average (`counting`).
+    """Train until workers have made ``length`` steps each, on average (`counting`).
 
-    With ``limit_s`` until so many seconds have passed, whatever the steps.
+    With ``limit_s`` until so many seconds have passed, for any number of steps.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     batches, contender = task.batches(rank, size, seed), contenders.parse(row)
@@ -311,7 +296,7 @@ def train(
 
 
 def passed(begin: float, limit_s: float, *, alike: bool) -> float:
-    """The share of the time that has passed since ``begin``; if ``alike``, rank 0's, on all."""
+    """The elapsed share of the time since ``begin``; if ``alike``, rank 0's, on all."""
     share = torch.tensor((time.monotonic() - begin) / limit_s)
     if alike:
         dist.broadcast(share, 0)
@@ -319,7 +304,7 @@ def passed(begin: float, limit_s: float, *, alike: bool) -> float:
 
 
 def worker() -> None:
-    """Train all rows by turns; rank 0 keeps a line for each."""
+    """Train all rows by turns; rank 0 writes a line for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--length", type=int, required=True)
@@ -331,7 +316,7 @@ def worker() -> None:
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     task = accuracy.digits_task()
-    # As in Fig. 19: of smart groups, where they are among the rows.
+    # As in Fig. 19: of smart groups, if they are among the rows.
     usual = next((row for row in args.rows if "smart" in row), args.rows[0])
     sleep_s = args.slow * normal_s(task, usual) if args.slow else 0.0
     for seed in args.seeds:

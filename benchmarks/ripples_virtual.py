@@ -1,14 +1,13 @@
-"""What `ripples.py` has measured in the lab, beside the same in virtual time, row by row.
+"""Measurements of `ripples.py` in the lab, compared with virtual time, row by row.
 
     python benchmarks/ripples.py --figures 17 19 steps --json out/ripples.json
     python benchmarks/ripples_virtual.py out/ripples.json --json out/ripples_virtual.json
 
-Each part of the report says with which model, links, workers and slow worker it was measured; these
-are simulated (`wingbeat.simulator`), with the state machines of a real run and the simulator's
-defaults for what communication costs processors: in slow motion as in the lab, so that what does
-not slow down with it counts as little. Left out: that the lab's processes share this machine's
-cores, and what the store and the log take. Rows that cannot be simulated (`ddp`; AD-PSGD's
-pairs) are named.
+Each part of the report names its model, links, workers and slow worker. These are simulated
+(`wingbeat.simulator`) with the state machines of a real run and the simulator's default CPU costs
+of communication: in slow motion as in the lab, so that costs that it does not slow down count as
+little. Left out: that the lab's processes share this machine's cores, and the time of the store
+and the log. Rows that cannot be simulated (`ddp`; AD-PSGD's pairs) are named.
 
 Exit code 1 if a row of groups is more than 10% off (``--within``).
 """
@@ -34,13 +33,12 @@ FIGURES = ("17", "19", "steps")
 
 
 def main() -> int:
-    """Print and judge what was measured beside what is predicted."""
+    """Print the measurements with their predictions, and judge them."""
     args = arguments()
     return run_and_judge(args.json, functools.partial(fill, args))
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = beside.parser(__doc__, "ripples.py", "out/ripples_virtual.json")
     parser.add_argument("--jitter", type=float, default=0.02, help="of computation (0.02)")
     parser.add_argument("--iterations", type=int, default=60, help="simulated ones (60)")
@@ -48,18 +46,18 @@ def arguments() -> argparse.Namespace:
 
 
 def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, part by part, and return which rows are too far off."""
+    """Fill the report, part by part, and return the rows that are too far off."""
     parts = beside.parts_of(args.measured, FIGURES, "ripples.py", called)
     return beside.compare(parts, functools.partial(predict, args), "ripples", args.within, report)
 
 
 def called(factor: str) -> str:
-    """Return what a part is called, by how slow its slow worker is."""
+    """Return a part's name, by the slowness of its slow worker."""
     return "equal workers" if factor == "0" else f"one +{factor}x"
 
 
 def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> beside.Predicted | None:
-    """Return what a row would take in virtual time; None if it cannot be simulated."""
+    """Predict a row in virtual time; None if it cannot be simulated."""
     choices = beside.choices_of(row)
     if choices.averaging is None:
         return beside.in_lockstep(checked, row, layout=_layout(checked), slow=_slow(checked))
@@ -89,7 +87,7 @@ def _layout(checked: Checked) -> Layout:
 
 
 def _slow(checked: Checked) -> dict[int, float]:
-    """Return by what the times of workers are multiplied that sleep in each iteration."""
+    """Return the factors on the times of workers that sleep in each iteration."""
     found = {}
     for text in checked.config.slow:
         rank, plus, factor = text.partition("=+")

@@ -1,17 +1,17 @@
-"""What it takes to decide which slice goes next, an iteration: Geryon's Fig. 10.
+"""The CPU time to decide which slice is next, per iteration: Geryon's Fig. 10.
 
     python benchmarks/scheduling.py --json out/scheduling.json
 
 The slices of VGG-19 for eight workers and eight servers, at the three thresholds of the paper's
 Table IV. In each iteration a worker looks up the class of each slice that it pushes and puts it
 into its queue, and a server puts every worker's sums, as they become complete, into its own and
-takes them out: the real tables and queues, without messages, so that nothing but deciding is
-timed. The rows' iterations take turns; processor time of one core in milliseconds, worker and
-server together: median, 99th percentile, the longest.
+takes them out: the real tables and queues, without messages, so that only the decisions are timed.
+The rows' iterations take turns; CPU time of one core in milliseconds, worker and server together:
+median, 99th percentile, maximum.
 
-``waiting`` is for how long sums that are complete are held back, for another that is needed sooner
-and is not complete yet, as the slowest sum of an iteration in a server's units of one arriving
-slice: what TICTAC's order costs beyond the deciding. Geryon holds nothing back.
+``waiting`` is how long complete sums are held back for another that is needed sooner and is not
+complete yet, as the slowest sum of an iteration in a server's units of one arriving slice: the cost
+of TICTAC's order in addition to the decisions. Geryon holds nothing back.
 
 Exit code 1 if Geryon's median is 1 ms or more.
 """
@@ -41,14 +41,14 @@ SLICES = (1 << 20, 1 << 19, 1 << 18)
 ROWS = {"Geryon": "geryon:pull=start", "TICTAC": "tictac", "P3": "p3"}
 LIMIT_MS = 1.0
 LARGEST = 1 << 20
-"""Elements in a message at most."""
+"""Maximum number of elements in a message."""
 
 
 class Side:
     """One worker's requests of all servers, and one server's queue for all workers.
 
     Attributes:
-        held: for how many arrivals the sum that was held back longest waited.
+        held: maximum number of arrivals for which a sum was held back.
     """
 
     def __init__(self, choices: Choices) -> None:
@@ -64,11 +64,10 @@ class Side:
         self.held = 0
 
     def slices(self) -> int:
-        """How many there are."""
         return sum(len(self.planner.requests(bucket)) for bucket in self.buckets)
 
     def worker(self) -> float:
-        """Seconds that a worker takes to decide about its pushes of one iteration."""
+        """Seconds of a worker's decisions about its pushes of one iteration."""
         queue: SendQueue[SliceRequest] = SendQueue(
             self.order if self.order is Order.URGENT else Order.READY
         )
@@ -83,7 +82,7 @@ class Side:
         return time.thread_time() - begin
 
     def server(self) -> float:
-        """Seconds that the first server takes to decide about its sums of one iteration."""
+        """Seconds of the first server's decisions about its sums of one iteration."""
         mine = [
             [each for each in self.planner.requests(bucket) if each.slice.server == 0]
             for bucket in self.buckets
@@ -98,7 +97,7 @@ class Side:
             return _arrived
 
         begin = time.thread_time()
-        if in_turn:  # the order is known before: each sum has its place
+        if in_turn:  # the order is known in advance
             for bucket in self.forward:
                 for each in mine[bucket]:
                     _add(queue, each)
@@ -174,7 +173,6 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]]) -> Printed:
-    """Return all rows as they are printed."""
     cells = [
         (
             f"{row['row']}, {row['elements']:,}",
@@ -192,7 +190,6 @@ def table(rows: list[dict[str, Any]]) -> Printed:
 
 
 def main() -> int:
-    """Measure, print a table and judge it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,22 +1,22 @@
-"""Servers in virtual time, beside Geryon's Table II.
+"""Servers in virtual time, compared with Geryon's Table II.
 
     python benchmarks/served.py --json out/served.json
 
-No run and no clock: `wingbeat.simulator` with eight workers at a K40's pace and a server beside
-each, on 10GbE less headers, nothing encrypted. Gradients are copied and parameters updated on
-other devices than those that communicate, as there; messages and sums cost what `Work` says.
-Efficiency is computation over the median iteration.
+Nothing is measured: `wingbeat.simulator` has eight workers at a K40's pace and one server on each
+host, on 10GbE less headers, nothing encrypted. Gradients are copied and parameters updated on
+other devices than those that communicate, as in the paper; messages and sums cost what `Work`
+defines. Efficiency is computation over the median iteration.
 
 - vanilla: whole tensors on one server each, pulled at the start in random order;
 - slicing: shards and slices, pulled at the start in random order;
 - Geryon: the same in two classes of flows, pulled in forward order;
-- ready: wingbeat's default, where a sum comes back when it is complete, beside the paper's Geryon;
+- ready: wingbeat's default, where a sum is returned when complete, next to the paper's Geryon;
 - coarse: Geryon with fully connected layers in the second class;
 - tuned: Geryon with the thresholds that the tuner of real runs finds, for 2, 3 and 4 classes.
 
-VGG-19's throughput is the paper's; the three others are derived and right within a factor of two
-(``docs/developers/paced-models.md``). So Geryon's efficiencies are an interval: in brackets what
-they are on a device that takes twice as long, and half as long.
+VGG-19's throughput is the paper's; the three others are derived and accurate within a factor of two
+(``docs/developers/paced-models.md``). So Geryon's efficiencies are an interval: the brackets have
+those of a device that takes twice as long, and half as long.
 
 Thresholds of two classes are swept as well. Exit code 1 if the rows are not in the paper's order,
 Geryon's efficiency is below the paper's, as the preset is or as the paper has it (pulled at the
@@ -57,7 +57,7 @@ OFF_BEST = 1.02
 PAPER = GERYON_TABLES[10.0]
 DERIVED = ("alexnet", "resnet50", "yolo")
 OFF_PACE = (2.0, 0.5)
-"""By what the derived times may be off."""
+"""Maximum error of the derived times, as a factor."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Setting:
         return self.alone_s / run.median_s
 
     def tuned(self, classes: int, points: int) -> dict[str, Any]:
-        """What the tuner finds and, for two classes, a sweep of thresholds and all it tried."""
+        """The tuner's result and, for two classes, a sweep of thresholds and all its trials."""
         choices = baselines.parse(TUNED.format(classes)).choices()
         thresholds = simulator.Thresholds(self.model, choices, WORKERS, self.links, work=WORK)
         result = thresholds.tuned()
@@ -130,7 +130,7 @@ def rows_table(
     tuned: dict[int, dict[str, Any]],
     paces: dict[str, list[float]],
 ) -> Printed:
-    """Return one model's efficiencies beside the paper's."""
+    """Return one model's efficiencies with the paper's."""
     paper = dict(zip(("vanilla", "slicing", "geryon"), PAPER[model], strict=True))
     cells = [
         (
@@ -169,7 +169,7 @@ def rows_table(
 
 
 def sweep_table(model: str, sweep: dict[float, float]) -> Printed:
-    """Return what thresholds of two classes are worth."""
+    """Return the effect of thresholds of two classes."""
     cells = [(f"{level:.2f}", f"{value:.1%}") for level, value in sweep.items()]
     return Printed.of(f"{model}: thresholds of two classes", ("threshold", "efficiency"), cells)
 

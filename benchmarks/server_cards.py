@@ -1,12 +1,12 @@
-"""What servers make of several network cards: an iteration over all of them, and over the first.
+"""Servers with several network interfaces: an iteration over all NICs, and over the first.
 
     python benchmarks/server_cards.py --json out/server_cards.json
     python benchmarks/server_cards.py --lab star:2x2@1gbit --strategies geryon:update=server
 
-Workers of a lab, each with a server beside it, train six layers of 1.4 million parameters each,
-whose computation is short, so that the network is the limit. Bytes are the kernel's, by card.
+Workers of a lab, each with one server on its host, train six layers of 1.4 million parameters each,
+whose computation is short, so that the network is the limit. Bytes are the kernel's, by NIC.
 
-Rule: with c cards an iteration takes at most 1.15 / c of the time with one, and each card carries
+Rule: with c NICs an iteration takes at most 1.15 / c of the time with one, and each NIC carries
 its part of the bytes by its measured speed to 0.03 (exit code 1 otherwise).
 """
 
@@ -32,7 +32,7 @@ LONGER, OFF = 1.15, 0.03
 
 
 def work(row: str, first: str) -> None:
-    """Train on one host, over all cards or the first alone; print what rank 0 has measured."""
+    """Train on one host, over all NICs or the first alone; print rank 0's measurements."""
     import torch
 
     import wingbeat
@@ -65,11 +65,7 @@ def work(row: str, first: str) -> None:
 
 
 def measured(spec: str, row: str, first: str) -> dict[str, Any]:
-    """Return what rank 0 of a lab has found.
-
-    Raises:
-        LabError: a worker failed.
-    """
+    """Return the results of a lab's rank 0."""
     lines: list[str] = []
     ended = lab.run(
         spec,
@@ -84,10 +80,10 @@ def measured(spec: str, row: str, first: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Measure each strategy both ways; return what is missed."""
+    """Measure each strategy both ways; return the missed limits."""
     missed, cells = [], []
     for row in args.strategies:
-        baselines.parse(row)  # not after a lab is made
+        baselines.parse(row)  # fail before a lab is created
     report.update(lab=args.lab, rows={})
     for row in args.strategies:
         one, many = (measured(args.lab, row, first) for first in ("eth0", ""))

@@ -1,17 +1,17 @@
-"""One parameter server on loopback: how fast it sums, and what memory it takes.
+"""One parameter server on loopback: the speed of its sums, and its memory.
 
     python benchmarks/servers.py --json out/servers.json
 
-Three cases; exit code 1 if a limit is missed. What is compared takes turns in each round, in one
-order and then in the other, and a ratio is the median of the rounds' ratios.
+Three cases; exit code 1 if a limit is missed. Compared alternatives take turns in each round, in
+one order and then in the other, and a ratio is the median of the rounds' ratios.
 
 push    Workers, each a process, push slices of the default size to a server, and to a process that
-        takes the same messages and drops them; both in the clear and encrypted. Limit: the server
-        sums 0.7 of the bytes a second that the message layer delivers to the other.
-sum     What a server does with pushed slices, beside torch's `copy_` and `add_` on the same sizes
+        receives the same messages and drops them; both unencrypted and encrypted. Limit: the server
+        sums 0.7 of the bytes per second that the message layer delivers to the other.
+sum     A server's work on pushed slices, compared with torch's `copy_` and `add_` on the same sizes
         with one thread. Limit: 0.8 for each dtype.
-memory  Of the servers of `push`, beyond what they take once they have met all workers: when workers
-        are even, and when rank 0 comes late. Limit: twice the shards, and the window
+memory  Of the servers of `push`, in addition to that after the rendezvous with all workers: when
+        workers are even, and when rank 0 is late. Limit: twice the shards, and the window
         (`wingbeat.methods.parameter_server.server.limits_of`) of each flow to the server.
 """
 
@@ -43,11 +43,11 @@ MIB = 1 << 20
 PATIENCE = 60.0
 CLASSES = 2
 SMALL = 4096
-"""Bytes of the last slice of each class: its sum says that all others of the class are there."""
+"""Bytes of the last slice of each class: its sum implies that the class is complete."""
 
 WAYS = ("server", "sink", "server, encrypted", "sink, encrypted")
 LATE = 2.0
-"""Seconds that rank 0 comes after the others."""
+"""Seconds by which rank 0 is late."""
 
 
 def slices_of(mib: int) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ def slices_of(mib: int) -> list[tuple[int, int]]:
 
 
 def config_of(way: str, workers: int, mib: int) -> ServerConfig:
-    """Return what the process behind ``way`` is told."""
+    """Return the configuration of the process behind ``way``."""
     return ServerConfig(
         room=way.replace(", ", "-"),
         index=0,
@@ -79,7 +79,7 @@ def config_of(way: str, workers: int, mib: int) -> ServerConfig:
 
 
 def sink(text: str) -> None:
-    """Take what workers push and drop it; answer the pulls of a slice when all have come."""
+    """Receive and drop the workers' pushes; answer the pulls of a slice when all have arrived."""
     config = ServerConfig.from_json(text)
     store = PipeStore(sys.stdout, sys.stdin)
     box = config.open(store)
@@ -101,7 +101,7 @@ def sink(text: str) -> None:
 
 
 def sender(rank: int, workers: int, mib: int) -> None:
-    """Push whenever told to, and say from when to when that took."""
+    """Push on request, and report begin and end."""
     import numpy as np
 
     from wingbeat.transport.messages import open_mailbox
@@ -130,7 +130,7 @@ def sender(rank: int, workers: int, mib: int) -> None:
 
 
 def push(box: Any, server: int, parts: list[memoryview], number: int) -> None:
-    """Push all slices, those of one class after those of another in turns; wait for the last."""
+    """Push all slices, alternating between classes; wait for the last."""
     last = range(len(parts) - CLASSES, len(parts))
     for n, part in enumerate(parts):
         urgency = n % CLASSES
@@ -147,7 +147,7 @@ def push(box: Any, server: int, parts: list[memoryview], number: int) -> None:
 
 
 class Child:
-    """A process of this benchmark, which finds the others through this one."""
+    """A child process, which gets the addresses of the others from this one."""
 
     def __init__(self, words: list[str], store: Any) -> None:
         self.process = subprocess.Popen(
@@ -176,7 +176,7 @@ class Child:
         return json.loads(line)
 
     def memory(self, what: str) -> int:
-        """Return bytes of resident memory: now (``VmRSS``), or the most so far (``VmHWM``)."""
+        """Return bytes of resident memory: now (``VmRSS``), or the maximum so far (``VmHWM``)."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(status.split(f"{what}:")[1].split()[0])
 
@@ -212,7 +212,7 @@ class Job:
         self.rounds = dict.fromkeys(WAYS, 0)
 
     def once(self, way: str, late: float = 0.0) -> float:
-        """Have all push once; return bytes a second of all together."""
+        """Have all push once; return bytes per second of all together."""
         for rank, child in enumerate(self.senders):
             child.tell(json.dumps([way, self.rounds[way], 0.0 if rank else late]))
         self.rounds[way] += 1
@@ -221,7 +221,7 @@ class Job:
         return float(nbytes / (max(ends) - min(begins)))
 
     def grown(self, way: str) -> int:
-        """Bytes that a server has taken at most, beyond what it had when it had met all."""
+        """Maximum memory of a server, in addition to that after its rendezvous, in bytes."""
         return self.receivers[way].memory("VmHWM") - self.met[way]
 
     def close(self) -> None:
@@ -229,11 +229,11 @@ class Job:
             child.close()
 
 
-# -- what is measured ---------------------------------------------------------------------
+# -- measurements -------------------------------------------------------------------------
 
 
 def pushes(workers: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes a second of each way, and the servers' memory."""
+    """Bytes per second of each way, and the servers' memory."""
     job = Job(workers, args.mib)
     try:
         for way in WAYS:
@@ -275,7 +275,7 @@ def alternate(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, li
 
 
 def sums(args: argparse.Namespace, workers: int = 4) -> dict[str, dict[str, list[float]]]:
-    """Pushed bytes a second of a server's arithmetic and of torch's, by dtype."""
+    """Pushed bytes per second of a server's arithmetic and of torch's, by dtype."""
     import torch
 
     torch.set_num_threads(1)
@@ -337,7 +337,7 @@ def _torchs(dtype: Any, mib: int, workers: int) -> Callable[[], float]:
     results = [torch.zeros(len(payloads[0]), dtype=dtype) for _ in range(count)]
 
     def once() -> None:
-        totals[:] = totals[count:] + totals[:count]  # as with a server: two buffers a slice
+        totals[:] = totals[count:] + totals[:count]  # as with a server: two buffers per slice
         for rank, payload in enumerate(payloads):
             for total in totals[:count]:
                 if rank == 0:
@@ -352,7 +352,7 @@ def _torchs(dtype: Any, mib: int, workers: int) -> Callable[[], float]:
     return lambda: _timed(count * sum(each.nbytes for each in payloads), once)
 
 
-# -- what is judged -----------------------------------------------------------------------
+# -- limits -------------------------------------------------------------------------------
 
 
 def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -396,7 +396,6 @@ def ratios(ours: list[float], theirs: list[float]) -> list[float]:
 
 
 def table(rows: list[dict[str, Any]], rounds: int) -> Printed:
-    """Return all figures as they are printed."""
     cells = [
         (
             row["what"],
@@ -436,7 +435,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parse the command line; in one of the processes, be that."""
+    """Parse the command line; in a child process, run as that process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

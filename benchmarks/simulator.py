@@ -1,4 +1,4 @@
-"""What the simulator predicts beside what the lab measures.
+"""The simulator's predictions compared with the lab's measurements.
 
     python benchmarks/simulator.py --json out/simulator.json
     python benchmarks/simulator.py --models vgg16 --rates 1gbit 10gbit --strategies dear:plan=fixed
@@ -7,9 +7,9 @@
 
 Each model and rate is one ``wingbeat bench``: real workers, sockets and shaped links, with paced
 compute. The same strategies then run in virtual time, with the same plan, schedule and machine, on
-links of the same rate less what Ethernet, IP and TCP headers take. What communication costs the
-processors is the simulator's default; it is not fitted to the runs that it is compared with. Where
-a strategy has servers, the lab's switches have two classes, and so have the simulated ones.
+links of the same rate less Ethernet, IP and TCP headers. The CPU cost of communication is the
+simulator's default; it is not fitted to the runs that it is compared with. Where a strategy has
+servers, the lab's switches have two classes, and so have the simulated ones.
 
 Exit code 1 if a median is more than 10% off, or the strategies are not ranked as in the lab where
 they differ by more than that.
@@ -87,7 +87,7 @@ def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
         stretch=args.stretch,
     )
     checked = config.check()
-    # Before anything is measured: what cannot be simulated is refused here.
+    # Refuse what cannot be simulated before any measurement.
     predicted = [simulated.median_s(checked, contender) for contender in checked.rows]
     raw = runner.run(config, command=sys.argv).report.to_json()
     rows = []
@@ -109,7 +109,7 @@ COLUMNS = ("strategy", "lab, ms", "p10 .. p90, ms", "simulated, ms", "off, %")
 
 
 def table(run: dict[str, Any]) -> Printed:
-    """Return one model's rows at one rate as they are printed."""
+    """Return one model's rows at one rate for printing."""
     cells = [
         (
             row["strategy"],

@@ -1,15 +1,15 @@
 """The gradient sketch as in section 6.5 and 6.6 of the paper on Canary, figure by figure.
 
 22a  real training on real data over slow links, sketched for the first 0 to 100% of all
-     iterations and dense for the rest: accuracy over time. The paper does not say which part of
+     iterations and dense for the rest: accuracy over time. The paper does not state which part of
      the progress is sketched; its claim is that the early stage becomes faster, so it is the first.
 22b  seconds of sketching in one iteration of every profile: encoding with a residual, adding the
-     others' payloads and decoding, on this machine's kernels, all of it exposed; beside the
-     profile's own forward and backward, and what the links need for the payloads. A stack of
+     others' payloads and decoding, on this machine's kernels, all of it exposed; with the
+     profile's own forward and backward, and the links' time for the payloads. A stack of
      times without overlap, as the paper draws it.
 ddp  Figs. 25 to 27: DistributedDataParallel with and without the sketch by its hook, paced
      models on emulated clusters; samples per second. Profiles are of ImageNet's sizes (Fig. 27).
-     At the paper's 10GbE first, and at 1 Gbit/s, in slow motion, so that two cores can do the
+     At the paper's 10GbE first, and at 1 Gbit/s, in slow motion, so that two cores can carry the
      traffic; the sketch is slowed down as well, to what one core would need for the whole model.
 
 Rules, with exit code 1 and a line for each that is missed: in 22a the final accuracy, mean over
@@ -50,7 +50,7 @@ FIGURES = ("22a", "22b", "ddp")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 POINTS, FASTER, OVERHEAD = 0.5, 0.9, 0.1
 DDP_MODELS = ("alexnet", "vgg19", "inception_v3", "resnet50")
-"""Those of the paper's six for which there are profiles; ResNet-50 stands for its ResNets."""
+"""Those of the paper's six that have profiles; ResNet-50 represents its ResNets."""
 LABS = ("star:4@10gbit", "star:4@1gbit")
 PAPER_WIRE = "lowrank@4:bits=8:split=count:level=ends"
 EXAMPLES = f"""examples:
@@ -66,7 +66,7 @@ EXAMPLES = f"""examples:
 
 
 def row_of(share: float, iterations: int, wire: str) -> str:
-    """The row that sketches this share; all dense is the plain row, with no codec at all."""
+    """The row that sketches this share; all dense is the plain row, without a codec."""
     if not share:
         return "allreduce"
     asked = replace(coded(wire), share=share, total=iterations, auto_disable=False)
@@ -74,7 +74,7 @@ def row_of(share: float, iterations: int, wire: str) -> str:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """All trainings on this rank, shares taking turns within a seed; rank 0 keeps a line each."""
+    """All trainings on this rank, shares taking turns within a seed; rank 0 writes a line each."""
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     task = accuracy.TASKS[options.task]()
@@ -113,9 +113,9 @@ def trainings(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def by_share(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each share: means over seeds, and the time to what the dense training has early.
+    """A row for each share: means over seeds, and the time to the dense training's early accuracy.
 
-    Early is its first tenth; a training that never gets there has no time.
+    Early is its first tenth; a training that never reaches it has no time.
     """
     dense = [run["curve"][0]["accuracy"] for run in runs if not run["share"]]
     early = statistics.fmean(dense) if dense else None
@@ -139,7 +139,7 @@ def by_share(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def seconds_to(curve: Sequence[dict[str, Any]], least: float | None) -> float | None:
-    """Seconds of training until the accuracy was seen; None if it never was."""
+    """Seconds of training until the accuracy was reached; None if it never was."""
     if least is None:
         return None
     return next((mark["s"] for mark in curve if mark["accuracy"] >= least), None)
@@ -263,7 +263,7 @@ def figure_ddp(options: argparse.Namespace) -> dict[str, Any]:
             batch = paced.load_profile(name).batch_size
             for row in hooks.summary(turns, asked.rows, hosts):
                 found = {"lab": text, "model": name, "workers": hosts, **row}
-                # As if there were no slow motion.
+                # Without slow motion.
                 found["samples"] = hosts * batch * options.stretch
                 found["samples_per_s"] = found["samples"] / row["iteration_s"]
                 rows.append(found)
@@ -324,7 +324,7 @@ MEASURE = {
 
 
 def expected_s(options: argparse.Namespace) -> float:
-    """About how long all of it takes, from bytes and rates; the machine may be slower."""
+    """Estimated duration of all parts, from bytes and rates; the machine may be slower."""
     seconds = 0.0
     if "22a" in options.figures:
         spec = lab.LabSpec.parse(options.lab)
@@ -380,7 +380,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UsageError for what cannot work, before anything is measured."""
+    """Raise UsageError for invalid values, before any measurement."""
     coded(options.wire)
     for key in ("rounds", "threads", "ddp_iterations"):
         if getattr(options, key) < 1:
@@ -402,7 +402,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Measure the figures that were asked for, print tables, and judge them."""
+    """Measure the requested figures, print tables, and judge them."""
     options = arguments()
     if options.worker:
         worker(options)
@@ -436,7 +436,7 @@ def main() -> int:
 
 
 def with_scale(options: argparse.Namespace, figure: str) -> argparse.Namespace:
-    """The options with the scale that models have in this figure, unless one was given."""
+    """The options with this figure's scale of models, unless one was given."""
     usual = 0.05 if figure == "ddp" else 1.0
     return argparse.Namespace(**{**vars(options), "scale": options.scale or usual})
 

@@ -1,4 +1,4 @@
-"""What sketching takes of an iteration (Canary, Fig. 22b); `sketch.py` shows it."""
+"""Sketching's share of an iteration (Canary, Fig. 22b); `sketch.py` shows it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from wingbeat_lab import paced
 
 
 def coded(text: str) -> compression.Sketch | compression.LowRank:
-    """The settings that are meant.
-
-    Raises:
-        UsageError: they are none of a sketch, or have a share already.
-    """
+    """Return the settings."""
     wire = compression.parse(text)
     if (
         not isinstance(wire, compression.Sketch | compression.LowRank)
@@ -56,10 +52,10 @@ def timed(action: Callable[[], object], device: str) -> float:
 
 
 def sketching_s(coding: Coding, numel: int, options: argparse.Namespace) -> list[float]:
-    """Seconds of what one worker encodes and decodes in an iteration, in each round.
+    """Seconds of one worker's encoding and decoding in an iteration, in each round.
 
-    All gradients are encoded once, the own block's sum among them. Of each other worker's payload
-    the own block is decoded and added, and all blocks are decoded at the end.
+    All gradients are encoded once, the own block's sum among them. The own block of each other
+    worker's payload is decoded and added, and all blocks are decoded at the end.
     """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(numel, generator=generator)
@@ -78,7 +74,7 @@ def sketching_s(coding: Coding, numel: int, options: argparse.Namespace) -> list
             coding.decode(part, out, block, add=True)
         coding.decode(payload, out, whole)
 
-    # The first fills pages and caches and compiles.
+    # The first round fills pages and caches and compiles.
     return [timed(iteration, options.device) for _ in range(options.rounds + 1)][1:]
 
 

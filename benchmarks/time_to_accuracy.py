@@ -1,23 +1,23 @@
-"""Seconds of training to an accuracy that was named before, end to end, in one run.
+"""Seconds of training to a predefined accuracy, end to end, in one run.
 
     python benchmarks/time_to_accuracy.py --json out/time_to_accuracy.json
     python benchmarks/time_to_accuracy.py --lab star:4@20mbit --strategies ddp ddp+bf16 omgs
     python benchmarks/time_to_accuracy.py --task text --seeds 0 1 2 3 4
 
-Each row trains a real network on real data over the links of a lab, and is timed while it does: the
-clock runs from before `distribute` on. So all that a row has to find out first is on it (links are
-measured, sizes tuned, codecs tried), and so are densities that still fall, and what a worker needs
-from the others before it can be judged (what is put off, the mean of all models). Evaluations alone
-are not, nor is what a process does once in its life (a few iterations of the first row, before the
-clock). Nothing is paced, scaled or in slow motion: links are as slow as the network is small.
+Each row trains a real network on real data over the links of a lab; the clock starts before
+`distribute`. The time includes all tuning of a row (links are measured, sizes tuned, codecs tried),
+densities that still fall, and the synchronization before an evaluation (deferred work, the mean of
+all models). It excludes the evaluations themselves, and what a process does once (a few iterations
+of the first row, before the clock). Nothing is paced, scaled or in slow motion: links are as slow
+as the network is small.
 
 The scoring is MLPerf Training's. Rows take turns; each trains once for each seed, from the same
 weights on the same batches, until held-out accuracy is at the target, or to the end. Of a row's
 seconds the best and the worst are dropped, and the mean of the rest is its score; a training that
-ends below the target counts as the worst, and how many did is shown. Targets stand in this file
-(`TARGETS`), below what DDP comes to, and were written down before a row was run.
+ends below the target counts as the worst, and the table has the number of these. Targets are in
+this file (`TARGETS`), below DDP's final accuracy, and were chosen before a row was run.
 
-Exit code 1 if a form of DDP is there before the first of wingbeat's strategies.
+Exit code 1 if a form of DDP reaches the target before the first of wingbeat's strategies.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ROWS = (
     "diloco:every=30,compression=sketch@4",
 )
 LEAST = 3
-"""Seeds: the best and the worst are dropped."""
+"""Number of seeds: the best and the worst are dropped."""
 FEW = 5
 """Iterations before the first clock."""
 
@@ -102,7 +102,7 @@ def summary(runs: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Whether a form of DDP is there first, and who ends with different weights."""
+    """Whether a form of DDP is first, and the rows whose workers end with different weights."""
     out = [
         f"{row['strategy']} leaves the workers with different weights"
         for row in rows
@@ -134,7 +134,7 @@ COLUMNS = (
 
 
 def table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Printed:
-    """Return the rows as they are printed; the slowest first, and before it who is not there."""
+    """Return the rows for printing; those that miss the target first, then the slowest."""
     cells = []
     for row in sorted(rows, key=lambda row: -(row["score_s"] or math.inf)):
         there = [each for each in row["seconds"] if each is not None]
@@ -159,7 +159,7 @@ def table(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> Printe
 
 
 def worker(options: argparse.Namespace) -> None:
-    """All trainings on this rank, rows taking turns within a seed; rank 0 keeps a line each."""
+    """All trainings on this rank, rows taking turns within a seed; rank 0 writes a line each."""
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     task = accuracy.TASKS[options.task]()
@@ -179,11 +179,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def trainings(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train on the lab; every training's curve.
-
-    Raises:
-        LabError: the lab cannot be made, or a worker failed.
-    """
+    """Train on the lab; return every training's curve."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "runs.jsonl"
         words = [sys.executable, __file__, *sys.argv[1:], "--worker", str(path)]
@@ -195,7 +191,7 @@ def trainings(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report, and return what is missed."""
+    """Fill the report, and return the missed limits."""
     check(options)
     report |= {"lab": options.lab, "task": options.task, "target": options.target}
     write(options.json, report)
@@ -207,7 +203,7 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise UsageError for what cannot work, before anything starts."""
+    """Raise UsageError for invalid values, before anything starts."""
     if len(set(options.seeds)) < LEAST:
         raise UsageError(
             f"--seeds {' '.join(map(str, options.seeds))}: allowed are {LEAST} or more, each once: "

@@ -7,12 +7,13 @@ wingbeat's AllReduce and DeAR in its place: by turns, ``--rounds`` times. First 
 with as many workers at a time as train later; the links' rate follows from it, so that exchanging
 all gradients takes ``--ratio`` times a forward at the line rate.
 
-Printed for each row: milliseconds an iteration (the median of all workers' and rounds', without
-the first few), how many times DDP's speed that is, how far the weights are from those that the
-library's DDP trained, and how many lines a user changes. Judged: DeAR is at least 1.15 times as
-fast, AllReduce takes at most 1.02 of DDP's time, weights are within 1e-5, two lines at most.
+The table has for each row: milliseconds per iteration (the median of all workers' and rounds',
+without the first few), its speed relative to DDP, the distance of the weights from those that the
+library's DDP trained, and the number of lines that a user changes. Limits: DeAR is at least 1.15
+times as fast, AllReduce takes at most 1.02 of DDP's time, weights are within 1e-5, two lines at
+most.
 
-What each library does is in ``trainer_rows/``; its module of a library says what a row needs.
+What each library does is in ``trainer_rows/``; a library's module defines what its rows need.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ STRATEGIES = ("ddp", "allreduce", "dear")
 WORKER = Path(__file__).parent / "trainer_rows" / "worker.py"
 
 FASTER = 1.15
-"""Times DDP's speed that DeAR is to have."""
+"""Minimum speed of DeAR over DDP."""
 SLOWER = 1.02
-"""Times DDP's iteration that AllReduce may take."""
+"""Maximum iteration time of AllReduce over DDP's."""
 DISTANCE = 1e-5
 LINES = 2
 
@@ -52,11 +53,7 @@ LINES = 2
 
 
 def run(args: argparse.Namespace, spec: str, library: str, strategy: str, folder: Path) -> None:
-    """Run the workers of one row in a lab; they leave files in ``folder``.
-
-    Raises:
-        LabError: a worker failed, or the lab could not be made.
-    """
+    """Run the workers of one row in a lab; they write files to ``folder``."""
     keys = ("iterations", "mb", "batch", "width", "layers")
     options = json.dumps({key: getattr(args, key) for key in keys})
     words = [sys.executable, str(WORKER), str(folder), library, strategy, options]
@@ -87,7 +84,7 @@ def rate_of(args: argparse.Namespace, forward: float) -> int:
 
 
 def megabytes(args: argparse.Namespace) -> float:
-    """Return what all gradients take, in MB of 10**6 bytes."""
+    """Return the size of all gradients, in MB of 10**6 bytes."""
     from trainer_rows.task import Transformer
 
     model = Transformer(args.width, args.layers)
@@ -150,7 +147,7 @@ def measured(args: argparse.Namespace, spec: str, library: str) -> list[dict[str
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what rows do not hold of what is wanted of them."""
+    """Return the missed limits."""
     found = []
     for row in rows:
         who = f"{row['library']}, {row['strategy']}"
@@ -176,7 +173,6 @@ COLUMNS = (
 
 
 def table(rows: list[dict[str, Any]], spec: str) -> Printed:
-    """Return the rows as they are printed."""
     cells = [
         (
             f"{row['library']}, {row['strategy']}",
@@ -196,7 +192,7 @@ def table(rows: list[dict[str, Any]], spec: str) -> Printed:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
-    """Fill the report; return what is missed."""
+    """Fill the report; return the missed limits."""
     forward = forward_of(args)
     mbit = rate_of(args, forward)
     spec = f"star:{args.hosts}@{mbit}mbit"

@@ -7,10 +7,10 @@ For each model, on one lab and in one run: DeAR trains with 20 bucket sizes betw
 evenly spaced in their logarithm, which take turns (the curve). Then each search tunes trainings
 of its own, one from each of several small sizes (``--starts``): 25 MB, where DeAR starts, is within
 3% of the best on these networks, so that a search from there has nothing to find. At the end the
-sizes that the searches chose and the curve's best take turns once more, side by side.
+sizes that the searches chose and the curve's best take turns once more.
 
 A search has *found* a size when the curve is within 3% of its best there. A start that is within 3%
-itself is said so, and counts for nothing. The grid goes up from the smallest size. Random search
+itself is marked, and does not count. The grid goes up from the smallest size. Random search
 needs 1/p trials on average, where a share p of the range is within 3%. Model scale and network are
 those of ``dear.py`` (slow: 10GbE on 64 GPUs); sizes shrink with the model.
 
@@ -52,7 +52,7 @@ WITHIN = 0.97
 MAX_TRIALS, MAX_COST_S = 10, 0.05
 POINTS = 20
 SETTLE = 2
-"""Iterations after a change of size that do not count: memory is touched for the first time."""
+"""Uncounted iterations after a change of size: memory is touched for the first time."""
 
 
 def curve_sizes() -> list[float]:
@@ -133,7 +133,7 @@ def take_turns(
 
 
 def search(options: argparse.Namespace, name: str, start_mb: float) -> dict[str, Any]:
-    """Train until the search has ended; what it tried, and what it chose (on rank 0)."""
+    """Train until the search has ended; return its trials, and its choice (on rank 0)."""
     training = Training(options, name, start_mb)
     control = training.engine.control
     assert control is not None
@@ -201,7 +201,7 @@ def interpolate(sizes: Sequence[float], curve: Sequence[float], mb: float) -> fl
 
 
 def judge(raw: dict[str, Any]) -> dict[str, Any]:
-    """Add to the raw figures how many trials each search needed, and how good its choice is."""
+    """Add to the raw figures each search's number of trials, and the quality of its choice."""
     sizes, curve = raw["sizes_mb"], raw["curve_s"]
     limit = min(curve) / WITHIN
     fine = [100 ** (i / 2000) for i in range(2001)]
@@ -223,7 +223,7 @@ def judge(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def missed(name: str, report: dict[str, Any]) -> list[str]:
-    """What of the limits Bayesian optimisation did not keep."""
+    """The missed limits of Bayesian optimisation."""
     out = []
     for each in report["searches"]:
         if each["search"] != "bo":
@@ -252,7 +252,7 @@ COLUMNS = (
 
 
 def table(name: str, report: dict[str, Any], where: str) -> Printed:
-    """Return what each search needed for one model as it is printed."""
+    """Return the results of each search for one model, for printing."""
     searches = dict.fromkeys(each["search"] for each in report["searches"])
     cells = [
         (
@@ -278,7 +278,7 @@ def table(name: str, report: dict[str, Any], where: str) -> Printed:
 
 
 def over_starts(search: str, searches: Sequence[dict[str, Any]]) -> str:
-    """Say how a search's trials and choices spread over its starts; useless starts are left out."""
+    """Describe the spread of a search's trials and choices over its useful starts."""
     mine = [s for s in searches if s["search"] == search and s["start_of_best"] < WITHIN]
     if not mine:
         return f"{search}: no start that is not good already"
@@ -337,7 +337,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measure each model, print what each search needed, and judge."""
+    """Measure each model, print the results of each search, and judge."""
     options = arguments()
     if options.worker:
         worker(options)

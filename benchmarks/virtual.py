@@ -1,6 +1,6 @@
-"""What a job under bounded staleness, and those it is compared with, would take in virtual time.
+"""Predictions in virtual time: a job under bounded staleness, and its baselines.
 
-Shared by `canary_virtual.py` and by whoever prints a prediction beside what a lab has measured.
+Shared by `canary_virtual.py` and the programs that compare predictions with measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CODINGS = {
     "sketch": simulator.SKETCH,
     "sketch, free": simulator.Coding(ratio=simulator.SKETCH.ratio),
 }
-"""How gradients travel; ``free`` is coded by something that nobody waits for."""
+"""Encodings of gradients; ``free`` has no encoding cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,15 @@ class Setting:
 
     Attributes:
         profile: of the model, and of the device.
-        workers: how many.
+        workers: number of workers.
         gbit: of each interface.
         interfaces: of each worker.
         slows: as for ``wingbeat bench --slow``.
         seed: draws the workers of ``random:``.
-        stretch: what the profile's times are multiplied by.
-        work: what communication costs processors; gradients are copied, and parameters updated,
-            on other devices.
-        quantum: bytes of a message that a card carries before it turns to another one.
+        stretch: factor on the profile's times.
+        work: CPU costs of communication; gradients are copied, and parameters updated, on other
+            devices.
+        quantum: bytes of a message that a NIC sends before it switches to another one.
     """
 
     profile: str
@@ -74,7 +74,7 @@ class Setting:
 
     @cached_property
     def alone_s(self) -> float:
-        """An iteration of a worker that waits for nobody."""
+        """An iteration of a worker that does not wait."""
         return bundled(self.model, 1).seconds
 
     def links(self, interfaces: int | None = None) -> simulator.Links:
@@ -101,14 +101,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row.
+    """The prediction of a row.
 
     Attributes:
         seconds: until all replicas have the contributions.
         contributions: of one worker and one iteration each.
-        sent: bytes by worker, the mean, of which passed on for others some in a BCube.
-        traffic: by time.
-        run: what else is known under bounded staleness.
+        sent: mean bytes by worker, and the part of them that was forwarded in a BCube.
+        traffic: over time.
+        run: additional results under bounded staleness.
         took_s: seconds of this machine.
     """
 
@@ -145,7 +145,7 @@ class Predicted:
 
 
 def mean(counts: Mapping[int, float]) -> float:
-    """Return the mean of what was counted."""
+    """Return the mean of the counters."""
     return sum(value * count for value, count in counts.items()) / sum(counts.values())
 
 
@@ -185,7 +185,7 @@ def canary(
 
 
 def baseline(setting: Setting, name: str, rounds: int, *, span_s: float = 0.5) -> Predicted:
-    """Predict one of `BASELINES`, of which each iteration is the same contributions.
+    """Predict one of `BASELINES`; each of its iterations is the same contributions.
 
     Servers have one interface, as in the paper's tree; the others all of them.
     """

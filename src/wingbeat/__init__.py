@@ -1,13 +1,12 @@
-"""wingbeat: data-parallel PyTorch training that does not wait for the network.
+"""wingbeat: data-parallel PyTorch training over slow networks.
 
 >>> import wingbeat
 >>> wingbeat.DeAR(mb=10)
 DeAR(mb=10)
 
-Here is what training scripts need. The rest is in the packages: `wingbeat.strategies`,
-`wingbeat.parts`, `wingbeat.errors`, `wingbeat.simulator` and others.
-
-Names are loaded on first use, so that the command line starts without importing torch.
+This module has the names for training scripts. Further names are in the packages
+`wingbeat.strategies`, `wingbeat.parts`, `wingbeat.errors`, `wingbeat.simulator` and others. Names
+are loaded on first use, so that the command line starts without importing torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of function arguments: refused in one line, before anything is sent."""
+"""Checks of function arguments, made before anything is sent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from wingbeat.errors import UsageError
 
 
 def number(name: str, value: Any) -> int:
-    """Return an integer of any type, such as NumPy's.
-
-    Raises:
-        UsageError: it is not an integer.
-    """
+    """Convert an integer of any type, such as NumPy's; raise a `UsageError` for other values."""
     if not isinstance(value, bool):
         with contextlib.suppress(TypeError):
             return operator.index(value)
@@ -24,25 +20,17 @@ def number(name: str, value: Any) -> int:
 
 
 def numbers(name: str, values: Any) -> tuple[int, ...]:
-    """Return a tuple of integers.
-
-    Raises:
-        UsageError: a value is not an integer.
-    """
+    """Convert a sequence to a tuple of integers; raise a `UsageError` for other values."""
     try:
         return tuple(number(name, value) for value in values)
-    except (TypeError, UsageError):  # not even a sequence
+    except (TypeError, UsageError):  # a TypeError: not a sequence
         raise UsageError(
             f"{name}={values!r:.60}: allowed are whole numbers, as in (0, 0)"
         ) from None
 
 
 def pair(name: str, values: Any) -> tuple[int, int]:
-    """Return two integers.
-
-    Raises:
-        UsageError: they are not two integers.
-    """
+    """Convert a sequence to two integers; raise a `UsageError` for other values."""
     found = numbers(name, values)
     if len(found) != 2:
         raise UsageError(f"{name}={values!r:.60}: allowed are 2 whole numbers, as in (0, 0)")
@@ -50,11 +38,7 @@ def pair(name: str, values: Any) -> tuple[int, int]:
 
 
 def check_count(name: str, count: int, most: int) -> None:
-    """Check for an integer from 1 to ``most``.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Raise a `UsageError` unless ``count`` is an integer from 1 to ``most``."""
     if type(count) is not int or not 1 <= count <= most:
         raise UsageError(f"{name}={count!r}: allowed are whole numbers, 1 to {most}")
 
@@ -62,12 +46,7 @@ def check_count(name: str, count: int, most: int) -> None:
 def check_tensor(tensor: Any, *, written: bool = False) -> None:
     """Check a tensor before a collective, which would otherwise fail on all workers.
 
-    Args:
-        tensor: the argument.
-        written: whether the collective writes to it.
-
-    Raises:
-        UsageError: it cannot be sent, or not be written to.
+    Raises a `UsageError` if it cannot be sent or, with ``written``, not be written to.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"tensor={type(tensor).__name__}: allowed is a torch.Tensor")

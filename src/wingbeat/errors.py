@@ -1,17 +1,17 @@
-"""Every exception wingbeat raises.
+"""All exceptions that wingbeat raises.
 
 ::
 
     WingbeatError
-    |-- UsageError        a value the user gave cannot work (also a ValueError; exit code 2)
+    |-- UsageError        an invalid value given by the user (also a ValueError; exit code 2)
     |   |-- MismatchError   the ranks were given different models
-    |   `-- MissingAttributeError  an attribute of DDP that a model has not (also an AttributeError)
-    |-- RendezvousError   the workers did not find each other (also a ConnectionError)
-    |-- PeerError         another worker failed or fell silent (also a ConnectionError)
+    |   `-- MissingAttributeError  a model lacks an attribute of DDP (also an AttributeError)
+    |-- RendezvousError   the workers could not connect to each other (also a ConnectionError)
+    |-- PeerError         another worker failed or did not respond (also a ConnectionError)
     |-- UnevenBatchesError  a worker ran out of batches before others (also a RuntimeError)
-    `-- LabError          the emulated cluster could not be made
+    `-- LabError          the emulated cluster could not be created
 
-A message is one line: what value, where, what is allowed, what to do.
+A message is one line: the value, its place, what is allowed, and what to do.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ _WORDS = re.compile(r"[^a-z0-9]+")
 
 
 class WingbeatError(Exception):
-    """Base of every error that wingbeat raises on purpose."""
+    """Base class of all errors that wingbeat raises deliberately."""
 
 
 class UsageError(WingbeatError, ValueError):
-    """A value given by the user is invalid; the message names it and what is allowed."""
+    """A value given by the user is invalid; the message contains it and what is allowed."""
 
 
 class MismatchError(UsageError):
-    """The ranks disagree about what they train; raised on every rank."""
+    """The ranks use different models, optimizers or strategies; raised on every rank."""
 
 
 class MissingAttributeError(UsageError, AttributeError):
-    """A model lacks an attribute of DistributedDataParallel; the message says what to use.
+    """A model lacks an attribute of DistributedDataParallel; the message names a replacement.
 
-    ``hasattr`` returns False for it, so that ``model.module if hasattr(model, "module") else
-    model`` is the model.
+    ``hasattr`` returns False for it, so that
+    ``model.module if hasattr(model, "module") else model`` is the model.
     """
 
 
 class RendezvousError(WingbeatError, ConnectionError):
-    """The workers did not find each other; names rank, address, interface and duration."""
+    """The workers could not connect; the message names rank, address, interface and duration."""
 
 
 class PeerError(WingbeatError, ConnectionError):
-    """A peer failed or was silent during a collective; names its rank and the collective."""
+    """A peer failed or did not respond; the message names its rank and the collective."""
 
 
 class UnevenBatchesError(WingbeatError, RuntimeError):
-    """A worker ran out of batches while others had more, and ``join`` was to raise then."""
+    """A worker ran out of batches before others, and ``join`` was configured to raise."""
 
 
 class LabError(WingbeatError, RuntimeError):
-    """The emulated cluster could not be built on this machine; names the missing feature."""
+    """The emulated cluster could not be created on this machine; names the missing feature."""
 
 
 def unknown(kind: str, value: str, allowed: Iterable[str], *, where: str = "") -> UsageError:
@@ -83,7 +83,7 @@ def _nearest(value: str, names: list[str]) -> str:
     typed = difflib.get_close_matches(value, names, n=1, cutoff=0.75)
     if typed:
         return typed[0]
-    # By characters "bucket_mb" is closer to "edge_mb" than to "mb"; by words it is not.
+    # By characters, "bucket_mb" is closer to "edge_mb" than to "mb".
     words = set(_WORDS.split(value))
     within = [name for name in names if words.issuperset(_WORDS.split(name))]
     if within:

@@ -1,4 +1,4 @@
-"""Atomic replacement of files: after a crash or on a full disk the former content is intact."""
+"""Atomic replacement of files: a crash or a full disk leaves the former content intact."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from typing import BinaryIO
 from wingbeat.errors import UsageError
 
 _NO_FOLDER_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
-"""Not every file system can sync a folder, and a folder may be unreadable."""
+"""Errors ignored by `_sync`: the file system cannot sync a folder, or it is unreadable."""
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], name: str = "") -> Iterator[BinaryIO]:
-    """Open a file for writing that replaces ``path`` once all of it is on the disk.
+    """Open a file for writing that replaces ``path`` when it is completely on the disk.
 
-    A symbolic link is kept, and its target is replaced. A pipe or a device is written to directly.
-
-    Args:
-        path: the file; missing folders are created.
-        name: its name in messages; empty: the path.
+    Missing folders are created. A symbolic link is kept and its target replaced. A pipe or a device
+    is written to directly. ``name`` replaces the path in messages.
 
     Raises:
         UsageError: the file cannot be written, or an `OSError` is raised inside; ``path`` is
             unchanged.
     """
     target = Path(os.path.realpath(path))
-    # An unpredictable name, created exclusively: in a shared folder a link placed by another user
-    # must not redirect the write.
+    # The name is unpredictable and created exclusively, so that a link placed by another user in a
+    # shared folder cannot redirect the write.
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         if target.exists() and not target.is_file():

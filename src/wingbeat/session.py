@@ -1,4 +1,4 @@
-"""Canary's own API, for those who write an exchange by hand (section 5.1, Table 3)."""
+"""Canary's programming interface for custom exchanges (section 5.1, Table 3)."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from wingbeat.types import Group
 
 _MOST_PIECES = 1024
 _sessions: weakref.WeakKeyDictionary[World, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""How many each world has had: cubes are groups, and each session's a later epoch of them."""
+"""Number of sessions of each world; it is the epoch of a session's groups."""
 
 
 class CanarySession:
-    """Collectives in a BCube's cubes, and a worker's gradient exchange index.
+    """Collectives within the cubes of a BCube, and access to a worker's gradient exchange index.
 
-    As in the paper: ``CanarySession(worker_id=(0, 0)).all_reduce(tensor, cube_id=(0, 0),
-    piece_level=2)``. All workers make their sessions in the same order, and the members of a cube
-    call its collectives in the same order. The other methods look at a model that is trained with
-    `Canary`, between two steps.
+    As in the paper:
+    ``CanarySession(worker_id=(0, 0)).all_reduce(tensor, cube_id=(0, 0), piece_level=2)``. All
+    workers create their sessions in the same order, and the members of a cube call its collectives
+    in the same order. The other methods read the state of a model trained with `Canary`, between
+    two steps.
 
     Args:
-        worker_id: this worker's digits, the highest level first, as the paper writes
-            ``W_(i, j)``: rank ``i * ports + j``. It says how many levels there are, and is checked
-            against the rank. None: as many levels as interfaces.
-        model: what is trained with `Canary`; None if only collectives are wanted.
+        worker_id: this worker's digits, highest level first, ``W_(i, j)`` in the paper: rank
+            ``i * ports + j``. Its length is the number of levels; the digits are checked against
+            the rank. None: as many levels as interfaces.
+        model: a model trained with `Canary`; None if only collectives are used.
         world: the workers; default: those of `wingbeat.init`.
 
     Raises:
-        UsageError: `init` was not called, the workers make no such BCube, it is not this worker's
-            number, or the model is not trained with `Canary`.
+        UsageError: `init` was not called, the workers do not form such a BCube, ``worker_id`` is
+            not this worker's, or the model is not trained with `Canary`.
     """
 
     def __init__(
@@ -90,18 +91,18 @@ class CanarySession:
         """Sum a tensor over the workers of a cube, in place.
 
         Args:
-            tensor: dense, of any shape, the same on all members.
-            cube_id: the level, and which of its cubes, counted from 0; this worker is to be in it.
-                None: all workers, over all interfaces.
-            piece_level: into how many pieces each interface's part is cut; the next is on its way
-                while one is added up. 1 to 1024.
+            tensor: a dense tensor of any shape, the same on all members.
+            cube_id: the level and the index of the cube at that level, from 0; this worker must be
+                a member. None: all workers, over all interfaces.
+            piece_level: number of pieces of each interface's part, 1 to 1024; a piece is sent while
+                the previous one is added.
 
         Returns:
             The tensor.
 
         Raises:
-            UsageError: a cube that there is not or that this worker is not in, a number of pieces
-                out of range, or a tensor that cannot be sent or written to.
+            UsageError: the cube does not exist or does not contain this worker, the number of
+                pieces is out of range, or the tensor cannot be sent or written to.
             PeerError: another worker failed.
         """
         check_count("piece_level", piece_level, _MOST_PIECES)
@@ -123,20 +124,20 @@ class CanarySession:
     ) -> torch.Tensor:
         """Gather a tensor from the workers of a cube.
 
-        The paper's Table 2 says "allgather" where pieces are gathered and added; that is
-        `all_reduce` here, and this one adds nothing.
+        This method adds nothing. The "allgather" of the paper's Table 2, which also adds the
+        pieces, is `all_reduce`.
 
         Args:
-            tensor: of any shape, the same on all members.
+            tensor: a tensor of any shape, the same on all members.
             cube_id: as for `all_reduce`.
             pieces: as ``piece_level`` of `all_reduce`.
 
         Returns:
-            The members' tensors behind each other: shape ``(members, *tensor.shape)``, in the
-            order of their ports (of their ranks, for all workers).
+            The members' tensors, stacked: shape ``(members, *tensor.shape)``, in the order of their
+            ports (for all workers, of their ranks).
 
         Raises:
-            UsageError: as `all_reduce`.
+            UsageError: as for `all_reduce`.
             PeerError: another worker failed.
         """
         check_count("pieces", pieces, _MOST_PIECES)
@@ -192,16 +193,16 @@ class CanarySession:
     # -- GEI handler ------------------------------------------------------------------------
 
     def gei_row_vector(self, iteration: int | None = None) -> tuple[int, ...]:
-        """Return r of an iteration: for each colayer an integer, bit i for worker i (section 5.2).
+        """Return r of an iteration: an integer per colayer, with bit i for worker i (section 5.2).
 
-        This worker's bits are set as it sends, the others' as sums are applied. A row that is
-        complete everywhere is retired, and has all bits of those who took part.
+        This worker's bits are set when it sends, the others' when sums are applied. A row that is
+        complete on all workers is retired and has the bits of all participants.
 
         Args:
-            iteration: None for the one that this worker is in.
+            iteration: the iteration; None: this worker's current one.
 
         Raises:
-            UsageError: no worker has entered it, it is retired, or there is no model.
+            UsageError: no worker has begun the iteration, its row is retired, or there is no model.
         """
         machine = self._worker()
         row = machine.iteration if iteration is None else number("iteration", iteration)
@@ -210,10 +211,10 @@ class CanarySession:
                 f"iteration={row}: the index has rows {machine.gei.retired} to {machine.gei.zeta}; "
                 "those before are complete"
             )
-        return machine.gei.row(row, own=machine.rank)[:-1]  # the last has no gradients
+        return machine.gei.row(row, own=machine.rank)[:-1]  # the last colayer has no gradients
 
     def gei_matrix(self) -> dict[int, tuple[int, ...]]:
-        """Return Q: the rows that are not complete, by iteration; the last is the fastest's.
+        """Return Q: the incomplete rows by iteration; the last is the fastest worker's.
 
         Raises:
             UsageError: there is no model.
@@ -227,7 +228,7 @@ class CanarySession:
         """Return how many iterations the fastest worker is ahead (Pseudocode 1, line 5).
 
         Args:
-            iteration: of which; None for the one that this worker is in.
+            iteration: the iteration to compare with; None: this worker's current one.
 
         Raises:
             UsageError: there is no model.
@@ -237,23 +238,23 @@ class CanarySession:
         return max(0, machine.zeta - at)
 
     def calc_proportion(self, row: Sequence[int]) -> int:
-        """Return of how many colayers this worker's own bit is set (Pseudocode 1, lines 7 to 17).
+        """Return in how many colayers this worker's own bit is set (Pseudocode 1, lines 7 to 17).
 
-        A count, as in the paper's prose; its pseudocode adds up powers of two.
+        The result is a count, as in the paper's text; its pseudocode sums powers of two.
 
         Args:
-            row: of `gei_row_vector`.
+            row: a result of `gei_row_vector`.
 
         Raises:
-            UsageError: it is none.
+            UsageError: ``row`` is not a sequence of integers.
         """
         return sum(mask >> self._world.rank & 1 for mask in numbers("row", row))
 
     def check_staleness(self, staleness: int, threshold: int | None) -> bool:
-        """Return whether it is within s (Pseudocode 1, line 19); None is no bound.
+        """Return whether the staleness is within s (Pseudocode 1, line 19); None: no bound.
 
         Raises:
-            UsageError: these are no whole numbers.
+            UsageError: an argument is not an integer.
         """
         staleness = number("staleness", staleness)
         return threshold is None or staleness <= number("threshold", threshold)
@@ -262,7 +263,7 @@ class CanarySession:
         """Return whether at least p colayers were exchanged (Pseudocode 1, line 22).
 
         Raises:
-            UsageError: these are no whole numbers.
+            UsageError: an argument is not an integer.
         """
         return number("proportion", proportion) >= number("threshold", threshold)
 
@@ -275,7 +276,7 @@ class CanarySession:
         return self._machine
 
     def close(self) -> None:
-        """Close the cubes' connections; `shutdown` does too."""
+        """Close the cubes' connections; `shutdown` also closes them."""
         self._closed = True
         for collectives in self._cubes.values():
             collectives.world.close()
@@ -289,7 +290,7 @@ class CanarySession:
 
 
 def _trained(model: nn.Module) -> Worker:
-    """Return the machine of a model in training."""
+    """Return the state machine of a model in training."""
     exchange = bounded_exchange(model) if isinstance(model, nn.Module) else None
     if exchange is None:
         raise UsageError(

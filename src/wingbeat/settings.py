@@ -1,4 +1,4 @@
-"""Options of strategies, their parts and compressions: repr, checks, and their textual form."""
+"""Base class of options: their repr, checks and textual form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READ = "read"
 """Metadata key of an option: its parser, if its default's type cannot parse it."""
 
 MAX_MB = 4096
-"""The largest bucket size."""
+"""Largest bucket size in MB."""
 
 SIZE = {"size": True}
 """Metadata of an option that is a size: it scales with the model."""
@@ -30,18 +30,14 @@ _SHORT.maxother = _SHORT.maxstring = 60
 
 
 class Settings:
-    """A frozen dataclass of options, all given by name.
+    """A frozen dataclass of keyword-only options.
 
     Raises:
-        UsageError: an unknown option, or one without its name.
+        UsageError: an unknown or a positional argument.
     """
 
     def __new__(cls, *unnamed: Any, **options: Any) -> Self:
-        """Refuse what the dataclass would refuse with a TypeError that names no option.
-
-        It raises a `UsageError` only, like any other invalid value, so that callers that catch
-        those, such as the command line, catch this one as well.
-        """
+        """Raise a `UsageError` in place of the dataclass's `TypeError`, which names no option."""
         known = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
         if unnamed:
             raise _unnamed(cls.__name__, unnamed[0], known)
@@ -52,7 +48,7 @@ class Settings:
         return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The call that makes it, without the options that are at their defaults."""
+        """The call that creates the value, without options at their defaults."""
         given = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)  # type: ignore[arg-type]
@@ -104,7 +100,7 @@ class Settings:
             raise self._refuse(key, allowed)
 
     def check_size(self, key: str, *, zero: bool = False) -> None:
-        """Raise a `UsageError` unless the option is a size in MB; 0 is one with ``zero``."""
+        """Raise a `UsageError` unless the option is a size in MB; ``zero`` allows 0."""
         least = "from 0" if zero else "above 0"
         self.check_number(
             key,
@@ -121,11 +117,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Named(Generic[T_co]):
-    """An entry of a table of names, and the option that ``name@value`` sets.
+    """An entry of a table of names.
 
     Attributes:
-        make: makes the value from options.
-        option: the main option; empty: none.
+        make: creates the value from options.
+        option: the option that ``name@value`` sets; empty: none.
         convert: parses that option.
     """
 
@@ -135,16 +131,9 @@ class Named(Generic[T_co]):
 
 
 def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterable[str] = ()) -> T:
-    """Return the value of ``name`` or ``name@value``.
+    """Return the value of ``name`` or ``name@value``; ``also`` extends the names in errors.
 
-    Args:
-        kind: what it is, for error messages.
-        text: the user's text.
-        by_name: all entries.
-        also: further names that are allowed and mean something else.
-
-    Raises:
-        UsageError: an unknown name, a value without an option, or an invalid value.
+    Raises a `UsageError` for an unknown name, a value without an option, or an invalid value.
     """
     name, at, value = text.partition("@")
     if name not in by_name:
@@ -156,7 +145,7 @@ def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterab
         raise UsageError(f"{kind}={text!r}: {name} has no option; write {name}")
     try:
         converted = entry.convert(value)
-    except UsageError:  # it says more
+    except UsageError:  # its message is more specific
         raise
     except ValueError:
         example = getattr(entry.make(), entry.option)
@@ -173,11 +162,7 @@ def kinds_of(cls: Any) -> dict[str, Callable[..., Any]]:
 
 
 def read_options(text: str, kinds: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Parse ``key=value,key=value`` with each value converted to its field's type.
-
-    Raises:
-        UsageError: an unknown key, a missing value, or one that does not convert.
-    """
+    """Parse ``key=value,key=value``; raise a `UsageError` for an unknown key or invalid value."""
     out: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, eq, value = item.partition("=")
@@ -198,7 +183,7 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
         return _groups(key, value, where)
     try:
         return kind(value)
-    except UsageError:  # it says more
+    except UsageError:  # its message is more specific
         raise
     except ValueError:
         kind_name = getattr(kind, "__name__", "value").removesuffix("_of")
@@ -206,7 +191,7 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
 
 
 def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:
-    """Read ``PATTERN@DENSITY+PATTERN@DENSITY``; commas would end the option."""
+    """Parse ``PATTERN@DENSITY+PATTERN@DENSITY``; commas separate options."""
     found = []
     for item in text.split("+"):
         pattern, _, density = item.rpartition("@")
@@ -223,7 +208,7 @@ def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:
 
 
 def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:
-    """Return the error for a value without its name; the example is an option of the same type."""
+    """Return the error for a positional value; its example is an option of the same type."""
     if not known:
         return UsageError(f"{name}({_short(value)}): there are no options; write {name}()")
     kinds = {int, float} if is_number(value) else {type(value)}
@@ -237,7 +222,7 @@ def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:
 
 
 def _short(value: Any) -> str:
-    """Return the value's repr on one short line: it may be a model."""
+    """Return the value's repr, shortened to one line: the value may be a model."""
     return " ".join(_SHORT.repr(value).split())
 
 
@@ -247,15 +232,12 @@ def is_number(value: Any) -> TypeGuard[float]:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float can hold
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def _scaled(size: float, factor: float, default: Any) -> float:
-    """Return a size in MB, or, if its default is an int, a number of elements: at least 1.
-
-    0 means no such size, for any model.
-    """
+    """Scale a size in MB, or a number of elements if the default is an int; 0 stays 0."""
     if size and isinstance(default, int):
         return max(1, round(factor * size))
     return factor * size if size else size

@@ -1,4 +1,4 @@
-"""Workers as threads of one process, without a network: for tests of code that uses wingbeat.
+"""Workers as threads of one process, without a network, for tests of code that uses wingbeat.
 
 ::
 
@@ -6,7 +6,7 @@
 
     results = testing.run(testing.worlds(4), train)  # train(world) in four threads
 
-Everything but the sockets is real: messages are copied from one thread to another.
+Only the sockets are replaced: messages are copied between threads.
 """
 
 from __future__ import annotations

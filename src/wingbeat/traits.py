@@ -1,6 +1,6 @@
-"""Traits: what each part of a strategy guarantees and requires. Benches and tests read them.
+"""Traits: what each part of a strategy guarantees and requires.
 
-Names of strategies are never compared: a bench reads `Traits.bound`, a test reads `Traits.exact`.
+Benchmarks and tests read them, such as `Traits.bound` and `Traits.exact`, instead of names.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 WHOLE = "whole all-reduces"
-"""Under backward, so that gradients are whole on every worker when it returns."""
+"""All-reduces run during backward; gradients are complete on every worker when it returns."""
 
 ONCE = "sums in one operation"
 """Each bucket's sum is computed and distributed by one operation, which every exchange has."""
@@ -18,23 +18,22 @@ LATE = "sums that come after backward"
 """A bucket's sum may still be in progress when the next forward begins."""
 
 KEPT = "sums that are kept until they are pulled"
-"""Sums are kept by a server until workers pull them."""
+"""Servers keep sums until workers pull them."""
 
 HALVES = "all-reduces in two halves"
-"""Reduce-scatter and all-gather are separate, and between them each worker owns blocks of the sum.
-"""
+"""Reduce-scatter and all-gather are separate; in between, each worker owns blocks of the sum."""
 
 ROUNDS = "sums in rounds"
 """Sums arrive at any time and are applied in the same order by every worker."""
 
 OWN = "steps without a wait for all"
-"""Each worker runs iterations of its own, without collectives of all workers."""
+"""Each worker runs its own iterations, without collectives of all workers."""
 
 MEANS = "means of models"
-"""Parameters are averaged, with all workers or with some."""
+"""Parameters are averaged over all workers or some."""
 
 LOCAL = "steps on a worker's own gradients"
-"""No gradient travels; models diverge and are averaged periodically."""
+"""Gradients are not exchanged; models diverge and are averaged periodically."""
 
 
 class Part:
@@ -42,8 +41,7 @@ class Part:
 
     Attributes:
         exact: whether weights equal DDP's, up to the rounding of sums.
-        synchronous: whether an update uses all workers' gradients of its own iteration, and no
-            others.
+        synchronous: whether an update uses exactly all workers' gradients of its own iteration.
         has: what the part provides to other parts; for a schedule, how it exchanges.
     """
 
@@ -65,13 +63,12 @@ class Traits:
 
     Attributes:
         exact: whether weights equal DDP's, up to the rounding of sums.
-        synchronous: whether an update uses all workers' gradients of its own iteration, and no
-            others.
-        bound: which of `wingbeat_lab.bench.bound.BOUNDS` is the lower bound of an iteration.
-        halves: whether each bucket travels in a reduce-scatter and an all-gather.
+        synchronous: whether an update uses exactly all workers' gradients of its own iteration.
+        bound: the lower bound of an iteration, a name in `wingbeat_lab.bench.bound.BOUNDS`.
+        halves: whether each bucket is sent in a reduce-scatter and an all-gather.
         in_parts: whether the optimizer runs on some parameters at a time.
-        gathered: whether each worker's payload goes to all others, so that bytes grow with the
-            workers.
+        gathered: whether each worker's payload is sent to all others, so that bytes grow with the
+            number of workers.
     """
 
     exact: bool

@@ -1,4 +1,4 @@
-"""Types that all modules share. No torch, so that plans can be tested alone."""
+"""Types that all modules share. They do not import torch, so plans can be tested without it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Span:
         return self.start < other.stop and other.start < self.stop
 
     def cut(self, size: int) -> list[Span]:
-        """Cut into consecutive pieces of at most ``size`` elements, the last one the shortest."""
+        """Cut into consecutive pieces of ``size`` elements; the last one may be shorter."""
         return [Span(s, min(s + size, self.stop)) for s in range(self.start, self.stop, size)]
 
 
@@ -50,7 +50,7 @@ def split(span: Span, weights: Sequence[float]) -> list[Span]:
 
 
 def blocks_of(length: int, size: int) -> list[Span]:
-    """Return a block per rank of a buffer of ``length`` elements; lengths differ by at most one."""
+    """Return one block per rank of a buffer of ``length`` elements; lengths differ by at most 1."""
     return [Span(length * i // size, length * (i + 1) // size) for i in range(size)]
 
 
@@ -74,28 +74,30 @@ class Recv:
 
 
 _SHOWN_RANKS = 9
-"""Messages show the first ranks of a longer list and the last one."""
+"""Messages list the first ranks of a longer list and the last one."""
 
 Hop = Send | Recv
-"""One worker's part of the transfer of one span between two workers."""
+"""One worker's part in the transfer of a span between two workers."""
 
 Round = tuple[Hop, ...]
-"""Hops that may run concurrently; a Send depends on earlier rounds' Recv of its elements."""
+"""Hops that may run concurrently; a Send depends on Recvs of its elements in earlier rounds."""
 
 
 SERIES = 1 << 40
-"""Epochs in a series: each user of groups with rules of its own begins at a multiple of it."""
+"""Number of epochs in a series; components with groups of their own use separate series."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Group:
-    """Some of the workers, and an epoch.
+    """A subset of the workers, with an epoch.
 
-    A value: two groups of the same ranks and epoch are equal. The order of ``ranks`` does not
-    matter. ``epoch`` distinguishes successive groups of the same ranks; it grows within a series.
+    A group is a value: two groups of the same ranks and epoch are equal. The order of ``ranks``
+    does not matter. ``epoch`` distinguishes successive groups of the same ranks and increases
+    within a series.
 
     Raises:
-        UsageError: no rank, a rank twice, or a rank that is not an integer from 0 on.
+        UsageError: ``ranks`` is empty, contains a rank twice, or has a value that is not an integer
+            from 0 on.
 
     >>> Group([2, 0], epoch=7)
     Group(ranks=(0, 2), epoch=7)
@@ -121,7 +123,7 @@ class Group:
 
     @property
     def series(self) -> int:
-        """The series of the epoch: epochs from one multiple of `SERIES` to the next."""
+        """The index of the epoch's series of `SERIES` epochs."""
         return self.epoch // SERIES
 
     def __str__(self) -> str:
@@ -133,11 +135,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a plan needs to know of one parameter.
+    """The properties of a parameter that plans use.
 
-    ``name`` as in ``named_parameters()``; ``dtype`` as torch prints it, without ``torch.``;
-    ``itemsize`` in bytes; ``device`` as ``str(tensor.device)``; ``layer`` the kind of its layer:
-    ``"fc"``, ``"conv"``, or empty for others.
+    Attributes:
+        name: as in ``named_parameters()``.
+        dtype: as torch prints it, without ``torch.``.
+        itemsize: bytes per element.
+        device: ``str(tensor.device)``.
+        layer: the kind of its layer: ``"fc"``, ``"conv"``, or empty for others.
     """
 
     name: str
@@ -168,17 +173,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
-    """Parameters whose gradients travel together, as indices into the plan's tensor list."""
+    """Parameters whose gradients are sent together, as indices into the plan's tensor list."""
 
     tensors: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which tensors travel together, in the order in which their gradients become ready.
+    """Buckets of tensors, in the order in which their gradients become ready.
 
-    All workers hold the same plan and launch its buckets in its order, so no negotiation is
-    needed (DeAR, section III-B).
+    All workers have the same plan and start its buckets in its order, so they need no negotiation
+    (DeAR, section III-B).
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -188,14 +193,16 @@ class Plan:
 class Fusion:
     """Which tensors share a bucket: a rule for `wingbeat.planning.plans.make_plan`.
 
-    ``kind`` is ``"buffer"`` (nearby tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
-    nearby layers), ``"elements"`` (nearby tensors until there are ``elements`` elements),
-    ``"one"`` (all of them), ``"none"`` (every tensor alone) or ``"colayers"`` (``layers`` bundles
-    of nearby layers, see `wingbeat.planning.colayers`). Colayers that are ``measured`` are made
-    anew by what training has measured; with a ``least``, in so many to ``layers``. With
-    ``"buffer"``, ``first_bytes`` and ``last_bytes`` are the sizes of the buckets that are ready
-    first and last; towards the middle sizes double until ``bucket_bytes``. 0 means
-    ``bucket_bytes``.
+    Attributes:
+        kind: ``"buffer"`` (adjacent tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
+            adjacent layers), ``"elements"`` (adjacent tensors up to ``elements`` elements),
+            ``"one"`` (all tensors), ``"none"`` (each tensor alone) or ``"colayers"`` (``layers``
+            bundles of adjacent layers, see `wingbeat.planning.colayers`).
+        first_bytes: with ``"buffer"``, size of the bucket that is ready first; sizes double towards
+            the middle up to ``bucket_bytes``. 0: ``bucket_bytes``.
+        last_bytes: the same for the bucket that is ready last.
+        measured: whether colayers are made again by measurements.
+        least: if not 0, their smallest number then; ``layers`` is the largest.
     """
 
     kind: str = "buffer"
@@ -210,13 +217,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """How bucket sizes are tried out while training goes on (DeAR, section IV-B).
-
-    ``search`` is ``"bo"``, ``"random"`` or ``"grid"``; sizes are in bytes. A trial is ``steps``
-    iterations with one size. Sizes are tried anew when iterations come to take ``drift`` times as
-    long, or as short, as right after tuning. With a ``file``, what was found is kept there, and
-    taken from there. Where there are ``topologies``, each trial has one of them as well.
-    """
+    """How bucket sizes, and ``topologies`` if any, are tuned (`wingbeat.parts.TunedBuckets`)."""
 
     search: str
     low_bytes: int
@@ -230,14 +231,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merging:
-    """How layers are merged by what they are measured to cost (OMGS-SGD, section IV).
-
-    ``rule`` is ``"exact"``, ``"paper"`` (Algorithm 1, put right), ``"printed"`` (Algorithm 1 line
-    by line), ``"wfbp"`` (MG-WFBP) or ``"tried"`` (the fastest, by a trial of whole iterations).
-    Backward is measured over ``steps`` iterations; everything is measured anew when iterations come
-    to take ``drift`` times as long, or as short, as right after planning. With a ``file``, what was
-    measured is kept there, and taken from there.
-    """
+    """How layers are merged by measured costs; see `wingbeat.parts.Merged`."""
 
     rule: str
     steps: int = 10
@@ -247,11 +241,7 @@ class Merging:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThresholdTuning:
-    """How thresholds are tried out while training goes on (Geryon, section III-C).
-
-    A trial is ``steps`` iterations with the same thresholds. With a ``file``, what was found is
-    kept there, and taken from there.
-    """
+    """How thresholds between traffic classes are tuned; see `wingbeat.parts.Servers`."""
 
     steps: int = 5
     file: str = ""
@@ -259,23 +249,18 @@ class ThresholdTuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """How gradients go to servers and sums come back (Geryon, sections III and IV).
+    """How servers receive gradients and return sums; see `wingbeat.parts.Servers`.
 
     Attributes:
-        count: how many servers; 0 for one on each host.
-        whole: whether each bucket is placed on one server, in place of a shard on each.
-        slice: the most elements in a slice; 0: shards are not cut.
-        thresholds: levels of urgency that divide the classes of flows, falling; none: one class,
+        whole: whether each bucket is placed on one server instead of a shard on each.
+        thresholds: decreasing levels of urgency that divide the traffic classes; empty: one class,
             or classes by kind of layer.
-        coarse: whether there are two classes, fully connected layers in the second.
-        tuning: how thresholds are tuned, which start at ``thresholds``; None where they are not.
-        pushes: whether gradients are pushed in the classes in which their sums come back, and not
-            all in the last.
-        order: in which order a sender sends, see `methods.parameter_server.send_queue.Order`.
+        coarse: whether there are two classes, with fully connected layers in the second.
+        tuning: how thresholds are tuned, starting at ``thresholds``; None: they are not.
+        order: the order of sending, see `methods.parameter_server.send_queue.Order`.
         shuffled: whether sums are pulled in a random order.
-        encrypted: whether messages are.
-        dense: whether sums come back in float32, or float64, where gradients travel as another
-            dtype or through a codec.
+        dense: whether sums are returned in float32, or float64, although gradients are sent in
+            another dtype or through a codec.
     """
 
     count: int = 0
@@ -292,22 +277,13 @@ class Serving:
 
     @property
     def classes(self) -> int:
-        """How many classes of flows there are."""
+        """Number of traffic classes."""
         return 2 if self.coarse else len(self.thresholds) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """How far workers may be apart (Canary, section 5.3); see `Pace`.
-
-    Attributes:
-        s: iterations that a worker may be behind the fastest; None for any number.
-        p: buckets that a worker must have exchanged not to have its iteration dropped; None for
-            all of them, so that nothing is dropped; ``"auto"`` for 6 in 10 of them.
-        encrypted: whether messages are.
-        in_flight: rounds that a worker may be ahead of the sums where one is slow; None for as many
-            as ``s``.
-    """
+    """How far workers may be apart; see `wingbeat.parts.Bounded`. None: no bound."""
 
     s: int | None
     p: int | str | None = None
@@ -315,7 +291,7 @@ class Staleness:
     in_flight: int | None = 2
 
     def exchanged(self, count: int) -> int:
-        """Return p of so many buckets.
+        """Return p for ``count`` buckets.
 
         >>> [Staleness(s=18, p="auto").exchanged(count) for count in (1, 4, 10)]
         [1, 2, 6]
@@ -328,26 +304,22 @@ class Staleness:
 
     @property
     def synchronous(self) -> bool:
-        """Whether nobody is ever ahead, so that an iteration's sum is there when it ends."""
+        """Whether no worker ever runs ahead, so that each iteration ends with its sum."""
         return self.s == 0 and self.p is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging:
-    """How models are averaged between steps on local gradients (Ripples; local SGD; DiLoCo).
+    """How models are averaged between local steps (Ripples; local SGD; DiLoCo).
 
     Attributes:
-        partners: with whom: ``"all"``; ``"pairs"``, a worker of the other half at a time; or how
-            groups are made, a name of `wingbeat.methods.model_averaging.rules.POLICIES`.
-        size: members of a random group.
-        threshold: C_thres of the slowdown filter; None for no filter.
+        partners: ``"all"``; ``"pairs"``, one worker of the other half at a time; or a policy for
+            groups, a name in `wingbeat.methods.model_averaging.rules.POLICIES`.
         every: steps from one average of a fragment to its next.
-        delay: steps after which an average is taken over; 0: before the step returns.
-        outer: learning rate and momentum of the outer optimizer; None where parameters become the
-            average itself.
-        state: whether what the optimizer remembers of each element is averaged with parameters.
-        seed: of random choices.
-        encrypted: whether messages are; parameters of groups never are.
+        delay: steps after which an average is applied; 0: before the step returns.
+        outer: learning rate and momentum of the outer optimizer; None: the average replaces the
+            parameters.
+        state: whether the optimizer's state per element is averaged with the parameters.
     """
 
     partners: str
@@ -362,21 +334,24 @@ class Averaging:
 
     @property
     def in_groups(self) -> bool:
-        """Whether a worker meets some of the others at a time, and waits for them."""
+        """Whether a worker averages with, and waits for, a subset of the others at a time."""
         return self.partners not in ("all", "pairs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """A strategy's answers, as the engine wants them.
+    """A strategy in the form that the engine reads.
 
-    ``schedule`` is a name of `wingbeat.schedules.BY_NAME`; gradients go along ``topology``, or to
-    servers if there are ``servers``; ``wire`` is the dtype that gradients have on the links, empty
-    for their own, or a codec; ``shard_optimizer`` updates each parameter on one worker only,
-    ``server_updates`` on the servers; with ``partitions`` each worker sends one of so many parts of
-    its gradients an iteration, 0 for as many as there are workers; with ``staleness`` workers make
-    iterations of their own, and exchange gradients as these come; with ``averaging`` each makes
-    steps on its own gradients, and parameters are averaged.
+    Attributes:
+        schedule: a name in `wingbeat.schedules.BY_NAME`.
+        topology: the topology of the exchange, unless there are ``servers``.
+        wire: the dtype or codec of gradients in messages; empty: their own dtype.
+        shard_optimizer: whether each parameter is updated on one worker only.
+        server_updates: whether servers update the parameters.
+        partitions: each worker sends one of this many parts of its gradients per iteration; 0: the
+            number of workers; None: all of them.
+        staleness: set if workers run their own iterations and exchange gradients as they arrive.
+        averaging: set if workers step on their own gradients and average parameters.
     """
 
     schedule: str
@@ -394,18 +369,18 @@ class Choices:
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers make the same iterations: each may wait for all in each of them."""
+        """Whether all workers run the same iterations, so that each may wait for all."""
         return self.staleness is None and self.averaging is None
 
     @property
     def returns(self) -> bool:
-        """Whether a worker that was started again alone is let in."""
+        """Whether a worker that is restarted alone may rejoin."""
         if self.averaging is None:
             return self.staleness is not None
-        # Without a generator nobody is there who could let it in.
+        # Only a generator can admit a rejoining worker.
         return self.averaging.partners not in ("static", "pairs")
 
     @property
     def divides(self) -> bool:
-        """Whether no worker has the whole optimizer."""
+        """Whether no worker has the complete optimizer."""
         return self.shard_optimizer or self.server_updates

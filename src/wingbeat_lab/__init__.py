@@ -1,9 +1,8 @@
-"""What wingbeat is measured and tried out with, apart from what users train with.
+"""Measurement and emulation for wingbeat; not needed for training.
 
-``lab`` emulates a cluster on one machine, ``paced`` has models with real shapes and stated times,
-``bench`` compares strategies, ``cli`` adds their verbs to the ``wingbeat`` command. `baselines`
-has the presets that the papers compare their systems with. The package imports wingbeat; wingbeat
-never imports it.
+``lab`` emulates a cluster on one machine. ``paced`` has models with real shapes and stated times.
+``bench`` compares strategies. ``cli`` adds verbs to the ``wingbeat`` command. `baselines` has the
+presets that the papers compare their systems with. wingbeat never imports this package.
 
 >>> import wingbeat_lab
 >>> wingbeat_lab.P3(mb=2)

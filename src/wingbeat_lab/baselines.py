@@ -1,6 +1,6 @@
-"""Presets that exist to be compared with: what the papers measure their systems against.
+"""Baseline presets: the systems that the papers compare theirs with.
 
-They compose the same parts as wingbeat's own presets, and are spelled alike:
+They are composed and spelled like wingbeat's own presets:
 
 >>> parse("p3:mb=2")
 P3(mb=2.0)
@@ -29,28 +29,28 @@ class PSGD(OMGS):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopKSGD(OMGS):
-    """TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section II-C)."""
+    """TopK-SGD: the largest of all gradients, sent after backward (OMGS-SGD, section II-C)."""
 
     merge: str = "one"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LAGS(OMGS):
-    """LAGS-SGD: the largest gradients of each tensor by itself (OMGS-SGD, section II-D)."""
+    """LAGS-SGD: the largest gradients of each tensor (OMGS-SGD, section II-D)."""
 
     merge: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MGS(OMGS):
-    """MGS-SGD: layers merged up to a size, 8192 elements (OMGS-SGD, section V-D)."""
+    """MGS-SGD: layers merged up to a size of 8192 elements (OMGS-SGD, section V-D)."""
 
     merge: str = "size"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class VanillaPS(ParameterServer):
-    """Whole tensors on one server each, pulled in random order, as TensorFlow does (Fig. 3a)."""
+    """Whole tensors on one server each, pulled in random order, as in TensorFlow (Fig. 3a)."""
 
     placement: str = "whole"
     pull: str = "start"
@@ -59,12 +59,12 @@ class VanillaPS(ParameterServer):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PartitionedPS(ParameterServer):
-    """Parameters are divided among the servers and sliced, and sent as they come (section IV)."""
+    """Parameters are divided among the servers, sliced, and sent when ready (section IV)."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TicTac(ParameterServer):
-    """TICTAC: a server sends in the order of forward, and nothing before its turn."""
+    """TICTAC: servers send strictly in forward order."""
 
     pull: str = "start"
     order: str = "forward"
@@ -72,30 +72,32 @@ class TicTac(ParameterServer):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class P3(ParameterServer):
-    """P3: senders have a queue by urgency, with little under way."""
+    """P3: senders have a priority queue by urgency, with few bytes in flight."""
 
     order: str = "urgent"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Ako(Preset):
-    """Partial gradient exchange: each worker sends a part of its gradients an iteration, in turn.
+    """Partial gradient exchange: each worker sends a part of its gradients per iteration, in turn.
 
-    Ako (Watcharapichat et al., SoCC 2016), in step, as Canary compares itself with it (section
-    6.1.3). A worker applies its own gradients at once and gathers them until it is a part's turn
-    to be sent. Not exact: every gradient is applied once on every worker, at different times, so
-    that weights differ between workers.
+    Ako (Watcharapichat et al., SoCC 2016), in lockstep, as compared in the Canary paper (section
+    6.1.3). A worker applies its own gradients at once and accumulates them until their part is
+    sent. Not exact: every gradient is applied once on every worker, but at different times, so
+    weights differ between workers.
 
     Args:
-        partitions: of each bucket, of which one is sent an iteration; 0: as many as workers.
-        mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
-        first_mb: size of the bucket that is ready first, small so that the links start early.
-        compression: what parts travel as: ``"fp32"`` (the gradients' own dtype) or ``"bf16"``; what
-            that rounds away is sent later.
-        topology: along which connections; ``"mesh"`` sends straight to each worker.
+        partitions: number of parts of each bucket, of which one is sent per iteration; 0: the
+            number of workers.
+        mb: bucket size in MB (1 MB = 2**20 bytes); a larger parameter is sent alone.
+        first_mb: size in MB of the bucket that is ready first; a small one starts communication
+            early.
+        compression: encoding of the parts: ``"fp32"`` (the gradients' own dtype) or ``"bf16"``,
+            whose rounding error is sent later.
+        topology: name of the topology; ``"mesh"`` sends directly to each worker.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     partitions: int = 0
@@ -111,7 +113,7 @@ class Ako(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         return Strategy(
             plan=parts.FixedBuckets(mb=self.mb, first_mb=self.first_mb),
             compression=self.compression,
@@ -137,18 +139,14 @@ PRESETS: Mapping[str, type[Preset]] = {
         )
     },
 }
-"""Those of wingbeat and these, by their names on the command line."""
+"""The presets of wingbeat and of this module, by their names on the command line."""
 
 
 def names() -> list[str]:
-    """Return the names of all strategies as the command line spells them."""
+    """Return the names of all strategies on the command line."""
     return strategies.names(PRESETS)
 
 
 def parse(text: str) -> Preset | Strategy:
-    """Do as `wingbeat.strategies.parse`, with these presets too.
-
-    Raises:
-        UsageError: an unknown name or key, or a value of the wrong kind; names the nearest match.
-    """
+    """Parse as `wingbeat.strategies.parse`, with these presets too; raises its `UsageError`."""
     return strategies.parse(text, PRESETS)

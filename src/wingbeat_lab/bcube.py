@@ -1,4 +1,4 @@
-"""Another all-reduce on a BCube, to be compared with BML's: that of Canary's Table 2."""
+"""The all-reduce on a BCube of Canary's Table 2, for comparison with BML's."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from wingbeat.types import Hop, Recv, Round, Send, Span
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AggregatingBCube(BCube):
-    """Canary's Table 2 as it is written: pieces are summed whole before any is passed on.
+    """Canary's Table 2 as printed: pieces are summed completely before any is forwarded.
 
     Each of the ``levels`` parts (the paper's threads) of a worker's buffer is cut into ``ports``
-    pieces. Piece ``j`` of part ``t`` is first summed by the worker at port ``j`` of each
-    level-``t`` cube; then the workers that hold such sums of one piece exchange and add them along
-    the other levels ("allgather" in the paper), so that each has the whole sum; then the pieces of
-    a part are gathered along level ``t`` ("allreduce"), and what the paper calls the last step, to
-    combine the parts, sends nothing. That is ``levels + 1`` rounds, in each of which
-    ``1 - 1/ports`` of the buffer is sent: 2.0 buffers for BCube(3, 2).
+    pieces. The worker at port ``j`` of each level-``t`` cube first sums piece ``j`` of part ``t``.
+    The workers that hold such sums of one piece then exchange and add them along the other levels
+    ("allgather" in the paper), and the pieces of a part are gathered along level ``t``
+    ("allreduce"). The paper's last step, which combines the parts, sends nothing. Each of the
+    ``levels + 1`` rounds sends ``1 - 1/ports`` of the buffer: 2.0 buffers in total for BCube(3, 2).
 
-    The workers that hold the sum of one piece have each added it in another order: from three
-    ports on, results of floating point numbers may differ between cubes by a rounding. So it has
-    no name, and no strategy trains with it.
+    The workers that hold the sum of one piece add it in different orders. With three ports or more,
+    floating-point results may therefore differ between cubes by a rounding, so no strategy uses
+    this topology.
     """
 
     in_place: ClassVar[bool] = False
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
-        """Sum all workers' buffers into this worker's pieces, its block among them."""
+        """Sum all workers' buffers into this worker's pieces, which include its block."""
         parts = self._parts(blocks)
         if not parts:
             return []
@@ -49,7 +48,7 @@ class AggregatingBCube(BCube):
     def _spread(
         self, rank: int, parts: Sequence[Sequence[Span]], step: int, *, reduce: bool
     ) -> Round:
-        """One round, in which each worker sends its piece of every part to a whole cube."""
+        """Return one round, in which each worker sends its piece of every part to a whole cube."""
         return interleave(
             self._spread_part(rank, parts, part, (part + step) % self.levels, reduce)
             for part in range(self.levels)

@@ -1,4 +1,4 @@
-"""Costs of layers, and lower bounds on the time of passes whose bytes have to travel."""
+"""Costs of layers, and lower bounds on the time of communication-bound passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The compute times of a layer in seconds, and the bytes of its gradients on the wire."""
+    """Compute times of a layer in seconds, and bytes of its gradients on the wire."""
 
     forward_s: float
     backward_s: float
@@ -16,11 +16,11 @@ class LayerCosts:
 
 
 def backward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
-    """Return a lower bound on the time from the start of backward until all gradients arrived.
+    """Return a lower bound on the time from the start of backward until all gradients arrive.
 
-    The link is ideal: no latency, no headers, and messages may be cut anywhere. This is one
-    machine and jobs with release times: the last busy period begins at some layer's release and
-    holds everything released from then on, so the bound is the longest such period.
+    The link is ideal: no latency, no headers, and messages may be cut anywhere. This is the
+    scheduling of jobs with release times on one machine. The last busy period begins at some
+    layer's release and contains all later layers, so the bound is the longest such period.
     """
     ready = 0.0
     left = sum(layer.nbytes for layer in layers)
@@ -35,7 +35,7 @@ def backward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
 def forward_floor(layers: Sequence[LayerCosts], per_byte: float) -> float:
     """Return a lower bound on the time from the first all-gather until forward ends.
 
-    Reversed in time this is `backward_floor` with the times of forward.
+    Reversed in time, this is `backward_floor` with the times of forward.
     """
     mirrored = [LayerCosts(0.0, layer.forward_s, layer.nbytes) for layer in layers]
     return backward_floor(mirrored, per_byte)

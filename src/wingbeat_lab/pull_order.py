@@ -1,22 +1,22 @@
-"""In which order parameters come back from servers, and what that does to an iteration.
+"""The order in which parameters are pulled from servers, and its effect on an iteration.
 
-The model of Geryon (Wang et al., section II-C, Eqs. 1 to 6): one worker's computation, a link that
-carries its pushes and one that carries its pulls, both at once. Links are perfect and summing
-costs nothing (it hides under the pushes, says the paper). Layers are in the order of execution;
-the paper's layer l is number l - 1 here.
+This is the model of Geryon (Wang et al., section II-C, Eqs. 1 to 6): the computation of one worker,
+a link for its pushes and, concurrently, a link for its pulls. Links are ideal, and summing takes no
+time (in the paper, the pushes hide it). Layers are in the order of execution; the paper's layer l
+has index l - 1 here.
 
-Two equations are wrong as printed, and corrected here:
+Two equations are corrected:
 
-- Eq. 4 lets layer L's push begin at ``t_ff^L``, when forward ends: before its gradient is there.
-  It begins at ``t_b^L``, when backward has passed the layer; the rule for the other layers holds.
-- Eq. 6 divides a number of parameters by a bandwidth. Here bytes are.
+- Eq. 4 starts layer L's push at ``t_ff^L``, the end of forward, before its gradient exists. Here it
+  starts at ``t_b^L``, when backward has passed the layer, as for the other layers.
+- Eq. 6 divides a number of parameters by a bandwidth. Here it is the number of bytes.
 
-With as many servers as workers, one beside each, 1/n of the bytes stay on the host: a link of B
-bytes/s then counts as ``B * n / (n - 1)``. Such a host's card carries its pushes and its server's
-answers in the same direction. With ``at_start`` the two never meet; with ``when_ready`` they do,
-which is not modelled: what it says is then too good, and ``floor_when_ready`` still a floor.
+With one server on each worker's host, 1/n of the bytes stay on the host: a link of B bytes/s counts
+as ``B * n / (n - 1)``. The host's NIC then carries its pushes and its server's responses in the
+same direction. With ``at_start`` they never overlap. With ``when_ready`` they do, which is not
+modelled: its result is too short, and ``floor_when_ready`` remains a lower bound.
 
-Priorities are classes as in `wingbeat.transport.messages`, 0 the most urgent.
+Priorities are classes as in `wingbeat.transport.messages`; 0 is the most urgent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from wingbeat_lab.layer_costs import LayerCosts, backward_floor, forward_floor
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a worker's links carry, in bytes per second: pushes, and at the same time pulls.
+    """Rates of a worker's links for pushes and, concurrently, pulls, in bytes per second.
 
     Raises:
         UsageError: a rate is not above 0.
@@ -51,14 +51,14 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """When each layer's steps end, in seconds from the begin of what comes first.
+    """The end of each layer's steps, in seconds from the start of the first step.
 
     Attributes:
-        pulled: its parameters are there, ``t_p``.
+        pulled: the layer's parameters have arrived, ``t_p``.
         forwarded: its forward has ended, ``t_ff``.
         passed: its backward has ended, ``t_b``.
-        pushed: its gradient is with the servers, ``t_bf``.
-        seconds: the whole iteration, ``tau_iter``.
+        pushed: its gradient has reached the servers, ``t_bf``.
+        seconds: duration of the whole iteration, ``tau_iter``.
     """
 
     pulled: tuple[float, ...]
@@ -72,24 +72,24 @@ class Iteration:
 
 
 def in_forward_order(count: int) -> list[int]:
-    """Layers as forward needs them: the best order for pulls that begin together."""
+    """Return the layers in forward order, which is optimal for pulls that start together."""
     return list(range(count))
 
 
 def in_reverse_order(count: int) -> list[int]:
-    """Layers from the last to the first, the worst that the paper compares with."""
+    """Return the layers from the last to the first, the worst order in the paper's comparison."""
     return list(reversed(range(count)))
 
 
 def in_random_order(count: int, seed: int) -> list[int]:
-    """Layers as TensorFlow's concurrent graph pulls them: in no order. Equal for equal seeds."""
+    """Return the layers in a random order, as TensorFlow pulls them; equal for equal seeds."""
     return random.Random(seed).sample(range(count), count)
 
 
 def classes_by_urgency(count: int, thresholds: Iterable[float]) -> list[int]:
-    """Give each layer a class: how many thresholds its urgency, ``1 - l/L``, does not exceed.
+    """Return each layer's class: how many thresholds its urgency, ``1 - l/L``, does not exceed.
 
-    One threshold makes the paper's two priorities (section III-C), n of them make n + 1.
+    One threshold gives the paper's two priorities (section III-C), n thresholds give n + 1.
 
     >>> classes_by_urgency(4, [0.5])
     [0, 1, 1, 1]
@@ -110,20 +110,15 @@ def at_start(
     order: Sequence[int],
     classes: Sequence[int] | None = None,
 ) -> Iteration:
-    """Say when what happens if all pulls begin with the iteration: Eqs. 1 to 5.
+    """Return the timing of an iteration at whose start all pulls begin: Eqs. 1 to 5.
 
-    Time 0 is the begin of the iteration, when every gradient of the one before has been pushed.
-    Gradients are pushed in the order of backward: as all must be there before the iteration ends,
-    no other order, and no priority among them, ends sooner. A layer without bytes waits for none.
-
-    Args:
-        layers: in the order of execution.
-        rates: of the links.
-        order: indices of the layers as they are pulled, each once: ``k`` in Eq. 1.
-        classes: of each layer; a lower number is pulled first, and ``order`` decides within.
+    Time 0 is the start of the iteration, when all gradients of the previous one have been pushed.
+    Gradients are pushed in the order of backward. The iteration ends when all are pushed, so no
+    other order or priority ends sooner. A layer without bytes waits for no pull. Layers are pulled
+    by ascending class, and within a class in ``order``, which is ``k`` in Eq. 1.
 
     Raises:
-        UsageError: no layers, an order that is no permutation, classes of another number.
+        UsageError: no layers, ``order`` is not a permutation, or ``classes`` has another length.
     """
     _check(layers, classes)
     if sorted(order) != list(range(len(layers))):
@@ -147,10 +142,10 @@ def at_start(
 
 
 def floor_at_start(layers: Sequence[LayerCosts], rates: Rates) -> float:
-    """Seconds that no order of pulls gets under; forward order reaches it.
+    """Return a lower bound in seconds for all orders of pulls; forward order reaches it.
 
-    For every layer l, forward cannot end before 1..l are pulled and l..L have run; nor the pushes
-    before backward has reached l and what is not ready before has been sent.
+    For every layer l, forward ends after 1..l are pulled and l..L have run. The pushes end after
+    backward has reached l and all gradients that were not ready before are sent.
     """
     return forward_floor(layers, 1.0 / rates.pull) + backward_floor(layers, 1.0 / rates.push)
 
@@ -165,23 +160,17 @@ def when_ready(
     push_classes: Sequence[int] | None = None,
     slice_bytes: float = math.inf,
 ) -> Iteration:
-    """Say when what happens if a slice's pull may begin when its push has ended.
+    """Return the timing of an iteration in which a slice is pulled as soon as its push has ended.
 
-    Pulls then run beside later pushes of the same backward, and the next forward waits for each
-    layer. Time 0 is the begin of backward. The next one begins when forward has run, for which all
-    parameters have come: no message is under way then, so all iterations are alike and one is
-    enough. Each link serves the lowest class that waits, at once even amid a slice, and within a
-    class what came first: pushes in the order of backward, pulls in the order of pushes' ends.
-
-    Args:
-        layers: in the order of execution.
-        rates: of the links.
-        classes: of each layer's pull; None for one class. A class for each layer enforces an order.
-        push_classes: of each layer's push; None for one class.
-        slice_bytes: layers of more bytes are cut evenly into the fewest slices not above it.
+    Pulls overlap with later pushes of the same backward, and the next forward waits for each layer.
+    Time 0 is the start of backward. The next backward starts after forward, when all parameters
+    have arrived and no message is in flight, so all iterations are alike. Each link serves the
+    lowest waiting class first, with preemption inside a slice. Within a class it serves pushes in
+    the order of backward and pulls in the order of the pushes' ends. One class per layer enforces
+    an order. Layers of more than ``slice_bytes`` are cut evenly into the fewest slices.
 
     Raises:
-        UsageError: no layers, classes of another number, slices of no size.
+        UsageError: no layers, classes of another length, or ``slice_bytes`` is not above 0.
     """
     _check(layers, classes)
     _check(layers, push_classes)
@@ -214,11 +203,11 @@ def when_ready(
 
 
 def floor_when_ready(layers: Sequence[LayerCosts], rates: Rates) -> float:
-    """Seconds that no order, class or slice gets under if pulls may begin when pushes end.
+    """Return a lower bound in seconds for all orders, classes and slices of `when_ready`.
 
-    For every layer l: what layers 1..l carry is not ready before backward has reached l, must pass
-    both links, and l..L run after the last of it. With a class for each layer, of pushes as well,
-    an iteration is above it by at most a slice's time on both links for each layer.
+    For every layer l, the bytes of layers 1..l are not ready before backward has reached l, must
+    pass both links, and l..L run after the last of them. With one class per layer, also for pushes,
+    an iteration exceeds the bound by at most the time of a slice on both links per layer.
     """
     slower = min(rates.push, rates.pull)
     ready = sum(layer.backward_s for layer in layers)
@@ -235,10 +224,10 @@ def floor_when_ready(layers: Sequence[LayerCosts], rates: Rates) -> float:
 def serve(
     released: Sequence[float], seconds: Sequence[float], classes: Sequence[int]
 ) -> list[float]:
-    """When each message has passed one link that serves strictly by class, lowest first.
+    """Return when each message has passed a link with strict priority by class, lowest first.
 
-    A more urgent one interrupts the others, which go on where they were. Within a class what was
-    released first goes first; of the same moment, in the order given.
+    A more urgent message preempts others, which resume later. Within a class, messages are served
+    by release time, then in the given order.
     """
     arriving = sorted(range(len(released)), key=lambda job: released[job])
     rank = {job: place for place, job in enumerate(arriving)}
@@ -267,7 +256,7 @@ def serve(
 def _forward(
     layers: Sequence[LayerCosts], begin: float, pulled: Sequence[float]
 ) -> tuple[float, ...]:
-    """Eq. 2: a layer runs when the one before has and its parameters are there."""
+    """Eq. 2: a layer runs after the previous one, when its parameters have arrived."""
     ends, now = [], begin
     for layer, there in zip(layers, pulled, strict=True):
         now = max(now, there) + layer.forward_s
@@ -276,7 +265,7 @@ def _forward(
 
 
 def _backward(layers: Sequence[LayerCosts], begin: float) -> tuple[float, ...]:
-    """Eq. 3: backward waits for nothing; when it has passed each layer."""
+    """Eq. 3: the time at which backward, which never waits, has passed each layer."""
     ends = list(accumulate((layer.backward_s for layer in reversed(layers)), initial=begin))
     return tuple(reversed(ends[1:]))
 

@@ -1,1 +1,1 @@
-"""Thin verbs: each parses its arguments and calls one function of the library."""
+"""Commands of the ``wingbeat`` program; each parses its arguments and calls the library."""

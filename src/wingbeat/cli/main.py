@@ -1,10 +1,9 @@
-"""The ``wingbeat`` command: its verbs, and errors as one line.
+"""The ``wingbeat`` command: its subcommands, and errors as one line.
 
-``plan`` and ``top`` are here. Other packages add verbs through the entry-point group
-``wingbeat.commands``: each entry point names a function that is given the typer application.
-``wingbeat_lab`` adds ``bench``, ``demo`` and ``lab`` in this way, so that this package need not
-import it. Entry points are what the package index and other tools understand, and they work in
-editable installs; a new entry point takes effect when the package is installed again.
+``plan`` and ``top`` are defined here. Other packages add commands through the entry-point group
+``wingbeat.commands``: each entry point names a function that receives the Typer application.
+``wingbeat_lab`` adds ``bench``, ``demo`` and ``lab``, so this package does not import it. A new
+entry point takes effect after the package is installed again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import typer
 from wingbeat.cli import plan, top
 from wingbeat.errors import UsageError, WingbeatError
 
-# Typer brings its own copy of click, under a private name: reach its error through a public class.
+# Typer bundles click under a private name, so its error is reached through a public class.
 _BAD_INPUT: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -36,7 +35,7 @@ top.register(app)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; exit 2 on bad input, 1 on a failure, both with one clear line."""
+    """Run the command line; exit with 2 on invalid input, 1 on a failure, and a one-line error."""
     command = typer.main.get_command(app)
     try:
         code = command.main(args=argv, prog_name="wingbeat", standalone_mode=False)
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _say(message: object, code: int) -> int:
-    if str(message):  # empty when the help has just been printed
+    if str(message):  # empty after the help was printed
         print(f"wingbeat: {message}", file=sys.stderr)
     return code
 

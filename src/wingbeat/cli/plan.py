@@ -1,4 +1,4 @@
-"""``wingbeat plan``: the content of a plan file, as text and as a figure."""
+"""``wingbeat plan``: prints and draws the content of a plan file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Examples:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb."""
+    """Register the command."""
     app.command("plan", help=HELP)(plan)
 
 
@@ -96,7 +96,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def render_thresholds(result: ThresholdResult) -> Table:
-    """Return one row for each measured division, the fastest first; the chosen one is bold."""
+    """Return one row per measured division, fastest first, with the chosen one in bold."""
     from wingbeat.planning.thresholds import (
         format_division,
         format_thresholds,
@@ -120,7 +120,7 @@ def render_thresholds(result: ThresholdResult) -> Table:
 
 
 def render_sizes(result: BucketSizeResult) -> Table:
-    """Return one row for each trial, in order; the chosen one is bold and marked."""
+    """Return one row per trial, in order, with the chosen one in bold and marked."""
     from wingbeat.planning.bucket_size import counted, format_mb
 
     low, high = format_mb(result.low_bytes), format_mb(result.high_bytes)

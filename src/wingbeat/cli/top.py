@@ -1,4 +1,4 @@
-"""``wingbeat top``: a running job, live."""
+"""``wingbeat top``: live view of a running job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MISSING = (
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb."""
+    """Register the command."""
     app.command("top", help=HELP)(top)
 
 
@@ -67,12 +67,11 @@ def _watch(found: lookup.Found, every: float) -> None:
         if (err.name or "").split(".")[0] != "textual":
             raise
         raise UsageError(_MISSING) from None
-    found.ask()  # whatever is wrong is one line, and no screen
+    found.ask()  # report an error as one line, before the screen opens
     Top(found.ask, every).run()
 
 
 def _text(found: lookup.Found) -> str:
-    """Return all tables, as wide as they are."""
     from wingbeat.monitor import render
 
     job = found.ask()
@@ -85,5 +84,5 @@ def _text(found: lookup.Found) -> str:
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

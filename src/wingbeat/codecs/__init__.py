@@ -1,4 +1,4 @@
-"""Codecs: how gradients are encoded on the links: dense, cast, sketched, top-k, low rank."""
+"""Codecs encode gradients for the links: dense, half precision, sketch, top-k and low rank."""
 
 from wingbeat.codecs.codec import Codec as Codec
 from wingbeat.codecs.coding import Coding as Coding

@@ -1,4 +1,4 @@
-"""The interface of codecs, and the two that only copy or round: float32 and bfloat16."""
+"""The interface of codecs, and the codecs that copy float32 or round to bfloat16."""
 
 from __future__ import annotations
 
@@ -9,30 +9,24 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 4
-"""Each region's payload begins at a multiple of this many bytes, so it can be read as float32."""
+"""Alignment of each region's payload in bytes, so that it can be viewed as float32."""
 
 
 class Codec(Protocol):
-    """Encodes a flat float32 tensor as bytes, and decodes them to nearly the same values.
+    """Encodes a flat float32 tensor as bytes, and decodes them to approximately the same values.
 
-    Payloads cannot be summed: they are decoded first. Their size depends on the number of elements
-    only, so a receiver knows it beforehand. ``cols`` tells a codec that the elements are whole rows
-    of a matrix with that many columns; 0 means no matrix.
-
-    A value that is not finite never becomes finite: it arrives as infinite or NaN.
-
-    Attributes:
-        feedback: whether it uses a residual.
-        bytes_per_element: approximate bytes per element.
+    Payloads cannot be summed. Their size depends on the number of elements only, so receivers can
+    compute it. With ``cols``, the elements are complete rows of a matrix with that number of
+    columns; 0 means no matrix. Non-finite values are decoded as infinite or NaN.
     """
 
     @property
     def feedback(self) -> bool:
-        """Whether the encoding error should be kept for the next iteration."""
+        """Whether the encoding error should be added to the next iteration's values."""
 
     @property
     def bytes_per_element(self) -> float:
-        """Approximate bytes per element outside of matrices."""
+        """Approximate bytes per element, except in matrices."""
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """Return the exact size of the payload of ``numel`` elements."""
@@ -45,10 +39,9 @@ class Codec(Protocol):
         residual: torch.Tensor | None = None,
         cols: int = 0,
     ) -> None:
-        """Write ``x`` into ``payload``, uint8 of ``nbytes`` elements.
+        """Write ``x``, or ``x + residual``, into ``payload``, uint8 of ``nbytes`` elements.
 
-        With a ``residual``, float32 like ``x``, it writes ``x + residual``. Afterwards ``residual``
-        holds the encoding error; 0 where that is not finite.
+        Afterwards ``residual``, float32, holds the encoding error; 0 where that is not finite.
 
         Raises:
             ValueError: the payload's size is wrong; nothing is written.
@@ -76,7 +69,7 @@ class Dense:
 
     @property
     def feedback(self) -> bool:
-        """False: nothing is lost."""
+        """False, as encoding is lossless."""
         return False
 
     @property
@@ -121,15 +114,14 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 @dataclass(frozen=True)
 class Bf16Codec:
-    """Rounds values to the nearest bfloat16; infinities and NaN stay. For models: a step may be
-    smaller than their last bit, so the rounding error is kept.
+    """Rounds values to the nearest finite bfloat16; infinities and NaN are unchanged.
 
-    No payload of the right size is malformed.
+    Intended for models, whose updates may be smaller than the rounding error.
     """
 
     @property
     def feedback(self) -> bool:
-        """True: rounding a model loses as much as a step adds."""
+        """True, as the rounding error of a model may exceed an update."""
         return True
 
     @property
@@ -151,7 +143,7 @@ class Bf16Codec:
         total = x if residual is None else residual.add_(x)
         values = payload.view(torch.bfloat16)
         values.copy_(total)
-        if bool(values.isinf().any()):  # finite values stay finite
+        if bool(values.isinf().any()):  # finite values must stay finite
             finite = total.isfinite()
             values.copy_(torch.where(finite, total.clamp(-_LARGEST, _LARGEST), total))
         if residual is not None:

@@ -1,4 +1,4 @@
-"""How a flat buffer travels: the codec of each region, and the payload of any span."""
+"""The codec of each region of a flat buffer, and the payload of any span."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from wingbeat.observe import meter
 from wingbeat.types import Span
 
 TRIED = 40
-"""Steps at the beginning in which a codec may be on trial: the longest duration of a trial."""
+"""Maximum duration of a codec's trial at the start of training, in steps."""
 
 
 def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
-    """Return the codec of ``wire`` in step ``step``, counted from 0; equal options, equal codec.
+    """Return the codec of ``wire`` for the parameter ``name`` in step ``step``, counted from 0.
 
-    Only a warm-up makes it depend on the step, and only groups on the parameter's ``name``. If the
-    codec is on trial first, the warm-up begins after the trial: a trial has to measure what travels
-    later, and half of its steps are exact anyway.
+    Equal options give equal codecs. A warm-up begins after the trial, which must measure the final
+    density.
     """
     mine = for_parameter(wire, name)
     if isinstance(mine, TopK):
@@ -76,7 +75,7 @@ def _constant(wire: str | Coded) -> Codec:
 
 @dataclass(frozen=True)
 class Region:
-    """Elements that use one codec; with ``cols``, rows of a matrix with that many columns."""
+    """Elements with one codec; with ``cols``, rows of a matrix with that number of columns."""
 
     span: Span
     codec: Codec
@@ -85,7 +84,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Part:
-    """The intersection of a span and a region, or the whole rows in it."""
+    """A part of the intersection of a span and a region; with ``cols``, complete rows."""
 
     span: Span
     codec: Codec
@@ -96,7 +95,7 @@ class _Part:
 class Coding:
     """Encodes and decodes any span of a flat float buffer.
 
-    Both ends know the regions, so the size and meaning of a payload follow from its span.
+    The regions are equal on all workers, so the span determines the size and format of a payload.
     """
 
     def __init__(self, regions: Sequence[Region]) -> None:
@@ -105,10 +104,10 @@ class Coding:
 
     @property
     def bytes_per_element(self) -> float:
-        """Approximate bytes per element of the largest region; 0 if blocks are best left whole."""
+        """Approximate bytes per element of the largest region; 0 if blocks must not be divided."""
         largest = max(self.regions, key=lambda region: len(region.span))
         if any(region.cols for region in self.regions):
-            return 0.0  # factors pay off most for whole matrices
+            return 0.0  # factors of undivided matrices are the smallest
         return largest.codec.bytes_per_element
 
     def room(self, span: Span) -> int:
@@ -116,7 +115,7 @@ class Coding:
         return sum(_aligned(part.nbytes) for part in self._parts_of(span))
 
     def cut(self, span: Span) -> Coding:
-        """Return the coding of ``buffer[span]`` alone, which produces the same payload."""
+        """Return the coding of ``buffer[span]`` as a separate buffer, with the same payload."""
         start = span.start
         return Coding(
             [
@@ -135,8 +134,8 @@ class Coding:
     ) -> None:
         """Write ``buffer[span]`` into ``payload``.
 
-        ``residual`` is as long as the buffer, and so is ``velocity``, for momentum correction. A
-        region whose codec keeps no residual sends what another codec left there, once.
+        ``residual`` and ``velocity`` (for momentum correction) have the buffer's length. A codec
+        without error feedback sends any residual of an earlier codec once.
         """
         begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
@@ -156,11 +155,7 @@ class Coding:
     def decode(
         self, payload: torch.Tensor, buffer: torch.Tensor, span: Span, *, add: bool = False
     ) -> None:
-        """Decode ``payload`` into ``buffer[span]``, or add it.
-
-        Raises:
-            ValueError: the payload is malformed.
-        """
+        """Decode ``payload`` into ``buffer[span]``, or add it; raises `ValueError` if malformed."""
         begin = time.monotonic_ns()
         for part, room in self._rooms(span, payload):
             out = buffer[part.span.start : part.span.stop]
@@ -192,7 +187,7 @@ class Coding:
 
 
 def _by_rows(region: Region, span: Span) -> Iterator[_Part]:
-    """Yield the span in up to three parts: the end of a row, whole rows, the beginning of a row."""
+    """Yield up to three parts: the end of a row, complete rows, and the beginning of a row."""
     first, last = span.start, span.stop
     if region.cols:
         origin = region.span.start
@@ -216,22 +211,18 @@ def _aligned(nbytes: int) -> int:
 
 
 LARGE = 1 << 16
-"""Elements from which a gradient is a region of its own: worth a table of its own levels, or
-factors if it is a matrix (Canary, section 4.3.1, case 1).
+"""Minimum number of elements for which a gradient is a separate region, with its own table of
+levels, or factors if it is a matrix (Canary, section 4.3.1, case 1).
 """
 
 
 def regions(
     wire: Coded, parameters: Sequence[tuple[str, Sequence[int]]], step: int = 0
 ) -> Iterator[Region]:
-    """Yield large gradients as regions of their own if their codec benefits, and the rest in runs.
+    """Yield large gradients as separate regions if their codec benefits, and others in runs.
 
-    A run has one codec: that of its parameters' group.
-
-    Args:
-        wire: options of the codec.
-        parameters: name and shape of each, in the order of their gradients.
-        step: counted from 0.
+    ``parameters`` has the name and shape of each, in the order of the gradients. Adjacent
+    parameters with equal codecs form a run. ``step`` is counted from 0.
     """
     start = end = 0
     codec: Codec | None = None

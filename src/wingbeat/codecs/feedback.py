@@ -1,12 +1,11 @@
 """Error feedback: the residuals of lossy codecs, by parameter name.
 
-A lossy codec sends less than it is given; the rest is added to the next gradient (Canary, section
-4.3; Deep Gradient Compression, section 3). Residuals belong to parameters: whoever owns a block,
-and in whichever bucket a parameter travels, they stay with the name. So buckets may be rebuilt, and
-runs may resume with another number of workers.
+The encoding error is added to the next gradient (Canary, section 4.3; Deep Gradient Compression,
+section 3). Residuals are stored by parameter name, independent of buckets and of the owners of
+blocks. So buckets may be rebuilt, and runs may resume with another number of workers.
 
-Residuals have the unit of the encoded values. If those are gradients divided by the number of
-workers, the sum over all workers is what the average still lacks.
+Residuals have the unit of the encoded values. For gradients divided by the number of workers, the
+sum of residuals over all workers is the error of the average.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Memory:
         self._together: dict[str, tuple[str, ...]] = {}
 
     def arrange(self, names: Sequence[str], length: int, device: torch.device) -> Tensor:
-        """Move the values of ``names`` into one flat buffer, unless they are in one already."""
+        """Move the values of ``names`` into one flat buffer, unless they are already in one."""
         ends = [0]
         for name in names:
             ends.append(ends[-1] + self._shapes[name].numel())
@@ -59,7 +58,7 @@ class _Memory:
         first = self._values.get(names[0]) if names else None
         flat = None if first is None else first._base
         if names and self._together.get(names[0]) != tuple(names):
-            return None  # another parameter may be in the buffer too
+            return None  # the buffer may hold other parameters too
         if flat is None or flat.numel() != length or flat.device.type != device.type:
             return None
         if device.index not in (None, flat.device.index):
@@ -71,7 +70,7 @@ class _Memory:
         return flat
 
     def export(self) -> dict[str, Tensor]:
-        """Return copies in the parameters' shapes; zeros where there was never a residual."""
+        """Return copies in the parameters' shapes; zeros for parameters without values."""
         return {
             name: self._values[name].clone().view(shape)
             if name in self._values
@@ -101,13 +100,13 @@ class _Memory:
 class Residuals:
     """One float32 residual for each trained parameter of this worker, and optionally a velocity.
 
-    No communication and no threads. Memory for a parameter is allocated on first use.
+    Memory for a parameter is allocated on first use.
 
     Args:
         shapes: shape of each trained parameter, by name.
         rank: this worker's rank.
         world_size: number of workers.
-        velocity: keep a second value for momentum correction (Deep Gradient Compression,
+        velocity: also keep a velocity for momentum correction (Deep Gradient Compression,
             section 3.2).
     """
 
@@ -130,19 +129,11 @@ class Residuals:
     def flat_for(
         self, names: Sequence[str], numels: Sequence[int], length: int, device: torch.device
     ) -> Tensor:
-        """Return a bucket's residual: those of ``names`` end to end, then zeros.
+        """Return a bucket's residual, float32 ``(length,)``: those of ``names``, then zeros.
 
-        The parameters' values move into the buffer and no longer belong to former buffers. Called
-        again for the same arrangement, it returns the same buffer.
-
-        Args:
-            names: the bucket's parameters, in their order in the buffer.
-            numels: elements of each, as a check.
-            length: elements of the buffer, padding included.
-            device: device of the buffer.
-
-        Returns:
-            float32, ``(length,)``.
+        The values move into the returned buffer, and previous buffers become invalid. Repeated
+        calls with the same arguments return the same buffer. ``numels``, the elements of each
+        parameter, is only checked.
         """
         return self._arrange("residuals", names, numels, length, device)
 
@@ -178,7 +169,7 @@ class Residuals:
         """Return copies of this worker's residuals, each in its parameter's shape.
 
         ``{"format", "rank", "world_size", "residuals": {name: tensor}}``, and ``"velocity"`` in
-        the same form where there is one. It loads with ``torch.load(weights_only=True)``.
+        the same form if enabled. It can be loaded with ``torch.load(weights_only=True)``.
         """
         values = {kind: memory.export() for kind, memory in self._kinds.items()}
         return {"format": FORMAT, "rank": self.rank, "world_size": self.world_size, **values}
@@ -186,12 +177,12 @@ class Residuals:
     def load_state_dict(self, state: Part) -> None:
         """Load one worker's part of a run with the same number of workers.
 
-        Given another rank's part, as when all workers load rank 0's checkpoint, this worker starts
-        at zero.
+        If the part is another rank's, as when all workers load rank 0's checkpoint, the residuals
+        become zero.
 
         Raises:
-            UsageError: the part is damaged, of another model or another number of workers; then
-                nothing has changed.
+            UsageError: the part is damaged, or of another model or number of workers. The residuals
+                are unchanged.
         """
         self.check(state, "load_state_dict(state)")
         if state["world_size"] != self.world_size:
@@ -205,15 +196,15 @@ class Residuals:
     def load_state_dicts(self, states: Sequence[Part]) -> None:
         """Load this worker's share of the residuals of all workers of an earlier run.
 
-        Of M workers, rank r loads the sum of the parts of ranks r, r + M, r + 2M ... So the sum
-        over all workers is preserved, up to the rounding of float32.
+        Of M workers, rank r loads the sum of the parts of ranks r, r + M, r + 2M ... The sum over
+        all workers is preserved up to the rounding of float32.
 
         Args:
-            states: what `state_dict` returned on every worker of that run, in any order.
+            states: the result of `state_dict` on every worker of that run, in any order.
 
         Raises:
-            UsageError: a part is missing, occurs twice, is damaged or of another model or run;
-                then nothing has changed.
+            UsageError: a part is missing, occurs twice, is damaged, or is of another model or run.
+                The residuals are unchanged.
         """
         if not isinstance(states, (list, tuple)) or not states:
             raise UsageError(
@@ -229,12 +220,12 @@ class Residuals:
     def _take(self, parts: Sequence[Part]) -> None:
         for kind, memory in self._kinds.items():
             for name in self._shapes:
-                # A run without momentum had a velocity of zero.
+                # Without momentum the velocity is zero.
                 values = [part[kind][name] for part in parts if kind in part]
                 memory.put(name, _sum(values) if values else None)
 
     def check(self, state: Any, where: str) -> None:
-        """Raise a `UsageError` that begins with ``where`` unless this is a part of this model."""
+        """Raise a `UsageError` that begins with ``where`` unless ``state`` fits this model."""
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise UsageError(f"{where}: not made by state_dict() of this kind; expected {FORMAT!r}")
         rank, size = state.get("rank"), state.get("world_size")
@@ -260,12 +251,9 @@ class Residuals:
 def check_tensors(
     values: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], where: str
 ) -> None:
-    """Raise a `UsageError` that begins with ``where`` unless these are tensors of finite floats.
+    """Raise a `UsageError` that begins with ``where`` unless ``values`` has finite float tensors.
 
-    Args:
-        values: by name, of all parameters.
-        shapes: of the parameters, by name.
-        where: beginning of the error text.
+    There must be one of the given shape for each name in ``shapes``.
     """
     for name, shape in shapes.items():
         value = values[name]
@@ -299,11 +287,7 @@ def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: s
 
 
 def check_complete(states: Sequence[Part]) -> None:
-    """Check that every worker of one run is present once.
-
-    Raises:
-        UsageError: one is missing or occurs twice, or they are of several runs; names it.
-    """
+    """Raise a `UsageError` unless ``states`` has one part of each worker of one run."""
     size = states[0]["world_size"]
     seen: set[int] = set()
     for state in states:
@@ -336,7 +320,7 @@ def check_complete(states: Sequence[Part]) -> None:
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:
-    """Return the float32 sum, flat, on the CPU or the values' common device."""
+    """Return the flat float32 sum on the device of the first value."""
     total = values[0].detach().to(torch.float32).reshape(-1).clone()
     for value in values[1:]:
         total += value.detach().reshape(-1).to(total.device)

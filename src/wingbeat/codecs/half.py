@@ -1,4 +1,4 @@
-"""Half precision: values travel as float16 with one common scale."""
+"""Half precision: values are sent as float16 with one common scale."""
 
 from __future__ import annotations
 
@@ -11,33 +11,31 @@ from torch import Tensor
 from wingbeat.codecs.codec import check_size
 
 CHUNK = 1 << 19
-"""Elements processed at a time on a CPU, so that intermediate values stay in the cache."""
+"""Elements processed at a time on a CPU; intermediate values of this size fit into the cache."""
 
 TOP_EXPONENT = 14
-"""The largest magnitude is scaled to at least ``2**14``, so nothing exceeds float16's 65504."""
+"""Exponent of the largest magnitude after scaling; float16's maximum is 65504."""
 
 BIAS = 127
 """Bias of float32's exponent field, bits 23 to 30."""
 
 HEAD = 4
-"""Bytes of the scale, float32; an empty payload has none."""
+"""Bytes of the float32 scale."""
 
 
 @dataclass(frozen=True)
 class HalfCodec:
-    """Rounds values to the nearest float16. Infinities and NaN stay.
+    """Rounds values to the nearest float16 after scaling. Infinities and NaN are unchanged.
 
     Payload: ``[scale: float32][values: float16]``. The scale is a power of two that brings the
     largest finite magnitude into ``[2**14, 2**15]``: no finite value overflows, and values keep 11
     bits down to ``2**-29`` of the largest. The smallest scale is ``2**-126``, which can represent
-    denormals. If all values are zero the scale is 1.
-
-    No payload of the right size is malformed.
+    denormals. If all values are zero, the scale is 1.
     """
 
     @property
     def feedback(self) -> bool:
-        """False: the rounding error is not worth a buffer. A residual is used if given."""
+        """False, as the rounding error is small. A residual is used if given."""
         return False
 
     @property
@@ -77,7 +75,6 @@ class HalfCodec:
 
 
 def _fields(payload: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the scale, a scalar, and of the values."""
     return payload[:HEAD].view(torch.float32)[0], payload[HEAD:].view(torch.float16)
 
 
@@ -95,17 +92,14 @@ def _write_scaled(x: Tensor, scale: Tensor, values: Tensor) -> None:
 
 
 def _scale_field(x: Tensor) -> Tensor:
-    """Return the exponent field, int32 scalar, of the scale for ``x``: 1 to 240.
-
-    Integer arithmetic makes it an exact power of two, without a wait for the GPU.
-    """
+    """Return the exponent field of the scale, an int32 scalar from 1 to 240, without a GPU sync."""
     peak = _peak(x)
     field = ((peak.view(torch.int32) >> 23) - TOP_EXPONENT).clamp(min=1)
     return torch.where(peak == 0, BIAS, field).to(torch.int32)
 
 
 def _peak(x: Tensor) -> Tensor:
-    """Return the largest finite magnitude in ``x``, a scalar; 0 if there is none."""
+    """Return the largest finite magnitude in ``x``, or 0, as a scalar tensor."""
     if _may_ask(x):
         peak = _largest(x)
         if torch.isfinite(peak):
@@ -114,7 +108,7 @@ def _peak(x: Tensor) -> Tensor:
 
 
 def _may_ask(x: Tensor) -> bool:
-    """Whether a branch may depend on a value. Elsewhere the host would wait for the device."""
+    """Whether a branch may depend on values; on a GPU the host would wait for the device."""
     return x.device.type == "cpu"
 
 
@@ -124,9 +118,9 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _limit(field: Tensor) -> Tensor | None:
-    """Return the limit of finite scaled values; None if there is no need for one.
+    """Return a limit for finite scaled values, or None.
 
-    Float32's largest values would be rounded up to ``2**15 * 2**113``, which is infinite.
+    Without it float32's largest values would be rounded up to ``2**15 * 2**113``, which overflows.
     """
     top = field == 2 * BIAS - TOP_EXPONENT
     if _may_ask(field) and not top:
@@ -135,15 +129,11 @@ def _limit(field: Tensor) -> Tensor | None:
 
 
 def _widen(values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-    """Write float32 of ``values`` times ``scale`` into ``out``, and return it."""
     return out.copy_(values).mul_(scale)
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices that cover ``x``, each with float32 scratch of its length.
-
-    On a GPU all of it at once: a launch costs more than memory.
-    """
+    """Yield slices of ``x`` with float32 scratch; on a GPU one slice, to save kernel launches."""
     step = min(CHUNK, x.numel()) if x.device.type == "cpu" else x.numel()
     scratch = torch.empty(step, dtype=torch.float32, device=x.device)
     for start in range(0, x.numel(), max(1, step)):

@@ -1,4 +1,4 @@
-"""Low rank: matrices travel as two thin factors, encoded alone or summed by all workers."""
+"""Low rank: matrices are sent as two thin factors, encoded per worker or summed by all-reduces."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from wingbeat.errors import UsageError
 from wingbeat.types import Span
 
 OVERSAMPLE = 4
-"""Columns beyond the rank. On spectra that fall like 1/j, with one iteration, the error is within 3
-% of the optimum; without these columns up to 1.5 times of it.
+"""Additional columns. With spectra that decay like 1/j and one iteration, the error is within 3 %
+of the optimum; without these columns it is up to 1.5 times the optimum.
 """
 
 TAME = 2.0**40
-"""Matrices with values much larger than this, or smaller than its reciprocal, are scaled first:
-their products might leave float32's range.
+"""Limit for unscaled products; beyond it or its reciprocal, matrices are scaled to avoid overflow
+and underflow.
 """
 
 SEED = 4_3_1
-"""Seed of the random test matrix: equal input, equal payload."""
+"""Seed of the random test matrix, so that equal input gives equal payloads."""
 
 
 @dataclass(frozen=True)
 class LowRankCodec:
-    """Writes a matrix as ``P @ Q.T``, and each factor by the inner codec (Canary, section 4.3.1,
-    case 1).
+    """Writes a matrix as ``P @ Q.T``, and encodes the factors by the inner codec (Canary, section
+    4.3.1, case 1).
 
-    The factors are found by randomised subspace iteration (Halko, Martinsson and Tropp, 2011,
-    sections 4.5 and 5.1), with a few extra columns, of which the best are kept.
+    The factors are computed by randomised subspace iteration (Halko, Martinsson and Tropp, 2011,
+    sections 4.5 and 5.1), with oversampling.
 
-    Payload: ``[P: rows * rank elements][Q: cols * rank elements]``, each as the inner codec writes
-    it; the second begins at the next multiple of 4 bytes. One factor's columns are orthonormal,
-    those of the other have the sizes of the singular values. The inner codec is used directly if
+    Payload: ``[P: rows * rank elements][Q: cols * rank elements]``, each encoded by the inner
+    codec; the second begins at the next multiple of 4 bytes. One factor has orthonormal columns,
+    the other has columns with the singular values as norms. The inner codec is used directly if
     there is no matrix, or if the factors would not be smaller than half of its payload.
 
-    A row with a value that is not finite arrives as NaN; the other rows are not affected. Decoding
-    sums ``rank`` products in the order of the device's matrix product, so receivers have the same
-    bits if they have the same hardware and software. On a GPU encoding waits for the device.
+    A row with a non-finite value is decoded as NaN; other rows are not affected. Decoded values are
+    bitwise equal on workers with the same hardware and software. On a GPU encoding waits for the
+    device.
 
     Args:
         rank: columns of each factor, at least 1.
-        inner: encodes the factors, and what is not a matrix.
-        iterations: of the subspace iteration, at least 0; each reads the matrix twice, besides
-            two other passes.
+        inner: encodes the factors, and elements that are not in a matrix.
+        iterations: number of subspace iterations, at least 0; each reads the matrix twice, in
+            addition to two other passes.
 
     Raises:
         UsageError: a number is out of range.
@@ -67,27 +67,23 @@ class LowRankCodec:
 
     @property
     def feedback(self) -> bool:
-        """As the inner codec; True with dense factors, which lose information too."""
+        """As the inner codec; True with dense factors, which are lossy too."""
         return self.inner.feedback or isinstance(self.inner, Dense)
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes per element of the inner codec, for all that is not a matrix."""
+        """Bytes per element of the inner codec."""
         return self.inner.bytes_per_element
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
-        """As `Codec.nbytes`.
-
-        Raises:
-            ValueError: ``numel`` elements are not whole rows of ``cols``.
-        """
+        """As `Codec.nbytes`. Raises `ValueError` if the elements are not complete rows."""
         rows = self._rows(numel, cols)
         return sum(self._sizes(rows, cols)) if rows else self.inner.nbytes(numel, cols)
 
     def encode(
         self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
     ) -> None:
-        """As `Codec.encode`. Also raises a `ValueError` if ``x`` is not whole rows."""
+        """As `Codec.encode`. Also raises a `ValueError` if ``x`` does not have complete rows."""
         rows = self._rows(x.numel(), cols)
         if not rows:
             self.inner.encode(x, payload, residual=residual, cols=cols)
@@ -104,17 +100,17 @@ class LowRankCodec:
             residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
-        """As `Codec.decode`. Also raises a `ValueError` if ``out`` is not whole rows."""
+        """As `Codec.decode`. Also raises a `ValueError` if ``out`` does not have complete rows."""
         rows = self._rows(out.numel(), cols)
         if not rows:
             self.inner.decode(payload, out, add=add, cols=cols)
             return
         p, q = self._read(payload, rows, cols)
-        # beta=0 does not read the old values, so old NaN vanish.
+        # beta=0 does not read the old values, which may be NaN.
         out.view(rows, cols).addmm_(p, q.T, beta=1.0 if add else 0.0)
 
     def _rows(self, numel: int, cols: int) -> int:
-        """Return the matrix's rows, or 0 if factors do not pay off; depends on sizes only."""
+        """Return the number of rows, or 0 if factors do not save bytes."""
         if cols == 0:
             return 0
         if cols < 0 or numel % cols:
@@ -126,18 +122,16 @@ class LowRankCodec:
         return rows if worth else 0
 
     def _sizes(self, rows: int, cols: int) -> tuple[int, int]:
-        """Return the bytes of each factor, the first one padded."""
+        """Return the size of each factor in bytes, the first one padded."""
         first = self.inner.nbytes(rows * self.rank)
         return -(-first // ALIGNMENT) * ALIGNMENT, self.inner.nbytes(cols * self.rank)
 
     def _fields(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """Return views of the two factors' payloads."""
         start, size = self._sizes(rows, cols)
         check_size(payload, start + size)
         return payload[: self.inner.nbytes(rows * self.rank)], payload[start:]
 
     def _read(self, payload: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """Return the factors as the receiver sees them."""
         first, second = self._fields(payload, rows, cols)
         p = torch.empty(rows * self.rank, dtype=torch.float32, device=payload.device)
         q = torch.empty(cols * self.rank, dtype=torch.float32, device=payload.device)
@@ -147,10 +141,8 @@ class LowRankCodec:
 
 
 def _factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """Return ``P`` and ``Q`` with ``P @ Q.T`` near ``matrix``; rows that are not finite are NaN in
-    P.
-    """
-    # The orthonormal factor belongs to the shorter side: it is cheaper.
+    """Return ``P`` and ``Q`` with ``P @ Q.T`` near ``matrix``; non-finite rows are NaN in P."""
+    # An orthonormal basis of the shorter side is cheaper.
     tall = matrix.shape[0] > matrix.shape[1]
     found = _factorise(matrix.T if tall else matrix, rank, iterations)
     if found is None:
@@ -159,15 +151,15 @@ def _factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor
 
 
 def _wild_factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor]:
-    """As `_factors`, for a matrix that is zero, not all finite, or of extreme values."""
+    """As `_factors`, for a matrix that is zero or has non-finite or extreme values."""
     finite = matrix.isfinite()
     clean = torch.where(finite, matrix, 0.0)
     peak = float(clean.abs().max())
     if peak == 0.0:
         p, q = (matrix.new_zeros(size, rank) for size in matrix.shape)
     else:
-        # In two steps, because the reciprocal of the smallest denormal is no float32. Each step is
-        # undone on one factor, so that neither overflows.
+        # In two steps, because the reciprocal of the smallest denormal exceeds float32. Each step
+        # is reverted on one factor, so that neither overflows.
         exponent = math.frexp(peak)[1]
         half = exponent // 2
         clean.mul_(2.0**-half).mul_(2.0 ** (half - exponent))
@@ -181,12 +173,12 @@ def _wild_factors(matrix: Tensor, rank: int, iterations: int) -> tuple[Tensor, T
 def _factorise(a: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor] | None:
     """Return ``U``, orthonormal, and ``V`` with ``U @ V.T`` near ``a``, float32 (short, long).
 
-    None if ``a`` needs cleaning or scaling first, which its first product shows.
+    Return None if ``a`` must be cleaned or scaled first.
     """
     short, long = a.shape
     width = min(rank + OVERSAMPLE, short)
     generator = torch.Generator(a.device).manual_seed(SEED)
-    # Stored by columns, as is everything below: products with few columns are faster.
+    # Column-major, as are the factors: products with few columns are faster.
     test = torch.randn(width, long, generator=generator, device=a.device).T
     y = a @ test
     if not 1.0 / TAME < float(y.abs().max()) < TAME:
@@ -195,30 +187,26 @@ def _factorise(a: Tensor, rank: int, iterations: int) -> tuple[Tensor, Tensor] |
         y = a @ _orthonormal((_orthonormal(y).T @ a).T)
     basis = _orthonormal(y)
     b = basis.T @ a
-    # The singular vectors of the thin b come from its small Gram matrix: squaring loses half of the
-    # digits, so use float64.
+    # The Gram matrix of the thin b is small, but squaring loses half of the digits: use float64.
     wide = b.double()
     best = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].float()
     return basis @ best, b.T @ best
 
 
 def _orthonormal(y: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns' space, of as many columns."""
     basis: Tensor = torch.linalg.qr(y).Q
     return basis
 
 
 _PRIME = 4093
-"""Marks are below this: float32 holds their sum exactly for up to 4,096 workers."""
+"""Modulus of checksums, whose sum over up to 4,096 workers is exact in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix in a flat buffer, and the number of columns of its factors.
+    """A matrix that begins at element ``start`` of a flat buffer, and the rank of its factors.
 
-    Attributes:
-        name: the parameter's; seeds its first Q.
-        start: the first element.
+    The parameter's ``name`` seeds the first Q.
     """
 
     name: str
@@ -229,7 +217,7 @@ class Matrix:
 
     @property
     def span(self) -> Span:
-        """The elements."""
+        """The matrix's elements."""
         return Span(self.start, self.start + self.rows * self.cols)
 
     def of(self, flat: Tensor) -> Tensor:
@@ -238,18 +226,17 @@ class Matrix:
 
 
 class Factors:
-    """How a bucket's buffer travels as factors, as in PowerSGD (Vogels et al., 2019, Algorithms 1,
-    2).
+    """The factors of a bucket's buffer, as in PowerSGD (Vogels et al., 2019, Algorithms 1, 2).
 
-    A matrix M of ``rows x cols`` travels as ``P = M Q``, ``rows x rank``, and ``M.T P``, ``cols x
-    rank``: both are linear in M, so all-reduces can sum them.
+    A matrix M of ``rows x cols`` is sent as ``P = M Q``, ``rows x rank``, and ``M.T P``, ``cols x
+    rank``. Both are linear in M, so all-reduces can sum them.
 
     Args:
-        matrices: those in the buffer, in order, without overlaps; at least one.
+        matrices: matrices in the buffer, in order, without overlaps; at least one.
         length: elements of the buffer.
         workers: number of workers; summed buffers are padded to a multiple of it.
-        residual: float32, as long as the buffer; None: no error feedback.
-        starts: each matrix's Q by name, ``(cols, rank)``; missing ones are made, and all become
+        residual: float32, of the buffer's length; None: no error feedback.
+        starts: each matrix's Q by name, ``(cols, rank)``; missing ones are created, and all become
             views of memory of this object.
         device: device of the buffer.
     """
@@ -283,11 +270,11 @@ class Factors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all workers sum, in two all-reduces."""
+        """Total bytes of the two all-reduces."""
         return 4 * (self._firsts + self._seconds)
 
     def begin(self, buffer: Tensor) -> Round:
-        """Compute the first factors of the buffer; see `Round`."""
+        """Compute the first factors of the buffer."""
         return Round(self, buffer, self._zeros(self._firsts), self._zeros(self._seconds))
 
     def thin(self, first: Tensor) -> list[Tensor]:
@@ -304,7 +291,7 @@ class Factors:
         return self.wide(self._starts)
 
     def mark(self) -> Tensor:
-        """Return a checksum of all Q; a scalar."""
+        """Return a checksum of all Q as a scalar tensor."""
         return (self._starts.view(torch.int32).sum() % _PRIME).float()
 
     def _zeros(self, numel: int) -> Tensor:
@@ -314,16 +301,16 @@ class Factors:
 class Round:
     """One exchange of a buffer as factors.
 
-    Sum ``first`` over all workers, then call `turn`; then sum ``second``, meanwhile call `keep`,
-    and finally `end`. Everything is queued on the buffer's device; nothing waits for a GPU.
+    Sum ``first`` over all workers and call `turn`; sum ``second``, meanwhile call `keep`, and call
+    `end`. All operations are queued on the buffer's device, and the host does not wait for a GPU.
 
-    If a P is not finite, its matrix arrives as NaN on every worker, and its residual and next Q are
-    left as before the round.
+    If a P is not finite, its matrix becomes NaN on every worker, and its residual and next Q do not
+    change.
 
     Attributes:
         first: float32: the dense part, then each P, then a checksum of every Q.
         second: float32: each ``M.T P``.
-        agreed: after `turn`, whether all workers began with the same Q; else everything is NaN.
+        agreed: after `turn`, whether all workers began with the same Q; otherwise results are NaN.
     """
 
     @torch.no_grad()
@@ -332,7 +319,7 @@ class Round:
         self.agreed = first.new_zeros((), dtype=torch.bool)
         self._factors, self._buffer = factors, buffer
         exact = buffer.dtype is torch.float32
-        # In place if the buffer is float32; a narrower buffer would lose precision.
+        # A narrower buffer would lose precision.
         self._whole = buffer if exact else buffer.float()
         if factors.residual is not None:
             self._whole += factors.residual
@@ -349,7 +336,7 @@ class Round:
 
     @torch.no_grad()
     def turn(self) -> None:
-        """Make each P orthonormal, and compute the second factors with it."""
+        """Orthonormalise each P, and compute the second factors."""
         factors = self._factors
         self.agreed = self.first[-1] == factors.workers * self._mark
         self._bases: list[Tensor] = []
@@ -365,10 +352,9 @@ class Round:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep this worker's error of its own matrices: ``M - P (M.T P).T``.
+        """Keep this worker's error ``M - P (M.T P).T``, which does not need other workers' factors.
 
-        The sum over all workers is what the sum of the matrices lacks, as with PowerSGD's
-        difference to the mean; and it needs no other worker's factors.
+        The sum over all workers is the error of the sum, as with PowerSGD's difference to the mean.
         """
         factors, own = self._factors, self._own
         if factors.residual is None or own is None:
@@ -386,7 +372,7 @@ class Round:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Write the sum into the buffer, and keep the second factors for the next round."""
+        """Write the sum into the buffer, and keep the scaled second factors as the next Q."""
         factors = self._factors
         offset = 0
         for span in factors.dense:
@@ -406,10 +392,7 @@ class Round:
 
 
 def restart(starts: MutableMapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Use saved starts, and new ones where none of the right shape was saved.
-
-    Tensors that are views of some `Factors` stay so.
-    """
+    """Load saved starts in place, and create those for which none of the right shape was saved."""
     for name, start in starts.items():
         held = saved.get(name)
         if held is None or held.shape != start.shape:
@@ -437,23 +420,23 @@ def check_starts(state: Mapping[str, Any], where: str) -> None:
 
 
 def fresh(name: str, cols: int, rank: int) -> Tensor:
-    """Return an initial Q, ``(cols, rank)``: random, and the same on every worker."""
+    """Return a random initial Q, ``(cols, rank)``, equal on all workers."""
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
     return torch.randn(rank, cols, generator=generator, dtype=torch.float32, device="cpu").T
 
 
 def _scaled(q: Tensor, peak: Tensor, start: Tensor) -> Tensor:
-    """Return columns scaled to a peak of 1; the former ones where they vanish.
+    """Return columns scaled to a maximum magnitude of 1; zero columns are taken from ``start``.
 
-    A scale changes no P after orthonormalisation. Without it small gradients would vanish in their
-    own square, and a matrix that was zero once would stay zero.
+    Otherwise small gradients would underflow in their square, and a zero matrix would stay zero.
+    Orthonormalisation of P removes the scale.
     """
     some = peak.isfinite() & (peak > 0.0)
     return torch.where(some, q / torch.where(some, peak, 1.0), start)
 
 
 def _columns(flat: Tensor, offset: int, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return views of ``(long, rank)``, stored by columns: products with few columns are faster."""
+    """Return column-major views of the given shapes: products with few columns are faster."""
     views = []
     for length, rank in shapes:
         end = offset + length * rank
@@ -463,7 +446,7 @@ def _columns(flat: Tensor, offset: int, shapes: Sequence[tuple[int, int]]) -> li
 
 
 def _between(spans: Sequence[Span], length: int) -> Iterator[Span]:
-    """Yield what lies between the spans, up to ``length``."""
+    """Yield the gaps between the spans, up to ``length``."""
     start = 0
     for span in spans:
         if start < span.start:

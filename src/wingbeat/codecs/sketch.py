@@ -1,4 +1,4 @@
-"""Gradient sketch: values travel as indices into a table of levels (Canary, section 4.3.1)."""
+"""Gradient sketch: values are sent as indices into a table of levels (Canary, section 4.3.1)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from wingbeat.kernels import layout
 class SketchCodec:
     """Writes a table of ``2**bits`` levels and each value's index in it.
 
-    The options are those of `wingbeat.Sketch`. Zero stays exactly zero if at least one in
-    ``2**bits`` values is zero. A value that is not finite arrives as NaN and affects no other.
-    Values below 2**-133 become zero.
+    The options are those of `wingbeat.Sketch`. Zeros are exact if at least one in ``2**bits``
+    values is zero. Non-finite values are decoded as NaN and do not affect others. Magnitudes below
+    2**-133 become zero.
     """
 
     bits: int = 8
@@ -26,7 +26,7 @@ class SketchCodec:
 
     @property
     def bytes_per_element(self) -> float:
-        """An eighth of the bits."""
+        """Bytes of an index, without the table."""
         return self.bits / 8
 
     def nbytes(self, numel: int, cols: int = 0) -> int:

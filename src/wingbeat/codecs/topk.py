@@ -1,7 +1,7 @@
-"""Top-k: only the largest magnitudes travel (OMGS-SGD, section II-C).
+"""Top-k: only the largest magnitudes are sent (OMGS-SGD, section II-C).
 
-With momentum correction and a density that warms up (Deep Gradient Compression, Lin et al. 2018,
-sections 3.1 to 3.3). Values may travel as a sketch of few bits (SparseLoCo, Sarfi et al. 2025).
+Supports momentum correction and a warm-up of the density (Deep Gradient Compression, Lin et al.
+2018, sections 3.1 to 3.3), and values as a sketch of few bits (SparseLoCo, Sarfi et al. 2025).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FIRST_DENSITY = 0.25
 class TopKCodec:
     """Sends the ``max(1, round(density * n))`` largest magnitudes with their indices.
 
-    Ties go to the lowest index. Values that are not finite count as largest, so they are sent. With
-    ``bits`` from 1 to 8 the sent values are sketched, and the sketch's error stays in the residual.
-    The payload is that of the kernels, with a sketch in place of the values.
+    Among equal magnitudes the lowest index is sent. Non-finite values rank as largest. With
+    ``bits`` from 1 to 8 the payload has a sketch in place of the values, whose error stays in the
+    residual.
     """
 
     density: float = 0.001
@@ -37,7 +37,7 @@ class TopKCodec:
 
     @property
     def bytes_per_element(self) -> float:
-        """Value and index bytes of the sent elements, for each element."""
+        """Bytes of the sent values and indices, divided by the number of elements."""
         return (self.bits / 8 + layout.OFFSET_BYTES) * self.density
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
@@ -67,7 +67,7 @@ class TopKCodec:
         if whole is payload:
             return
         values, room = whole[: layout.VALUE_BYTES * k].view(torch.float32), self._room(k)
-        # In aligned memory: a payload may begin at any address.
+        # Kernels require aligned memory; a payload may begin at any address.
         sketch = payload.new_empty(room)
         kernel.sketch_encode(values, sketch, bits=self.bits)
         payload[:room].copy_(sketch)

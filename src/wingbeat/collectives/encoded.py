@@ -1,23 +1,22 @@
 """Sums of encoded gradients: by blocks, gathered, and as low-rank factors.
 
-Payloads cannot be summed, so each goes to a worker that decodes and adds it. There are two ways.
+Payloads cannot be summed, so they are decoded and added, in one of two ways.
 
-By blocks: each worker encodes the other workers' blocks for their owners. An owner decodes them and
-adds them to its own by rank, encodes the sum once, and sends it to all workers. Every worker, the
-owner included, decodes the result from the same payload. The bytes do not grow with the number of
-workers; everything is rounded twice.
+By blocks: each worker encodes the other workers' blocks and sends them to their owners. An owner
+decodes them and adds them to its block in the order of ranks, encodes the sum once, and sends it to
+all workers. Every worker, including the owner, decodes the result from the same payload. The number
+of bytes does not grow with the number of workers; every value is rounded twice.
 
-Gathered: each worker encodes its whole buffer once, for all workers, and adds all payloads by rank.
-This suits small payloads, such as those of top-k (OMGS-SGD, section II-C): nothing is rounded
-twice, but the bytes grow with the number of workers.
+Gathered: each worker encodes its whole buffer once, for all workers, and adds all payloads in the
+order of ranks. This suits small payloads, such as those of top-k (OMGS-SGD, section II-C): values
+are rounded once, but the number of bytes grows with the number of workers.
 
-Here payloads are rows of a tensor, for libraries that move rows. An executor does the first way
-chunk by chunk, with the same `CodecPacking`.
+Here payloads are rows of a tensor, for process groups. An executor sums by blocks chunk by chunk,
+with the same `CodecPacking`.
 
-A sum of factors is two small all-reduces with computation in between. The first is in order with
-all other collectives. The second has a channel of its own: when it can begin depends on each
-worker's speed, and in one queue with the first ones of later buckets the workers would have to
-agree on its place. On the channel the order is that of the buckets.
+A sum of factors consists of two small all-reduces with computation in between. The second has a
+separate channel, on which the order is that of the buckets: it starts at a time that depends on
+each worker's speed, so its position among the first sums would differ between workers.
 """
 
 from __future__ import annotations
@@ -44,20 +43,18 @@ if TYPE_CHECKING:
     from wingbeat.transport.nccl import NcclGroup
 
 _ALIGNMENTS = {"cuda": 16}
-"""Bytes by device. Every row begins at a multiple; with this one kernels use wide loads."""
+"""Alignment of rows in bytes by device; 16 allows kernels to use wide loads."""
 
 _ALIGNMENT = 8
-"""Bytes on any other device."""
+"""Alignment in bytes on other devices."""
 
 
 @dataclass(frozen=True)
 class GroupRows:
-    """Moves rows of a uint8 tensor, one for each worker, by a library's collectives.
+    """Exchanges rows of a uint8 tensor, one for each worker, in a process group.
 
-    Attributes:
-        group: the group of the library.
-        where: the operation in messages.
-        between: called while each collective is in progress.
+    ``where`` names the operation in error messages. ``between`` is called while each collective is
+    in progress.
     """
 
     group: NcclGroup
@@ -65,34 +62,22 @@ class GroupRows:
     between: Callable[[], None] = lambda: None
 
     def all_to_all(self, into: torch.Tensor, rows: torch.Tensor) -> None:
-        """Send row r of ``rows`` to rank r, whose own arrives in row r of ``into``.
-
-        Raises:
-            PeerError: the library reported a failure.
-        """
+        """Send row r of ``rows`` to rank r, and receive its row in row r of ``into``."""
         start = self.group.all_to_all
         self._do("all-to-all", lambda: start(into.view(-1), rows.view(-1)))
 
     def all_gather(self, rows: torch.Tensor) -> None:
-        """Send this worker's row to all workers; row r becomes that of rank r.
-
-        Raises:
-            PeerError: the library reported a failure.
-        """
+        """Send this worker's row to all workers; row r becomes that of rank r."""
         self._do("all-gather", lambda: self.group.all_gather(rows.view(-1)))
 
     def all_reduce(self, buffer: torch.Tensor) -> None:
-        """Sum a float buffer of all workers, in place.
-
-        Raises:
-            PeerError: the library reported a failure.
-        """
+        """Sum a float buffer of all workers, in place."""
         self._do("all-reduce", lambda: self.group.all_reduce(buffer))
 
     def _do(self, what: str, start: Callable[[], Any]) -> None:
         with self._naming(what):
             work = start()
-        self.between()  # its failure is not another worker's
+        self.between()  # outside of `_naming`: not a failure of a peer
         with self._naming(what):
             work.wait()
 
@@ -109,14 +94,10 @@ class GroupRows:
 
 @dataclass(eq=False)
 class BlockSum:
-    """One encoded sum by blocks, in place on a float buffer.
+    """One encoded sum by blocks, in place on a flat float buffer.
 
-    Attributes:
-        buffer: flat; this worker's numbers before, the sum afterwards.
-        packing: how the blocks travel; its own block is this worker's.
-        blocks: one for each rank; they cover the buffer.
-        rank: this worker's rank.
-        where: the operation in messages.
+    ``blocks`` has one block for each rank and covers the buffer. ``where`` names the operation in
+    error messages.
     """
 
     buffer: torch.Tensor
@@ -130,20 +111,20 @@ class BlockSum:
         self._rows = _rows(len(self.blocks), max(self._sizes), self.buffer.device)
 
     def encode(self) -> None:
-        """Encode the other workers' blocks. Needs no other worker."""
+        """Encode the other workers' blocks, without communication."""
         for rank in self._others():
             self.packing.pack(self.buffer, self.blocks[rank], self._payload(rank))
 
     def exchange(self, rows: GroupRows) -> None:
-        """Reduce and spread; raises `PeerError` as they do."""
+        """Call `reduce` and `spread`."""
         self.reduce(rows)
         self.spread(rows)
 
     def reduce(self, rows: GroupRows) -> None:
-        """Send the other workers their blocks, and add what arrives for the own one, by rank.
+        """Send the other workers their blocks, and add received payloads in the order of ranks.
 
         Raises:
-            PeerError: a peer failed, was silent for too long, or sent a malformed payload.
+            PeerError: a peer failed, timed out, or sent a malformed payload.
         """
         into = torch.empty_like(self._rows)
         rows.all_to_all(into, self._rows)
@@ -173,17 +154,11 @@ class BlockSum:
 
 @dataclass(eq=False)
 class GatheredSum:
-    """One gathered sum, in place on a float buffer.
+    """One gathered sum, in place on a flat float buffer.
 
-    Attributes:
-        buffer: flat; this worker's numbers before, the sum afterwards.
-        wire: how it travels.
-        rank: this worker's rank.
-        size: number of workers.
-        where: the operation in messages.
-        velocity: as long as the buffer; accumulates momentum for momentum correction.
-        ranks: number of each rank in messages; None: the rank itself.
-        rows: the payloads of all workers, once gathered.
+    ``where`` names the operation in error messages, and ``ranks`` has the job's rank of each rank.
+    ``velocity``, of the buffer's length, accumulates momentum for momentum correction. ``rows``
+    holds the payloads of all workers once they are gathered.
     """
 
     buffer: torch.Tensor
@@ -200,17 +175,17 @@ class GatheredSum:
         self.rows = _rows(self.size, self._nbytes, self.buffer.device)
 
     def encode(self) -> None:
-        """Encode the buffer into this worker's row. Needs no other worker."""
+        """Encode the buffer into this worker's row, without communication."""
         wire, payload = self.wire, self.rows[self.rank, : self._nbytes]
         wire.coding.encode(self.buffer, self._span, payload, wire.residual, self.velocity)
 
     def exchange(self, rows: GroupRows) -> None:
-        """Gather and add; raises `PeerError` as `BlockSum.reduce` does."""
+        """Gather all rows and call `add`."""
         rows.all_gather(self.rows)
         self.add()
 
     def add(self) -> None:
-        """Replace the buffer by the sum of all rows, by rank: the same bits on every worker.
+        """Replace the buffer by the sum of all rows, added in the order of ranks.
 
         Raises:
             PeerError: a peer sent a malformed payload.
@@ -222,24 +197,17 @@ class GatheredSum:
 
 
 class Addable(Protocol):
-    """What to do with rows once they are gathered."""
+    """Sums rows once they are gathered."""
 
     def add(self) -> None:
-        """Add them into the buffer.
-
-        Raises:
-            PeerError: a peer sent a malformed payload.
-        """
+        """Add the rows into the buffer; raises `PeerError` if a payload is malformed."""
 
 
 class Gathered(Handle):
-    """A gathered sum in progress; waiting adds the rows into the buffer, once.
+    """A gathered sum in progress, whose rows are added into the buffer once.
 
-    Args:
-        handle: handle of the transfer.
-        gathered: adds the rows.
-        beside: adds them in the background as soon as they are here; None: the first caller of
-            `wait` adds them.
+    ``beside`` adds the rows in the background when they arrive; without it the first caller of
+    `wait` adds them.
     """
 
     __slots__ = ("_added", "_adding", "_error", "_sum")
@@ -260,14 +228,14 @@ class Gathered(Handle):
             self.wait()
 
     def done(self) -> bool:
-        """Whether all rows are here. The buffer holds the sum after `wait`."""
+        """Whether all rows have arrived. The buffer holds the sum after `wait`."""
         return super().done()
 
     def wait(self) -> None:
-        """Block until the buffer holds the sum, whichever thread adds it.
+        """Block until the buffer holds the sum.
 
         Raises:
-            PeerError: a peer failed, was silent for too long, or sent a malformed payload.
+            PeerError: a peer failed, timed out, or sent a malformed payload.
         """
         super().wait()
         with self._adding:
@@ -280,7 +248,7 @@ class Gathered(Handle):
             except PeerError as err:
                 self._error = str(err)
                 raise
-            self._added = True  # not earlier: any other failure fails every caller
+            self._added = True  # not earlier: other exceptions must reach every caller
 
     def wait_received(self) -> None:
         """As `wait`."""
@@ -296,24 +264,18 @@ def _named_malformed(rank: int, sender: int, where: str) -> Iterator[None]:
 
 
 def _rows(size: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory for a payload of up to ``nbytes`` for each of ``size`` workers."""
+    """Allocate a payload of up to ``nbytes`` for each of ``size`` workers."""
     alignment = _ALIGNMENTS.get(device.type, _ALIGNMENT)
     width = -(-nbytes // alignment) * alignment
     return torch.empty(size, width, dtype=torch.uint8, device=device)
 
 
 Sums = Callable[[torch.Tensor], Handle]
-"""Starts a sum over all workers, in place."""
+"""Starts an in-place all-reduce."""
 
 
 class FactoredSum(Handle):
-    """A sum of factors in progress; waiting writes it into the buffer, once.
-
-    Args:
-        factors: how the buffer travels.
-        buffer: this worker's numbers before, the sum afterwards.
-        where: the operation in messages.
-    """
+    """A sum of factors in progress; the first `wait` writes the result into the buffer."""
 
     __slots__ = ("_callbacks", "_error", "_is_turned", "_lock", "_round", "_second", "_where")
 
@@ -334,16 +296,11 @@ class FactoredSum(Handle):
         return self._round.first
 
     def turn(self, first: Handle, second: Sums) -> None:
-        """Wait for the first sum and start the second. A `PeerError` is raised by `wait`.
-
-        Args:
-            first: the sum of `first`, in progress.
-            second: starts the second sum.
-        """
+        """Wait for the ``first`` sum and start the ``second``. `wait` raises any `PeerError`."""
         try:
             assert self._round is not None
-            # Not until it is sent: that may take as long as the next collective, for which another
-            # worker may need the second sum first. Nothing writes to what is read here.
+            # Not `wait`: sending may take as long as the next collective, before which another
+            # worker may need the second sum. The buffer is only read here.
             first.wait_received()
             self._round.turn()
             if not bool(self._round.agreed):
@@ -368,7 +325,7 @@ class FactoredSum(Handle):
         return self._is_turned.is_set() and (bool(self._error) or self._second.done())
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
-        """As for any handle. The buffer holds the result after `wait`."""
+        """As `Handle.add_done_callback`. The buffer holds the result after `wait`."""
         with self._lock:
             if not self._is_turned.is_set():
                 self._callbacks.append(callback)
@@ -382,12 +339,12 @@ class FactoredSum(Handle):
             self._second.add_done_callback(lambda _: callback(self))
 
     def wait(self) -> None:
-        """Block until the buffer holds the sum, whichever thread writes it.
+        """Block until the buffer holds the sum.
 
         Raises:
-            PeerError: a peer failed, was silent for too long, or began with other factors.
+            PeerError: a peer failed, timed out, or began with different factors.
         """
-        self._is_turned.wait()  # every earlier transfer has a deadline, so this ends
+        self._is_turned.wait()  # every earlier transfer has a deadline
         if self._error:
             self._round = None
             raise PeerError(self._error)
@@ -403,7 +360,7 @@ class FactoredSum(Handle):
 
 
 class _EventWork:
-    """Replaces the library's handle: waiting orders the current stream after ``event``."""
+    """A process group's work object; waiting orders the current stream after ``event``."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -419,25 +376,17 @@ class _EventWork:
 def start_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> NcclJob:
     """Start ``what`` on ``buffer``, whose length is a multiple of the world's size.
 
-    On a CPU, which has no streams, it is done when this returns.
-
-    Raises:
-        PeerError: the library reported a failure, or a peer sent a malformed payload.
+    On a CPU this blocks until the result is available.
     """
     return _start(world, what, buffer, lambda: _run_encoded(world, what, buffer, packing))
 
 
 def start_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> NcclJob:
-    """Start an all-reduce of ``buffer`` as factors; see `Collectives.all_reduce_factors`.
-
-    Raises:
-        PeerError: the library reported a failure.
-    """
+    """Start an all-reduce of ``buffer`` as factors; see `Collectives.all_reduce_factors`."""
     return _start(world, "all_reduce", buffer, lambda: _run_factored(world, buffer, factors, where))
 
 
 def _start(world: World, what: str, buffer: torch.Tensor, run: Callable[[], None]) -> NcclJob:
-    """Call ``run``, on the world's side stream if ``buffer`` is on a GPU."""
     if not buffer.is_cuda:
         run()
         return NcclJob(_EventWork(None), what, world.rank)
@@ -474,7 +423,7 @@ _side_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
 
 
 def _side_stream(world: World, device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all of a world's exchanges, which keeps the order of calls."""
+    """Return the stream of all of a world's exchanges, which preserves the order of calls."""
     key = (id(world), device)
     if key not in _side_streams:
         _side_streams[key] = torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""`Collectives`: queue a collective and get a handle. One executor thread per link runs it."""
+"""`Collectives` queues a collective and returns a handle; one executor thread per link runs it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from wingbeat.transport.world import World
 from wingbeat.types import Span, blocks_of
 
 Blocks = tuple[Span, ...] | None
-"""Which part of a buffer each worker owns, in order and end to end; None: nearly equal ones."""
+"""The contiguous span of a buffer that each worker owns, in order; None: nearly equal spans."""
 
 SMALL_GATHER_BYTES = 80 << 10
-"""Size of all payloads together up to which a gather uses doubling (Thakur, Rabenseifner and Gropp
-2005, section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
+"""Total payload size below which a gather uses doubling (Thakur, Rabenseifner and Gropp 2005,
+section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
 """
 
 
@@ -51,28 +51,24 @@ class Collectives:
     """Queues collectives in the order of the calls, which must be the same on every worker.
 
     Every collective works in place on a flat, contiguous tensor. Rank ``r`` owns ``owned(numel)``,
-    the r-th of ``size`` nearly equal blocks, unless ``blocks`` are given: one for each rank, in
-    order, end to end, empty ones allowed. With several links, each block is cut in proportion to
-    the links' measured speeds. Tensors on a GPU must be a multiple of ``size`` long.
+    the r-th of ``size`` nearly equal blocks, unless ``blocks`` has one span per rank: contiguous,
+    in order, possibly empty. With several links, each block is divided in proportion to the links'
+    measured speeds. The length of tensors on a GPU must be a multiple of ``size``.
 
-    With a dtype as ``wire`` (bfloat16 or float16) the elements travel in it, and the buffer keeps
-    its own: each chunk is rounded when it is sent, and sums are computed in the buffer's dtype (by
-    NCCL in the narrower one). What is too large arrives as infinite, NaN as NaN. A buffer that is
-    as narrow already, or that is not of floating point numbers, travels as it is.
+    If ``wire`` is a dtype (bfloat16 or float16), elements are sent in that dtype. Each chunk is
+    rounded when it is sent, and sums are computed in the buffer's dtype (NCCL uses the narrower
+    dtype). Values that are too large become infinite; NaN stays NaN. Buffers that are not wider, or
+    that do not hold floating point numbers, are sent unchanged.
 
-    With an `Encoded` wire each chunk is encoded by itself and sent to the block's owner, which
-    decodes and adds it, encodes the sum once and sends that to all workers. So the bytes do not
-    grow with the number of workers, and everything is rounded twice.
+    If ``wire`` is `Encoded`, each chunk is encoded separately and sent to the block's owner, which
+    decodes and adds it, encodes the sum once and sends that to all workers. The number of bytes
+    does not grow with the number of workers, and every value is rounded twice.
 
-    Every worker must choose the same.
+    ``wire``, ``blocks`` and the topology must be equal on all workers.
     """
 
     def __init__(self, world: World, topology: str | Topology = "ring") -> None:
-        """Use the world's links.
-
-        Raises:
-            UsageError: the topology does not fit these workers, their interfaces or networks.
-        """
+        """Raise a `UsageError` if the topology does not fit the workers, interfaces or networks."""
         self.world = world
         self._topology = _fit_topology(topology, world)
         self._executors = executors_of(world)
@@ -80,17 +76,17 @@ class Collectives:
         self._second: Collectives | None = None
 
     def use(self, topology: str) -> None:
-        """Use another topology from the next call on; every worker calls this at the same place.
+        """Change the topology of subsequent calls. Every worker must call this at the same point.
 
-        Blocks and their owners are the same for all topologies.
+        Blocks and their owners do not depend on the topology.
 
         Raises:
-            UsageError: as for a new object.
+            UsageError: the topology does not fit the workers, their interfaces or networks.
         """
         self._topology = _fit_topology(topology, self.world)
 
     def fits(self, topology: str) -> bool:
-        """Whether the topology fits these workers, their interfaces and networks."""
+        """Whether the topology fits the workers, their interfaces and networks."""
         try:
             _fit_topology(topology, self.world)
         except UsageError:
@@ -100,7 +96,7 @@ class Collectives:
     def abandon(self) -> None:
         """Close the links of an aborted group without waiting for transfers in progress.
 
-        Buffers of collectives in progress may still be written to until the group's timeout.
+        Collectives in progress may write to their buffers until the group's timeout.
         """
         for executor in self._executors:
             executor.abandon()
@@ -119,10 +115,10 @@ class Collectives:
         wire: WireFormat | None = None,
         blocks: Blocks = None,
     ) -> Handle:
-        """Sum all workers' buffers into each owner's block; the rest becomes undefined.
+        """Sum all workers' buffers into each owner's block; other elements become undefined.
 
         Raises:
-            UsageError: gradients cannot travel in the dtype ``wire``.
+            UsageError: the dtype ``wire`` is not supported.
         """
         return self._submit("reduce_scatter", buffer, bucket, wire=wire, blocks=blocks)
 
@@ -136,23 +132,23 @@ class Collectives:
         label: str = "",
         blocks: Blocks = None,
     ) -> Handle:
-        """Send each owner's block to all workers; a chunk starts when ``after`` is done with it.
+        """Send each owner's block to all workers. A chunk is sent once ``after`` has finished it.
 
-        ``label`` names the buffer in messages if it is not a bucket. With a ``wire`` each owner
-        rounds its own block too: all workers get the same bits.
+        ``label`` names a buffer that is not a bucket in error messages. With a ``wire``, each owner
+        also rounds its own block, so that the result is bitwise equal on all workers.
 
         Raises:
-            UsageError: gradients cannot travel in the dtype ``wire``.
+            UsageError: the dtype ``wire`` is not supported.
         """
         return self._submit("all_gather", buffer, bucket, after, wire, label=label, blocks=blocks)
 
     def all_reduce(
         self, buffer: torch.Tensor, *, bucket: int = -1, wire: WireFormat | None = None
     ) -> Handle:
-        """Sum all workers' buffers on every worker, with the same bits on each.
+        """Sum all workers' buffers on every worker; the result is bitwise equal on all workers.
 
         Raises:
-            UsageError: gradients cannot travel in the dtype ``wire``.
+            UsageError: the dtype ``wire`` is not supported.
         """
         return self._submit("all_reduce", buffer, bucket, wire=wire)
 
@@ -167,10 +163,10 @@ class Collectives:
     ) -> Handle:
         """Sum the encoded buffers of all workers on every worker: each receives all payloads.
 
-        The buffer is encoded before this returns, and decoded when the result is waited for; or
-        with ``beside`` in the background as soon as all payloads are here, if nothing uses the
-        buffer without a wait. On a GPU the waiting thread decodes it on its stream. ``velocity``,
-        as long as the buffer, accumulates momentum for momentum correction.
+        The buffer is encoded before this returns, and decoded by the thread that calls ``wait``, on
+        its current stream on a GPU. With ``beside``, a CPU buffer is decoded in the background once
+        all payloads have arrived; it must not be used before ``wait`` returns. ``velocity``, of the
+        buffer's length, accumulates momentum for momentum correction.
         """
         world = self.world
         if world.size == 1:
@@ -183,17 +179,17 @@ class Collectives:
         if begin:
             nbytes = buffer.nbytes
             stream.record("encode", begin, time.monotonic_ns(), bucket=bucket, nbytes=nbytes)
-        # The number of hops dominates while payloads are small, and the use of links later.
+        # Small payloads are limited by latency, large ones by bandwidth.
         short = Doubling() if gathered.rows.nbytes < SMALL_GATHER_BYTES else self._topology
         handle = self._submit("all_gather", gathered.rows.view(-1), bucket, topology=short)
         on_cpu = buffer.device.type == "cpu" and "cpu" not in world.nccl_devices
         return Gathered(handle, gathered, decode_queue if beside and on_cpu else None)
 
     def open_second(self) -> None:
-        """Open the channel of the second sums of factors. Every worker must call it.
+        """Open the channel of the second sums of factors. Every worker must call this.
 
         Raises:
-            UsageError: all channels are in use, or this is the world of a group.
+            UsageError: all channels are in use, or the world is that of a group.
         """
         if self._second is None and self.world.size > 1:
             channel = (self.world.parent or self.world).open_channel()
@@ -203,10 +199,10 @@ class Collectives:
     def all_reduce_factors(
         self, buffer: torch.Tensor, factors: Factors, *, bucket: int = -1
     ) -> Handle:
-        """Sum all workers' buffers as low-rank factors, with the same bits on every worker.
+        """Sum all workers' buffers as low-rank factors, bitwise equal on all workers.
 
-        The first factors are computed before this returns; the buffer holds the result after a
-        wait. Call `open_second` once before.
+        The first factors are computed before this returns. The buffer holds the result after
+        ``wait``. Requires a previous call of `open_second`.
         """
         if self.world.size == 1:
             return Handle([])
@@ -230,10 +226,10 @@ class Collectives:
         return self._submit("all_reduce", buffer, bucket, topology=short)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
-        """Overwrite every worker's buffer with that of rank ``root`` of this world.
+        """Copy the buffer of this world's rank ``root`` to all workers.
 
         Raises:
-            UsageError: there is no such rank.
+            UsageError: ``root`` is not a rank of this world.
         """
         world = self.world
         if type(root) is not int or not 0 <= root < world.size:
@@ -255,7 +251,7 @@ class Collectives:
         label: str = "",
         blocks: Blocks = None,
     ) -> Handle:
-        """Queue it on every link; on a GPU submit it to NCCL, which keeps the order by itself."""
+        """Queue a collective on every link, or submit it to NCCL, which preserves the order."""
         world = self.world
         own = self.owned(buffer.numel()) if blocks is None else blocks[world.rank]
         packing = self._packing(buffer, wire, own)
@@ -265,9 +261,9 @@ class Collectives:
         itemsize: float = buffer.element_size()
         if packing is not None:
             itemsize = packing.bytes_per_element
-        # Re-encoding would lose more at every hop of a ring.
+        # A ring would encode again at each hop, with additional loss.
         topology = Mesh() if encoded else topology or self._topology
-        if not topology.in_place:  # packed chunks are copies; none of a block suits all peers
+        if not topology.in_place:  # packed chunks are copies; no block is shared by all peers
             packing = CastPacking(buffer.dtype if packing is None else packing.dtype, Span(0, 0))
         programs = compile_collective(
             what,
@@ -277,7 +273,7 @@ class Collectives:
             buffer.numel(),
             itemsize,
             world.speeds,
-            # Chunks are encoded one by one: their bounds must not depend on measurements.
+            # Chunks are encoded separately: their bounds must not depend on measurements.
             MIN_CHUNK_BYTES if encoded else least_message(world.speeds),
             blocks,
         )
@@ -295,12 +291,11 @@ class Collectives:
         after: Handle | None,
         how: tuple[Packing | None, str, str],
     ) -> Handle:
-        """Submit each executor's program."""
         jobs: list[Job] = []
         try:
             for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
                 jobs.append(executor.submit(program, *what, _job_of(after, i), *how))
-        except PeerError:  # a link has failed meanwhile; nothing may hold the buffer
+        except PeerError:  # no job may use the buffer after this returns
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)
             raise
@@ -323,7 +318,7 @@ class Collectives:
 
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None, own: Span) -> Packing | None:
         assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
-        alone = self.world.size == 1  # nothing is sent or rounded
+        alone = self.world.size == 1
         if isinstance(wire, Encoded):
             return None if alone else CodecPacking(wire.coding, wire.residual, own)
         dtype = narrower_dtype(wire, buffer)
@@ -333,7 +328,6 @@ class Collectives:
 
 
 def _fit_topology(topology: str | Topology, world: World) -> Topology:
-    """Return the topology for the links of this world, or raise a `UsageError`."""
     known = topologies.get(topology) if isinstance(topology, str) else topology
     fitted = known.fitted(world.size, len(world.links))
     if world.networks:
@@ -352,13 +346,10 @@ def _nccl_job(handle: Handle | None) -> nccl.NcclJob | None:
 
 
 class Rows:
-    """A small all-gather in progress, with the same number of values from each worker.
+    """A small all-gather in progress of one ``row`` per worker, all of equal length.
 
-    Args:
-        collectives: the links.
-        row: this worker's values.
-        label: what is exchanged, for messages.
-        device: device of the rows; on a GPU nothing waits for them before they are read.
+    ``label`` names the values in error messages. On a GPU ``device``, `wait` does not block the
+    host.
     """
 
     def __init__(
@@ -378,7 +369,7 @@ class Rows:
         """Return all rows: float64, shape ``(workers, values)``, equal on every worker.
 
         Raises:
-            PeerError: a worker failed, or sent nothing in time.
+            PeerError: a worker failed or timed out.
         """
         self._handle.wait()
         return self._rows

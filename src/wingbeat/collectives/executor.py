@@ -1,6 +1,6 @@
 """Executor threads, one per link, which run programs in the order of submission.
 
-A `Machine` decides what to do next; an executor does it, on links, with tensors.
+A `Machine` yields commands; an executor performs them on links and tensors.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ if TYPE_CHECKING:
 
 
 class SharedFailure:
-    """The failure of a world's executors: all of them report the reason that the first one found.
+    """The failure of a world's executors, which all report the reason of the first to fail.
 
-    It stores the reason and no exception: a raised exception holds its frames, with their buffers
-    and worlds.
+    Stores text only, because a raised exception references its frames' buffers and worlds.
     """
 
     def __init__(self) -> None:
@@ -61,13 +60,13 @@ class SharedFailure:
         self._reason = ""
 
     def claim(self) -> bool:
-        """Whether the caller is the first to fail, and has to `settle` the reason."""
+        """Whether the caller is the first to fail, and must therefore call `settle`."""
         with self._changing:
             first, self._claimed = not self._claimed, True
         return first
 
     def settle(self, reason: str) -> None:
-        """Set the reason, for threads that wait for it and for later submissions."""
+        """Set the reason and wake the threads that wait for it."""
         self._reason = reason
         self._settled.set()
 
@@ -77,17 +76,16 @@ class SharedFailure:
         return self._reason
 
     def refuse(self) -> None:
-        """Raise a `PeerError` if something has failed: the workers are no longer in step."""
+        """Raise a `PeerError` after a failure, because workers are no longer synchronized."""
         if self._settled.is_set():
             raise PeerError(self._reason)
 
 
 class LostPeer(Exception):
-    """A transfer failed after ``seconds``; ``peer`` is a rank in the job.
+    """A transfer to or from job rank ``peer`` failed after ``seconds``.
 
-    Attributes:
-        connected: whether the members of the group were connected.
-        blocked_member: a member of the group that failed before, while it waited for this rank.
+    ``connected`` is False if the group's connection setup failed. ``blocked_member`` is a member
+    that failed earlier, while it waited for this rank.
     """
 
     def __init__(
@@ -98,17 +96,15 @@ class LostPeer(Exception):
         self.peer = err.peer if isinstance(err, GroupSetupError) else peer
         self.blocked_member: int | None = None
         self.reason = err if isinstance(err, str) else first_line(err)
-        super().__init__(self.reason)  # not err, whose frames hold the transfer
+        super().__init__(self.reason)  # not err, whose frames reference the transfer
 
 
 def explain_loss(
     attribution: FailureAttribution, rank: int, lost: LostPeer, where: str, group: Group | None
 ) -> PeerError:
-    """Return the error of ``rank`` for ``lost``, after the other workers had time to publish
-    theirs.
+    """Return the error for ``lost``, after giving other workers time to publish their failures.
 
-    ``where`` is the collective and the interface; ``group`` is the group of the collective, or
-    None.
+    ``where`` names the collective and the interface.
     """
     if group is not None:
         where = f"{where} in {group}"
@@ -155,24 +151,20 @@ def _finished_text(rank: int, finished: int, waiting_in: str, group: Group | Non
 _counter = itertools.count()
 
 _MIN_WAIT_S = 0.001
-"""Seconds to wait for a message that never comes; gloo's minimum."""
+"""Seconds; gloo's minimum timeout."""
 
 
 class Executor:
     """Runs jobs first in, first out; up to `machine.DEPTH` of them overlap.
 
-    Args:
-        world: the world whose links it uses.
-        lane: its number. Executor i runs programs for link i; the first one also those for
-            several links.
-        failure: shared by all executors of the world.
-        threads: provides a thread while there is work; None: a thread of its own.
+    Executor ``lane`` runs the programs of that link; the first executor also runs programs that use
+    several links. With ``threads``, it has a thread only while there is work.
     """
 
     def __init__(
         self, world: World, lane: int, failure: SharedFailure, threads: ThreadPool | None = None
     ) -> None:
-        # The thread must not keep the world alive: copy what it needs.
+        # The thread must not keep a reference to the world.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
         self._ranks = world.ranks
@@ -181,7 +173,7 @@ class Executor:
         self._timeout = world.timeout
         prefix = "" if world.group is None else group_prefix(world.group)
         self.waiting: CurrentWait | None = None
-        # Members of a group have just connected, and threads of one process share its fate.
+        # Not for groups, whose members have just connected, or for threads of one process.
         self._monitor: WaitMonitor | None = None
         if not world.threads and world.group is None and world.size > 1:
             shared = world.store if world.group_store is None else world.group_store()
@@ -217,13 +209,13 @@ class Executor:
         label: str = "",
         call: str = "",
     ) -> Job:
-        """Queue a program on ``buffer``; each chunk is sent when ``after`` has finished with it.
+        """Queue a program on ``buffer``. A chunk is sent when job ``after`` has finished it.
 
-        With a ``packing``, chunks travel as it packs them. ``label`` names what is exchanged if it
-        is not a bucket; ``call`` is everything that must be equal on all members of a group.
+        ``label`` names a buffer that is not a bucket. ``call`` contains everything that must be
+        equal on all members of a group.
 
         Raises:
-            PeerError: an earlier job failed, so that the workers are no longer in step.
+            PeerError: an earlier job failed, or the executor was closed.
         """
         job = Job(program, buffer, what, bucket, after, packing, label)
         with self._condition:
@@ -245,13 +237,13 @@ class Executor:
         return job
 
     def stop(self) -> None:
-        """Let the thread end once the queue is empty."""
+        """End the thread once the queue is empty, without waiting for it."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
 
     def close(self) -> None:
-        """End the thread once the queue is empty, and wait for it unless this is that thread."""
+        """End the thread once the queue is empty, and wait for it, unless called from it."""
         self.stop()
         if self._abandoned or self._runner == threading.get_ident():
             return
@@ -261,10 +253,10 @@ class Executor:
             self._condition.wait_for(lambda: not self._running, self._timeout)
 
     def abandon(self) -> None:
-        """Do not wait in `close` for transfers in progress, whose links were closed.
+        """Make `close` not wait for transfers in progress on closed links.
 
         gloo ends a partially received transfer only at its timeout. Until then the thread may write
-        to the buffers of jobs that have begun.
+        to the buffers of started jobs.
         """
         self._abandoned = True
 
@@ -287,7 +279,7 @@ class Executor:
         command.task.begin_ns = time.monotonic_ns()
 
     def _wait_for_work(self) -> bool:
-        """Block until there is work; False if this thread is not needed any more."""
+        """Block until there is work; return False if the thread should end."""
         with self._condition:
             while not self._machine.waiting:
                 if self._closing or self._threads is not None:
@@ -297,13 +289,12 @@ class Executor:
             return True
 
     def _end(self) -> None:
-        if self._monitor is not None:  # its world has only this thread
+        if self._monitor is not None:
             stop_monitoring(self._monitor)
         self._running, self._runner = False, 0
         self._condition.notify_all()
 
     def _await_chunk(self, command: machine.AwaitChunk[Job]) -> None:
-        """Wait for a chunk, and add or keep it."""
         job, transfer = command.task, command.transfer
         pending, into = job.coming.popleft()
         self._await(job, pending, transfer)
@@ -342,10 +333,7 @@ class Executor:
         job.finish()
 
     def _await_sends(self, job: Job) -> None:
-        """Wait until everything is sent. Afterwards no local name refers to the buffer's chunks.
-
-        A caller of `Job.wait` may check for other references to its buffer.
-        """
+        # A separate function: afterwards no local name may reference the buffer's chunks.
         for pending, transfer, _ in job.sends:
             self._await(job, pending, transfer)
 
@@ -378,10 +366,7 @@ class Executor:
         job.sends.append((pending, transfer, chunk))
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
-        """Pack a part of the buffer into scratch memory that lives until it is sent.
-
-        The result, which all peers receive, is packed once.
-        """
+        """Pack a part of the buffer into scratch memory. The final result is packed only once."""
         known = job.results.get(span)
         if known is not None:
             return known
@@ -405,7 +390,7 @@ class Executor:
         try:
             pending.wait((1 + MAX_WAIT_FACTOR) * self._timeout)
         except RuntimeError as err:
-            # No local names: the frame would keep the transfer, and gloo its connections.
+            # No local names: the frame would reference the transfer and keep gloo's connections.
             lasted = time.monotonic() - begin
             raise self._lost(job, transfer, lasted, self._monitor.why or err) from None
         finally:
@@ -415,11 +400,11 @@ class Executor:
         return LostPeer(job, transfer, self._ranks[transfer.peer], seconds, err)
 
     def _fail(self, begun: list[Job], err: Exception) -> None:
-        """Fail all jobs that are begun or queued: the workers are out of step."""
+        """Fail all started and queued jobs, because workers are no longer synchronized."""
         if self._failure.claim():
             try:
                 reason = self._reason(begun, err)
-            except Exception as other:  # other threads wait for the reason
+            except Exception as other:  # other threads wait for a reason
                 reason = f"rank {self._rank}: a collective failed: {err!r} ({other!r})"
             self._failure.settle(reason)
         else:
@@ -433,23 +418,21 @@ class Executor:
             self._end()
 
     def _compare(self, job: Job) -> None:
-        """Called by a thread that waits for ``job`` for long: fail it if a peer runs a different
-        call.
+        """Fail ``job``, which has waited for long, if a peer runs a different call.
 
-        Messages of different calls never match, so both ranks would wait until their timeout.
+        Messages of different calls never match, so both ranks would wait until their timeouts.
         """
         if not self._differing(job):
             return
         for transfer in job.program.transfers():
-            # The thread of this executor may wait in gloo for a message. A wait that times out ends
-            # all other waits of its gloo group, in any thread.
+            # A wait that times out ends all other waits of its gloo group, in any thread.
             link = self._links[transfer.link]
             with contextlib.suppress(RuntimeError):
                 link.recv(torch.empty(1), transfer.peer, UNUSED_TAG).wait(_MIN_WAIT_S)
             link.close()
 
     def _differing(self, job: Job) -> str:
-        """Return the error for a peer that runs a different collective; empty if none does."""
+        """Return the error text for a peer that runs a different collective, or empty."""
         calls = {each.turn: each.call for each in (*self._machine.begun(), job)}
         peers = sorted({self._ranks[transfer.peer] for transfer in job.program.transfers()})
         found = self._call_table.compare(calls, peers)
@@ -473,29 +456,29 @@ class Executor:
         if isinstance(err, LostPeer):
             return str(self._explain(begun, err))
         reason = f"rank {self._rank}: {begun[0] if begun else 'a collective'} failed: {err!r}"
-        if self._group is not None:  # tell the other members, which would wait for this one
+        if self._group is not None:  # other members would wait for this rank
             self._attribution.publish_wait(self._rank, str(begun[0]) if begun else "")
             self._break(begun, err)
         return reason
 
     def _break(self, begun: list[Job], err: Exception) -> None:
-        """Close the connections; gloo does so when nothing refers to its group any more."""
+        """Close the connections; gloo does so once its group has no references."""
         for job in begun:
             job.drop()
-        # The frames in which the transfer failed refer to it too.
+        # The frames in which the transfer failed reference it too.
         err.__traceback__ = err.__context__ = None
         used = {transfer.link for job in begun for transfer in job.program.transfers()}
-        # The executors of a group fail together: its buffers are not written to afterwards.
+        # The executors of a group fail together, so that its buffers are not written to afterwards.
         for link in used if self._group is None else range(len(self._links)):
             self._links[link].close()
 
     def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:
         if self._group is not None and lost.seconds < self._timeout / 2:
-            # A peer that waited that long was blocked itself. Read before this rank closes its own
-            # connections, on which others may be waiting.
+            # A peer that waited longer was blocked itself. Must precede the closing of this rank's
+            # connections, on which others may wait.
             lost.blocked_member = member_waiting_for(self._rank, self._group, self._attribution)
         self._attribution.publish_wait(lost.peer, str(lost.job))
-        # Now, so that the others notice and ask while this process can still answer.
+        # Peers then detect the failure while this process still runs.
         self._break(begun, lost)
         where = f"{lost.job} on interface {self._links[lost.transfer.link].name}"
         return explain_loss(self._attribution, self._rank, lost, where, self._group)
@@ -509,21 +492,20 @@ _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
     machine.Complete: Executor._complete,
     machine.AwaitSends: Executor._finish,
 }
-"""The method of each command. A ``match`` would check one class after the other, for each message.
-"""
+"""The method of each command. A ``match`` would test the classes in sequence for each message."""
 
 
 _threads = ThreadPool("wingbeat-group")
 factor_threads = ThreadPool("wingbeat-factors")
-"""For the work between the two sums of factors."""
+"""Computes second factors between the two sums."""
 decode_queue = SerialQueue(ThreadPool("wingbeat-decode"))
-"""For gathered payloads, which are decoded while backward runs."""
+"""Decodes gathered payloads while backward runs."""
 _creating = threading.RLock()
-"""Two threads may make `Collectives` of one world; the garbage collector may run in one of them."""
+"""Reentrant, because the garbage collector may run in the thread that holds it."""
 
 
 def _after_fork() -> None:
-    """Reset in a forked child: it has no threads, and another thread may have held the lock."""
+    """Reset in a forked child, where a thread that no longer exists may have held the lock."""
     global _creating
     _creating = threading.RLock()
     _threads.forget()
@@ -537,10 +519,9 @@ _executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDi
 
 
 def executors_of(world: World) -> list[Executor]:
-    """Return a world's executors: one per link, shared by everything in it, so collectives keep
-    their order.
+    """Return a world's executors, one per link, which all of its `Collectives` share.
 
-    The executors of groups have a thread only while there is work.
+    The executors of groups have threads only while there is work.
     """
     with _creating:
         if world not in _executors:
@@ -551,6 +532,6 @@ def executors_of(world: World) -> list[Executor]:
             _executors[world] = executors
             for executor in executors:
                 world.on_close(executor.close)
-                # A dropped model releases its channel, but not the thread.
+                # A deleted model drops its channel but cannot end the thread.
                 weakref.finalize(world, executor.stop)
         return _executors[world]

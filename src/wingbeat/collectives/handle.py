@@ -1,4 +1,4 @@
-"""Handles of collectives in progress, and the jobs that they consist of."""
+"""Handles of collectives in progress, and the jobs of each handle."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class OneShotEvent:
-    """A `threading.Event` that cannot be cleared and costs a tenth to create.
+    """A `threading.Event` that cannot be cleared, at a tenth of the cost of creation.
 
-    A collective has two of them, and a step of many small buckets hundreds of collectives.
+    Each collective has two, and a step may have hundreds of collectives.
     """
 
     __slots__ = ("_lock", "is_open")
@@ -36,7 +36,7 @@ class OneShotEvent:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Set the event. Called by one thread at a time; a second call has no effect."""
+        """Set the event. Not safe for concurrent calls; repeated calls have no effect."""
         if not self.is_open:
             self.is_open = True
             self._lock.release()
@@ -49,18 +49,14 @@ class OneShotEvent:
 
 
 FIRST_COMPARISON_S = 1.0
-"""Seconds after which a waiting rank first compares its collective with its peers'. The interval
-doubles after each comparison.
-"""
+"""Seconds of waiting before the first comparison of calls with peers; doubles after each one."""
 
 _done_lock = threading.Lock()
-"""Held while a job is marked as done or receives a callback. One lock for all jobs: it is held
-briefly.
-"""
+"""Held briefly while any job is marked as done or a callback is added."""
 
 
 class Job(Task):
-    """One collective on one link: its tensors, and its transfers in progress."""
+    """One collective on one link, with its tensors and transfers in progress."""
 
     def __init__(
         self,
@@ -100,12 +96,12 @@ class Job(Task):
 
     @property
     def call(self) -> str:
-        """The operation, its size and its dtype on the link: equal on all ranks."""
+        """The operation, its size and its dtype on the link, which must be equal on all ranks."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self} ({self.buffer.numel()} elements, {dtype})"
 
     def _cut(self) -> dict[int, torch.Tensor]:
-        """Cut the buffer into the program's chunks, all in one call."""
+        """Split the buffer into the program's chunks with one call."""
         tiles = self.program.tiles
         if not tiles or self.packing is not None:
             return {}
@@ -115,18 +111,18 @@ class Job(Task):
         return {tile.start: piece for tile, piece in zip(tiles, pieces, strict=False)}
 
     def piece(self, span: Span) -> torch.Tensor:
-        """Return the chunk of the buffer at ``span``, which is one of the program's."""
-        if self._pieces is None:  # not earlier: errors must reach the connected members
+        """Return the buffer's chunk at ``span``, one of the program's spans."""
+        if self._pieces is None:  # not in __init__: an error must reach the connected members
             self._pieces = self._cut()
         known = self._pieces.get(span.start)
         return self.buffer[span.start : span.stop] if known is None else known
 
     def receive(self) -> None:
-        """Mark the result as readable, though parts of the buffer may still be in transmission."""
+        """Mark the result as readable. Parts of the buffer may still be in transmission."""
         self._received.open()
 
     def finish(self, error: str = "") -> None:
-        """Mark the job as done, or as failed because of ``error``, and wake all waiting threads."""
+        """Mark the job as done, or as failed with ``error``, and wake all waiting threads."""
         self._error = error
         self._received.open()
         with _done_lock:
@@ -136,11 +132,11 @@ class Job(Task):
             run_callback(callback)
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Whether `wait` would return or raise immediately."""
         return self._done.is_open
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the job is done or has failed; at once if it is."""
+        """Call ``callback`` when the job is done or has failed; immediately if it already is."""
         with _done_lock:
             if not self._done.is_open:
                 self._callbacks.append(callback)
@@ -148,7 +144,7 @@ class Job(Task):
         run_callback(callback)
 
     def drop(self) -> None:
-        """Release everything in progress."""
+        """Release the references to transfers and tensors."""
         self.coming.clear()
         self.sends.clear()
         self.packed.clear()
@@ -156,11 +152,11 @@ class Job(Task):
         self._pieces = None
 
     def wait_received(self) -> None:
-        """Block until the result can be read. It must not be written to before `wait` returns."""
+        """Block until the result can be read. Do not write to it before `wait` returns."""
         self._wait(self._received)
 
     def wait(self) -> None:
-        """Block until done. Every transfer has a deadline, so this ends."""
+        """Block until done. Every transfer has a deadline, so this returns or raises."""
         self._wait(self._done)
 
     def _wait(self, event: OneShotEvent) -> None:
@@ -172,8 +168,7 @@ class Job(Task):
         self._raise_error()
 
     def _raise_error(self) -> None:
-        """Raise a new exception each time: a raised one holds references to its frames."""
-        if self._error:
+        if self._error:  # a new exception each time: a raised one references its frames
             raise PeerError(self._error)
 
 
@@ -186,17 +181,18 @@ class Handle:
         self.jobs = jobs
 
     def done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Whether `wait` would return or raise immediately."""
         return all(job.done() for job in self.jobs)
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
         """Call ``callback(handle)`` once, when the collective is done or has failed.
 
-        It runs in the thread that completes the collective, so it must be short and must not block;
-        or at once in the calling thread if everything is done. What it raises is logged.
+        The callback runs in the thread that completes the collective, so it must be short and must
+        not block. If the collective is already done, it runs in the calling thread. Exceptions of
+        the callback are logged.
 
         Raises:
-            UsageError: a library runs the collective, and it is not done yet.
+            UsageError: the collective runs in NCCL or another process group, and is not done.
         """
         if not self.jobs:
             run_callback(lambda: callback(self))
@@ -213,15 +209,15 @@ class Handle:
     def wait(self) -> None:
         """Block until the collective is done on this worker, or has failed on all links.
 
-        Afterwards nothing reads or writes the buffer any more.
+        Afterwards the collective no longer reads or writes the buffer.
 
         Raises:
-            PeerError: a peer failed or was silent for too long; names it and the collective.
+            PeerError: a peer failed or timed out; names the peer and the collective.
         """
         wait_for_all(job.wait for job in self.jobs)
 
     def wait_received(self) -> None:
-        """Block until the result can be read. It must not be written to before `wait` returns.
+        """Block until the result can be read. Do not write to it before `wait` returns.
 
         Raises:
             PeerError: as `wait`.
@@ -230,7 +226,7 @@ class Handle:
 
 
 def wait_for_all(waits: Iterable[Callable[[], None]]) -> None:
-    """Call each function even if others raise; then raise the first `PeerError`, if any."""
+    """Call every function, then raise the first `PeerError`, if any."""
     first: PeerError | None = None
     for wait in waits:
         try:

@@ -1,14 +1,13 @@
-"""The rules by which collectives use a link, without a thread, a clock or a link.
+"""The state machine that schedules collectives on a link, without threads, clocks or I/O.
 
-A generator yields one command after the other; its driver performs each and then asks for the next.
-An `Executor`'s thread drives it over real links, a simulator over modelled ones, a test over a
-dictionary: all follow the same rules.
+A generator yields commands, and its driver performs each before it requests the next. An
+`Executor` drives it over links, a simulator over modelled links, a test over a dictionary.
 
-1. The next collective begins as soon as the one before has sent its last chunk to the link.
-   Earlier, its chunks would queue before that one's in the socket; later, the link would idle for
-   a round trip.
+1. The next collective begins as soon as the previous one has sent its last chunk to the link.
+   Earlier, its chunks would precede those chunks in the socket; later, the link would idle for a
+   round trip.
 2. A collective whose result is complete does not delay the next one while its last chunks are sent.
-3. Receives are posted ahead, as a link may send only what is expected.
+3. Receives are posted ahead, because a link may send only chunks that the peer expects.
 """
 
 from __future__ import annotations
@@ -21,23 +20,19 @@ from typing import Generic, TypeVar
 from wingbeat.collectives.program import Program, Transfer, last_overlap
 
 RECEIVES_AHEAD = 128
-"""Receives posted before they are needed, so that no peer waits for permission. They complete in
-order: in a mesh, they must cover the lag of the slowest peer behind the others.
+"""Receives posted ahead, so that peers can send without waiting. They complete in order: in a mesh,
+they must cover the lag of the slowest peer.
 """
 
 DEPTH = 4
-"""Collectives begun at once. One begins when the one before it has sent its last chunk to the link:
-then the link never idles, and no chunk queues behind a later collective's.
-"""
+"""Maximum number of collectives in progress."""
 
 
 class Task:
     """The progress of one collective's program on one link.
 
-    Args:
-        program: this worker's part of the collective.
-        after: the former collective on the same buffer, whose finished chunks this one may send;
-            None: nothing to wait for.
+    ``after`` is the previous collective on the same buffer, whose finished chunks this one may
+    send; None: all chunks may be sent.
     """
 
     def __init__(self, program: Program, after: Task | None = None) -> None:
@@ -49,14 +44,13 @@ class Task:
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk has been received, so that the result can be read."""
+        """Whether all chunks have been received, so that the result can be read."""
         return self.taken == len(self.program.receives)
 
     def hold(self) -> None:
-        """Queue the first sends, each behind the chunk of ``after`` that it needs.
+        """Queue the first sends, each after the chunk of ``after`` that it needs.
 
-        So a bucket's all-gather begins with the first chunk that its reduce-scatter has finished,
-        and the links do not idle between the two.
+        An all-gather can thus begin with the first chunk that the reduce-scatter has finished.
         """
         receives = self.after.program.receives if self.after is not None else ()
         self.held.extend((last_overlap(receives, t.span), t) for t in self.program.first)
@@ -88,7 +82,7 @@ class PostReceive(Generic[T]):
 
 @dataclass(slots=True)
 class AwaitChunk(Generic[T]):
-    """Wait for the oldest posted chunk of ``task``, and add or keep it."""
+    """Wait for the oldest posted chunk of ``task``, and add or store it."""
 
     task: T
     transfer: Transfer
@@ -118,7 +112,7 @@ class AwaitSends(Generic[T]):
 
 @dataclass(slots=True)
 class Idle:
-    """Nothing to do until a task is submitted."""
+    """Wait until a task is submitted."""
 
 
 TaskCommand = Begin[T] | PostReceive[T] | AwaitChunk[T] | SendChunk[T] | Complete[T] | AwaitSends[T]
@@ -126,13 +120,10 @@ Command = TaskCommand[T] | Idle
 
 
 class Machine(Generic[T]):
-    """Decides what to do next with the submitted tasks, first in, first out.
+    """Schedules tasks first in, first out.
 
-    `submit` may be called by any thread; everything else by the driver.
-
-    Args:
-        ahead: receives posted before they are needed.
-        depth: tasks that may be in progress at once.
+    Any thread may call `submit`; only the driver may call the other methods. At most ``depth``
+    tasks are in progress, each with ``ahead`` posted receives.
     """
 
     def __init__(self, ahead: int = RECEIVES_AHEAD, depth: int = DEPTH) -> None:
@@ -152,17 +143,17 @@ class Machine(Generic[T]):
         return bool(self._queue)
 
     def begun(self) -> list[T]:
-        """Return the tasks that have begun and are not done, oldest first."""
+        """Return the tasks in progress, oldest first."""
         return [*self._draining, *self._active]
 
     def drop_waiting(self) -> list[T]:
-        """Remove the tasks that have not begun, and return them."""
+        """Remove and return the tasks that have not begun."""
         dropped = list(self._queue)
         self._queue.clear()
         return dropped
 
     def commands(self) -> Iterator[Command[T]]:
-        """Yield commands without end, each after the one before was performed."""
+        """Yield commands indefinitely; the driver performs each before it requests the next."""
         while True:
             if self._queue or self._active:
                 yield from self._begin_more()
@@ -183,7 +174,7 @@ class Machine(Generic[T]):
             yield from self._release(task)
 
     def _go_on(self) -> Iterator[Command[T]]:
-        """Process the next chunk of the first task. No local name keeps a task afterwards."""
+        """Process the next chunk of the first task, and keep no reference to a task."""
         task = self._active[0]
         if not task.complete:
             yield from self._advance(task)
@@ -193,13 +184,12 @@ class Machine(Generic[T]):
         if task.complete:
             yield Complete(self._active.popleft())
             self._draining.append(task)
-            # Its last chunks may queue behind the next task's: let that one proceed first.
+            # Its last chunks may queue behind the next task's, which proceeds first.
             while len(self._draining) > (1 if self._active else 0):
                 yield AwaitSends(self._draining[0])
                 self._draining.popleft()
 
     def _advance(self, task: T) -> Iterator[Command[T]]:
-        """Await the next chunk, post one more receive, and send what depends on the chunk."""
         receives, index = task.program.receives, task.taken
         yield AwaitChunk(task, receives[index])
         task.taken += 1
@@ -210,7 +200,7 @@ class Machine(Generic[T]):
             task.unsent -= 1
 
     def _release(self, task: T) -> Iterator[Command[T]]:
-        """Send the first chunks that the former task has finished."""
+        """Send the first chunks that the previous task has finished."""
         while task.may_send():
             yield SendChunk(task, task.held.popleft()[1])
             task.unsent -= 1

@@ -1,4 +1,4 @@
-"""Collectives that NCCL, or another process group, runs as a whole, behind the same handles."""
+"""Collectives that run in NCCL or another process group, with the same handles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NcclJob:
-    """A collective that the library runs, in the order of submission."""
+    """A collective in the process group, which runs collectives in the order of submission."""
 
     def __init__(self, work: Any, what: str, rank: int, copy: CastCopy | None = None) -> None:
         self._work = work
@@ -27,11 +27,10 @@ class NcclJob:
         self._copy = copy
 
     def wait(self) -> None:
-        """Make subsequent work see the result. On a GPU this orders streams and does not block the
-        host.
+        """Wait for the result; on a GPU, make the current stream wait, without blocking the host.
 
         Raises:
-            PeerError: the library reported a failure.
+            PeerError: the process group reported a failure.
         """
         try:
             self._work.wait()
@@ -45,15 +44,11 @@ class NcclJob:
             copy.write_back()
 
     def done(self) -> bool:
-        """Whether the library has finished."""
+        """Whether the collective has finished."""
         return bool(self._work.is_completed())
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, if the library has finished.
-
-        Raises:
-            UsageError: it has not finished: it cannot call back.
-        """
+        """Call ``callback`` if the collective is done; raise a `UsageError` otherwise."""
         if not self.done():
             raise UsageError("a collective on a GPU cannot call back: use wait() or done()")
         run_callback(callback)
@@ -63,14 +58,12 @@ class NcclJob:
         self.wait()
 
     def write_back(self) -> None:
-        """Wait if the buffer receives the result only in `wait`."""
+        """Wait if the buffer receives the result in `wait` only."""
         if self._copy is not None:
             self.wait()
 
 
 class _Works:
-    """Several operations, waited for together."""
-
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
@@ -83,10 +76,9 @@ class _Works:
 
 
 class CastCopy:
-    """A copy of a buffer in a narrower dtype, for the library to work on.
+    """A copy of a buffer in a narrower dtype, in which the process group also computes sums.
 
-    Casts run on the current stream, which the library orders its own after, so neither the host nor
-    another stream waits for them. Sums are computed by the library in the narrower dtype.
+    Casts run on the current stream, after which the process group orders its own stream.
     """
 
     def __init__(self, what: str, buffer: torch.Tensor, cast: CastPacking) -> None:
@@ -98,10 +90,9 @@ class CastCopy:
         self.carried[sent].copy_(buffer[sent])
 
     def write_back(self) -> None:
-        """Copy the result into the buffer, once the current stream is ordered after it."""
+        """Copy the result into the buffer. The current stream must be ordered after the work."""
         if self.carried.is_cuda:
-            # The allocator may reuse the memory when this object is deleted, but not before the
-            # copy.
+            # The allocator must not reuse the memory before the copy is done.
             self.carried.record_stream(torch.cuda.current_stream(self.carried.device))
         self._buffer[self._result].copy_(self.carried[self._result])
 
@@ -116,12 +107,11 @@ def start(
 ) -> NcclJob:
     """Start ``what`` in place on ``buffer``, whose length is a multiple of the world's size.
 
-    The library's own reduce-scatter and all-gather have equal ``blocks``. For unequal ones
-    everything is all-reduced, at twice the bytes of a reduce-scatter, and each block is broadcast
-    by its owner.
+    With unequal ``blocks``, a reduce-scatter becomes an all-reduce, with twice the bytes, and an
+    all-gather becomes a broadcast of each block.
 
-    With a ``cast`` the buffer receives the result when the job is first waited for, or when another
-    one is started ``after`` it.
+    With a ``cast``, the buffer receives the result at the first wait, or when another collective is
+    started ``after`` this one.
     """
     name, _, root = what.partition(":")
     group = world.nccl

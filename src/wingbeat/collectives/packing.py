@@ -1,7 +1,7 @@
 """How chunks are packed for the links: in a narrower dtype or by a codec.
 
-A cast rounds to the nearest value. What is too large becomes infinite and NaN stays NaN, so that
-checks for overflow, such as ``torch.amp.GradScaler``, see it; it never becomes a finite number.
+A cast rounds to the nearest value. Values that are too large become infinite and NaN stays NaN, so
+that overflow checks such as ``torch.amp.GradScaler`` detect them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from wingbeat.transport.text import first_line
 from wingbeat.types import Span
 
 CAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The dtypes that gradients may travel in, other than their own."""
+"""The narrower dtypes in which gradients can be sent."""
 
 
 def wire_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype called ``name`` in `Choices.wire`; None for the buffer's own (empty).
+    """Return the dtype called ``name`` in `Choices.wire`; None (the buffer's dtype) if empty.
 
     Raises:
-        UsageError: gradients cannot travel in a dtype of that name.
+        UsageError: the dtype is not supported.
     """
     if not name:
         return None
@@ -51,16 +51,13 @@ def narrower_dtype(wire: torch.dtype | None, buffer: torch.Tensor) -> torch.dtyp
 
 
 MAX_POOL_BYTES = 256 << 20
-"""Unused memory that is kept. Five collectives overlap at most, so this is enough for buckets of
-100 MB that travel in half the bytes.
-"""
+"""Unused memory kept in a pool: enough for five overlapping buckets of 100 MB at half the bytes."""
 
 
 class ScratchPool:
-    """A pool of flat CPU tensors for chunks; for one thread.
+    """A pool of flat CPU tensors for chunks. Not thread-safe.
 
-    Sizes are rounded up to powers of two, so that chunks of similar size share memory and
-    allocation needs no search.
+    Sizes are rounded up to powers of two, so that chunks of similar sizes share memory.
     """
 
     def __init__(self) -> None:
@@ -80,11 +77,11 @@ class ScratchPool:
         return given if given.numel() == numel else whole[:numel]
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Return a tensor from `take` to the pool. Nothing may read or write it any more."""
+        """Return a tensor from `take`, which must no longer be used, to the pool."""
         whole = tensor._base
         assert whole is not None, "not from take()"
         if self._free_bytes + whole.nbytes <= MAX_POOL_BYTES:
-            # Keep the view: the next request mostly has the same length.
+            # Keep the view: the next request usually has the same length.
             self._free[whole.dtype, whole.numel()].append(tensor)
             self._free_bytes += whole.nbytes
 
@@ -92,8 +89,8 @@ class ScratchPool:
 class Packing(Protocol):
     """How one worker packs the chunks of one collective.
 
-    A rank sends the result of its own block only, so it rounds it at that moment here as well, and
-    all workers end with the same bits.
+    A rank that sends the result of its own block also rounds it in place, so that the result is
+    bitwise equal on all workers.
     """
 
     @property
@@ -102,33 +99,29 @@ class Packing(Protocol):
 
     @property
     def own(self) -> Span:
-        """The block that this rank owns."""
+        """The block of this rank."""
 
     @property
     def bytes_per_element(self) -> float:
-        """Approximate bytes per element of the buffer; 0 if blocks are best left whole."""
+        """Approximate bytes per element of the buffer; 0 if blocks should not be divided."""
 
     def room(self, span: Span) -> int:
-        """Return the elements of ``dtype`` in a packed ``span``."""
+        """Return the number of ``dtype`` elements in a packed ``span``."""
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """Write ``buffer[span]`` into ``chunk``; also round it in place if in the own block."""
+        """Write ``buffer[span]`` into ``chunk``; round it in place if it is in the own block."""
 
     def unpack(
         self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
     ) -> None:
-        """Write ``chunk`` into ``buffer[span]``, or add it.
-
-        Raises:
-            ValueError: the payload is malformed.
-        """
+        """Write or add ``chunk`` into ``buffer[span]``; raises `ValueError` if it is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class CastPacking:
-    """Casts each chunk to ``dtype``: to the nearest value, infinite if that is too large.
+    """Casts each chunk to the nearest values in ``dtype``; values that are too large are infinite.
 
-    Chunks that a rank forwards were rounded by their owner and stay the same.
+    Forwarded chunks do not change, as their owner has already rounded them.
     """
 
     dtype: torch.dtype
@@ -136,15 +129,15 @@ class CastPacking:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes of the dtype."""
+        """Size of the dtype."""
         return self.dtype.itemsize
 
     def room(self, span: Span) -> int:
-        """Return the number of elements."""
+        """Return the length of the span."""
         return len(span)
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """Cast into ``chunk``."""
+        """As `Packing.pack`."""
         part = buffer[span.start : span.stop]
         chunk.copy_(part)
         if self.own.overlaps(span):
@@ -153,12 +146,12 @@ class CastPacking:
     def unpack(
         self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
     ) -> None:
-        """Cast back."""
+        """As `Packing.unpack`."""
         part = buffer[span.start : span.stop]
         if not add:
             part.copy_(chunk)
             return
-        # Adding tensors of two dtypes is slower and allocates memory each time.
+        # Adding tensors of two dtypes is slower and allocates memory.
         widened = scratch.take(len(span), part.dtype)
         part.add_(widened.copy_(chunk))
         scratch.give(widened)
@@ -166,11 +159,11 @@ class CastPacking:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A wire format for `Collectives`: how regions travel, and where the error is kept.
+    """A wire format for `Collectives`: a coding, and a residual for error feedback.
 
     Attributes:
-        coding: how each region of the buffer travels.
-        residual: float32, as long as the buffer; None: no error feedback.
+        coding: the codec of each region of the buffer.
+        residual: float32, of the buffer's length; None: no error feedback.
     """
 
     coding: Coding
@@ -178,21 +171,16 @@ class Encoded:
 
 
 WireFormat = torch.dtype | Encoded | Factors
-"""What a buffer's elements travel as, if not as their own dtype."""
+"""How a buffer's elements are sent, if not in their own dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecPacking:
-    """Encodes each chunk by itself; the encoding error is kept in ``residual``.
+    """Encodes each chunk separately and keeps the encoding error in ``residual``.
 
-    For the other workers' blocks the residual holds what their owners have not been sent, for the
-    own block what no worker has been sent of the sum. Either way it is this worker's part of what
-    the sum lacks, so blocks may change owners.
-
-    Attributes:
-        coding: how each region of the buffer travels.
-        residual: float32, as long as the buffer; None: no error feedback.
-        own: the block that this rank owns.
+    For other workers' blocks the residual is the error of this worker's contribution, for its own
+    block the error of the sum. Both are this worker's part of the total error, so blocks may change
+    owners. ``residual`` is float32, of the buffer's length; None disables error feedback.
     """
 
     coding: Coding
@@ -201,7 +189,7 @@ class CodecPacking:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Bytes."""
+        """uint8."""
         return torch.uint8
 
     @property
@@ -214,7 +202,7 @@ class CodecPacking:
         return self.coding.room(span)
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """Encode into ``chunk``."""
+        """As `Packing.pack`."""
         self.coding.encode(buffer, span, chunk, self.residual)
         if self.own.overlaps(span):
             self.coding.decode(chunk, buffer, span)
@@ -227,7 +215,7 @@ class CodecPacking:
         add: bool,
         scratch: ScratchPool,  # noqa: ARG002
     ) -> None:
-        """Decode into the buffer."""
+        """As `Packing.unpack`."""
         self.coding.decode(chunk, buffer, span, add=add)
 
 

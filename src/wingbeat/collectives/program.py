@@ -1,7 +1,7 @@
-"""Compiles rounds of hops into one linear program for one executor thread. Pure.
+"""Compiles rounds of hops into one linear program for one executor thread. Pure functions.
 
-Hops are cut into chunks, and a chunk may be sent as soon as the chunk it depends on has arrived. So
-all rounds overlap, and a ring's latency counts once rather than once per round.
+Hops are cut into chunks, and a chunk may be sent as soon as the chunk it depends on has arrived, so
+that rounds overlap.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MAX_CHUNK_BYTES = 1024 << 10
 CHUNKS_PER_BLOCK = 4
 
 MESSAGE_S = 1e-3
-"""Seconds on the link that justify a message's CPU time of about 0.1 ms."""
+"""Minimum seconds on the link per message, whose CPU time is about 0.1 ms."""
 
 MAX_LEAST_BYTES = 4 << 20
-"""Above 4 MB messages exceed the caches, and faster links gain nothing."""
+"""Messages above 4 MB exceed the caches and are no faster on fast links."""
 
 SPANNING_CHUNKS = 128
-"""Approximate number of chunks that a program over several links receives: no more than a machine
-posts receives for. They complete in one order, and a link whose next chunk is not posted is
-idle: with chunks of 512 KB, 100 MB took 1.1 times as long in a BCube(3, 2).
+"""Approximate number of chunks that a program over several links receives: at most the number of
+posted receives, as a link without a posted receive idles. With chunks of 512 KB, 100 MB took 1.1
+times as long in a BCube(3, 2).
 """
 
 MAX_SPANNING_BYTES = 4 << 20
@@ -35,10 +35,7 @@ MAX_SPANNING_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One chunk to or from ``peer`` over link number ``link``.
-
-    ``tag`` is the same number on both sides.
-    """
+    """One chunk to or from ``peer`` over link number ``link``, with one ``tag`` on both sides."""
 
     peer: int
     span: Span
@@ -49,10 +46,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Program:
-    """One worker's part of a collective, on one link or on several.
+    """One worker's part of a collective, on one or several links.
 
-    ``first`` can be sent at once; after ``receives[i]`` has been applied, the chunks in
-    ``unlocks[i]`` can be sent.
+    ``first`` can be sent immediately, and ``unlocks[i]`` after ``receives[i]`` has been applied.
     """
 
     first: tuple[Transfer, ...]
@@ -65,10 +61,9 @@ class Program:
 
     @cached_property
     def tiles(self) -> tuple[Span, ...]:
-        """The chunks of the buffer, in order and end to end; empty if some overlap.
+        """The chunks of the buffer and the gaps between them, in order; empty if chunks overlap.
 
-        Most chunks are both received and sent. Cutting them all at once costs a fraction of cutting
-        each when needed. Gaps, which other links carry, are tiles as well.
+        Splitting the buffer once costs a fraction of slicing each chunk when needed.
         """
         out: list[Span] = []
         end = 0
@@ -83,9 +78,9 @@ class Program:
 
 
 def least_message(speeds: Sequence[float]) -> int:
-    """Return the minimum size of a message in bytes, on links of so many bytes per second.
+    """Return the minimum size of a message in bytes, given the links' bytes per second.
 
-    A power of two, so that runs on the same links are mostly alike.
+    It is a power of two, so that small differences of measured speeds have no effect.
 
     >>> [least_message([gbit * 1.25e8]) >> 10 for gbit in (0.1, 1, 2, 4, 10, 100)]
     [128, 128, 128, 256, 1024, 4096]
@@ -100,10 +95,9 @@ def least_message(speeds: Sequence[float]) -> int:
 def chunk_elements(block_elements: int, itemsize: float, least: int = MIN_CHUNK_BYTES) -> int:
     """Choose the number of elements in one message, given a block's size.
 
-    Small enough that several chunks of a block are in flight, large enough that the cost of a
-    message (about 100 microseconds of CPU on both sides) is small against its time on the link.
-    ``itemsize`` is the bytes of an element on the link; 0 leaves blocks whole. ``least`` comes from
-    `least_message`.
+    Several chunks of a block should be in flight, and a message should take longer on the link than
+    its CPU time (about 100 microseconds on both sides). ``itemsize`` is the number of bytes of an
+    element on the link; 0 does not divide blocks. ``least`` is the result of `least_message`.
     """
     if itemsize <= 0:
         return max(1, block_elements)
@@ -113,7 +107,7 @@ def chunk_elements(block_elements: int, itemsize: float, least: int = MIN_CHUNK_
 
 
 def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
-    """Cut the rounds' hops into chunks of ``chunk`` elements and order them by dependence."""
+    """Cut the rounds' hops into chunks of ``chunk`` elements and order them by dependency."""
     numbering = _Numbering()
     first: list[Transfer] = []
     receives: list[Transfer] = []
@@ -134,18 +128,14 @@ def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
 
 
 def _chunks(hops: Round, chunk: int) -> Iterator[tuple[Hop, Span]]:
-    """Cut a round's hops; their chunks alternate, as they do on the links."""
+    """Cut a round's hops into chunks, which alternate as on the links."""
     cut = [[(hop, span) for span in hop.span.cut(chunk)] for hop in hops]
     for turn in itertools.zip_longest(*cut):
         yield from (each for each in turn if each is not None)
 
 
 class _Numbering:
-    """Numbers the chunks of each direction of each link, equally on both ends.
-
-    Both ends cut the same spans in the same order, so the n-th chunk that a worker sends to a peer
-    is the n-th that the peer expects from it.
-    """
+    """Numbers chunks per link, peer and direction; both ends cut the same spans in one order."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int], int] = {}
@@ -164,10 +154,7 @@ class _Numbering:
 
 
 def last_overlap(receives: Sequence[Transfer], span: Span) -> int:
-    """Return the index of the last receive that writes into ``span``, or -1.
-
-    Receives are applied in order, so the last one implies all the earlier ones.
-    """
+    """Return the index of the last receive that writes into ``span``, or -1."""
     for index in range(len(receives) - 1, -1, -1):
         if receives[index].span.overlaps(span):
             return index
@@ -188,18 +175,16 @@ def compile_collective(
 ) -> tuple[Program, ...]:
     """Return one worker's program for each link of a collective.
 
-    Cached: a training run repeats the same few collectives.
-
     Args:
-        what: the operation; a broadcast's with its root, as ``"broadcast:0"``.
+        what: the operation; a broadcast includes its root, as ``"broadcast:0"``.
         topology: the topology.
         rank: the worker.
         size: number of workers.
         numel: elements of the buffer.
-        itemsize: bytes of an element on the links; 0 leaves blocks whole.
-        speeds: of the links: each carries its share of each block.
+        itemsize: bytes of an element on the links; 0 does not divide blocks.
+        speeds: the speed of each link, which carries a proportional part of each block.
         least: minimum size of a message in bytes.
-        blocks: one for each worker; None: nearly equal ones.
+        blocks: the block of each worker; None: nearly equal blocks.
     """
     blocks = blocks or tuple(blocks_of(numel, size))
     stripes = [split(block, speeds) for block in blocks]
@@ -215,10 +200,7 @@ def compile_collective(
 
 
 def _spanning_chunk(numel: int, itemsize: float) -> int:
-    """Choose the minimum number of elements in a message of a program for several links.
-
-    An all-reduce receives up to twice the buffer.
-    """
+    """Return the minimum elements per message on several links; receives total twice the buffer."""
     most = MAX_SPANNING_BYTES / itemsize if itemsize > 0 else numel
     return int(min(-(-2 * numel // SPANNING_CHUNKS), most))
 

@@ -11,7 +11,7 @@ from wingbeat.observe.log import log
 
 
 def run_callback(callback: Callable[[], None]) -> None:
-    """Call it and log what it raises: a user's exception must not end a thread that others need."""
+    """Call ``callback`` and log any exception, which must not end the calling thread."""
     try:
         callback()
     except Exception:
@@ -23,7 +23,7 @@ IDLE_TIMEOUT_S = 2.0
 
 
 class ThreadPool:
-    """Runs each piece of work at once, in an idle thread or a new one."""
+    """Runs each callable immediately, in an idle thread or a new one."""
 
     def __init__(self, name: str, kept_s: float = IDLE_TIMEOUT_S) -> None:
         self._name = name
@@ -32,13 +32,13 @@ class ThreadPool:
         self.forget()
 
     def forget(self) -> None:
-        """Reset in a forked child: it has none of the threads, and the work is its parent's."""
+        """Reset in a forked child, which has no threads and must not run its parent's work."""
         self._changed = threading.Condition()
         self._free = 0
         self._work: deque[Callable[[], None]] = deque()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread of its own. It must not raise."""
+        """Run ``work``, which must not raise, in a separate thread."""
         with self._changed:
             self._work.append(work)
             if self._free >= len(self._work):
@@ -58,16 +58,13 @@ class ThreadPool:
                     return
                 work = self._work.popleft()
             work()
-            del work  # an idle thread must not keep it alive
+            del work  # an idle thread must not hold a reference
 
 
 class SerialQueue:
-    """Runs pieces of work one after the other, in the order of submission, in one thread.
+    """Runs callables in the order of submission, in one thread that ``threads`` provides.
 
-    Several threads would only take processors from training.
-
-    Args:
-        threads: provides the thread while there is work.
+    Several threads would compete with training for processors.
     """
 
     def __init__(self, threads: ThreadPool) -> None:
@@ -75,7 +72,7 @@ class SerialQueue:
         self._reset()
 
     def forget(self) -> None:
-        """Reset in a forked child: it has none of the threads, and the work is its parent's."""
+        """Reset in a forked child, which has no threads and must not run its parent's work."""
         self._threads.forget()
         self._reset()
 
@@ -85,7 +82,7 @@ class SerialQueue:
         self._running = False
 
     def start(self, work: Callable[[], None]) -> None:
-        """Queue ``work``. What it raises is logged."""
+        """Queue ``work``. Exceptions are logged."""
         with self._lock:
             self._work.append(work)
             if self._running:
@@ -101,4 +98,4 @@ class SerialQueue:
                     return
                 work = self._work.popleft()
             run_callback(work)
-            del work  # an idle thread must not keep it alive
+            del work  # an idle thread must not hold a reference

@@ -1,7 +1,7 @@
 """Long waits in collectives: liveness checks of the peer, and comparison of the ranks' calls.
 
-gloo's own timeout would close all connections whatever the peer does. So transfers have a long
-timeout, and a thread ends waits for a silent peer.
+gloo's timeout closes all connections even if the peer is alive. Transfers therefore have a long
+timeout, and a thread aborts waits for an unresponsive peer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from wingbeat.transport.world import World
 
 _MAX_CALL_CHARS = 120
-"""Characters of a call that a peer publishes."""
+"""Maximum length of a call read from a peer."""
 
 _READ_TIMEOUT_S = 2.0
-"""Seconds for the store to return a value that exists."""
+"""Timeout in seconds for reading an existing key of the store."""
 
 
 class CallTable:
     """The current calls of a world's ranks on one link, in the rendezvous store.
 
-    The n-th collective of a link must be the same on all ranks. A rank that waits for long
-    publishes its calls and reads those of its peers. Nothing is published otherwise.
+    The n-th collective of a link must be the same on all ranks. Only a rank that has waited for
+    long publishes its calls and reads those of its peers.
     """
 
     def __init__(self, world: World, lane: int) -> None:
@@ -51,11 +51,10 @@ class CallTable:
     def compare(
         self, calls: Mapping[int, str], peers: Iterable[int]
     ) -> tuple[int, str, str] | None:
-        """Publish this rank's ``calls`` by number, and compare them with those of the peers.
+        """Publish this rank's ``calls`` by number and compare them with those of the peers.
 
-        Returns:
-            The first peer that published a different call of the same number, this rank's call and
-            the peer's; None if there is none.
+        Returns the first peer with a different call of the same number, this rank's call and the
+        peer's call; None if there is no difference.
         """
         mine = "\n".join(f"{number} {call}" for number, call in sorted(calls.items()))
         with contextlib.suppress(RuntimeError, TimeoutError):  # the store may have ended
@@ -72,21 +71,14 @@ class CallTable:
 
 
 _CHECK_INTERVAL_S = 0.25
-"""Seconds between two checks of the waits of this process."""
+"""Seconds between checks of the waits of this process."""
 
 _LIVENESS_INTERVAL_S = 5.0
-"""Upper limit of the seconds between two liveness checks of a peer."""
+"""Maximum seconds between liveness checks of a peer."""
 
 
 class CurrentWait(NamedTuple):
-    """A wait in progress.
-
-    Attributes:
-        peer: the awaited peer's number in the job.
-        what: the operation; shown by `str`.
-        link: the link.
-        end: the peer's number on the link.
-    """
+    """A wait for job rank ``peer``, which has number ``end`` on ``link``, in operation ``what``."""
 
     peer: int
     what: object
@@ -95,24 +87,19 @@ class CurrentWait(NamedTuple):
 
 
 class HasWait(Protocol):
-    """Has a wait in progress, such as an executor."""
+    """An object with a wait in progress, such as an executor."""
 
     @property
     def waiting(self) -> CurrentWait | None:
-        """The same object for as long as the wait lasts."""
+        """The current wait: the same object until it ends."""
 
 
 class WaitMonitor:
-    """Monitors the waits of one thread.
+    """Monitors the waits of one thread, whose current wait is ``of.waiting``.
 
-    Args:
-        store: the rendezvous store, on a connection in which nothing blocks.
-        rank: this worker's rank.
-        timeout: seconds without an answer of a peer's process after which a wait for it ends.
-        of: has the wait in progress as its attribute ``waiting``; not kept alive.
-
-    Attributes:
-        why: why the last wait was ended; empty if it was not.
+    ``store`` needs a connection on which no other call blocks. A wait ends after ``timeout``
+    seconds without a sign of life from the peer. ``of`` is held by a weak reference. ``why`` is the
+    reason for which the last wait was aborted, or empty.
     """
 
     def __init__(self, store: Store, rank: int, timeout: float, of: HasWait) -> None:
@@ -125,7 +112,7 @@ class WaitMonitor:
         self.why = ""
 
     def check(self) -> None:
-        """Check whether the current wait may continue."""
+        """Abort the current wait if the peer is unresponsive or blocked for too long."""
         of = self._of()
         waiting = None if of is None else of.waiting
         if waiting is not self._now:
@@ -172,7 +159,7 @@ _thread: threading.Thread | None = None
 
 
 def start_monitoring(each: WaitMonitor) -> None:
-    """Check it in a thread for as long as it exists."""
+    """Check the monitor periodically in a background thread while the monitor exists."""
     global _thread
     with _starting:
         _monitors.add(each)
@@ -182,7 +169,7 @@ def start_monitoring(each: WaitMonitor) -> None:
 
 
 def stop_monitoring(each: WaitMonitor) -> None:
-    """Stop checking it. The thread ends when nothing is left to check."""
+    """Stop checking the monitor. The background thread ends with the last monitor."""
     _monitors.discard(each)
 
 
@@ -195,7 +182,7 @@ def _run() -> None:
                 _thread = None
                 return
         for each in list(_monitors):
-            with contextlib.suppress(RuntimeError, OSError):  # it is being closed
+            with contextlib.suppress(RuntimeError, OSError):  # the store is being closed
                 each.check()
 
 

@@ -1,7 +1,7 @@
-"""Compression options: what gradients travel as, and their textual form.
+"""Compression options for gradients, and their textual form.
 
-On the command line it is ``name`` or ``name@value``, with the main option as value; then
-``:key=value`` for each of the others. Groups of parameters come last, with + between them:
+The textual form is ``name`` or ``name@value``, where the value is the main option, followed by
+``:key=value`` for other options. Groups of parameters come last, separated by ``+``:
 
 >>> parse("topk@0.05")
 TopK(density=0.05)
@@ -38,7 +38,7 @@ class CodecOptions(Part, Settings):
     """Options of a codec.
 
     Attributes:
-        gathers: whether in all-reduces under backward each worker's payload goes to all others.
+        gathers: whether all-reduces during backward send each worker's payload to all others.
     """
 
     @property
@@ -56,7 +56,7 @@ class CodecOptions(Part, Settings):
 
     @property
     def ends_after(self) -> int | None:
-        """Iterations after which gradients are dense; None: never."""
+        """Number of iterations after which gradients are dense; None: never."""
         return None
 
 
@@ -104,7 +104,7 @@ class _SketchOptions(CodecOptions):
             )
 
     def _known(self, groups: Any) -> tuple[tuple[str, int | str], ...]:
-        """Return the groups as pairs of text, which are hashable and printable."""
+        """Return the groups as hashable pairs."""
         try:
             listed = groups.items() if isinstance(groups, Mapping) else groups
             listed_pairs = [(pattern, value) for pattern, value in listed]
@@ -119,7 +119,7 @@ class _SketchOptions(CodecOptions):
             own = self._own(where, text)
             inner = isinstance(own, _SketchOptions) and (own.groups or own.share != 1 or own.total)
             if own != DTYPES["bf16"] and not isinstance(own, TopK) and not inner:
-                # One spelling of each: equal groups are to be equal.
+                # Normalise the spelling, so that equal groups compare equal.
                 return to_text(own) if isinstance(own, Coded) and isinstance(text, str) else text
         raise UsageError(
             f"{where} is no group; allowed are patterns of parameter names with a number of bits, "
@@ -136,16 +136,16 @@ class _SketchOptions(CodecOptions):
 
     @property
     def keeps(self) -> bool:
-        """As ``feedback``, and groups that differ."""
+        """Whether error feedback is enabled for any group."""
         return any(getattr(each, "feedback", False) for _, each in self.of_groups())
 
     @property
     def ends_after(self) -> int | None:
-        """Iterations after which gradients are dense; None: never."""
+        """Number of iterations after which gradients are dense; None: never."""
         return None if self.share == 1 else round(self.share * self.total)
 
     def of_groups(self) -> list[tuple[str, str | Coded]]:
-        """Return every pattern and the compression of its group; last ``*``, for all others."""
+        """Return every pattern and the compression of its group; the last is ``*``."""
         each = [(pattern, self._own("", value)) for pattern, value in self._listed]
         return [*each, ("*", self._of_others())]
 
@@ -160,53 +160,53 @@ class _SketchOptions(CodecOptions):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Sketch(_SketchOptions):
-    """Each value travels as the index of its bucket of values (Canary, section 4.3.1).
+    """Each value is sent as the index of its quantization bucket (Canary, section 4.3.1).
 
     Args:
         bits: bits of the index, 1 to 8.
-        split: how values are split into buckets: ``"error"`` makes the squared error small,
-            ``"count"`` makes the buckets equally full, as the paper does.
+        split: how values are divided into buckets: ``"error"`` approximately minimizes the squared
+            error, ``"count"`` gives the buckets equal counts, as in the paper.
         level: the value of a bucket: the ``"mean"`` of its members, or the mean of its two
             ``"ends"``, as in the paper.
-        feedback: keep the rounding error, and add it to the next iteration's gradients.
+        feedback: add the rounding error to the next iteration's gradients.
         groups: compression of the parameters whose names match a pattern: a number of bits,
             ``"fp32"``, or another compression, such as ``{"features.*": 4, "*.bias": "fp32"}``.
-            The first match counts; all other parameters use the options given here. ``"fp32"``
-            beside others in a bucket is float32.
-        share: share of all iterations with the codec: the first ``round(share * total)``; the
-            others are dense (Canary, Fig. 22a). Below 1 only with ``auto_disable=False``.
-        total: number of iterations of the whole training; needed with a share.
-        auto_disable: measure in the first iterations whether this is faster than fp32, and use
-            fp32 if it is not; False: use it in any case.
+            The first match applies; all other parameters use the options given here. In a bucket
+            with other codecs, ``"fp32"`` is always float32.
+        share: fraction of iterations with the codec: the first ``round(share * total)``; later
+            ones are dense (Canary, Fig. 22a). A value below 1 requires ``auto_disable=False``.
+        total: number of iterations of the whole training; required if ``share`` is below 1.
+        auto_disable: measure in the first iterations whether the codec is faster than fp32, and
+            use fp32 if it is not. False always uses the codec.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TopK(CodecOptions):
-    """Only the largest gradients travel; the others accumulate (OMGS-SGD, section II-C).
+    """Only the largest gradients are sent; the others accumulate (OMGS-SGD, section II-C).
 
-    The defaults are for a first attempt that converges: a gradient waits a hundred steps on
-    average, and none while the weights change fastest. OMGS-SGD has ``density=0.001, warmup=0``.
+    The defaults favour convergence: a gradient is delayed by a hundred steps on average, but less
+    while the weights change fastest. OMGS-SGD uses ``density=0.001, warmup=0``.
 
     Args:
-        density: share of the gradients that travel, above 0 up to 1.
-        warmup: steps in which the density falls exponentially from 0.25 to ``density``
-            (Deep Gradient Compression, section 3.3); 0: none. By default its mean is 0.075 in
-            these steps, and so in a training that is no longer.
-        momentum: correct for the momentum that waiting gradients would lose (the same paper,
-            section 3.2); use it in place of the optimizer's own, which must be 0 then.
-        bits: of a value that travels: 32 as it is, 1 to 8 through a sketch of all sent values
-            (SparseLoCo, Sarfi et al., 2025, has 2); the sketch's error is kept too.
+        density: fraction of the gradients that is sent, above 0 up to 1.
+        warmup: steps in which the density decreases exponentially from 0.25 to ``density``
+            (Deep Gradient Compression, section 3.3); 0 disables it. With the defaults the mean
+            density of these steps is 0.075.
+        momentum: momentum correction for delayed gradients (the same paper, section 3.2). It
+            replaces the optimizer's momentum, which must be 0.
+        bits: bits of a sent value: 32 for float32, 1 to 8 for a sketch of all sent values
+            (SparseLoCo, Sarfi et al., 2025, uses 2), whose error is kept too.
         groups: densities of the parameters whose names match a pattern, such as
-            ``{"embedding.*": 0.01}``; the first match counts, all others have ``density``.
-        auto_disable: measure in the first iterations whether this is faster than fp32, and use
-            fp32 if it is not; False: use it in any case.
+            ``{"embedding.*": 0.01}``. The first match applies; all others use ``density``.
+        auto_disable: measure in the first iterations whether the codec is faster than fp32, and
+            use fp32 if it is not. False always uses the codec.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     density: float = 0.01
@@ -230,12 +230,12 @@ class TopK(CodecOptions):
 
     @property
     def keeps(self) -> bool:
-        """True: most gradients wait."""
+        """True, as most gradients are delayed."""
         return True
 
     @property
     def needs(self) -> frozenset[str]:
-        """With momentum correction, whole buckets on each worker."""
+        """Momentum correction requires undivided buckets on each worker."""
         return frozenset({WHOLE} if self.momentum else ())
 
     def density_of(self, name: str) -> float:
@@ -252,31 +252,32 @@ class TopK(CodecOptions):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LowRank(_SketchOptions):
-    """Matrices travel as two thin factors, where these are smaller; the rest as it is.
+    """Matrices are sent as two thin factors if these are smaller; other gradients are dense.
 
-    Factors are summed as in PowerSGD (Vogels et al., 2019), where all workers sum gradients by
-    all-reduces, and the bytes do not grow with their number. Fully connected layers and
-    convolutions are matrices, with the first dimension as rows.
+    All-reduces sum the factors as in PowerSGD (Vogels et al., 2019), so that the number of bytes
+    does not grow with the number of workers. Fully connected layers and convolutions are matrices,
+    with the first dimension as rows.
 
-    With ``bits`` factors are sketched, and so is the rest (Canary, section 4.3.1); their owners
-    decode and add them. ``LowRank(bits=8, split="count", level="ends")`` is that paper's: large
-    fully connected layers have matrices (case 1), convolutions have none (case 2).
+    With ``bits`` below 32, factors and other gradients are sketched (Canary, section 4.3.1), and
+    the owners of blocks decode and add them. ``LowRank(bits=8, split="count", level="ends")`` is
+    that paper's codec: only large fully connected layers are matrices (case 1), convolutions are
+    not (case 2).
 
     Args:
         rank: columns of the factors, 1 to 256.
-        bits: of a value: 32 as it is, 1 to 8 through a sketch.
-        split: of all sketches, as for `Sketch`.
-        level: of all sketches, as for `Sketch`.
-        feedback: keep the error, and add it to the next iteration's gradients.
-        groups: as for `Sketch`; a number of bits keeps the rank. With anything but ``"fp32"``
-            and low rank without bits in one, owners decode and add all factors.
+        bits: bits of a value: 32 for float32, 1 to 8 for a sketch.
+        split: as for `Sketch`, for all sketches.
+        level: as for `Sketch`, for all sketches.
+        feedback: add the error to the next iteration's gradients.
+        groups: as for `Sketch`; a number of bits keeps the rank. If a group is neither ``"fp32"``
+            nor low rank with 32 bits, the owners of blocks decode and add all factors.
         share: as for `Sketch`.
         total: as for `Sketch`.
-        auto_disable: measure in the first iterations whether this is faster than fp32, and use
-            fp32 if it is not; False: use it in any case.
+        auto_disable: measure in the first iterations whether the codec is faster than fp32, and
+            use fp32 if it is not. False always uses the codec.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     rank: int = 4
@@ -306,7 +307,7 @@ class LowRank(_SketchOptions):
 
     @property
     def summed(self) -> bool:
-        """True if all groups are factors without bits, or exact."""
+        """True if every group is fp32 or low rank with 32 bits."""
         own = (found for _, found in self.of_groups())
         return all(
             not each or (isinstance(each, LowRank) and each.bits == WHOLE_BITS) for each in own
@@ -315,7 +316,7 @@ class LowRank(_SketchOptions):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Half(CodecOptions):
-    """Half precision, with a scale for each chunk so that no value overflows or underflows."""
+    """Half precision (float16), with a scale per chunk that prevents overflow and underflow."""
 
     auto_disable: bool = False
 
@@ -324,14 +325,13 @@ class Half(CodecOptions):
 
 
 Coded = Sketch | TopK | LowRank | Half
-"""The settings of a codec."""
+"""Options of a codec."""
 
 Compression = str | Coded
-"""What a strategy's ``compression`` may be: the name of a dtype or a codec, or a codec's
-settings."""
+"""Type of a strategy's ``compression``: the name of a dtype or codec, or a codec's options."""
 
 DTYPES = {"fp32": "", "bf16": "bfloat16"}
-"""Wires that are only another dtype, summed hop by hop; empty is the gradients' own."""
+"""Dtypes by name, in which gradients are summed at each hop; empty: the gradients' dtype."""
 
 BY_NAME: Mapping[str, Named[Coded]] = {
     "fp16": Named(Half),
@@ -342,10 +342,10 @@ BY_NAME: Mapping[str, Named[Coded]] = {
 
 
 def parse(wire: Compression) -> str | Coded:
-    """Return what ``wire`` stands for: a dtype's name, empty for the gradients' own, or a codec.
+    """Return the codec's options, or the dtype's name, which is empty for the gradients' dtype.
 
     Raises:
-        UsageError: no such wire, or a value out of range.
+        UsageError: the name is unknown, or a value is out of range.
     """
     if isinstance(wire, Coded):
         return wire
@@ -356,7 +356,7 @@ def parse(wire: Compression) -> str | Coded:
     if rest and name in DTYPES:
         raise UsageError(f"{text!r}: {name} has no options; write {name}")
     made: Coded = named("compression", name, BY_NAME, also=DTYPES)
-    # What stands in groups may have options of its own.
+    # Groups may contain options.
     plain, *groups = re.split(r"(?:^|:)(?=groups=)", rest, maxsplit=1)
     kinds = kinds_of(type(made))
     given = read_options(plain.replace(":", ","), kinds, where=text)
@@ -366,7 +366,7 @@ def parse(wire: Compression) -> str | Coded:
 
 
 def to_text(wire: Coded) -> str:
-    """Return the text of which `parse` makes the codec.
+    """Return the textual form that `parse` reads.
 
     >>> to_text(LowRank(rank=2, split="count", groups={"a.*": 4}))
     'lowrank@2:split=count:groups=a.*@4'
@@ -385,13 +385,13 @@ def to_text(wire: Coded) -> str:
 
 
 def read_groups(text: str) -> tuple[tuple[str, int | str], ...]:
-    """Read ``PATTERN@WIRE+PATTERN@WIRE``, a number for a number of bits.
+    """Parse ``PATTERN@WIRE+PATTERN@WIRE``, where a number means bits.
 
     >>> read_groups("features.*@fp32+*.bias@8")
     (('features.*', 'fp32'), ('*.bias', 8))
 
     Raises:
-        UsageError: something else.
+        UsageError: the text is malformed.
     """
     found: list[tuple[str, int | str]] = []
     for item in text.split("+"):
@@ -406,7 +406,7 @@ def read_groups(text: str) -> tuple[tuple[str, int | str], ...]:
 
 
 def to_json(wire: Coded) -> list[Any]:
-    """Return a codec's settings as JSON has it: the class's name and its fields.
+    """Return a codec's options as a JSON value: the class name and the fields.
 
     >>> to_json(Half())
     ['Half', {'auto_disable': False}]
@@ -415,13 +415,13 @@ def to_json(wire: Coded) -> list[Any]:
 
 
 def from_json(listed: Sequence[Any]) -> Coded:
-    """Return what `to_json` has made.
+    """Return the options from the result of `to_json`.
 
     >>> from_json(to_json(Sketch(bits=4)))
     Sketch(bits=4)
 
     Raises:
-        UsageError: no such codec, or a value out of range.
+        UsageError: the codec is unknown, or a value is out of range.
     """
     kinds = {kind.__name__: kind for kind in get_args(Coded)}
     try:
@@ -438,10 +438,10 @@ def from_json(listed: Sequence[Any]) -> Coded:
 
 
 def density_groups(groups: Any) -> tuple[tuple[str, float], ...]:
-    """Return the densities of groups of parameters as pairs, which can be hashed.
+    """Return the densities of groups of parameters as hashable pairs.
 
     Raises:
-        UsageError: what is no name pattern, or a density out of range.
+        UsageError: a pattern is malformed, or a density is out of range.
     """
     try:
         listed = groups.items() if isinstance(groups, Mapping) else groups
@@ -461,12 +461,12 @@ HALF_BYTES = 2
 """Bytes of an element in half precision."""
 
 INDEX_BYTES = 2
-"""Bytes that say which value it is that top-k sends."""
+"""Bytes of the index of a value in top-k."""
 
 
 @functools.lru_cache(maxsize=4096)
 def for_parameter(wire: str | Coded, name: str) -> str | Coded:
-    """Return what the parameter ``name`` travels as, without groups; empty for its own dtype.
+    """Return the compression of the parameter ``name``, without groups; empty for its dtype.
 
     >>> for_parameter(Sketch(groups={"features.*": "fp32"}), "features.0.weight")
     ''
@@ -479,9 +479,9 @@ def for_parameter(wire: str | Coded, name: str) -> str | Coded:
 
 
 def kinds(wire: Coded) -> tuple[str | Coded, ...]:
-    """Return all that parameters may travel as; "" is float32, and first whether used or not.
+    """Return the compressions of all parameters; the first is always "", float32.
 
-    Two programs that have the same wire have the same list, and can say a place in it.
+    Equal options give equal lists, so that a position identifies a compression.
 
     >>> kinds(Sketch(bits=4, groups={"features.*": 2, "*.bias": "fp32"}))
     ('', Sketch(bits=4), Sketch(bits=2))
@@ -494,7 +494,7 @@ def kinds(wire: Coded) -> tuple[str | Coded, ...]:
 
 
 def unmatched_patterns(wire: str | Coded, names: Iterable[str]) -> list[str]:
-    """Return the patterns of groups that match none of the names, in their order."""
+    """Return the patterns of groups that match none of the names, in order."""
     if isinstance(wire, str | Half):
         return []
     known = list(names)
@@ -506,17 +506,17 @@ def unmatched_patterns(wire: str | Coded, names: Iterable[str]) -> list[str]:
 
 
 def matrix_of(wire: str | Coded, shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a gradient of ``shape`` is for low rank.
+    """Return the rows and columns of the matrix for low rank of a gradient of ``shape``.
 
-    Rows are the first dimension that is more than one long. Without bits none is a matrix whose
-    factors would have half of its elements or more: that is ``(0, 0)``, as with any other wire.
+    The first dimension longer than 1 is the rows. The result is ``(0, 0)`` if dense factors would
+    have at least half of the elements, and for all other codecs.
 
     >>> matrix_of(LowRank(rank=4), (64, 3, 7, 7)), matrix_of(LowRank(rank=4), (10, 10))
     ((64, 147), (0, 0))
     """
     if not isinstance(wire, LowRank):
         return 0, 0
-    if wire.bits != WHOLE_BITS:  # as Canary has it, of fully connected layers
+    if wire.bits != WHOLE_BITS:  # Canary: only fully connected layers
         return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
     rows = next((size for size in shape if size > 1), 1)
     cols = math.prod(shape) // rows
@@ -525,7 +525,7 @@ def matrix_of(wire: str | Coded, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
-    """Return about how many bytes a gradient of ``shape`` takes at least, tables not counted.
+    """Return the approximate minimum bytes of an encoded gradient of ``shape``, without tables.
 
     >>> least_bytes(Sketch(bits=4), (1000, 10), 4)
     5000

@@ -45,7 +45,7 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 _INSIDE = ("optimizer", "_optimizer")
-"""Attributes in which wrappers keep the wrapped optimizer."""
+"""Attributes in which wrapper optimizers keep the wrapped one."""
 
 
 class HasChoices(Protocol):
@@ -62,11 +62,11 @@ def distribute(
     *,
     world: World | None = None,
 ) -> tuple[ModelT, OptimizerT]:
-    """Train ``model`` with all the workers; the training loop stays as it is.
+    """Distribute the training of ``model`` over all workers; the training loop does not change.
 
     Both objects are upgraded in place and returned. The model gains ``no_sync()``, ``join()`` and
-    ``synchronize()``, the optimizer ``clip_grad_norm_(max_norm)``, and ``shard_state_dict()`` and
-    ``load_shards(parts)`` for an optimizer that is divided. All workers copy parameters and buffers
+    ``synchronize()``. The optimizer gains ``clip_grad_norm_(max_norm)`` and, if it is divided,
+    ``shard_state_dict()`` and ``load_shards(parts)``. All workers copy the parameters and buffers
     of rank 0.
 
     Args:
@@ -76,10 +76,10 @@ def distribute(
         world: the workers; default: those of `wingbeat.init`.
 
     Raises:
-        UsageError: no `init` before, something is already distributed, the optimizer has
-            parameters that the model has not, or it cannot be divided (``shard_optimizer``); or an
-            environment variable of `wingbeat top` has an invalid value.
-        MismatchError: the ranks' models differ; on every rank, naming the first parameter.
+        UsageError: `init` was not called, an object is already distributed, the optimizer has
+            parameters that are not in the model, the optimizer cannot be divided
+            (``shard_optimizer``), or an environment variable of `wingbeat top` is invalid.
+        MismatchError: the ranks' models differ; raised on every rank, with the first parameter.
     """
     inner = unwrapped(optimizer)
     _check(model, inner, strategy)
@@ -120,7 +120,7 @@ def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> Non
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside of a wrapper that only passes calls on, as Accelerate's does."""
+    """Return the optimizer inside a forwarding wrapper, such as Accelerate's."""
     seen: list[Any] = []
     while isinstance(optimizer, torch.optim.Optimizer) and "param_groups" not in vars(optimizer):
         inner = next((vars(optimizer)[k] for k in _INSIDE if k in vars(optimizer)), None)
@@ -132,7 +132,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _refuse_scaler_around(given: Any, inner: Any) -> None:
-    """Refuse a wrapper with a gradient scaler (Accelerate), which calls the old step."""
+    """Refuse a wrapper with a gradient scaler (Accelerate): it calls the optimizer's old step."""
     if given is not inner and vars(given).get("scaler") is not None:
         raise UsageError(
             f"distribute(optimizer={type(given).__name__}): its gradient scaler would go on with "
@@ -150,7 +150,7 @@ def _broadcast_from_rank_zero(model: torch.nn.Module, collectives: Collectives) 
 
 
 def no_sync(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """As ``model.no_sync()``, also for a model with an attribute of that name of its own.
+    """Equivalent of ``model.no_sync()``, also if the model defines that attribute.
 
     Raises:
         UsageError: the model is not distributed.
@@ -164,7 +164,7 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
-    """As ``model.join()``, also for a model with an attribute of that name of its own.
+    """Equivalent of ``model.join()``, also if the model defines that attribute.
 
     Raises:
         UsageError: the model is not distributed.
@@ -181,18 +181,18 @@ def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
 
 
 def synchronize(model: torch.nn.Module) -> None:
-    """Finish what is under way, and make the models of all workers equal.
+    """Complete pending operations, and make the models of all workers equal.
 
     Call it on all ranks, before evaluation and saving. Under `Ripples`, `ADPSGD`, `LocalSGD` and
     `DiLoCo`, whose models differ, parameters and floating-point buffers become the mean over all
-    workers, and training goes on from it. Under `Canary` all apply the rounds that are left. Other
-    strategies have equal models after each step: updates that are still under way are applied.
+    workers, and training continues from it. Under `Canary` all workers apply the remaining rounds.
+    Other strategies have equal models after each step; pending updates are applied.
 
-    ``model.synchronize()`` does the same, unless the model has an attribute of that name.
+    ``model.synchronize()`` is equivalent, unless the model defines an attribute of that name.
 
     Raises:
         UsageError: the model is not distributed.
-        PeerError: a worker did not call it in time; names it.
+        PeerError: a worker did not call it in time; names the worker.
     """
     _engine_of(model, "synchronize").level()
 
@@ -225,15 +225,15 @@ def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
 
 
 def abandon(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """As `release`, after an error: do not wait for workers that may be lost, and raise nothing.
+    """Like `release`, but after an error: wait for no peer, and raise no error.
 
-    Operations that can be completed are. Workers whose models differ keep their own. Objects that
-    are not distributed are not changed.
+    Operations that can complete do so. Diverged models stay as they are, and objects that are not
+    distributed are not changed.
     """
     engine, inner = engine_of(model), unwrapped(optimizer)
     if engine is None or engine is not engine_of(inner):
         return
-    with contextlib.suppress(WingbeatError):  # an earlier error is raised already
+    with contextlib.suppress(WingbeatError):  # an earlier error has been raised
         engine.detach(meet=False)
     engine.remove_hooks()
     engine.close()
@@ -245,11 +245,7 @@ def abandon(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def begin_step(model: torch.nn.Module) -> None:
     """Prepare for a step of several forwards and backwards, as a forward of the model does.
 
-    Unlike after a forward, each backward decides whether gradients are synchronised, by whether it
-    is inside of `no_sync`.
-
-    Raises:
-        UsageError: the model is not distributed.
+    Each backward then synchronises gradients unless it runs inside `no_sync`.
     """
     _engine_of(model, "begin_step").begin_step()
 
@@ -313,7 +309,6 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 def _check_same_model(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: HasChoices
 ) -> None:
-    """Compare every rank's parameters, buffers and kind of optimizer with rank 0's."""
     left_out = ignored(model)
     tensors = [
         *((name, t, bool(t.requires_grad)) for name, t in model.named_parameters()),
@@ -333,10 +328,7 @@ def _check_same_model(
 
 
 def _family(optimizer: torch.optim.Optimizer) -> str:
-    """Name the first base class of torch, else the one derived from `Optimizer` directly.
-
-    One rank may have a subclass that also logs, say; not Adam where others have SGD.
-    """
+    """Name the first base class from torch, else the direct subclass of `Optimizer`."""
     bases = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
     of_torch = [kind for kind in bases[:-1] if kind.__module__.startswith("torch.")]
     found = (of_torch or bases[:-1][-1:] or [type(optimizer)])[0]
@@ -378,21 +370,19 @@ def _describe(entry: Any) -> str:
 
 
 # -- which engine synchronises a parameter ------------------------------------------------
-#
-# A second engine would average its gradient once more.
 
 _engine_by_parameter: Any = WeakIdKeyDictionary()
-"""By parameter, while it lives: a weak reference to its engine."""
+"""Weak references to engines, by parameter: a second engine would average gradients twice."""
 
 
 def claim_parameters(engine: Any, params: Iterable[torch.Tensor]) -> None:
-    """Record that the engine synchronises ``params``, while it lives."""
+    """Register the engine as the owner of ``params`` for its lifetime."""
     for param in params:
         _engine_by_parameter[param] = weakref.ref(engine)
 
 
 def free_parameters(engine: Any) -> None:
-    """Forget the engine's parameters."""
+    """Unregister the engine's parameters."""
     for param in engine.trained:
         _engine_by_parameter.pop(param, None)
 
@@ -412,33 +402,19 @@ def refuse_claimed(model: torch.nn.Module) -> None:
 
 
 # -- reports for `wingbeat top` -----------------------------------------------------------
-#
-# Where a report cannot be made, training continues without.
 
 _reporters: weakref.WeakKeyDictionary[World, Reporter | None] = weakref.WeakKeyDictionary()
 _reporters_lock = threading.Lock()
 
 
 def check_monitor_variables(world: World) -> None:
-    """Check the environment variables of `wingbeat top` before anything is changed.
-
-    Raises:
-        UsageError: a variable has an invalid value.
-    """
+    """Check the environment variables of `wingbeat top` before anything is changed."""
     if not world.threads and launch.wanted() and world.rank == 0:
         launch.places()
 
 
 def report(world: World, meter: Meter) -> None:
-    """Report a model's meter until its world is closed.
-
-    Args:
-        world: all workers. Those that are threads of a test are not reported.
-        meter: the model's.
-
-    Raises:
-        UsageError: an environment variable of `wingbeat top` has an invalid value.
-    """
+    """Report a model's meter until its world is closed; training continues if that fails."""
     if world.threads or not launch.wanted():
         return
     with _reporters_lock:
@@ -460,7 +436,7 @@ def _start_reporter(world: World) -> Reporter | None:
     if where is not None:
         try:
             supervisor = launch.Launched(job_name(), where, log.info)
-        except OSError as error:  # no memory, or too many processes
+        except OSError as error:  # out of memory or processes
             log.info("`wingbeat top` cannot show this job: %s", error)
     names = tuple(link.name for link in world.links)
     place = Place(world.rank, world.size, names, store)

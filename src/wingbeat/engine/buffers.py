@@ -20,20 +20,14 @@ T = TypeVar("T")
 _ALIGN = 16
 
 _LONGEST_LAYOUT = 16 << 20
-"""Bytes of a layout's text; that of 100,000 buffers is shorter."""
+"""Maximum bytes of a layout's text, which suffices for 100,000 buffers."""
 
 _AS_SENT, _VALUES, _LAYOUT = 0, 1, 2
-"""The root's status when a forward begins: its buffers are what it has sent after the last
-backward; or their values follow; or their names, shapes and dtypes, and then their values."""
+"""The root's status: buffers as sent after backward; values follow; layout and values follow."""
 
 
 class ByteBuffer:
-    """Tensors of any dtype, end to end as bytes, to be sent in one message.
-
-    Args:
-        tensors: only their dtypes and shapes are used.
-        device: of the bytes; default: of the first tensor.
-    """
+    """Tensors of any dtype, concatenated as bytes, to be sent in one message."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
         offsets, end = [], 0
@@ -50,7 +44,7 @@ class ByteBuffer:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy the tensors into the bytes; leave those of None unchanged."""
+        """Copy the tensors into the bytes; None leaves its bytes unchanged."""
         for tensor, view in zip(tensors, self.views, strict=True):
             if tensor is not None:
                 view.copy_(tensor)
@@ -63,12 +57,12 @@ class ByteBuffer:
         unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
         for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
             if as_before and tensor is not None:
-                # Through `data`, so that autograd sees no change: batch norm saves its buffers for
-                # backward without using them, and a second forward may come before that.
+                # Through `data`, invisible to autograd: batch norm saves its buffers for backward
+                # without using them, and a second forward may run before that backward.
                 tensor.data.copy_(view)
 
     def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
-        """For each of the tensors, whether it equals what was packed, bit for bit."""
+        """Return for each tensor whether it equals the packed bytes, bit for bit."""
         return [
             tensor is not None
             and tensor.dtype == view.dtype
@@ -79,7 +73,7 @@ class ByteBuffer:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, so that NaN equals itself, and 0 differs from -0."""
+    """Return a view as bytes, in which NaN equals itself, and 0 differs from -0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -117,20 +111,12 @@ class Spec(NamedTuple):
 class BufferSync:
     """Copies one worker's buffers, the root's, to all workers, as DDP's forward does.
 
-    The root's buffers are sent in the background, after the gradients. As they may be written to
-    before the next forward, a synchronised forward begins with a status from the root: whether its
-    buffers are what it sent. If not, it sends them again, preceded by their names, shapes and
-    dtypes if these have changed.
+    The root's buffers are sent in the background, after the gradients, and may change before the
+    next forward. So each synchronised forward begins with a status from the root. If its buffers
+    have changed, it sends them again, preceded by their names, shapes and dtypes if these differ.
 
-    A persistent buffer of another shape or dtype than the root's is replaced by the root's. If it
-    is not persistent, like a cache, each worker keeps its own.
-
-    Args:
-        model: its buffers are looked up each time, because forwards make and replace them.
-        ignored: names of buffers that are not synchronised.
-        collectives: those of the gradients.
-        lockstep: whether workers wait for each other in each iteration; if not, each keeps its own
-            buffers, until `level`.
+    A persistent buffer whose shape or dtype differs from the root's is replaced by the root's. A
+    non-persistent one stays this worker's. Without lockstep, buffers are copied by `level` only.
     """
 
     def __init__(
@@ -147,7 +133,7 @@ class BufferSync:
         self._rank = collectives.world.rank
         self._own: Collectives | None = None
         found = list(self._places())
-        # The root's, as all workers know it: `distribute` has compared their models.
+        # `distribute` has compared the workers' models, so all have the root's layout.
         self._layout = _specs(found)
         self._known = _named(found)
         self._device = next((p.device for p in (*model.parameters(), *model.buffers())), None)
@@ -168,7 +154,6 @@ class BufferSync:
 
     @property
     def _me(self) -> int:
-        """This rank among all workers."""
         return self._collectives.world.ranks[self._rank]
 
     @property
@@ -176,24 +161,20 @@ class BufferSync:
         return self._collectives.world.ranks[self._root]
 
     def _open(self) -> None:
-        # The status must not queue behind gradients.
+        # A status must not queue behind gradients.
         self._own = type(self._collectives)(self._collectives.world.open_channel(), "mesh")
 
     @property
     def channel(self) -> World | None:
-        """The channel of its own, to be closed in the end."""
+        """The buffers' own channel, to be closed at the end."""
         return None if self._own is None else self._own.world
 
     def owners(self) -> set[torch.nn.Module]:
-        """Return the modules that themselves have buffers that are synchronised."""
+        """Return the modules that directly hold synchronised buffers."""
         return {place.module for place in self._places() if not place.shared}
 
     def start(self, root: int = 0) -> None:
-        """Broadcast rank ``root``'s buffers of the known layout in the background.
-
-        If a forward has replaced one by a tensor of another shape, the message is marked invalid,
-        and the next forward's status says so.
-        """
+        """Broadcast rank ``root``'s buffers in the background, with a validity flag."""
         if self._own is None:
             return
         self.apply()
@@ -230,11 +211,7 @@ class BufferSync:
         self._requested = self._own.broadcast(self._status, root, label="status of buffers")
 
     def _opened_late(self) -> bool:
-        """Whether every worker's model has its first buffers now.
-
-        Raises:
-            RendezvousError: a worker's has none; names it.
-        """
+        """Whether every worker's model has its first buffers now."""
         if not self._exchanges:
             return False
         mine = [spec for spec in _specs(self._places()) if spec.persistent]
@@ -245,12 +222,12 @@ class BufferSync:
         return True
 
     def apply(self) -> None:
-        """Wait for a broadcast or status, if one is under way, and copy the root's buffers."""
+        """Wait for a pending broadcast or status, and copy the root's buffers."""
         handle, self._handle = self._handle, None
         if handle is not None and self._sent is not None:
             handle.wait()
-            # Buffers that were written since, reshaped or removed (as `prune.remove` does with
-            # masks), stay this worker's until the next forward.
+            # Buffers that were written, reshaped or removed since (as by `prune.remove`) stay this
+            # worker's until the next forward.
             if self._rank != self._root and self._before is not None and self._sent.flat[0]:
                 self._sent.unpack([None, *self._fitting()], self._before)
         requested, self._requested = self._requested, None
@@ -296,29 +273,27 @@ class BufferSync:
         return [place.tensor for place in places if place.tensor is not None and not place.shared]
 
     def _fitting(self, places: Iterable[Place] = ()) -> list[torch.Tensor | None]:
-        """Return this worker's buffer for each of the layout; None where it does not fit."""
+        """Return this worker's buffer for each entry of the layout; None where it does not fit."""
         named = {place.name: place.tensor for place in places or self._places()}
         tensors = ((spec, named.get(spec.name)) for spec in self._layout)
         return [tensor if spec.fits(tensor) else None for spec, tensor in tensors]
 
     def _packed(self) -> ByteBuffer:
-        """Return the memory for the root's message, which is kept while the layout stays."""
+        """Return the memory for the root's message, allocated once per layout."""
         if self._sent is None:
             self._sent = self._allocate()
         return self._sent
 
     def _allocate(self) -> ByteBuffer:
-        """Allocate a byte that says whether the rest is valid, and the buffers of the layout."""
+        """Allocate a validity byte, and the buffers of the layout."""
         meta = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self._layout]
         return ByteBuffer([self._valid, *meta], self._device)
 
     def _describe(self) -> None:
-        """Write this worker's layout, to be sent."""
         places = self._places()
         self._text = _serialise(_specs(places), _named(places))
 
     def _receive_layout(self, collectives: Collectives, nbytes: int) -> None:
-        """Receive the root's layout, of so many bytes; raise a `PeerError` if it is invalid."""
         try:
             if not 0 < nbytes <= _LONGEST_LAYOUT:
                 raise ValueError(nbytes)
@@ -334,7 +309,6 @@ class BufferSync:
         self._sent = self._before = None
 
     def _copy_from_root(self, values: Sequence[torch.Tensor]) -> None:
-        """Copy the root's values to this worker's buffers."""
         found = {place.name: place for place in self._places()}
         self._refuse_only_here(found.values())
         for spec, value in zip(self._layout, values, strict=True):
@@ -345,7 +319,6 @@ class BufferSync:
                 self._replace(spec, value if own is None else value.to(own.device))
 
     def _replace(self, spec: Spec, value: torch.Tensor) -> None:
-        """Register the root's buffer here; raise a `UsageError` if there is no place for it."""
         prefix, _, key = spec.name.rpartition(".")
         try:
             module = self._model.get_submodule(prefix)
@@ -372,13 +345,7 @@ class BufferSync:
 
 
 class Place(NamedTuple):
-    """A name under which a module keeps a buffer.
-
-    Attributes:
-        name: in full.
-        shared: whether an earlier name has the same tensor.
-        persistent: whether it is in the state dict.
-    """
+    """A name under which a module keeps a buffer; ``shared`` if an earlier name has its tensor."""
 
     name: str
     module: torch.nn.Module
@@ -388,9 +355,9 @@ class Place(NamedTuple):
 
 
 def _places(model: torch.nn.Module, ignored: Collection[str]) -> Iterator[Place]:
-    """Yield all names of buffers, also of None, which ``named_buffers`` omits."""
+    """Yield all names of buffers, including those of None, which ``named_buffers`` omits."""
     modules: set[int] = set()
-    tensors: set[int] = set()  # the hash of a tensor takes longer than all the rest
+    tensors: set[int] = set()  # ids, because hashing tensors would dominate the time
     stack = [("", model)]
     while stack:
         prefix, module = stack.pop()
@@ -436,7 +403,7 @@ def _serialise(layout: Sequence[Spec], known: Collection[str]) -> torch.Tensor:
 
 
 def _parse(text: torch.Tensor) -> tuple[list[Spec], frozenset[str]]:
-    """Parse a layout, and the names of all buffers of the root; raise a `ValueError` if invalid."""
+    """Parse a layout and the names of all the root's buffers; raise a `ValueError` if invalid."""
     try:
         said, known = json.loads(bytes(text.tolist()))
         layout = [

@@ -45,7 +45,7 @@ def make_compression(
     choices: Choices, slots: Sequence[Slot], collectives: Collectives
 ) -> Compression:
     """Make the compression of gradients; raise a `UsageError` if it is not possible."""
-    if choices.averaging is not None:  # differences of models are compressed, not gradients
+    if choices.averaging is not None:  # model differences are compressed, not gradients
         wire = "" if isinstance(choices.wire, str) or collectives.world.size == 1 else choices.wire
         return Compression(wire, slots, collectives)
     if choices.partitions is not None and collectives.world.size > 1:
@@ -61,25 +61,14 @@ def make_runtime(
     gatherer: Gatherer,
     buffers: Callable[[], list[torch.Tensor]],
 ) -> Runtime:
-    """Make the parts that ``choices`` ask for.
-
-    Args:
-        choices: the strategy's.
-        training: the objects they work on.
-        compression: of gradients.
-        gatherer: makes gradients whole when a placeholder is read.
-        buffers: returns the model's buffers.
-
-    Raises:
-        UsageError: it is not possible with this optimizer.
-        MismatchError: the workers' optimizers differ, and the strategy divides them.
-    """
+    """Make the parts that ``choices`` select."""
     averaging = choices.averaging
     if averaging is not None and training.collectives.world.size > 1:
         return build_runtime(averaging, choices.wire, training, compression, buffers)
     schedule = _make_schedule(choices, training.collectives.world.size)
     views = _make_views(schedule, training, compression, gatherer)
-    # Before the exchange, which may start servers: it refuses what cannot be updated in parts.
+    # Before the exchange, which may start servers: this refuses optimizers that cannot be updated
+    # in parts.
     if choices.server_updates and training.collectives.world.size > 1:
         exchange, update = _make_server_updates(choices, training, schedule, views)
     elif choices.staleness is not None and training.collectives.world.size > 1:
@@ -104,13 +93,7 @@ def make_runtime(
 def make_bundling(
     choices: Choices, runtime: Runtime, rebucket: Callable[[], object]
 ) -> LayerProfiler | None:
-    """Make the measurements for colayers; None where colayers are not changed in training.
-
-    Args:
-        choices: the strategy's.
-        runtime: its parts.
-        rebucket: changes to the next plan.
-    """
+    """Make the measurements for colayers; None where colayers are fixed during training."""
     if not choices.fusion.measured or not isinstance(runtime.exchange, BoundedStalenessExchange):
         return None
     bundling = LayerProfiler(runtime.bucketing, rebucket)
@@ -120,7 +103,7 @@ def make_bundling(
 
 def _make_schedule(choices: Choices, workers: int) -> Schedule:
     if workers == 1:
-        return schedules.Wfbp()  # nothing is exchanged
+        return schedules.Wfbp()  # no exchange
     if choices.staleness is not None and choices.staleness.synchronous:
         return schedules.Wfbp(Operation.CONTRIBUTE)
     name = "sharded" if choices.shard_optimizer else choices.schedule
@@ -198,7 +181,7 @@ def _make_server_updates(
     check_divisible(training)
     exchange = ServerExchange(
         training.collectives.world,
-        # Sums stay on the servers, where encoding them would lose precision for nothing.
+        # The servers keep sums, and encoding them would lose precision without saving traffic.
         dataclasses.replace(choices.servers, dense=True),
         _gradient_bytes(choices, training),
         choices.wire,
@@ -230,8 +213,7 @@ def _make_exchange(choices: Choices, training: Training, compression: Compressio
 
 
 def _gradient_bytes(choices: Choices, training: Training) -> int:
-    """Return the bytes that servers allocate for gradients."""
-    # With another wire, sums are float32, whatever the gradients' own dtype.
+    # With an encoding, sums are float32, whatever the gradients' dtype.
     least = FLOAT32 if choices.wire else 1
     return sum(spec.numel * max(spec.itemsize, least) for spec in training.bucketing.specs)
 

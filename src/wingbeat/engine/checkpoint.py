@@ -1,12 +1,12 @@
 """Optimizer state in shards, one for each worker, and extra training state.
 
-Shards are exported and loaded without communication. A shard names the elements of parameters that
-it has, so that a run with any number of workers can load from all shards of an earlier run.
+Shards are exported and loaded without communication. A shard lists the elements of parameters that
+it contains, so a run with any number of workers can load all shards of an earlier run.
 
-The extra state is in an optimizer's state dict under one key: this worker's residuals, where the
-wire keeps any; under ``"averages"`` the number of steps, on which averages of models depend, and
-the outer optimizer's tensors by parameter name; where workers' models may differ, under ``"saved"``
-the rank that has saved it, the number of ranks, and whether their models differed.
+The extra state is one entry of an optimizer's state dict. It contains this worker's residuals, if
+there are any; under ``"averages"`` the number of steps, on which model averages depend, and the
+outer optimizer's tensors by parameter name; and, where models may differ, under ``"saved"`` the
+rank that saved it, the number of ranks, and whether their models differed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Part = dict[str, Any]
 class _Held:
     """Elements of one parameter whose optimizer state this worker has.
 
-    ``state[key]`` is that state, if the optimizer has updated the parameter yet; its tensors with a
-    value for each element, for whose names ``each`` is true, have the shape of ``key``.
+    ``state`` has no ``key`` before the first update. Tensors whose name is true in ``each`` have
+    one value per element, and the shape of ``key``.
     """
 
     param: torch.Tensor
@@ -59,16 +59,12 @@ class _Held:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The state, empty where there is none."""
+        """The state; empty if there is none."""
         return self.state.get(self.key, {})
 
 
 def export_shard(engine: Engine) -> Part:
-    """Return this worker's shard of the optimizer's state; its tensors are not copies.
-
-    Raises:
-        UsageError: the state is not sharded.
-    """
+    """Return this worker's shard, without copies; raise a `UsageError` if there is none."""
     shards = engine.update.shards
     if engine.world.size > 1 and shards is None:
         where = "the servers have" if engine.update.option else "every worker has"
@@ -92,16 +88,7 @@ def export_shard(engine: Engine) -> Part:
 def load_shards(
     engine: Engine, parts: list[Part], load_whole: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Load this worker's state from all shards of an earlier run.
-
-    Args:
-        engine: of any strategy and number of workers.
-        parts: the results of `export_shard` on each worker of that run, in any order.
-        load_whole: the optimizer's own ``load_state_dict``.
-
-    Raises:
-        UsageError: the shards are not of one moment of one run of this model.
-    """
+    """Load this worker's state from all shards of an earlier run."""
     _check(parts, engine)
     load_whole({"state": {}, "param_groups": parts[0]["param_groups"]})
     if engine.update.shards is not None:
@@ -121,7 +108,7 @@ def load_shards(
 
 
 def _held(engine: Engine, rank: int) -> Iterator[_Held]:
-    """Yield the state that this worker exports; rank 0 exports what all of them have."""
+    """Yield the state that this worker exports; rank 0 exports the state that all have."""
     state: State = engine.optimizer.__dict__["state"]
     inside: set[torch.Tensor] = set()
     shards = engine.update.shards
@@ -137,7 +124,7 @@ def _held(engine: Engine, rank: int) -> Iterator[_Held]:
 
 
 def _keys_of_each(state: State, params: Iterable[torch.Tensor]) -> set[str]:
-    """Names of state with a value for each element, judged by the shapes of all parameters."""
+    """Return names of state with one value per element, judged by the shapes of all parameters."""
     shaped: dict[str, bool] = {}
     for param in params:
         for key, value in state.get(param, {}).items():
@@ -156,7 +143,7 @@ def _exported(held: _Held) -> dict[str, Any]:
 
 
 def _names(engine: Engine) -> dict[torch.Tensor, str]:
-    # Not the model's own method, which would make gradients whole.
+    # The model's own method would gather gradients.
     return {param: name for name, param in torch.nn.Module.named_parameters(engine.model)}
 
 
@@ -169,7 +156,7 @@ def _parameters(engine: Engine) -> list[list[Any]]:
 
 
 def _packed_groups(engine: Engine) -> list[dict[str, Any]]:
-    """The groups as in torch's state dict: settings, and numbers instead of parameters."""
+    """Return groups in the format of torch's state dict, with numbers instead of parameters."""
     numbers = itertools.count()
     return [
         {**settings, "params": [next(numbers) for _ in group["params"]]}
@@ -188,8 +175,8 @@ def _in_order(name: str, parts: list[Part]) -> list[dict[str, Any]]:
 
 
 def _cut(shards: list[dict[str, Any]], held: _Held, saved_dtype: str) -> dict[str, Any]:
-    """Put together the state of the elements in ``held.span``."""
-    # State of whole parameters may contain lists of tensors, which training changes.
+    """Assemble the state of the elements in ``held.span``."""
+    # Copied, because state of whole parameters may contain lists of tensors that training changes.
     state = {key: copy.deepcopy(value) for key, value in shards[0]["all"].items()}
     span, like = held.span, held.param
     for key in shards[0]["each"]:
@@ -199,7 +186,7 @@ def _cut(shards: list[dict[str, Any]], held: _Held, saved_dtype: str) -> dict[st
             if first < last:
                 parts.append(shard["each"][key][first - shard["start"] : last - shard["start"]])
         value = torch.cat(parts).to(like.device).reshape(held.key.shape)
-        # State of the parameter's own dtype follows it to another precision, as in torch.
+        # As in torch, state of the parameter's dtype is converted with the parameter.
         follows = str(value.dtype) == f"torch.{saved_dtype}"
         state[key] = value.to(like.dtype) if follows else value
     return state
@@ -342,7 +329,7 @@ def export_extra(engine: Engine) -> dict[str, Any]:
 
 
 def check_extra(engine: Engine, state: Any) -> None:
-    """Raise a `UsageError` unless ``state`` is extra state of this model, or None."""
+    """Raise a `UsageError` unless ``state`` is None or extra state of this model."""
     parts = _parts(state)
     if parts is None:
         engine.compression.check(_residuals(state))
@@ -364,7 +351,7 @@ def check_extra(engine: Engine, state: Any) -> None:
 
 
 def load_extra(engine: Engine, state: Any) -> None:
-    """Load extra state that was checked; reset it if None. Log what the state lacks."""
+    """Load extra state that was checked, and log what it lacks; None resets it."""
     _log_missing(engine, state)
     parts = _parts(state)
     if parts is None or engine.compression.residuals is None:
@@ -379,7 +366,7 @@ def load_extra(engine: Engine, state: Any) -> None:
 
 
 def _log_missing(engine: Engine, state: Any) -> None:
-    """Log in one line, on one rank, what ``state`` lacks."""
+    """Log once, on one rank, what ``state`` lacks."""
     match state.get(SAVED) if isinstance(state, dict) else None:
         case [int(saver), int(size), bool(differed)]:
             pass
@@ -407,7 +394,7 @@ def _log_missing(engine: Engine, state: Any) -> None:
 
 
 def merge_extra(states: Sequence[Any]) -> dict[str, Any] | None:
-    """Merge all workers' results of `export_extra`, to load on any number of workers."""
+    """Merge all workers' results of `export_extra`, for any number of workers."""
     parts = [part for part in map(_residuals, states) if part]
     averages = _averages(states[0])
     found = {PARTS: parts} if parts else {}
@@ -415,14 +402,13 @@ def merge_extra(states: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _residuals(state: Any) -> Any:
-    """Return the residuals; None if there are only averages."""
     if not isinstance(state, dict):
         return state
     return {key: value for key, value in state.items() if key not in (AVERAGES, SAVED)} or None
 
 
 def _parts(state: Any) -> Any:
-    """Return all workers' residuals; None if the state has only one worker's, or none."""
+    """Return all workers' residuals, or None."""
     return state.get(PARTS) if isinstance(state, dict) else None
 
 
@@ -434,7 +420,7 @@ def _averages(state: Any) -> dict[str, Any] | None:
 
 
 def _kinds(averages: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of tensors in the state; a run without an outer optimizer has none."""
+    """Return the kinds of tensors in the state; empty without an outer optimizer."""
     found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
     if found and not {SHARED, VELOCITY} <= set(found):
         raise UsageError(

@@ -1,7 +1,6 @@
 """Gradient clipping and unscaling on this worker's reduced blocks, without whole gradients.
 
-Each worker changes its own blocks. What depends on all of them, a norm or an infinity, is one
-number from each.
+Workers change their own blocks, and exchange one number each for a norm or an infinity.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from wingbeat.engine.gradients.bucket import Bucket
 
 
 def owned_parts(buckets: Iterable[Bucket], rank: int) -> list[torch.Tensor]:
-    """Return this worker's reduced block of each bucket, without flags and counts.
+    """Return this worker's reduced blocks, without flags and counts.
 
-    The optimizer updates all parameters in it; otherwise gradients are gathered first.
+    The optimizer must have all parameters in them; otherwise gradients are gathered first.
     """
     parts = []
     for bucket in buckets:
@@ -30,7 +29,7 @@ def owned_parts(buckets: Iterable[Bucket], rank: int) -> list[torch.Tensor]:
 
 
 def _changed_parts(buckets: Iterable[Bucket], rank: int) -> list[torch.Tensor]:
-    """Return the part of each bucket to change here: all of it where nothing is gathered later."""
+    """Return the part of each bucket to change: all of it if no gather follows."""
     parts = []
     for bucket in buckets:
         if isinstance(bucket.wire, Factors):
@@ -48,11 +47,7 @@ def norm_is_separable(buckets: Iterable[Bucket], norm_type: float) -> bool:
 def clip_blocks(
     buckets: Sequence[Bucket], collectives: Collectives, max_norm: float, norm_type: float
 ) -> torch.Tensor:
-    """Scale all workers' blocks so that their global norm is at most ``max_norm``.
-
-    Returns:
-        The norm before, a scalar, equal on every worker.
-    """
+    """Scale all blocks to a global norm of at most ``max_norm``; return the norm before."""
     rank = collectives.world.rank
     total = _global_norm(owned_parts(buckets, rank), buckets, collectives, norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -68,7 +63,7 @@ def _global_norm(
     norm_type: float,
 ) -> torch.Tensor:
     device = parts[0].device if parts else buckets[0].flat.device
-    # Half precision cannot hold the sum of many squares.
+    # Half precision would overflow in a sum of squares.
     norms = [
         torch.linalg.vector_norm(
             p, norm_type, dtype=torch.promote_types(p.dtype, torch.float32)
@@ -91,15 +86,10 @@ def unscale_blocks(
     found_inf: torch.Tensor,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Unscale this worker's blocks like a GradScaler.
+    """Unscale this worker's blocks of one dtype and device, and ``others``, like a GradScaler.
 
-    Args:
-        buckets: reduced, of one dtype and device.
-        others: plain gradients to be unscaled too.
-        collectives: of all the workers.
-        found_inf: one element; set to 1 on all workers if any of them has an infinity or NaN, so
-            that all skip the same steps.
-        inv_scale: the factor.
+    ``found_inf`` becomes 1 on all workers if any has an infinity or NaN, so all skip the same
+    steps.
     """
     grads = [*_changed_parts(buckets, collectives.world.rank), *others]
     if grads:

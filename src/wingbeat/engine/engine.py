@@ -1,8 +1,8 @@
 """One engine for all strategies: hooks become events, and the schedule's commands are performed.
 
-Strategies differ in the parts: when what happens (`schedules`), what an operation on a bucket means
-(`exchanges`), how gradients are shown (`engine.gradients.views`), who updates what
-(`engine.updates`), and what is decided during training (`control`).
+A strategy is a composition of parts: the order of operations (`schedules`), the operations on a
+bucket (`exchanges`), the contents of ``p.grad`` (`engine.gradients.views`), the places of updates
+(`engine.updates`), and decisions during training (`control`).
 
 ======================================== =========================== ========================
 PyTorch calls                            method of `Engine`          event
@@ -91,14 +91,14 @@ class Engine:
     """Synchronises one model's gradients, and runs its optimizer.
 
     Attributes:
-        control: the decisions made during training; None for a worker alone, and without lockstep.
-        add_group: adds a param group to the optimizer; None where none can be added.
+        control: the decisions made during training; None for a single worker or without lockstep.
+        add_group: adds a param group to the optimizer; None if no group can be added.
         scaled: whether a GradScaler unscales the gradients.
-        asked: whether a GradScaler has asked, since the last step, who unscales.
+        asked: whether a GradScaler has queried, since the last step, how gradients are unscaled.
         copied: whether this worker has copied another's state, and has not used it yet.
-        hooks: on the model, its parameters and its optimizer; None for a worker alone.
+        hooks: on the model, its parameters and its optimizer; None for a single worker.
         meter: counts for `wingbeat top`.
-        sync: whether backwards synchronise gradients; False inside of `no_sync`.
+        sync: whether backwards synchronise gradients; False inside `no_sync`.
         scale: factor of gradients, the inverse of the number of workers.
         buffer_root: the rank whose buffers all workers copy.
         before_synced_forward: called before a forward whose gradients are synchronised.
@@ -143,7 +143,7 @@ class Engine:
         self.copied = world.returned
         self.hooks: Hooks | None = None
         self._single_worker_hook: Any = None
-        # Parts of parameters are cut from a flat one, and codecs read matrices in order.
+        # Parts of parameters are slices of a flat buffer, and codecs read matrices in order.
         flat = self.compression.coded is not None or not lockstep
         self.bucketing.strided = not choices.divides and not flat
         if flat and not choices.shard_optimizer:
@@ -154,7 +154,7 @@ class Engine:
         training = Training(
             optimizer, self.stepper, self.steps_made, self.bucketing, collectives, refresh
         )
-        # Before the exchange, which is made next, is closed: leave no update behind.
+        # Pending updates are applied before the exchange, which is made next, is closed.
         if world.size > 1 and (choices.shard_optimizer or choices.servers is not None):
             world.on_close(WeakCall(self.flush_on_close))
         buffers = self.buffer_sync.tensors
@@ -171,7 +171,7 @@ class Engine:
             self._single_worker_hook = model.register_forward_pre_hook(hook, prepend=True)
 
     def __reduce__(self) -> Any:
-        # Copies of objects that refer to the engine are plain objects.
+        # Copies of objects that refer to the engine are plain.
         return type(None), ()
 
     def _start(self) -> None:
@@ -199,22 +199,22 @@ class Engine:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets of the plan in force, first ready first."""
+        """The buckets of the current plan, first ready first."""
         return self.bucketing.buckets
 
     @property
     def forward_buckets(self) -> list[Bucket]:
-        """The buckets of the plan in force, first needed first."""
+        """The buckets of the current plan, first needed first."""
         return self.bucketing.forward_buckets
 
     def readers(self) -> set[torch.nn.Module]:
-        """Return the modules with synchronised parameters or buffers of their own."""
+        """Return the modules that directly hold synchronised parameters or buffers."""
         trained = {module for module in self.model.modules() if self.bucketing.needed_by(module)}
         return trained | self.buffer_sync.owners()
 
     @property
     def phase(self) -> Phase:
-        """Where the gradients of the last backward are."""
+        """The state of the last backward's gradients."""
         return self.runtime.schedule.phase
 
     @property
@@ -229,20 +229,20 @@ class Engine:
 
     @property
     def merging(self) -> LayerMerging | None:
-        """Plans which layers are merged; None where nothing is planned."""
+        """Plans which layers are merged; None without a plan."""
         return None if self.control is None else self.control.merging
 
     @property
     def passes(self) -> BackwardProfiler | None:
-        """Times backwards for planning; None where nothing is planned."""
+        """Times backwards for planning; None without a plan."""
         by = self.merging or self.bundling
         return None if by is None else by.passes
 
     @property
     def shadowed(self) -> bool:
-        """Whether a worker without batches may be repeating this one's collectives.
+        """Whether a worker without batches may repeat this one's collectives.
 
-        It does not where the workers agree before each exchange.
+        False where the workers agree before each exchange.
         """
         return self.before_synced_forward is not None and not self.update.agrees
 
@@ -272,27 +272,27 @@ class Engine:
     # -- forward --------------------------------------------------------------------------
 
     def before_forward(self, _model: torch.nn.Module, _args: Any) -> None:
-        """Before the model's forward: decide whether the backward that may follow synchronises."""
+        """Decide before a forward whether the backward that may follow synchronises."""
         if not torch.is_grad_enabled() or in_backward():
             return
         self.between_steps()
         with outside_transforms():
             self._begin_forward()
         if self.sync and not self.model.training and self.before_synced_forward is None:
-            return  # an evaluation, perhaps on this worker alone; else backward decides
-        # As under DDP, it is the forward that decides whether its gradients are synchronised.
-        # One that does not synchronise does not undo an earlier forward's decision.
+            return  # an evaluation, perhaps on this worker only; or backward decides
+        # As under DDP, the forward decides whether gradients are synchronised. One that does not
+        # synchronise keeps an earlier forward's decision.
         self._decided = self.sync or bool(self._decided)
         self._request_buffers()
 
     def begin_step(self) -> None:
-        """Before forwards and backwards of which each backward decides whether it synchronises."""
+        """Begin a step in which each backward decides whether it synchronises."""
         self.between_steps()
         self._begin_forward()
         self._request_buffers()
 
     def before_forward_of_single_worker(self, *_args: Any) -> None:
-        """Before a forward of a worker alone, which has no other hooks."""
+        """Prepare a forward of a single worker, which has no other hooks."""
         if torch.is_grad_enabled() and not in_backward():
             self.between_steps()
 
@@ -311,16 +311,13 @@ class Engine:
                 self.buffer_sync.request(self.buffer_root)
 
     def before_compiled_forward(self) -> None:
-        """Before a forward that ``torch.compile`` has compiled: bring the whole model up to date.
-
-        Hooks inside would break the graph.
-        """
+        """Make the whole model current before a compiled forward: inner hooks break its graph."""
         if self.hooks is not None:
             self.hooks.remove_inner()
         self.flush()
 
     def before_module_forward(self, module: torch.nn.Module, _args: Any) -> None:
-        """Before any module's forward: bring what it reads up to date."""
+        """Make the tensors that a module reads current before its forward."""
         if not in_transform():
             self.buffer_sync.apply()
         buckets = self.bucketing.needed_by(module)
@@ -346,7 +343,7 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this worker only, until a backward outside of this context."""
+        """Accumulate gradients on this worker only, until a backward outside this context."""
         before, self.sync = self.sync, False
         try:
             yield
@@ -354,14 +351,7 @@ class Engine:
             self.sync = before
 
     def on_grad(self, index: int) -> None:
-        """Copy one gradient into its bucket; called by autograd after its accumulation.
-
-        With parameters on several devices several threads of autograd call this.
-
-        Raises:
-            UsageError: after an exception, twice in one backward, a sparse gradient, or one with a
-                graph of its own.
-        """
+        """Copy one accumulated gradient into its bucket; called by several threads of autograd."""
         with self.lock:
             if not self._enters_backward(self.slots[index].name):
                 return
@@ -374,11 +364,7 @@ class Engine:
             passes.leave()
 
     def on_sparse_grad(self, index: int) -> None:
-        """Check a sparse gradient, which is exchanged at the end of its backward.
-
-        Raises:
-            UsageError: it cannot be exchanged, or an exception has cut the backward before short.
-        """
+        """Check a sparse gradient, which is exchanged at the end of its backward."""
         with self.lock:
             if self._enters_backward(self.sparse.names[index]):
                 self.sparse.check(index)
@@ -399,7 +385,7 @@ class Engine:
         return True
 
     def _refuse_graph(self) -> None:
-        """Refuse a backward whose gradients are differentiated: exchanged ones have no graph."""
+        """Refuse a backward with ``create_graph``: exchanged gradients have no graph."""
         if torch.is_grad_enabled():
             self._decided = None
             for param in self.trained:
@@ -412,7 +398,7 @@ class Engine:
             )
 
     def _skip_backward(self) -> None:
-        """Leave a backward without synchronisation; its end resets the forward's decision."""
+        """Skip synchronisation in a backward; its end resets the forward's decision."""
         if self._decided is not None and not self._skipping:
             self._skipping = True
             self.meter.enter("backward")
@@ -420,7 +406,7 @@ class Engine:
 
     def _begin_backward(self) -> None:
         decided, self._decided = self._decided, None
-        self.views.begin_backward()  # if it raises, the forward's decision is used up
+        self.views.begin_backward()  # if it raises, the forward's decision is consumed
         self._decided = decided
         self._open_backward()
         self._in_backward = True
@@ -442,7 +428,7 @@ class Engine:
         if self.bucketing.stale:
             self.rebucket()
         for bucket in self.buckets:
-            bucket.settle()  # an operation on the buffer refers to it too
+            bucket.settle()  # an operation on the buffer holds a reference too
             if bucket.is_referenced():
                 bucket.reallocate()
                 self.views.on_new_buffer(bucket)
@@ -496,7 +482,7 @@ class Engine:
         self.dispatch(BucketReady(bucket.index))
 
     def _launch_all(self) -> None:
-        """Launch all that each worker launches once in a backward, whether complete or not."""
+        """Launch whatever is launched once per backward, complete or not."""
         for bucket in self.buckets[self._next :]:
             for slot in bucket.slots:
                 if not slot.ready:
@@ -513,7 +499,7 @@ class Engine:
     # -- backward: its end ----------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """Launch buckets that miss unused parameters, and close this backward."""
+        """Launch buckets that lack gradients of unused parameters, and close this backward."""
         with self.lock:
             self._end_backward()
 
@@ -526,7 +512,7 @@ class Engine:
         if self.passes is not None:
             self.passes.end()
         self._launch_all()
-        # Another model of this backward may not have launched yet what other workers wait for.
+        # Another model of this backward may still have to launch collectives that peers wait for.
         if not in_backward():
             self.sparse.send()
             self.close_backward()
@@ -542,11 +528,7 @@ class Engine:
         call_at_backward_end(self, "close_backward")
 
     def close_backward(self) -> None:
-        """Finish a backward whose buckets have all been launched.
-
-        Raises:
-            UsageError: gradients for another optimizer were lost, whose step would not say so.
-        """
+        """Finish a backward whose buckets have all been launched."""
         with self.lock:
             passes = self.passes
             if passes is None:
@@ -560,8 +542,7 @@ class Engine:
             self.update.refuse_lost("backward() for another optimizer")
 
     def _finish_backward(self) -> None:
-        """Show gradients, or placeholders for them."""
-        # Another optimizer first reads whether there is a gradient at all.
+        # Another optimizer first checks whether there is a gradient at all.
         others = [slot for slot in self.slots if not self.stepper.owns(slot.param)]
         blind = self._shadowing and self.update.agrees
         lost = self.update.gradients_lost()
@@ -579,11 +560,10 @@ class Engine:
         self.meter.enter("other")
 
     def recover(self) -> None:
-        """After a backward that an exception cut short: complete its collectives.
+        """Complete the collectives of an interrupted backward, and drop its gradients.
 
-        Every worker launches each bucket exactly once per backward, so that their next collectives
-        still match. The gradients are dropped. While the backward goes on, when a hook, a part that
-        is recomputed, or another thread calls it, it does nothing.
+        Every worker launches each bucket once per backward, so later collectives still match. Does
+        nothing while the backward is still running: in a hook, a recomputation, or another thread.
         """
         if not self.backward_aborted:
             return
@@ -592,7 +572,7 @@ class Engine:
         try:
             self._launch_all()
             self.sparse.send()
-            self._finish_backward()  # for the other workers it ends like any other
+            self._finish_backward()  # peers see a normal end
             self.discard()
         finally:
             for param in self.trained:
@@ -612,17 +592,17 @@ class Engine:
             self._shadowing = False
 
     def discard(self) -> None:
-        """Drop the gradients of the last backward; their exchange completes for the others."""
+        """Drop the gradients of the last backward; the other workers' exchange completes."""
         self.dispatch(GradientsDropped())
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Drop or zero the gradients, also those that only exist in the buckets."""
+        """Drop or zero the gradients, including those that exist in buckets only."""
         if self.hooks is None:
             return
         self.recover()
         self.discard()
         self.views.on_zero_grad(set_to_none)
-        # Nothing here reads a parameter, so deferred updates need not be applied.
+        # No operation here reads a parameter, so deferred updates stay deferred.
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
                 grad = slot.param.grad
@@ -639,22 +619,18 @@ class Engine:
         self.apply_updates(self.forward_buckets)
 
     def flush_on_close(self) -> None:
-        """Apply deferred updates before the world is closed, if nothing has failed."""
+        """Apply deferred updates before the world is closed, unless an operation has failed."""
         if self.hooks is None or (self.choices.servers and graceful_shutdown.is_failing()):
-            return  # nothing is pending yet; or other workers may never push their gradients
+            return  # no update is pending; or peers may never push their gradients
         if self.steps_made.diverged:
-            return  # which was raised already
-        with contextlib.suppress(PeerError):  # raised already where it was waited for
+            return  # already raised
+        with contextlib.suppress(PeerError):  # already raised where it was awaited
             self.flush()
 
     def level(self, *, always: bool = True) -> None:
-        """Apply all that is under way; where workers' models differ, all must call it.
+        """Apply pending updates; diverged models are averaged, which all workers must call.
 
-        Args:
-            always: whether also if this worker has made no step since the last time.
-
-        Raises:
-            PeerError: a worker did not; names it.
+        ``always``: even if this worker has made no step since the last call.
         """
         self.recover()
         self.flush()
@@ -666,20 +642,16 @@ class Engine:
         """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
         self.recover()
         self.flush()
-        if self.views.hidden and not self.backward_running:  # else they are on their way
+        if self.views.hidden and not self.backward_running:  # otherwise an exchange is in progress
             self.settle_gradients()
             self.views.show()
 
     def settle_gradients(self) -> None:
-        """Make gradients whole between backward and step, because they are read."""
+        """Gather gradients between backward and step, because they are read."""
         self.dispatch(GradientsNeeded())
 
     def show_gradient(self, slot: Slot) -> None:
-        """Make ``slot``'s view whole, because its placeholder in ``p.grad`` is read.
-
-        Raises:
-            UsageError: the backward that makes it is running, or was cut short.
-        """
+        """Gather ``slot``'s gradient for a reader; raise a `UsageError` during its backward."""
         if self.backward_running:
             raise UsageError(
                 f"the gradient of parameter {slot.name!r} was needed in its own backward: a "
@@ -698,11 +670,7 @@ class Engine:
     def unscale(
         self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
-        """Unscale ``grads`` like a GradScaler, on this worker's blocks where these suffice.
-
-        Raises:
-            UsageError: an exception has cut their backward short, or a step has used them up.
-        """
+        """Unscale ``grads`` on this worker's blocks; raise a `UsageError` for dropped gradients."""
         aborted = self.backward_aborted
         self.recover()
         if aborted:
@@ -710,8 +678,8 @@ class Engine:
         self.update.refuse_lost("GradScaler.unscale_()")
         self.dispatch(PartsNeeded(Intent.SCALE))
         if self.phase is Phase.REDUCED and not self.shadowed:
-            # All buckets of this kind, whichever gradients the user has replaced: other workers
-            # rely on it.
+            # All buckets of this kind, whichever gradients the user has replaced: other workers do
+            # the same.
             kind = grads[0].dtype.to_real(), grads[0].device
             buckets = [b for b in self.buckets if (b.flat.dtype, b.flat.device) == kind]
             others = [grad for grad in grads if not isinstance(grad, PendingGradient)]
@@ -724,12 +692,8 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``.
 
-        Where the workers' reduced blocks suffice, one small exchange replaces the gather. Inside of
-        ``join()`` whole gradients are clipped without an exchange: a worker that has run out of
-        batches cannot know when the others clip.
-
-        Raises:
-            UsageError: a step has used them up.
+        Where reduced blocks suffice, one small exchange replaces the gather. Inside ``join()``
+        whole gradients are clipped: a worker without batches cannot detect when the others clip.
         """
         self.recover()
         self.update.refuse_lost("clip_grad_norm_()")
@@ -744,15 +708,11 @@ class Engine:
     # -- the optimizer --------------------------------------------------------------------
 
     def step(self, arguments: StepArguments) -> Any:
-        """Serve a call of the user's ``optimizer.step``; return its result.
-
-        Raises:
-            UsageError: model or optimizer have other parameters than at `distribute`.
-        """
+        """Perform a call of the user's ``optimizer.step``; return its result."""
         if self.hooks is not None:
             self._parameter_check.check()
-        # A scaler asks before each step that it makes: without one, that was the last.
-        if arguments.closure is not None:  # whose forwards belong to the step
+        # A scaler queries before each of its steps; without a query, it made its last one before.
+        if arguments.closure is not None:  # its forwards belong to the step
             self.between_steps()
         self.scaled, self.asked = self.scaled and self.asked, False
         self.copied = False
@@ -764,36 +724,28 @@ class Engine:
         return returned
 
     def between_steps(self) -> None:
-        """Before the first forward of a step: exit here if SIGTERM stops the job.
-
-        Raises:
-            SystemExit: it does, and all is saved.
-        """
+        """Raise `SystemExit` before the first forward of a step if SIGTERM has stopped the job."""
         if not self.stepper.stepping:
             graceful_shutdown.stop_if_due(lockstep=self.choices.lockstep)
 
     def visible_state(self) -> Any:
-        """Return the optimizer's state after all updates; inside its own step, as it is."""
+        """Return the optimizer's state after all updates; inside its own step, unchanged."""
         if self.update.defers and not self.stepper.stepping:
             self.flush()
         return self.update.visible_state()
 
     def whole_state(self) -> contextlib.AbstractContextManager[None]:
-        """Let the optimizer hold its whole state inside; if it is sharded, on all workers alike."""
+        """Give the optimizer its whole state inside; if it is sharded, all workers must enter."""
         return self.update.whole_state(self)
 
     # -- state dicts ----------------------------------------------------------------------
 
     def before_state_dict(self, *_args: Any) -> None:
-        """Before a state dict is made."""
+        """Complete pending updates before a state dict is made."""
         self.settle()
 
     def before_load_state_dict(self, *_args: Any) -> None:
-        """Before a state dict is loaded: complete all that is under way.
-
-        Raises:
-            UsageError: the load would overwrite the state that this worker has copied.
-        """
+        """Complete pending operations before a state dict is loaded."""
         refuse_loading(self, "load_state_dict()")
         self.settle()
         self.level(always=False)
@@ -801,22 +753,21 @@ class Engine:
     def before_load_module(
         self, _module: Any, _state: Any, prefix: str, metadata: dict[str, Any], *_args: Any
     ) -> None:
-        """Before a module loads its part of a state dict; all but the first have nothing to do."""
+        """Run `before_load_state_dict` for the first module that loads a part of a state dict."""
         refuse_assignment(prefix, metadata)
         self.before_load_state_dict()
 
     def after_load_state_dict(self, *_args: Any) -> None:
-        """After the optimizer has loaded a state dict: its groups are new."""
+        """Read the optimizer's new groups after it has loaded a state dict."""
         self.stepper.refresh()
         self.update.on_load_state_dict()
 
     # -- detaching ------------------------------------------------------------------------
 
     def detach(self, *, meet: bool = True) -> None:
-        """Apply what is pending and remove every hook; gradients become plain tensors.
+        """Apply pending updates, and remove every hook; gradients become plain tensors.
 
-        Args:
-            meet: whether workers whose models differ level them first, which all must do.
+        ``meet``: level diverged models first, which all workers must do.
         """
         self.settle()
         if meet:
@@ -838,7 +789,7 @@ class Engine:
             self._single_worker_hook.remove()
 
     def close(self) -> None:
-        """Close the engine's channel; nothing can be exchanged after that."""
+        """Close the engine's channel; no exchange is possible afterwards."""
         if self.world.channel:
             self.world.close()
 
@@ -847,7 +798,7 @@ _flushed_before_fork: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _flush_before_fork() -> None:
-    """Complete what is under way: a child process has no threads that could do so."""
+    """Complete pending operations, because a child process has no threads for them."""
     for engine in list(_flushed_before_fork):
         engine.flush()
 

@@ -1,7 +1,7 @@
 """The engine's hooks on a model, its parameters and its optimizer.
 
-``copy.deepcopy`` and ``pickle`` copy a module's hooks. A copy (for a moving average, say) is a
-plain model, so that hooks in it have no effect. Hooks do not keep the engine alive.
+``copy.deepcopy`` and ``pickle`` copy a module's hooks. A copy (for example for a moving average) is
+a plain model, so copied hooks have no effect. Hooks do not keep the engine alive.
 """
 
 from __future__ import annotations
@@ -35,22 +35,17 @@ class HookTarget(Protocol):
         """One for each trained parameter with a dense gradient."""
 
     def on_grad(self, index: int) -> None:
-        """The gradient of slot ``index`` has been accumulated."""
+        """Handle the accumulated gradient of slot ``index``."""
 
     def on_sparse_grad(self, index: int) -> None:
-        """The gradient of sparse parameter ``index`` has been accumulated."""
+        """Handle the accumulated gradient of sparse parameter ``index``."""
 
     def readers(self) -> set[torch.nn.Module]:
-        """Return the modules with synchronised parameters or buffers of their own."""
+        """Return the modules that directly hold synchronised parameters or buffers."""
 
 
 class Hooks:
-    """All hooks of an engine.
-
-    Args:
-        engine: which they call.
-        gradients: whether to register hooks on gradients.
-    """
+    """All hooks of an engine."""
 
     def __init__(self, engine: HookTarget, *, gradients: bool = True) -> None:
         ref = weakref.ref(engine)
@@ -122,8 +117,8 @@ def _on_optimizer(engine: HookTarget, ref: weakref.ref[HookTarget]) -> list[Any]
 class LastGradHook:
     """Runs ``hook(param)`` after each accumulation into ``param.grad``, after all other hooks.
 
-    As under DDP, users' hooks see the gradient of this worker alone, and may change it; also those
-    that were registered after `distribute`.
+    As under DDP, users' hooks see the gradient of this worker only, and may change it, even if they
+    were registered after `distribute`.
     """
 
     def __init__(self, param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -140,7 +135,7 @@ class LastGradHook:
 
 
 class _HooksBeforeLast(OrderedDict[int, Any]):
-    """Hooks by their handles' ids, in the order of registration, with one that stays the last."""
+    """Hooks by their handles' ids, in the order of registration, of which one stays last."""
 
     def __init__(self, earlier: Any, last: Callable[[torch.Tensor], None]) -> None:
         super().__init__(earlier or {})
@@ -159,10 +154,10 @@ class _HooksBeforeLast(OrderedDict[int, Any]):
 
 
 _LAST = -1
-"""Handles' ids count from 0."""
+"""Less than any handle's id."""
 
 
-# `torch.compile` would compile what a backward calls, if the user compiles the code around it.
+# `torch.compile` would compile this call if the user compiles the code around the backward.
 @torch._disable_dynamo
 def _on_grad(engine: weakref.ref[HookTarget], index: int, _param: torch.Tensor) -> None:
     alive = engine()
@@ -178,11 +173,9 @@ def _on_sparse_grad(engine: weakref.ref[HookTarget], index: int, _param: torch.T
 
 
 def call_at_backward_end(engine: Any, method: str) -> weakref.ref[Any]:
-    """Call a method of the engine when the running backward ends, after earlier callbacks.
+    """Call an engine's method when the running backward ends, after earlier callbacks.
 
-    Returns:
-        A reference that dies when that backward is over, also by an exception: only autograd keeps
-        its referent alive.
+    The returned reference expires with that backward, even after an exception.
     """
     callback = functools.partial(_call, weakref.ref(engine), method)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -202,7 +195,7 @@ def in_backward() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether this thread is inside of a transform of ``torch.func``, such as ``grad`` or ``vmap``.
+    """Whether this thread is inside a transform of ``torch.func``, such as ``grad`` or ``vmap``.
 
     A transform refuses changes to tensors that are not its arguments.
     """
@@ -210,7 +203,7 @@ def in_transform() -> bool:
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Suspend transforms of ``torch.func`` inside."""
+    """Suspend transforms of ``torch.func`` within the context."""
     return torch._C._DisableFuncTorch() if in_transform() else contextlib.nullcontext()
 
 
@@ -218,27 +211,27 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
 
 
 class WeakCall:
-    """Calls a bound method while its object lives, without keeping that alive."""
+    """Calls a bound method while its object is alive, through a weak reference."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = weakref.WeakMethod(method)
 
     def __call__(self, *args: Any) -> None:
-        """Pass the arguments on."""
+        """Call the method, if its object is alive."""
         method = self._method()
         if method is not None:
             method(*args)
 
 
 class ModuleHook:
-    """Calls one method of an engine while that lives; a copy of the hook does nothing."""
+    """Calls a method of an engine while it is alive; a copy of the hook has no effect."""
 
     def __init__(self, engine: weakref.ref[Any], method: str) -> None:
         self._engine = engine
         self._method = method
 
     def __call__(self, *args: Any) -> None:
-        """Pass the hook's arguments on."""
+        """Call the method, if the engine is alive."""
         if torch.compiler.is_compiling():
             _from_compiled_code(self, args)
         else:
@@ -251,7 +244,7 @@ class ModuleHook:
             getattr(engine, self._method)(*args)
 
     def run_in_compiled(self, args: tuple[Any, ...]) -> None:
-        """Call the method from code that ``torch.compile`` has compiled."""
+        """Call the method from code compiled by ``torch.compile``."""
         engine = self._engine()
         if engine is not None:
             engine.before_compiled_forward()
@@ -266,15 +259,14 @@ class ModuleHook:
 
 
 class ForwardHook(ModuleHook):
-    """Before a forward.
+    """Runs before a forward.
 
-    A forward that is recorded is not part of training: one worker alone may trace or export a model
-    at any time. So its parameters are brought up to date outside of the recording, and nothing else
-    is done.
+    A worker may trace or export its model at any time without the others. Such a forward is not
+    training: parameters are made current outside the recording, and there is no further effect.
     """
 
     def __call__(self, *args: Any) -> None:
-        """Pass the hook's arguments on."""
+        """Call the method, except in compiled exports."""
         # `torch.export` with strict=True compiles this call too, after it has read the parameters.
         if not (torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()):
             super().__call__(*args)
@@ -290,7 +282,7 @@ class ForwardHook(ModuleHook):
                 engine.flush()
 
     def run_in_compiled(self, args: tuple[Any, ...]) -> None:
-        """Call the method from code that ``torch.compile`` has compiled."""
+        """Call the method from code compiled by ``torch.compile``."""
         if recording():
             self.run(args)
         else:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class _Batch(enum.IntEnum):
-    """What a worker announces at the beginning of each batch, its own or others'."""
+    """The announcement at the beginning of each batch."""
 
     NONE = 0
     LOCAL = 1
-    """Under ``no_sync``, in which nothing is exchanged."""
+    """Under ``no_sync``, without an exchange."""
     SYNCED = 2
 
 
@@ -42,7 +42,7 @@ class _JoinContext:
         self.active = list(range(engine.world.size))
 
     def begin_batch(self) -> None:
-        """Before a forward whose gradients will be averaged."""
+        """Announce a batch before a forward whose gradients will be averaged."""
         engine = self.engine
         if in_transform() and engine.buffer_sync.channel is not None:
             raise UsageError(
@@ -63,7 +63,7 @@ class _JoinContext:
             engine.scale = 1.0 / len(self.active)
 
     def begin_local_batch(self, _model: torch.nn.Module, _args: Any) -> None:
-        """Before any forward, also under ``no_sync``."""
+        """Announce a batch before any forward, including those under ``no_sync``."""
         if recording():
             return
         if torch.is_grad_enabled() and not self.engine.sync and not in_backward():
@@ -86,12 +86,12 @@ class _JoinContext:
         found = _exchange_batches(self.engine, batch)
         active = [rank for rank, flag in enumerate(found) if flag]
         self.active = active or self.active
-        # Buffers come from a worker that still trains.
+        # The root of buffers must still train.
         self.engine.buffer_root = active[0] if active else 0
         return _Batch(max(found))
 
     def shadow(self) -> None:
-        """Take part in the others' exchanges, until they have run out of batches too."""
+        """Take part in exchanges while any worker has batches; may raise `UnevenBatchesError`."""
         engine = self.engine
         while batch := self.announce():
             if self.throw:
@@ -117,11 +117,9 @@ class _JoinContext:
 def joined(
     engine: Engine, divide_by_all: bool = True, enable: bool = True, throw: bool = False
 ) -> Iterator[None]:
-    """Shadow the others after leaving the context early; see `DistributedModel.join`.
+    """Shadow the others after leaving the context; see `DistributedModel.join`.
 
-    Raises:
-        UsageError: the strategy does not support it.
-        UnevenBatchesError: ``throw``, and a worker has run out of batches.
+    Raises a `UsageError` if the strategy does not support it.
     """
     if engine.world.size == 1 or not enable:
         yield
@@ -133,7 +131,7 @@ def joined(
                 "workers do not notice that a worker has run out of batches; leave it out"
             )
         yield
-        engine.level()  # the others continue without this worker until they have finished too
+        engine.level()  # the others continue without this worker, and finish later
         return
     if not engine.choices.lockstep:
         raise UsageError(
@@ -157,7 +155,6 @@ def joined(
 
 
 def _exchange_batches(engine: Engine, batch: _Batch) -> list[int]:
-    """Return every rank's batch."""
     rows = Rows(engine.collectives, [float(batch)], "batches left").wait().view(-1).tolist()
     for rank, flag in enumerate(rows):
         if flag not in list(_Batch):
@@ -173,7 +170,6 @@ def _list(ranks: list[int]) -> str:
 
 
 def _copy_state(engine: Engine, root: int) -> None:
-    """Copy parameters, buffers and the optimizer's state from rank ``root``."""
     engine.settle()
     collectives = engine.collectives
     # Steps made without batches do not count.
@@ -193,7 +189,7 @@ def _steps_of(engine: Engine, root: int) -> int:
 
 
 def _state_like(engine: Engine, root: int) -> list[torch.Tensor]:
-    """Return the optimizer state's tensors in an agreed order, made where they are missing."""
+    """Return the state's tensors in a fixed order, creating missing ones."""
     state: State = engine.optimizer.__dict__["state"]
     params = engine.stepper.params()
     mine = [

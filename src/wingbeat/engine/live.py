@@ -1,4 +1,4 @@
-"""The state that a restarted worker copies from another one, where models are averaged."""
+"""The state that a restarted worker copies from a peer, where models are averaged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ from wingbeat.transport.text import first_line
 
 
 class LiveState:
-    """A worker's model, the state of its optimizer, and the progress of its update.
+    """A worker's model, optimizer state, and update progress, by weak references.
 
-    Where averages are made in the background, it is not of one moment: some parameters may be a
-    step ahead of others, as between two workers.
-
-    Args:
-        training: its model is not kept alive.
-        update: not kept alive.
+    With averages in the background, some parameters may be a step ahead of others.
     """
 
     def __init__(self, training: Training, update: LocalUpdate) -> None:
@@ -42,16 +37,12 @@ class LiveState:
         try:
             return encode_snapshot([*_tensors(bucketing), *kept], params, optimizer, numbers)
         except (PeerError, RuntimeError) as error:
-            # Only the requester is concerned, also if the state changes meanwhile.
+            # This affects the requester only, even if the state changes meanwhile.
             log.warning("%s", first_line(error))
             return None
 
     def put(self, payload: Any) -> None:
-        """Load the state that another worker has `written`, and continue like it.
-
-        Raises:
-            PeerError: it is of another model; or the others went on without this worker.
-        """
+        """Continue from a peer's `written` state; raise a `PeerError` if it does not fit."""
         bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
         assert bucketing is not None
         assert optimizer is not None

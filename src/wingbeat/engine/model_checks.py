@@ -35,8 +35,9 @@ _WRAPPERS = {
     "ReplicateModule": ("replicate()", "replicated", _TWICE),
     "DDP": ("replicate()", "replicated", _TWICE),
 }
-"""By the name of a class that torch.distributed adds to a module, which need not be loaded: the API
-that adds it, what it makes of parameters, and what to do."""
+"""By the name of a class that torch.distributed adds to a module, and may not be loaded: the API
+that adds it, its effect on parameters, and the remedy.
+"""
 
 _PLACED = ("parallelize_module() or distribute_tensor()", "placed", _WHOLE)
 """The same for a DTensor in any other module."""
@@ -50,11 +51,7 @@ def _wrapper_of(module: torch.nn.Module) -> tuple[str, str, str] | None:
 
 
 def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Refuse a model of which torch distributes a part already.
-
-    Raises:
-        UsageError: names the parameter and its placement, or the wrapped module.
-    """
+    """Raise a `UsageError` that names a parameter or module that torch distributes."""
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, torch.nn.DataParallel)):
             what = f"module {name!r} of the model" if name else "the model"
@@ -93,12 +90,7 @@ def refuse_wrapper_around(model: torch.nn.Module) -> None:
 
 
 def refuse_ddp_wrapping() -> NoReturn:
-    """Answer a read of an attribute that DDP reads when it wraps a module.
-
-    Raises:
-        UsageError: DDP reads it.
-        AttributeError: other code reads it.
-    """
+    """Raise a `UsageError` on attribute reads by DDP's constructor, else an `AttributeError`."""
     reader = sys._getframe(2)
     if reader.f_code is DistributedDataParallel.__init__.__code__:
         raise UsageError(_AROUND)
@@ -111,15 +103,10 @@ _AGAIN = "call wingbeat.release(model, optimizer), change them, and distribute()
 
 
 class ParameterCheck:
-    """Finds parameters that were replaced or added, whose gradients nothing exchanges.
+    """Detects replaced or added parameters, whose gradients are not exchanged.
 
-    No hook sees that a parameter, or a module with its parameters, is replaced. So a check compares
-    identities, which takes 50 microseconds for 160 modules. The model is searched only if one has
-    changed.
-
-    Args:
-        model: whose parameters.
-        optimizer: parameters may leave it, and move between its groups.
+    No hook reports a replaced parameter or module, so a check compares identities, which takes 50
+    microseconds for 160 modules. The model is searched only if one has changed.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -140,18 +127,15 @@ class ParameterCheck:
         modules = list(self._model.modules())
         self._places: list[dict[str, Any]] = []
         for module in modules:
-            # A compiled module makes its attributes anew at each access, and lets none be replaced.
+            # A compiled module creates its attributes at each access, and its modules cannot be
+            # replaced.
             if not isinstance(module, torch.jit.ScriptModule):
                 self._places += module._parameters, module._modules
-        self._kept = list(self._held())  # alive, so that no other object gets its identity
+        self._kept = list(self._held())  # kept alive, so that no other object gets its identity
         self._seen = list(map(id, self._kept))
 
     def check(self) -> None:
-        """Check that all trained parameters are those of `distribute`.
-
-        Raises:
-            UsageError: the model or the optimizer has another one; names it.
-        """
+        """Check that all trained parameters are those of `distribute`."""
         if list(map(id, self._held())) != self._seen:
             self._check_model()
             self._remember()  # moved, as by a parametrization, or removed
@@ -181,7 +165,7 @@ class ParameterCheck:
 
 
 def refuse_conversion(params: Iterable[torch.Tensor], fn: Callable[[torch.Tensor], Any]) -> None:
-    """Raise a `UsageError` if ``fn`` (of `Module._apply`) changes the kind of ``params``."""
+    """Raise a `UsageError` if ``fn`` (of `Module._apply`) changes dtype or device of ``params``."""
     kinds = {(p.dtype, p.device) for p in params}
     for dtype, device in kinds:
         made = fn(torch.empty(0, dtype=dtype, device=device))
@@ -198,7 +182,7 @@ def refuse_new_layout(
     optimizer: torch.optim.Optimizer,
     fn: Callable[[torch.Tensor], Any],
 ) -> None:
-    """Raise a `UsageError` if ``fn`` changes strides of ``params``, and the optimizer is fused.
+    """Raise a `UsageError` if ``fn`` changes strides of ``params`` under a fused optimizer.
 
     Fused optimizers read memory in order, and gradients keep their layout.
     """
@@ -216,7 +200,7 @@ def refuse_new_layout(
 
 
 def refuse_fused_layouts(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `UsageError` for a fused optimizer if gradients are contiguous and parameters not."""
+    """Raise a `UsageError` for fused optimizers if gradients are contiguous, parameters not."""
     for group in optimizer.__dict__["param_groups"]:
         if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
             raise UsageError(
@@ -226,7 +210,7 @@ def refuse_fused_layouts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_unfrozen(model: torch.nn.Module, frozen: Iterable[torch.nn.Parameter]) -> None:
-    """Raise a `UsageError` if one of the parameters that were frozen requires a gradient now."""
+    """Raise a `UsageError` if a parameter that was frozen now requires a gradient."""
     for param in frozen:
         if param.requires_grad:
             name = next(n for n, p in model.named_parameters() if p is param)
@@ -266,12 +250,9 @@ def check_complex(model: torch.nn.Module, choices: Choices, strategy: str) -> No
 
 
 def refuse_loading(engine: Any, what: str) -> None:
-    """Refuse to load anything over the state that a restarted worker has copied, and not used yet.
+    """Raise a `UsageError` if a restarted worker has copied its state, and not used it yet.
 
-    Residuals too: the others may have received theirs before this worker was lost.
-
-    Raises:
-        UsageError: the worker was restarted, and has made no step since; names ``what``.
+    This includes residuals: the peers may have received theirs before this worker was lost.
     """
     if engine.copied:
         raise UsageError(

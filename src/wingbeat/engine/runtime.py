@@ -33,10 +33,10 @@ from wingbeat.schedules.intents import Answer, Intent
 
 
 class IntentExchange:
-    """A small all-gather of each worker's next action, and of one bit for each slot.
+    """A small all-gather of each worker's next action, and of one bit per slot.
 
-    It is sent from the host's memory, also where gradients are on a GPU, because the host decides
-    by the result what to queue next.
+    It uses host memory even for gradients on a GPU, because the host decides by the result which
+    operations to queue.
     """
 
     def __init__(self, collectives: Collectives, slots: int) -> None:
@@ -57,11 +57,7 @@ class IntentExchange:
         self._handle = self._collectives.all_gather(self._rows.view(-1), label="intents")
 
     def await_all(self) -> Answer:
-        """Wait for all workers' announcements.
-
-        Raises:
-            PeerError: a worker sent an invalid one.
-        """
+        """Wait for all workers' announcements; raise a `PeerError` for an invalid one."""
         assert self._handle is not None
         self._handle.wait()
         self._handle = None
@@ -81,8 +77,8 @@ class Runtime:
     """Passes each command to the part that performs it, before the schedule yields the next.
 
     Attributes:
-        checked: whether step counts have been compared in the present iteration.
-        meter: counts the time that the training thread is blocked.
+        checked: whether step counts have been compared in the current iteration.
+        meter: measures the time that the training thread is blocked.
     """
 
     schedule: Schedule
@@ -96,12 +92,7 @@ class Runtime:
     meter: Meter = field(default_factory=lambda: Meter(""))
 
     def dispatch(self, event: Event, closure: Closure = None) -> Any:
-        """Perform the schedule's commands for ``event``; return the result of a whole step.
-
-        Raises:
-            PeerError: a worker failed or timed out.
-            UsageError: the workers do not do the same.
-        """
+        """Perform the schedule's commands for ``event``; return the result of a whole step."""
         commands = self.schedule.react(event)
         returned = answer = None
         while True:
@@ -153,7 +144,7 @@ class Runtime:
             self.checked = True
 
     def waited(self, ns: int) -> None:
-        """Count nanoseconds that the training thread was blocked inside of a step."""
+        """Record nanoseconds that the training thread was blocked in a step."""
         self.meter.waited_ns += ns
 
     def _record_wait(self, begin: int, bucket: int = -1) -> None:

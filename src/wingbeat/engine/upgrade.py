@@ -1,8 +1,8 @@
-"""The user's model and optimizer get new methods in place.
+"""Methods that the user's model and optimizer gain in place.
 
-Their classes are swapped for subclasses, as torch's ``fully_shard`` does: the objects, their
-attributes and the keys of their state dicts stay the same, so that one line of a training
-script is enough. Copies and pickles of them are plain objects.
+Their classes are replaced by subclasses, as in torch's ``fully_shard``: objects, attributes and
+keys of state dicts stay the same, so one line of a training script changes. Copies and pickles are
+plain objects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OF_DDP = {
     "_register_builtin_comm_hook": "choose what gradients travel as by the strategy's compression=",
     "_register_fused_optim": "wingbeat.DeAR() updates parameters as they are needed",
 }
-"""Attributes of DistributedDataParallel that a model of wingbeat has not, and what to use."""
+"""Attributes of DistributedDataParallel that distributed models lack, and the replacements."""
 
 EXTRA = "wingbeat"
 """The key of `checkpoint.export_extra` in an optimizer's state dict."""
@@ -64,7 +64,6 @@ class _Upgraded(type):
     """
 
     def mro(cls) -> list[type]:
-        """Put the second base and its bases right after the class itself."""
         first, *others = super().mro()
         if _PLAIN not in cls.__dict__:
             return [first, *others]
@@ -81,12 +80,12 @@ class _Distributed:
     """An object with an engine, which its copies and pickles do not have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # The user's classes may register their subclasses: not the one made here.
+        # The user's class must not register this subclass as one of its own.
         if _PLAIN not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # As a method ``__deepcopy__`` does.
+        # A method such as ``__deepcopy__`` calls this, and expects a plain object.
         plain = cls.__dict__.get(_PLAIN)
         if plain is not None:
             return plain.__new__(plain, *args, **kwargs)
@@ -94,13 +93,13 @@ class _Distributed:
 
     @property
     def _engine(self) -> Engine:
-        # Not from __dict__: a subclass may find its attributes elsewhere.
+        # Not from __dict__: a subclass may store its attributes elsewhere.
         engine: Engine = getattr(self, _KEY)
         return engine
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As the plain object does, so that copies and pickles do not need this library, and objects
-        # that refer to themselves stay so.
+        # As the plain object does: pickles then do not need this library, and self-references stay
+        # intact.
         self._engine.settle()
         with self._whole():
             made: Any = super().__reduce_ex__(max(2, int(protocol)))
@@ -120,10 +119,10 @@ class _Distributed:
 
 
 class _Model(_Distributed):
-    """Changes to a model's own methods."""
+    """Overrides of a model's own methods."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """As `torch.nn.Module.named_parameters`, with values and gradients made current."""
+        """As `torch.nn.Module.named_parameters`, with current values and gradients."""
         self._engine.settle()
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
@@ -136,12 +135,7 @@ class _Model(_Distributed):
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """As `torch.nn.Module._apply`, if ``fn`` keeps the kind of parameters.
-
-        Raises:
-            UsageError: ``fn`` would change a parameter's dtype or device, or its memory format
-                under a fused optimizer.
-        """
+        """As `torch.nn.Module._apply`, if ``fn`` keeps parameters' dtype, device and layout."""
         engine = self._engine
         refuse_conversion(engine.bucketing.slot_of, fn)
         refuse_new_layout(engine.bucketing.slot_of, engine.optimizer, fn)
@@ -181,12 +175,12 @@ class _Model(_Distributed):
 class DistributedModel(_Model):
     """The methods that `distribute` adds to a model's class.
 
-    A model that has an attribute of one of these names keeps it; then `wingbeat.no_sync(model)`,
-    `wingbeat.join(model)` and `wingbeat.synchronize(model)` do the same.
+    A model that defines one of these attributes keeps its own; `wingbeat.no_sync(model)`,
+    `wingbeat.join(model)` and `wingbeat.synchronize(model)` are equivalent.
     """
 
     find_unused_parameters = True
-    """As of DDP: parameters without a gradient are always found."""
+    """As in DDP: parameters without a gradient are always detected."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communication, as DDP's ``no_sync``."""
@@ -194,7 +188,7 @@ class DistributedModel(_Model):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """As of DDP: whether the next forward's gradients are synchronised; may be set."""
+        """As in DDP: whether the next forward's gradients are synchronised; may be set."""
         return self._engine.sync
 
     @require_backward_grad_sync.setter
@@ -203,7 +197,7 @@ class DistributedModel(_Model):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """As of DDP: whether buffers are synchronised. They are; only True can be set."""
+        """As in DDP: whether buffers are synchronised. Always True; cannot be set to False."""
         return True
 
     @require_forward_param_sync.setter
@@ -212,7 +206,7 @@ class DistributedModel(_Model):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """As of DDP: whether buffers are synchronised. They are; only True can be set."""
+        """As in DDP: whether buffers are synchronised. Always True; cannot be set to False."""
         return True
 
     @broadcast_buffers.setter
@@ -220,11 +214,11 @@ class DistributedModel(_Model):
         _refuse_unsynchronised("broadcast_buffers", sync)
 
     def will_sync_module_buffers(self) -> bool:
-        """As of DDP: whether the model has buffers that are synchronised."""
+        """As in DDP: whether the model has buffers that are synchronised."""
         return bool(self._engine.buffer_sync.tensors())
 
     def _set_static_graph(self) -> None:
-        """As of DDP; has no effect, because any graph is supported."""
+        """As in DDP; has no effect, because any graph is supported."""
 
     def join(
         self,
@@ -234,9 +228,9 @@ class DistributedModel(_Model):
     ) -> contextlib.AbstractContextManager[None]:
         """Train with uneven numbers of batches per worker, as DDP's ``join``.
 
-        A worker that leaves the context early takes part in the others' exchanges with
-        gradients of zero. Afterwards all hold the parameters and the optimizer state of a worker
-        that was in it to the end.
+        A worker that leaves the context early takes part in the others' exchanges with gradients of
+        zero. Afterwards all workers have the parameters and the optimizer state of a worker that
+        stayed in the context to the end.
 
         Args:
             divide_by_initial_world_size: gradients are divided by the number of all workers; with
@@ -252,7 +246,7 @@ class DistributedModel(_Model):
         )
 
     def synchronize(self) -> None:
-        """Finish what is under way, and make the models of all workers equal.
+        """Complete pending operations, and make the models of all workers equal.
 
         As `wingbeat.synchronize`: call it on all ranks.
         """
@@ -272,8 +266,8 @@ class DistributedOptimizer(_Distributed):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
 
-        A ``closure`` is called to evaluate the loss: once under `DeAR`, as the optimizer's own step
-        has it otherwise. Its value is returned.
+        A ``closure`` is called to evaluate the loss: once under `DeAR`, otherwise as in the
+        optimizer's own step. Its value is returned.
 
         Args:
             args: of the optimizer's own ``step``, the same on all workers. With arguments other
@@ -311,7 +305,7 @@ class DistributedOptimizer(_Distributed):
             The norm before clipping, a scalar, equal on every worker.
 
         Raises:
-            UsageError: a negative ``max_norm``, or a ``norm_type`` that is no positive number.
+            UsageError: ``max_norm`` is negative, or ``norm_type`` is not a positive number.
         """
         if not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_(max_norm={max_norm!r}): allowed are 0 and above")
@@ -324,8 +318,8 @@ class DistributedOptimizer(_Distributed):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`: the whole state, in torch's own format.
 
-        With ``shard_optimizer`` the workers gather it, so every rank must call this. Under the key
-        ``"wingbeat"`` it contains this worker's residuals, where the wire keeps any; and where
+        With ``shard_optimizer`` the workers gather it, so every rank must call this. The key
+        ``"wingbeat"`` contains this worker's residuals, if the compression keeps any; and, if
         models are averaged, the number of steps, and the outer optimizer of `DiLoCo`.
 
         Raises:
@@ -340,7 +334,7 @@ class DistributedOptimizer(_Distributed):
         """As `torch.optim.Optimizer.load_state_dict`, with the extra state of `state_dict`.
 
         Raises:
-            UsageError: that is damaged or of another model; nothing has changed then.
+            UsageError: the extra state is damaged or of another model; no state was changed.
         """
         extra = state_dict.get(EXTRA) if isinstance(state_dict, dict) else None
         checkpoint.check_extra(self._engine, extra)
@@ -350,11 +344,11 @@ class DistributedOptimizer(_Distributed):
     def residual_state_dict(self) -> dict[str, Any]:
         """Return this worker's residuals, its unsent gradients, without communication.
 
-        `state_dict` contains them too. Save every worker's, and load them all with `load_residuals`
-        in a run with another number of workers.
+        `state_dict` contains them too. Save those of all workers, and load them all with
+        `load_residuals` in a run with another number of workers.
 
         Raises:
-            UsageError: the strategy's wire keeps no residuals.
+            UsageError: the strategy keeps no residuals.
         """
         self._engine.settle()
         residuals = self._engine.compression.state_dict()
@@ -366,10 +360,10 @@ class DistributedOptimizer(_Distributed):
         return residuals
 
     def load_residuals(self, parts: list[dict[str, Any]]) -> None:
-        """Load the residuals of all workers of an earlier run, of any number of workers.
+        """Load the residuals of all workers of an earlier run, with any number of workers.
 
         Args:
-            parts: what ``residual_state_dict()`` returned on every worker, in any order.
+            parts: the results of ``residual_state_dict()`` on every worker, in any order.
 
         Raises:
             UsageError: a part is missing, occurs twice, or is of another model; or this worker was
@@ -382,7 +376,7 @@ class DistributedOptimizer(_Distributed):
     def shard_state_dict(self) -> dict[str, Any]:
         """Return this worker's part of the state, with ``shard_optimizer``, without communication.
 
-        Save every worker's part, and load them all with `load_shards`. As in torch's own state
+        Save the parts of all workers, and load them all with `load_shards`. As in torch's own state
         dict, tensors are not copies.
 
         Raises:
@@ -394,7 +388,7 @@ class DistributedOptimizer(_Distributed):
         """Load the state that a run of any number of workers has saved in parts.
 
         Args:
-            parts: what ``shard_state_dict()`` returned on every worker, in any order.
+            parts: the results of ``shard_state_dict()`` on every worker, in any order.
 
         Raises:
             UsageError: a part is missing, occurs twice, or is of another model; or this worker was
@@ -407,7 +401,7 @@ class DistributedOptimizer(_Distributed):
         """Add a param group where a trainer distributes the model again (Lightning).
 
         Raises:
-            UsageError: nothing does so; the plan is made already.
+            UsageError: no trainer does so: the plan has been made.
         """
         if self._engine.add_group is not None:
             self._engine.add_group(group)
@@ -429,7 +423,7 @@ class DeferringOptimizer(DistributedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups. A read between backward and step makes gradients whole first.
+        """The groups. A read between backward and step gathers gradients first.
 
         A GradScaler's read does not: placeholders suffice.
         """
@@ -447,13 +441,10 @@ class DeferringOptimizer(DistributedOptimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer's state by parameter; deferred updates are applied first.
+        """The optimizer's state by parameter, after deferred updates; settable if undivided.
 
         With ``shard_optimizer`` it is on different workers, with ``update="server"`` on the
-        servers, and `state_dict` gathers it. It can be set where the optimizer is not divided.
-
-        Raises:
-            UsageError: it is set where no worker has all of it.
+        servers, and `state_dict` gathers it.
         """
         return self._engine.visible_state()
 
@@ -469,9 +460,9 @@ class DeferringOptimizer(DistributedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``step`` unscales gradients itself; read by a GradScaler in each of its steps.
+        """Whether ``step`` unscales gradients itself; a GradScaler reads it in each of its steps.
 
-        If not, the scaler does, on the blocks that each worker has reduced.
+        If False, the scaler unscales the blocks that each worker has reduced.
         """
         usual = getattr(plain_class(self), _SUPPORTS, False)
         supports = bool(vars(self._engine.optimizer).get(_SUPPORTS, usual))
@@ -483,8 +474,8 @@ class DeferringOptimizer(DistributedOptimizer):
         vars(self._engine.optimizer)[_SUPPORTS] = supports
 
     def __setattr__(self, key: str, value: Any) -> None:
-        # A deferred update must not see attributes that are set after its step. Objects of derived
-        # classes (Lightning's) get attributes in each batch, which updates do not read.
+        # Deferred updates must not see attributes set after their step. Derived classes
+        # (Lightning's) set attributes in each batch, which updates do not read.
         if key != "__class__":
             engine = self._engine
             inner: object = engine.optimizer
@@ -501,7 +492,7 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
     """Replace ``target``'s class by a subclass with the methods of ``extra``."""
     plain = type(target)
     target.__dict__[_KEY] = engine
-    # A scheduler's wrapper around the old step would hide ours.
+    # A scheduler's wrapper around the old step would hide the new one.
     target.__dict__.pop("step", None)
     # The name stays: libraries choose a loss, or the content of a checkpoint, by it.
     qualified = f"Distributed{plain.__name__}"
@@ -512,7 +503,7 @@ def upgrade(target: Any, extra: type, engine: Engine) -> None:
 
 
 def _without_taken(extra: type, target: Any) -> type:
-    """Leave out names that the model has itself, as a layer called ``join``."""
+    """Leave out names that the model defines, such as a layer ``join``."""
     taken = [name for name in _ADDED if hasattr(target, name)]
     if extra is not DistributedModel or not taken:
         return extra
@@ -568,7 +559,7 @@ def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> None:
-    # Nothing here reads a parameter, so deferred updates need not be applied.
+    # No operation here reads a parameter, so deferred updates stay deferred.
     with torch._C.DisableTorchFunctionSubclass():
         for param in params:
             grad = param.grad

@@ -1,1 +1,1 @@
-"""What an operation on a bucket means on the links."""
+"""Exchanges: what an operation on a bucket transfers over the links."""

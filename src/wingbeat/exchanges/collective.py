@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CollectiveExchange:
-    """Starts collectives on buckets, each in its present wire format."""
+    """Starts collectives on buckets, each in its current encoding."""
 
     def __init__(self, collectives: Collectives, compression: Compression) -> None:
         self._collectives = collectives
@@ -27,18 +27,18 @@ class CollectiveExchange:
             collectives.open_second()
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
-        """All buckets are supported."""
+        """Accept any buckets."""
 
     def sections(self) -> Sequence[Section]:
-        """Return nothing beside the interfaces' own sections."""
+        """Return no sections: the interfaces have their own."""
         return ()
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
-        """Begin ``operation`` on the bucket; see `Exchange.start`."""
+        """As `Exchange.start`."""
         begin, number, wire = self._collectives, bucket.index, bucket.wire
         blocks = bucket.blocks
         if isinstance(wire, Factors) and operation is not Operation.ALL_GATHER_PARAMETERS:
-            if operation is not Operation.ALL_GATHER:  # the first half has reduced all of it
+            if operation is not Operation.ALL_GATHER:  # the first half has reduced the whole bucket
                 bucket.handle = begin.all_reduce_factors(bucket.flat, wire, bucket=number)
         elif operation is Operation.REDUCE_SCATTER:
             bucket.handle = begin.reduce_scatter(

@@ -1,4 +1,4 @@
-"""A record of lost workers and their failures, which is logged while the others train."""
+"""A record of lost workers and their failures, logged while the others train."""
 
 from __future__ import annotations
 
@@ -26,23 +26,15 @@ _POLL_S = 0.05
 """Seconds between two reads of the store."""
 
 _STORE_S = 1.0
-"""Seconds to wait for the store when this worker ends."""
+"""Seconds to wait for the store when this worker exits."""
 
 
 class Departures:
     """One worker's record of lost workers, and of the exceptions that ended them.
 
-    The store is read in a thread: it may be lost with the worker, or answer late.
-
-    Args:
-        store: where a failed worker has published its exception; None to read nothing.
-        me: name of this worker in messages.
-        size: number of workers.
-        name: formats the name of a rank in messages.
-        say: logs a line.
-
-    Attributes:
-        gone: by rank, how each lost worker that was needed has ended.
+    A thread reads the store, which may be lost with the worker, or respond late. Without a store,
+    nothing is read. ``gone`` maps the rank of each lost worker to how it exited, unless it
+    finished.
     """
 
     def __init__(
@@ -62,10 +54,8 @@ class Departures:
     def lost(self, worker: int, how: str = "") -> None:
         """Log that a worker is lost, with the exception that ended it; does not block.
 
-        Args:
-            worker: its rank.
-            how: the reason, as a predicate; empty if it is unknown, and the worker may have
-                finished.
+        ``how`` is the reason, as a predicate; empty if it is unknown, and the worker may have
+        finished.
         """
         if worker in self.gone:
             return
@@ -78,24 +68,21 @@ class Departures:
             daemon=True,
         )  # fmt: skip
         self._asking.append(thread)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
+        with contextlib.suppress(RuntimeError):  # the interpreter is exiting
             thread.start()
 
     def back(self, worker: int) -> None:
-        """Log that a lost worker has joined again."""
+        """Log that a lost worker has rejoined."""
         if self.gone.pop(worker, None) is not None:
             self._say(f"{self._me}: {self._name(worker)} is back")
 
     def how(self, worker: int) -> str:
-        """Return how a lost worker has ended; reads the store, and blocks."""
+        """Return how a lost worker exited. Blocks on the store."""
         failure = "" if self._store is None else published_failure(self._store, worker)
         return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
 
     def blame(self) -> str | None:
-        """Return the worker that failed first, and its exception; None if none is known.
-
-        Reads the store, and blocks.
-        """
+        """Return the worker that failed first, with its exception, or None. Blocks on the store."""
         if self._store is None or (found := first_failed(self._store, range(self._size))) is None:
             return None
         return f"{self._name(found[0])} failed with {found[1]}"
@@ -112,7 +99,7 @@ class Departures:
             self._say(f"{self._me}: trained to the end without all workers: {said}")
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
-        """Read how a worker has ended, and log it."""
+        """Read how a worker exited, and log it."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not (failure := published_failure(store, worker)):
             over = has_exited(store, worker) or time.monotonic() >= deadline
@@ -129,7 +116,7 @@ class Departures:
 
     def _warn(self, worker: int) -> None:
         how = self.gone.get(worker)
-        if how is not None:  # otherwise it has joined again
+        if how is not None:  # otherwise it has rejoined
             self._say(f"{self._me}: {self._name(worker)} {how}; the others go on without it")
 
 

@@ -21,26 +21,17 @@ class Exchange(Protocol):
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
         """Begin ``operation`` on ``bucket.flat``, in place, and store its handle in the bucket.
 
-        Args:
-            operation: what to do.
-            bucket: its ``wire`` says what gradients travel as.
-            chained: whether chunks may start when the bucket's previous operation has finished
-                with them.
-
-        Raises:
-            PeerError: an earlier exchange failed, so that the workers are no longer in step.
+        The bucket's ``wire`` is the encoding of its gradients. With ``chained``, a chunk may start
+        when the bucket's previous operation has finished with it. A `PeerError` if an earlier
+        exchange failed.
         """
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
-        """Use these buckets from now on.
+        """Use these buckets from now on; a `UsageError` if the exchange does not support one.
 
-        Args:
-            buckets: in the order in which their gradients become ready.
-            forward: the same, in the order in which forward needs them.
-
-        Raises:
-            UsageError: the exchange cannot carry one of them.
+        ``buckets`` are in the order in which their gradients become ready, ``forward`` in the order
+        in which forward needs them.
         """
 
     def sections(self) -> Sequence[Section]:
-        """Return the sections of `wingbeat top`; called by other threads, must not block."""
+        """Return the sections of `wingbeat top`. Other threads call this; it must not block."""

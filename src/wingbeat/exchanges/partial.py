@@ -1,13 +1,13 @@
-"""Exchange in parts: each worker sends one part of its gathered gradients an iteration (Ako).
+"""Exchange in parts: each worker sends one part of its accumulated gradients per iteration (Ako).
 
 Partial gradient exchange (Watcharapichat et al., SoCC 2016). A bucket's gradients are divided into
-P partitions. In iteration t worker i sends partition (i + t) mod P of what it has gathered of its
-own gradients to all others, and forgets that much; so each worker has sent everything within P
-iterations. Its own gradients it applies at once. An iteration ends when what was sent in it has
-arrived (Canary, section 6.1.3).
+P partitions. In iteration t, worker i sends partition (i + t) mod P of its accumulated gradients to
+all others and clears it. Each worker therefore sends everything within P iterations. It applies its
+own gradients at once. An iteration ends when the parts sent in it have arrived (Canary, section
+6.1.3).
 
-A worker sends ``(workers - 1) * (ceil(elements / P) + parameters + 4)`` elements of each bucket an
-iteration: the part, and who has used which parameter, after how many steps.
+A worker sends ``(workers - 1) * (ceil(elements / P) + parameters + 4)`` elements of each bucket per
+iteration: the part, a flag for each parameter that the worker has used, and step counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOST = math.inf
 
 
 def turn_of(rank: int, turn: int, partitions: int) -> int:
-    """Return which partition a worker sends in an iteration.
+    """Return the partition that a worker sends in an iteration.
 
     >>> [turn_of(1, turn, 3) for turn in range(4)]
     [1, 2, 0, 1]
@@ -44,12 +44,10 @@ def turn_of(rank: int, turn: int, partitions: int) -> int:
 
 
 class PartialExchange:
-    """Sends a part of each bucket's gathered gradients, and adds the parts of the others.
+    """Sends a part of each bucket's accumulated gradients, and adds the parts of the others.
 
-    Args:
-        collectives: of two workers or more.
-        unsent: what is still to be sent.
-        partitions: of each bucket; 0 for as many as there are workers.
+    ``unsent`` holds the gradients that are not sent yet. ``partitions`` is the number per bucket;
+    0: the number of workers, two or more.
     """
 
     def __init__(self, collectives: Collectives, unsent: UnsentGradients, partitions: int) -> None:
@@ -59,15 +57,11 @@ class PartialExchange:
         self._kept: dict[int, torch.Tensor] = {}
 
     def sections(self) -> Sequence[Section]:
-        """All that there is to see is on the interfaces."""
+        """Return no sections: the interfaces have their own."""
         return ()
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
-        """Use these buckets from now on: what is kept goes along, by parameter.
-
-        Raises:
-            UsageError: one of them is not on the CPU.
-        """
+        """Use these buckets, with unsent gradients kept by parameter; a `UsageError` on GPUs."""
         for bucket in buckets:
             if bucket.flat.device.type != "cpu":
                 raise UsageError(
@@ -78,16 +72,10 @@ class PartialExchange:
 
     @torch.no_grad()
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
-        """Begin to send a part of the bucket, and to add the others' parts to its gradients.
+        """Send a part of the bucket, and add the others' parts to its gradients.
 
-        Args:
-            operation: an all-reduce; what it leaves differs between workers.
-            bucket: its ``wire`` is what parts travel as. Its buffer is written to when the handle
-                is waited for.
-            chained: means nothing here.
-
-        Raises:
-            PeerError: an earlier collective failed, so that the workers are no longer in step.
+        Results of this all-reduce differ between workers. Parts travel in the bucket's ``wire``
+        dtype. The wait for the handle writes to the bucket's buffer. ``chained`` has no effect.
         """
         assert operation is Operation.ALL_REDUCE, operation
         world, kept = self._collectives.world, self._kept[bucket.index]
@@ -117,12 +105,7 @@ class PartialExchange:
 class _Arrivals:
     """One bucket's rows: from each worker its flags and counts, then its part.
 
-    Attributes:
-        bucket: its buffer has this worker's own gradients.
-        rows: one for each worker.
-        sent: which elements each worker sends.
-        tail: how many flags and counts there are.
-        rank: this worker's.
+    ``sent`` are the elements that each worker sends; ``tail`` is the number of flags and counts.
     """
 
     bucket: Bucket
@@ -132,28 +115,30 @@ class _Arrivals:
     rank: int
 
     def __post_init__(self) -> None:
-        # Whoever renews the buffer meanwhile does not get what is meant for this one.
+        # The bucket's buffer may be replaced meanwhile; the results belong to this one.
         self._flat = self.bucket.flat
         self._ends = self._flat[self.bucket.numel : self.bucket.numel + self.tail]
 
     def fill(self, kept: torch.Tensor) -> None:
-        """Move this worker's part out of what is ``kept``, as far as the rows' dtype holds it."""
+        """Move this worker's part out of ``kept``, up to the precision of the rows' dtype."""
         row, span = self.rows[self.rank], self.sent[self.rank]
         row[: self.tail] = self._ends
         part = row[self.tail : self.tail + len(span)]
-        row[self.tail + len(span) :] = 0  # parts of one size: some are an element longer
+        row[self.tail + len(span) :] = (
+            0  # rows have the same length, but parts may differ by one element
+        )
         left = kept[span.start : span.stop]
         if part.dtype.itemsize >= left.dtype.itemsize:
             part.copy_(left)
             left.zero_()
             return
-        most = torch.finfo(part.dtype).max  # the rest is sent the next time
+        most = torch.finfo(part.dtype).max  # the remainder is sent next time
         part.copy_(left.clamp(-most, most))
         left.sub_(part)
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add the others' parts to the gradients, and their flags and turns, by rank."""
+        """Add the others' parts to the gradients, and their flags and counts, by rank."""
         for rank, (row, span) in enumerate(zip(self.rows, self.sent, strict=True)):
             if rank != self.rank:
                 self._ends.add_(row[: self.tail])
@@ -162,9 +147,9 @@ class _Arrivals:
         self._mark()
 
     def _mark(self) -> None:
-        """Mark what has come late of parameters that nobody uses now; spoil what is not finite.
+        """Mark parameters for which only late gradients arrived; set non-finite ones to NaN.
 
-        All workers have to see an infinity, or some would make a step that others skip.
+        All workers must see a non-finite gradient, or some would make a step that others skip.
         """
         start = 0
         flags = self._ends[: len(self.bucket.slots)]

@@ -1,8 +1,8 @@
-"""Snapshots of a replica for a worker that joins: parameters, buffers and optimizer state as bytes.
+"""Snapshots of a replica for a joining worker: parameters, buffers and optimizer state as bytes.
 
-A snapshot is eight bytes with the length of a JSON header; the header, with dtypes and shapes of
-the tensors and the numbers in the optimizer state; then the elements of the tensors. Everything is
-checked before any of it is loaded, and nothing is unpickled.
+A snapshot consists of the length of a JSON header in eight bytes; the header, with dtypes and
+shapes of the tensors and the numbers in the optimizer state; and the elements of the tensors.
+Everything is checked before any of it is loaded, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -40,14 +40,9 @@ def encode_snapshot(
 ) -> bytes:
     """Encode a replica.
 
-    Args:
-        tensors: parameters and other tensors that are equal on all workers, on the CPU.
-        params: the parameters of which the optimizer has state, in the same order on all workers.
-        optimizer: has the state.
-        extra: anything that JSON can represent.
-
-    Raises:
-        PeerError: a tensor or a value of the state cannot be sent; names it.
+    ``tensors`` are parameters and other tensors that are equal on all workers, on the CPU.
+    ``params`` are the parameters with optimizer state, in the same order on all workers. ``extra``
+    is any JSON value. A `PeerError` names a tensor or value that cannot be sent.
     """
     bodies: list[torch.Tensor] = []
     states = []
@@ -84,16 +79,8 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 class Snapshot:
     """A received snapshot, decoded and checked.
 
-    Args:
-        payload: the result of `encode_snapshot`.
-        tensors: of this worker, with the same dtypes and shapes.
-        params: as for `encode_snapshot`.
-
-    Attributes:
-        extra: as given to `encode_snapshot`.
-
-    Raises:
-        PeerError: it does not fit this model.
+    ``tensors`` and ``params`` are this worker's, as in `encode_snapshot`, with the same dtypes and
+    shapes. ``extra`` is as encoded. A `PeerError` if the snapshot does not fit this model.
     """
 
     def __init__(
@@ -129,7 +116,6 @@ class Snapshot:
 
 
 def _decode_tensors(kinds: Sequence[Any], body: memoryview) -> Iterator[torch.Tensor]:
-    """Yield the tensors at the beginning of ``body``."""
     for kind in kinds:
         dtype, shape = _DTYPES[kind["dtype"]], kind["shape"]
         if not all(type(n) is int and n >= 0 for n in shape):

@@ -1,4 +1,4 @@
-"""Parts of wingbeat for training that somebody else drives; loaded on first use."""
+"""Integrations with other training libraries, imported on first use."""
 
 from __future__ import annotations
 

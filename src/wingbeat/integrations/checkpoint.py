@@ -1,11 +1,11 @@
-"""Training saved and loaded by `torch.distributed.checkpoint`, by any number of workers.
+"""Checkpoints with `torch.distributed.checkpoint`, for any number of workers.
 
     dcp.save(checkpoint.state(model, optimizer), checkpoint_id=folder)
     checkpoint.load(model, optimizer, folder)
 
-Model and optimizer are saved as torch's own functions save them, so that plain torch can load them.
-What each worker alone has (its part of a divided optimizer, residuals) is saved beside, in bytes:
-torch.distributed.checkpoint cuts tensors by rows, and these are cut where buckets are.
+Model and optimizer are saved by torch's own functions, so plain torch can load them. The state that
+differs between workers (shards of an optimizer, residuals) is saved separately, as bytes:
+torch.distributed.checkpoint splits tensors by rows, and shards are split at bucket boundaries.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _PARTS = re.compile(rf"{_PART}\.([0-9]{{1,6}})")
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what `torch.distributed.checkpoint.save` takes; more entries may be added.
+    """Return the state to pass to `torch.distributed.checkpoint.save`; entries may be added.
 
-    Every worker calls it. Where models differ it is `synchronize` first, and what is saved is their
-    mean; each worker's optimizer is in its own part then. With a divided optimizer
-    (``shard_optimizer``) nobody is asked for the whole of its state.
+    Every worker calls it. If models differ between workers, the model is synchronized first and the
+    mean is saved, and each worker's optimizer is in its own part. A sharded optimizer
+    (``shard_optimizer``) is not gathered.
 
     Args:
-        model: what `distribute` has returned.
+        model: the model that `distribute` has returned.
         optimizer: its optimizer.
 
     Returns:
-        ``"model"`` and ``"optim"`` as torch's ``get_state_dict`` has them, without ``"optim"``
-        where no worker has the state of all; under ``"wingbeat"`` this worker's own part, in bytes.
+        ``"model"`` and ``"optim"`` as by torch's ``get_state_dict``, without ``"optim"`` if no
+        worker has the whole state; under ``"wingbeat"`` this worker's own part, as bytes.
 
     Raises:
-        UsageError: they are not distributed.
+        UsageError: the model and the optimizer are not distributed.
     """
     engine = _engine(model, optimizer, "state")
     engine.level()
@@ -59,7 +59,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if engine.update.shards is not None:
         part["shard"] = optimizer.shard_state_dict()  # type: ignore[attr-defined]
     elif isinstance(engine.update, LocalUpdate):
-        # Any worker may be the one that writes a tensor which all have.
+        # torch lets any worker write a replicated tensor, and these differ between workers.
         part["own"] = whole.get_optimizer_state_dict(model, optimizer)
     else:
         found[_OPTIMIZER] = whole.get_optimizer_state_dict(model, optimizer)
@@ -74,19 +74,19 @@ def load(
     *,
     storage_reader: dcp.StorageReader | None = None,
 ) -> None:
-    """Load what `state` was saved from, by any number of workers and any strategy.
+    """Load a checkpoint of `state`, with any number of workers and any strategy.
 
     Every worker calls it.
 
     Args:
-        model: what `distribute` has returned.
+        model: the model that `distribute` has returned.
         optimizer: its optimizer.
         checkpoint_id: the folder.
-        storage_reader: another place than a folder, as for `torch.distributed.checkpoint.load`.
+        storage_reader: another source, as for `torch.distributed.checkpoint.load`.
 
     Raises:
-        UsageError: they are not distributed, or what was saved is of another model or not by
-            `state`; or this worker has just come back to the others.
+        UsageError: the model and the optimizer are not distributed; the checkpoint is of another
+            model or not from `state`; or this worker has just rejoined.
     """
     engine = _engine(model, optimizer, "load")
     refuse_loading(engine, "checkpoint.load()")  # reading already writes to the parameters
@@ -130,13 +130,13 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
 
 
 def _beside(engine: Engine, saved: list[Any]) -> Any:
-    """Return what this worker goes on with beside model and optimizer."""
+    """Return this worker's extra state, merged from all parts if the number of workers differs."""
     world = engine.world
     return saved[world.rank] if len(saved) == world.size else checkpoint.merge_extra(saved)
 
 
 def _empty_parts(saved: Metadata, where: str) -> dict[str, torch.Tensor]:
-    """Return room for every worker's part, as long as it was saved."""
+    """Allocate every worker's part in its saved length."""
     found = {}
     for key, described in saved.state_dict_metadata.items():
         match = _PARTS.fullmatch(key)

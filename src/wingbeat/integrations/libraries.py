@@ -1,4 +1,4 @@
-"""Other people's libraries: are they there, new enough, and still as they are used here?"""
+"""Checks of optional libraries: installed, recent enough, and with the names used here."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ from wingbeat.errors import UsageError
 
 
 def library(name: str, least: str, *, extra: str | None = None) -> Any:
-    """Import a library.
+    """Import a library; raises UsageError if it is missing or older than ``least``.
 
-    Args:
-        name: of the module.
-        least: the first version that this was written for.
-        extra: of wingbeat, which brings it; default: ``name``.
-
-    Raises:
-        UsageError: it is not installed, or older; says how to install it.
+    ``extra`` names the extra of wingbeat that installs it; default: ``name``.
     """
     remedy = f"pip install 'wingbeat[{extra or name}]'"
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
-            raise  # it is there, and something that it needs itself is not
+            raise  # the library exists, but one of its dependencies does not
         raise UsageError(f"wingbeat.integrations.{name} needs {name}: {remedy}") from None
     version = str(getattr(module, "__version__", "0"))
     if _numbers(version) < _numbers(least):
@@ -38,14 +32,9 @@ def library(name: str, least: str, *, extra: str | None = None) -> Any:
 
 
 def check_names(title: str, names: Mapping[Any, Iterable[str]]) -> None:
-    """Make sure that a library has the private names that are used or overridden here.
+    """Raise UsageError if a class or object lacks one of the ``names`` used here.
 
-    Args:
-        title: the library, as people call it, with its version.
-        names: of which class or object, which.
-
-    Raises:
-        UsageError: a release has moved one; names it.
+    ``title`` is the library's display name and version.
     """
     for owner, used in names.items():
         for name in used:

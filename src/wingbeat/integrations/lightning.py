@@ -1,4 +1,4 @@
-"""wingbeat in Lightning's Trainer, package ``lightning``: in place of ``"ddp"``.
+"""wingbeat in Lightning's Trainer, package ``lightning``, in place of ``"ddp"``.
 
 ::
 
@@ -6,7 +6,7 @@
 
     trainer = Trainer(strategy=WingbeatStrategy(wingbeat.DeAR()), devices=2)
 
-Importing this module also registers the names of all presets, as in ``strategy="wingbeat_dear"``.
+Importing this module also registers the names of all presets, such as ``strategy="wingbeat_dear"``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _package = names.trainer_of("lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """For ``lightning.pytorch.Trainer``: gradients travel as one of wingbeat's strategies says.
+    """Strategy for ``lightning.pytorch.Trainer`` that exchanges gradients with wingbeat.
 
     Args:
-        strategy: ``wingbeat.DeAR()``, which is the default, or another; or its name and options as
-            on the command line, such as ``"allreduce:mb=10"``.
+        strategy: a strategy, default ``wingbeat.DeAR()``; or its name and options as on the command
+            line, such as ``"allreduce:mb=10"``.
         interfaces: names of the network interfaces to use, as for `wingbeat.init`.
-        ddp_kwargs: what ``DDPStrategy`` takes: ``timeout`` (of all waits, default: half an hour),
-            ``process_group_backend``, ``start_method``, ``checkpoint_io`` and so on. Options of DDP
-            itself that are not needed, such as ``find_unused_parameters``, are accepted.
+        ddp_kwargs: arguments of ``DDPStrategy``: ``timeout`` (of all waits, default: half an hour),
+            ``process_group_backend``, ``start_method``, ``checkpoint_io`` and so on. DDP's options
+            that are not needed, such as ``find_unused_parameters``, are accepted.
 
     Raises:
-        UsageError: no strategy, or an option of DDP's that cannot be followed.
+        UsageError: ``strategy`` is not a strategy, or an option of DDP is not supported.
     """
 
 

@@ -1,4 +1,4 @@
-"""wingbeat in Lightning Fabric, package ``lightning_fabric``: in place of ``"ddp"``.
+"""wingbeat in Lightning Fabric, package ``lightning_fabric``, in place of ``"ddp"``.
 
 ::
 
@@ -6,7 +6,7 @@
 
     fabric = Fabric(strategy=WingbeatStrategy(wingbeat.DeAR()), devices=2)
 
-Importing this module also registers the names of all presets, as in ``strategy="wingbeat_dear"``.
+Importing this module also registers the names of all presets, such as ``strategy="wingbeat_dear"``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _package = names.fabric_of("lightning_fabric")
 
 
 class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """For ``lightning_fabric.Fabric``.
+    """Strategy for ``lightning_fabric.Fabric``.
 
-    As `wingbeat.integrations.fabric.WingbeatStrategy`.
+    See `wingbeat.integrations.fabric.WingbeatStrategy`.
     """
 
 

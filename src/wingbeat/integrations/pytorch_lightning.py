@@ -1,4 +1,4 @@
-"""wingbeat in Lightning's Trainer, package ``pytorch_lightning``: in place of ``"ddp"``.
+"""wingbeat in Lightning's Trainer, package ``pytorch_lightning``, in place of ``"ddp"``.
 
 ::
 
@@ -6,7 +6,7 @@
 
     trainer = Trainer(strategy=WingbeatStrategy(wingbeat.DeAR()), devices=2)
 
-Importing this module also registers the names of all presets, as in ``strategy="wingbeat_dear"``.
+Importing this module also registers the names of all presets, such as ``strategy="wingbeat_dear"``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _package = names.trainer_of("pytorch_lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """For ``pytorch_lightning.Trainer``.
+    """Strategy for ``pytorch_lightning.Trainer``.
 
-    As `wingbeat.integrations.lightning.WingbeatStrategy`.
+    See `wingbeat.integrations.lightning.WingbeatStrategy`.
     """
 
 

@@ -1,7 +1,7 @@
-"""What each worker alone knows of a run, residuals, in a file of its own beside a checkpoint.
+"""Files of each worker's residuals next to a checkpoint.
 
-Trainers of other libraries save rank 0's optimizer. What the other workers have kept back of their
-gradients is not in it, so each writes ``wingbeat_NAME_RANK_of_SIZE.pt`` into the same folder.
+Trainers of other libraries save rank 0's optimizer, which lacks the other workers' residuals. Each
+worker therefore writes ``wingbeat_NAME_RANK_of_SIZE.pt`` into the same folder.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _RANK = r"(\d+)_of_(\d+)\.pt"
 def save(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     """Write this worker's residuals, if its strategy keeps any; every worker calls this.
 
-    Args:
-        optimizer: as `wingbeat.distribute` has returned it.
-        folder: of the checkpoint; made if it is not there.
-        number: of the optimizer, where a checkpoint has several.
+    ``number`` identifies the optimizer in a checkpoint of several.
     """
     engine = engine_of(optimizer)
     part = None if engine is None else engine.compression.state_dict()
@@ -41,11 +38,9 @@ def save(optimizer: Any, folder: str | Path, number: int = 0) -> None:
 
 
 def load(optimizer: Any, folder: str | Path, number: int = 0) -> None:
-    """Take over residuals from a checkpoint's folder; after the optimizer's own state.
+    """Load residuals from a checkpoint's folder, after the optimizer's own state.
 
-    Raises:
-        UsageError: some files are there and the one that is needed is not, or is damaged; or this
-            worker has just come back to the others.
+    Raises UsageError if a file is missing or damaged, or this worker has just rejoined.
     """
     engine = engine_of(optimizer)
     if engine is None or engine.compression.residuals is None:
@@ -60,16 +55,15 @@ def load(optimizer: Any, folder: str | Path, number: int = 0) -> None:
 
 
 def write(part: Part, folder: Path, name: str, rank: int, size: int) -> None:
-    """Write one worker's part; the last of all removes those of an earlier run of another size.
+    """Write one worker's part; the last worker removes the files of runs of other sizes.
 
-    Raises:
-        UsageError: it cannot be written; the parts that were there are as before.
+    Earlier files are unchanged if it cannot be written (UsageError).
     """
     with replacing(_path(folder, name, rank, size)) as file:
         try:
             torch.save(part, file)
         except RuntimeError as error:
-            # On a full disk torch's writer complains of its format, after the error of the disk.
+            # On a full disk torch's writer reports a format error after the disk's error.
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
     found = list(_found(folder, name))
     if sum(saved_by == size for saved_by, _ in found) == size:
@@ -79,13 +73,11 @@ def write(part: Part, folder: Path, name: str, rank: int, size: int) -> None:
 
 
 def read(folder: Path, name: str, rank: int, size: int) -> list[Part]:
-    """Return this worker's part alone, if as many workers have saved; else all parts, or none.
+    """Return this worker's part alone if the number of workers is equal; else all parts, or none.
 
-    The newest file tells how many workers saved last. Files of other sizes are left over where not
-    all of those could write, or where hosts have a folder each.
-
-    Raises:
-        UsageError: some files are there and the one that is needed is not, or is damaged.
+    The newest file determines the number of workers that saved last. Files of other sizes remain if
+    some workers could not write, or if hosts have separate folders. Raises UsageError if a file is
+    missing or damaged.
     """
     found = list(_found(folder, name))
     if not found:
@@ -119,7 +111,7 @@ def _found(folder: Path, name: str) -> Iterator[tuple[int, Path]]:
 def _load(path: Path) -> Part:
     try:
         part: Part = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file makes of the reader
+    except Exception as error:  # a damaged file may raise anything
         raise UsageError(
             f"{path} cannot be read ({type(error).__name__}): remove all wingbeat_*.pt there, to "
             "begin without residuals"

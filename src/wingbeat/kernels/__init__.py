@@ -1,7 +1,7 @@
 """Kernels of sketches and top-k: three implementations of the same functions.
 
-``reference`` uses torch operations, ``native`` is C++, ``gpu`` is Triton. ``layout`` has the sizes
-of payloads. All tensors are flat, contiguous and on one device.
+``reference`` uses torch operations, ``native`` C++, and ``gpu`` Triton. ``layout`` defines the
+format of payloads. All tensors are flat, contiguous and on one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FAST = {"cpu": "native", "cuda": "gpu"}
 
 
 def of(device: torch.device) -> ModuleType:
-    """Return the fastest kernels for a device: native on the CPU, gpu on CUDA, else reference."""
+    """Return the fastest kernels that can be imported for a device."""
     return _of(device.type)
 
 

@@ -1,4 +1,4 @@
-"""Argument checks of all kernels. A wrong argument raises a ValueError that names it."""
+"""Argument checks of all kernels. An invalid argument raises a ValueError that names it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wingbeat.kernels.codebook import LEVELS, SPLITS
 def sketch_encode(
     x: Tensor, payload: Tensor, bits: int, split: str, level: str, residual: Tensor | None
 ) -> None:
-    """Raise ValueError unless ``sketch_encode`` can work with these."""
+    """Check the arguments of ``sketch_encode``."""
     _values("x", x)
     _payload(payload, x, layout.sketch_bytes(x.numel(), bits))
     _choice("split", split, SPLITS)
@@ -22,7 +22,7 @@ def sketch_encode(
 
 
 def sketch_decode(payload: Tensor, out: Tensor, bits: int) -> None:
-    """Raise ValueError unless ``sketch_decode`` can work with these."""
+    """Check the arguments of ``sketch_decode``."""
     _values("out", out)
     _payload(payload, out, layout.sketch_bytes(out.numel(), bits))
 
@@ -30,7 +30,7 @@ def sketch_decode(payload: Tensor, out: Tensor, bits: int) -> None:
 def topk_encode(
     x: Tensor, payload: Tensor, k: int, residual: Tensor | None, velocity: Tensor | None
 ) -> None:
-    """Raise ValueError unless ``topk_encode`` can work with these."""
+    """Check the arguments of ``topk_encode``."""
     _values("x", x)
     _payload(payload, x, layout.topk_bytes(x.numel(), k))
     if residual is not None:
@@ -42,7 +42,7 @@ def topk_encode(
 
 
 def topk_decode(payload: Tensor, out: Tensor, k: int) -> None:
-    """Raise ValueError unless ``topk_decode`` can work with these; content is not looked at."""
+    """Check the arguments of ``topk_decode``, but not the payload's content."""
     _values("out", out)
     _payload(payload, out, layout.topk_bytes(out.numel(), k))
 

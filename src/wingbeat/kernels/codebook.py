@@ -1,10 +1,10 @@
-"""From a histogram to a sketch's codes and table (Canary, section 4.3.1), in torch and float64.
+"""Computes a sketch's codes and table from a histogram (Canary, section 4.3.1), in float64.
 
 A *bin* is all floats with the same leading 16 bits, their *key*: sign, exponent, 7 of 23 mantissa
-bits. So the histogram has 65536 exact counts whatever the values are, one pass computes it, and
-looking up a key's code is the only remaining work per value. The paper sorts instead.
+bits. The histogram has 65536 exact counts and needs one pass; encoding a value is then one table
+look-up. The paper sorts instead.
 
-Nothing waits for the device: what depends on the data stays a tensor.
+The host does not wait for the device: values that depend on the data remain tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FIRST_NOT_FINITE = 0x7F80
 
 @dataclass(frozen=True)
 class Bins:
-    """The 65536 bins in ascending order of their values; not finite ones at both ends.
+    """The 65536 bins in ascending order of their values, with non-finite bins at both ends.
 
     Attributes:
         key: int64, the leading 16 bits of a bin's floats.
-        low: float64, the least value; 0 for bins that are not finite.
-        high: float64, the least value above; 0 for bins that are not finite.
+        low: float64, the lower bound; 0 for non-finite bins.
+        high: float64, the upper bound, exclusive; 0 for non-finite bins.
         middle: float64; exactly 0 for the two bins of zero.
         finite: bool.
         zero: bool, +0 and -0 with the denormals below 2**-133.
@@ -49,7 +49,7 @@ class Bins:
 @cache
 def bins(device: torch.device) -> Bins:
     """Return the bins on ``device``."""
-    # Made on the host, where float32 denormals are certain to be kept.
+    # Computed on the host, which does not flush float32 denormals.
     magnitude = torch.arange(_FIRST_NOT_FINITE + 1)
     edges = (magnitude << 16).to(torch.int32).view(torch.float32).to(torch.float64)
     edges[-1] = 2.0**128
@@ -71,19 +71,19 @@ def bins(device: torch.device) -> Bins:
 
 
 def codebook(counts: Tensor, bits: int, split: str, level: str) -> tuple[Tensor, Tensor]:
-    """Divide the bins among ``2**bits`` codes and give each code a value.
+    """Assign the bins to ``2**bits`` codes and a value to each code.
 
-    The codes' order is: the values' own codes, ascending; the code of zeros if they have one; the
-    code of what is not finite, if there is any.
+    The order of codes is: ordinary values, ascending; zeros, if they have a separate code;
+    non-finite values, if there are any.
 
     Args:
-        counts: int64[65536], how many values have each key (not: in ascending order of values).
-        bits: of a code, 1 to 8.
-        split: ``"count"`` gives all codes near equal counts, as the paper does (section 4.3.1,
-            step 1). ``"error"`` makes the squared error small: codes in proportion to the cube
-            root of the density (Panter and Dite), then three iterations of Lloyd's algorithm.
-        level: a code's value: the ``"mean"`` of its values, taking each to lie at its bin's
-            middle; or the middle of their ``"ends"``, as the paper does (step 2).
+        counts: int64[65536], the number of values of each key, in the order of keys.
+        bits: bits of a code, 1 to 8.
+        split: ``"count"`` gives all codes nearly equal counts, as the paper does (section 4.3.1,
+            step 1). ``"error"`` reduces the squared error: codes in proportion to the cube root of
+            the density (Panter and Dite), then three iterations of Lloyd's algorithm.
+        level: a code's value: the ``"mean"`` of its values, approximated by the middles of bins;
+            or the middle of their ``"ends"``, as in the paper (step 2).
 
     Returns:
         The code of each key, uint8[65536]; the table, float32[2**bits], 0 where unused.
@@ -94,7 +94,7 @@ def codebook(counts: Tensor, bits: int, split: str, level: str) -> tuple[Tensor,
     zeros = torch.where(b.zero, counts, 0).sum()
     has_broken = broken > 0
     has_zeros = (zeros > 0) & ((zeros << bits) >= counts.sum())
-    # R of the design: the codes for values that have none reserved.
+    # The number of codes for ordinary values.
     free = (1 << bits) - has_zeros.long() - has_broken.long()
     ordinary = b.finite & ~(b.zero & has_zeros)
     members = torch.where(ordinary, counts, 0)
@@ -114,7 +114,7 @@ def codebook(counts: Tensor, bits: int, split: str, level: str) -> tuple[Tensor,
 
 
 def _equal_counts(members: Tensor, free: Tensor) -> Tensor:
-    """Code of each bin so that the codes' counts are near equal; exact, in integers."""
+    """Return the code of each bin for nearly equal counts, in exact integer arithmetic."""
     twice_before = 2 * members.cumsum(0) - members
     twice_total = (2 * members.sum()).clamp(min=1)
     codes = torch.div(free * twice_before, twice_total, rounding_mode="floor")
@@ -122,7 +122,7 @@ def _equal_counts(members: Tensor, free: Tensor) -> Tensor:
 
 
 def _least_error(members: Tensor, ordinary: Tensor, free: Tensor, bits: int, b: Bins) -> Tensor:
-    """Code of each bin so that the squared error is small."""
+    """Return the code of each bin for a small squared error."""
     occupied = members > 0
     own = (occupied.cumsum(0) - 1).clamp(min=0)
     codes = _companded(members, ordinary, free, b)
@@ -132,9 +132,9 @@ def _least_error(members: Tensor, ordinary: Tensor, free: Tensor, bits: int, b: 
 
 
 def _companded(members: Tensor, ordinary: Tensor, free: Tensor, b: Bins) -> Tensor:
-    """Codes as dense as the cube root of the values' density: optimal for many narrow codes."""
+    """Return codes as dense as the cube root of the values' density, optimal for many codes."""
     width = torch.where(ordinary, b.high - b.low, 0.0)
-    # Single bins of a small tensor are too empty to tell a density.
+    # Single bins of a small tensor have too few values to estimate a density.
     run_width = width.view(-1, RUN).sum(1)
     density = members.view(-1, RUN).sum(1) / torch.where(run_width > 0, run_width, 1.0)
     weight = density.pow(1 / 3).repeat_interleave(RUN, output_size=KEYS) * width
@@ -145,11 +145,11 @@ def _companded(members: Tensor, ordinary: Tensor, free: Tensor, b: Bins) -> Tens
 
 
 def _nearest(members: Tensor, codes: Tensor, bits: int, b: Bins) -> Tensor:
-    """One iteration of Lloyd's algorithm: each bin to the nearest mean. Codes close up."""
+    """Assign each bin to the nearest mean (Lloyd's algorithm), and renumber codes without gaps."""
     count = _sums(members, codes, bits)
     means = _means(members, codes, bits, b)
     used = count > 0
-    # Used levels move to the front in their order; infinity behind them attracts nothing.
+    # Used levels move to the front; the infinities after them are never the nearest.
     place = torch.where(used, used.cumsum(0) - 1, 1 << bits)
     levels = torch.full(((1 << bits) + 1,), torch.inf, dtype=torch.float64, device=members.device)
     levels[place] = means
@@ -158,13 +158,13 @@ def _nearest(members: Tensor, codes: Tensor, bits: int, b: Bins) -> Tensor:
 
 
 def _means(members: Tensor, codes: Tensor, bits: int, b: Bins) -> Tensor:
-    """Mean of each code's values, float64[2**bits]; 0 where there are none."""
+    """Return the mean of each code's values, float64[2**bits]; 0 for empty codes."""
     count = _sums(members, codes, bits)
     return _sums(members * b.middle, codes, bits) / count.clamp(min=1)
 
 
 def _ends(members: Tensor, codes: Tensor, bits: int, b: Bins) -> Tensor:
-    """Middle of the ends of each code's occupied bins, float64[2**bits]; 0 where there are none."""
+    """Return the middle of each code's occupied range, float64[2**bits]; 0 for empty codes."""
     occupied = members > 0
     start = torch.full((1 << bits,), torch.inf, dtype=torch.float64, device=members.device)
     low = torch.where(occupied, b.low, torch.inf)

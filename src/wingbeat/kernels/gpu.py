@@ -1,9 +1,7 @@
-"""Triton kernels for tensors on a GPU; see `reference` for what each function does.
+"""Triton kernels for tensors on a GPU, with the functions of `reference`. Requires triton.
 
-Nothing waits for the device, with one exception: a top-k payload is checked before it is used.
-Under Triton's interpreter (``TRITON_INTERPRET=1``) everything runs on CPU tensors too.
-
-Importing this raises ImportError without triton.
+The host waits for the device only to check a top-k payload before its use. With Triton's
+interpreter (``TRITON_INTERPRET=1``) the kernels also run on CPU tensors.
 """
 
 from __future__ import annotations
@@ -92,7 +90,7 @@ def topk_encode(
 
 
 def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> None:
-    """As `reference.topk_decode`. The host waits for the device once, to check the payload."""
+    """As `reference.topk_decode`. The host waits for the device to check the payload."""
     check.topk_decode(payload, out, k)
     n = out.numel()
     check_count("out", n)
@@ -122,7 +120,7 @@ def _encode_sketch(
 ) -> None:
     n = x.numel()
     counts = torch.zeros(KEYS, dtype=torch.int32, device=x.device)
-    # A pointer is needed even without a residual; it is not read.
+    # The kernels need a pointer, which is not read without a residual.
     left = x if residual is None else residual
     launch(
         gpu_sketch.histogram,
@@ -147,7 +145,7 @@ def _encode_sketch(
 
 
 class _Selection:
-    """The k largest magnitudes of one tensor; see `gpu_topk` for the steps."""
+    """Selects the k largest magnitudes of one tensor, in the steps of `gpu_topk`."""
 
     def __init__(
         self, x: Tensor, k: int, residual: Tensor | None, velocity: Tensor | None, momentum: float
@@ -155,7 +153,7 @@ class _Selection:
         self._n, self._k, self._momentum = x.numel(), k, float(momentum)
         self._residual, self._velocity = residual, velocity
         self._constants = {"RESIDUAL": residual is not None, "VELOCITY": velocity is not None}
-        # Without one, x is passed; it is neither read nor written.
+        # The kernels need pointers, which are not used without a residual or velocity.
         self._x = x
         self._left = x if residual is None else residual
         self._moved = x if velocity is None else velocity
@@ -170,9 +168,9 @@ class _Selection:
         self._starts, self._lengths = self._integers(self._blocks), self._integers(self._blocks)
 
     def write(self, payload: Tensor) -> None:
-        """Select, write the payload, and keep the rest in residual and velocity."""
+        """Write the payload, and keep values that are not sent in residual and velocity."""
         self._gather()
-        # Read by steps 3 and 4 if the candidates do not suffice: bits of all values.
+        # Steps 3 and 4 read all values if the candidates do not suffice.
         values = self._left.view(torch.int32)
         self._find(values)
         self._emit(values, payload)
@@ -217,7 +215,6 @@ class _Selection:
         sizes = (self._blocks, self._n, self._k, self._room)
         steps = {"BLOCK": gpu_topk.BLOCK, "STEP": gpu_topk.RUN_STEP}
         launch(gpu_topk.tally, self._blocks, values, self._candidates, *runs, *sizes, **steps)
-        # A few thousand integers: torch's cumsum is fast enough.
         through = shares.cumsum(1, dtype=torch.int32)
         sent, counts, offsets = _parts(payload, self._n, self._k)
         counts.zero_()
@@ -234,15 +231,15 @@ class _Selection:
         return torch.empty(count, dtype=torch.int32, device=self._x.device)
 
     def _launch_over(self, function: object, *arguments: object, **constants: int) -> None:
-        """Launch a kernel whose programs share all values."""
+        """Launch a kernel whose programs loop over all values."""
         programs = min(MOST_PROGRAMS, _ceil(self._n, gpu_topk.HISTOGRAM_BLOCK))
         sizes = {"BLOCK": gpu_topk.HISTOGRAM_BLOCK, "num_warps": gpu_topk.WARPS}
         launch(function, programs, *arguments, **constants, **sizes)
 
 
 def _located(counts: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
-    """Return the indices of a payload, int32[k], or raise ValueError if it is malformed."""
-    # Counts are unsigned. 2**15 of them at most cannot overflow the sum.
+    """Return the indices of a payload, int32[k]; raise ValueError if it is malformed."""
+    # Counts are unsigned; at most 2**15 of them cannot overflow the sum.
     ends = (counts.long() & 0xFFFFFFFF).cumsum(0)
     places = torch.empty(k, dtype=torch.int32, device=counts.device)
     wrong = torch.zeros(3, dtype=torch.int32, device=counts.device)
@@ -276,7 +273,7 @@ def _parts(payload: Tensor, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def _encode_raw(
     x: Tensor, payload: Tensor, residual: Tensor | None, velocity: Tensor | None
 ) -> None:
-    """Send all values. Raw payloads are small, or k is most of n: torch's operations suffice."""
+    """Send all values."""
     acc = x if residual is None else residual.add_(x)
     payload.copy_(acc.view(torch.uint8))
     for left in (residual, velocity):

@@ -1,7 +1,4 @@
-"""Shared helpers of the Triton kernels: decorator, launch, and views of a payload.
-
-Importing this raises ImportError without triton.
-"""
+"""Shared helpers of the Triton kernels. Requires triton."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_PROGRAMS = 1024
-"""Programs of a kernel that loops over its work: about 8 for each multiprocessor of a large GPU."""
+"""Programs of a kernel that loops: about 8 for each multiprocessor of a large GPU."""
 
 _MOST_VALUES = 2**31
 
@@ -25,31 +22,27 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def launch(function: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Start ``programs`` programs of a kernel on the current stream.
+    """Launch ``programs`` programs of a kernel on the current stream.
 
-    A product and a sum are rounded separately, not fused: otherwise a velocity would have other
-    bits than on the CPU, and top-k would send other values.
+    Floating point fusion is disabled, so that velocities and top-k are bitwise equal to the CPU's.
     """
     function[(programs,)](*arguments, **constants, enable_fp_fusion=False)
 
 
 def check_count(name: str, n: int) -> None:
-    """Raise ValueError if ``n`` values are more than the kernels count in 32 bits."""
+    """Raise ValueError if ``n`` exceeds the kernels' 32-bit counters."""
     if n >= _MOST_VALUES:
         raise ValueError(f"{name} has {n} elements; on a GPU it must have fewer than 2**31")
 
 
 def words(payload: Tensor) -> Tensor:
-    """Return ``payload``, or a copy if it is not aligned to 4 bytes.
-
-    Its numbers can then be read and written directly.
-    """
+    """Return ``payload``, or a copy if it is not aligned to 4 bytes."""
     aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
     return payload if aligned else payload.clone()
 
 
 def as_floats(payload: Tensor) -> Tensor:
-    """View the bytes of ``words`` as float32."""
+    """View the result of `words` as float32."""
     return payload.view(torch.float32)
 
 

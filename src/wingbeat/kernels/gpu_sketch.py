@@ -1,8 +1,7 @@
-"""Triton kernels of the sketch: a histogram, the codes of all values, and back.
+"""Triton kernels of the sketch: histogram, encoding and decoding.
 
-Bytes moved for each value, of which a copy moves 8: the histogram reads 4, encoding reads 4 and
-writes bits/8, decoding reads bits/8 and writes 4. A residual adds 4 to the histogram and 8 to
-encoding.
+Bytes of memory traffic per value (a copy has 8): the histogram reads 4, encoding reads 4 and writes
+bits/8, decoding reads bits/8 and writes 4. A residual adds 4 to the histogram and 8 to encoding.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from wingbeat.kernels.gpu_base import kernel, load_acc
 
 HISTOGRAM_BLOCK = 4096
 HISTOGRAM_WARPS = 32
-"""With these a thread needs 32 registers, so that two programs fit: one reads, the other counts."""
+"""A thread then needs 32 registers, so that two programs fit: one reads while the other counts."""
 WARPS = 8
 GROUPS = 512
-"""Of 8 values each, which one program encodes or decodes: 8 codes are a whole number of bytes."""
+"""Groups of 8 values per program: 8 codes are a whole number of bytes."""
 
 
 @kernel
@@ -28,13 +27,12 @@ def histogram(
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add how many values have each key to counts, int32[65536].
+    """Add the number of values of each key to counts, int32[65536].
 
-    Global atomics on every value would be several times slower than reading it, and slower still
-    where values are alike. 65536 counters are more than shared memory holds, but 8192 leave room
-    for several programs: one sign, a quarter of the exponents. All values from 2**-63 to 2 are in
-    one quarter, so most blocks count twice, once for each sign. Zeros, which some networks have in
-    every block, are summed apart, for their quarter is another one.
+    Global atomics for every value would be several times slower than reading it, and 65536 counters
+    exceed shared memory. So a pass counts 8192 keys: one sign, a quarter of the exponents. All
+    magnitudes from 2**-63 to 2 are in one quarter, so most blocks need two passes. Zeros, which are
+    common and in another quarter, are counted separately.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -69,10 +67,9 @@ def encode(
     RESIDUAL: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Write the codes, packed, and what they do not say of x + residual into residual.
+    """Write the packed codes, and the encoding error of x + residual into residual.
 
-    A program's gathers from the look-up table hit the first-level cache: real values use a few
-    kilobytes of it.
+    Typical values use a few kilobytes of the look-up table, which fit into the L1 cache.
     """
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
@@ -105,7 +102,7 @@ def decode(
     ADD: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Write the values of the codes to out, or add them."""
+    """Write the values of the codes into out, or add them."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
     at = group[:, None] * 8 + lane[None, :]

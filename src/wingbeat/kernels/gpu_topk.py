@@ -1,17 +1,17 @@
-"""Triton kernels of top-k: exact selection that reads the values once, and nobody asks the host.
+"""Triton kernels of top-k: exact selection with one pass over the values, without the host.
 
-1. ``guess`` takes a sample and chooses a threshold that somewhat more than k values should reach.
-2. ``sweep`` is the one pass over all values. It adds up momentum, gradient and residual, and copies
-   the values that reach the threshold, the *candidates*, to a buffer: each block's in their order.
+1. ``guess`` chooses from a sample a threshold that slightly more than k values should reach.
+2. ``sweep`` is the pass over all values. It sums momentum, gradient and residual, and copies the
+   values that reach the threshold, the *candidates*, to a buffer, in order within each block.
 3. ``histogram``, three times, and ``settle`` find the kth largest magnitude among the candidates by
    its bits: 11, then 10, then 10.
-4. ``tally`` counts each block's share, a running sum places it, ``emit`` writes it.
+4. ``tally`` counts each block's sent values, a prefix sum locates them, and ``emit`` writes them.
 
-If fewer than k values are candidates, or more than the buffer holds (values all alike, say), steps
-3 and 4 work on all values instead. That is decided on the device, and is as exact, but reads the
-values five times more.
+If there are fewer than k candidates, or more than fit into the buffer (for example, if all values
+are equal), steps 3 and 4 process all values instead. The device decides this. The result is equally
+exact, but the values are read five more times.
 
-Bytes moved for each value, of which a copy moves 8: 4, with a residual 12, with a velocity 20.
+Bytes of memory traffic per value (a copy has 8): 4, with a residual 12, with a velocity 20.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SAMPLES = 1 << 16
 LEAST_ROOM = 1 << 16
 GUESS_WARPS = 16
 WARPS = 8
-"""Of the kernels that read all values: with 4 they need too many registers to hide latency."""
+"""For kernels that read all values: with 4 they need too many registers to hide latency."""
 
-# Where in `state`, int32, what is found out is written down.
+# Indices into `state`, int32.
 CANDIDATES = tl.constexpr(0)
 BROKEN = tl.constexpr(1)
 FLOOR = tl.constexpr(2)
@@ -47,17 +47,17 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 def sampling(n: int, k: int) -> tuple[int, int, int]:
-    """Return how to guess for ``k`` of ``n``: samples, target, and room for candidates.
+    """Return the number of samples, the target, and the size of the candidate buffer.
 
-    At least ``target`` of the samples shall reach the threshold. That is four standard deviations
-    more than k suggests: then fewer than k candidates are as good as never. The room is four
-    times the candidates that are to be expected, because values may crowd at the threshold.
+    At least ``target`` samples must reach the threshold. The target exceeds the expected number by
+    four standard deviations, so that fewer than k candidates are very unlikely. The buffer has four
+    times the expected size, because values may cluster at the threshold.
     """
     samples = min(n, SAMPLES)
     expected = k * samples / n
     target = k if samples == n else math.ceil(expected + 4 * math.sqrt(expected) + 8)
     room = 4 * target * n // samples + LEAST_ROOM
-    # Where most values would be candidates, looking at all of them is as fast.
+    # If most values were candidates, processing all values would be as fast.
     return samples, target, min(n, room) if target <= samples // 16 or samples == n else 1
 
 
@@ -77,7 +77,7 @@ def guess(
 ) -> None:
     """Find the largest threshold that ``target`` of the samples reach; one program.
 
-    One sample in each of equal stretches, at a place that looks random: values often have a period.
+    Each of equal intervals has one sample at a pseudorandom index, as values are often periodic.
     """
     stretch = n // samples
     found = tl.zeros([8192], tl.int32)
@@ -92,7 +92,7 @@ def guess(
             value += tl.load(residual + at, mask=inside, other=0.0)
         else:
             value = load_acc(x, residual, at, inside, RESIDUAL)
-        # Exponent and 5 bits of the mantissa: thresholds 3% apart.
+        # Exponent and 5 bits of the mantissa: thresholds differ by 3%.
         magnitude = value.to(tl.int32, bitcast=True) & _MAGNITUDE
         found += tl.histogram(magnitude >> 18, 8192, mask=inside)
     reaching = samples - tl.cumsum(found, 0) + found
@@ -117,10 +117,10 @@ def sweep(
     VELOCITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update velocity and residual and gather the candidates: one run of them for each block.
+    """Update velocity and residual, and gather the candidates: one run for each block.
 
-    Runs lie in the buffer as their programs came. What is not finite stays in the residual until
-    ``scrub``, because it may yet be selected from there.
+    The order of runs in the buffer is arbitrary. Non-finite values stay in the residual until
+    ``scrub``, because they may still be selected.
     """
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -158,7 +158,7 @@ def _all_values(
     k: tl.tensor,
     room: tl.tensor,
 ) -> Any:
-    """Whether the guess was bad, so that all values must be looked at."""
+    """Whether the candidates do not suffice, so that all values must be processed."""
     found = tl.load(state + CANDIDATES)
     return (found < k) | (found > room)
 
@@ -169,7 +169,7 @@ def _digit(
     need: tl.tensor,
     BINS: tl.constexpr,
 ) -> Any:
-    """Return the bin that holds the need-th value from the top, and how many of it are needed."""
+    """Return the bin of the need-th largest value, and how many of its values are needed."""
     bins = tl.arange(0, BINS)
     count = tl.load(counts + bins)
     through = tl.cumsum(count, 0)
@@ -191,10 +191,9 @@ def histogram(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ) -> None:
-    """Count the values of each digit PASS, of those whose digits before are the kth value's.
+    """Count values by digit PASS, if their previous digits are those of the kth value.
 
-    Every program works out the digit before by itself, from a few kilobytes in the cache: that is
-    sooner done than another launch.
+    Every program computes the previous digit from cached counts, which is faster than a launch.
     """
     whole = _all_values(state, k, room)
     total = tl.where(whole, n, tl.load(state + CANDIDATES))
@@ -233,10 +232,7 @@ def settle(
     counts: tl.tensor,
     BINS: tl.constexpr,
 ) -> None:
-    """Write down the kth largest magnitude's bits and how many that equal it are sent; 1 program.
-
-    They stand behind the prefixes and needs of the digits.
-    """
+    """Store the kth largest magnitude and the number of equal values that are sent; 1 program."""
     digit, need = _digit(counts + 2 * BINS, tl.load(state + NEED + 2), BINS)
     tl.store(state + PREFIX, (tl.load(state + PREFIX + 2) << 10) | digit)
     tl.store(state + NEED, need)
@@ -251,7 +247,7 @@ def _run(
     n: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> Any:
-    """Return where a block's run begins and how long it is."""
+    """Return the start and length of a block's run."""
     first = block.to(tl.int64) * BLOCK
     start = tl.where(whole, first, tl.load(starts + block).to(tl.int64))
     length = tl.where(whole, tl.minimum(n - first, BLOCK), tl.load(lengths + block).to(tl.int64))
@@ -273,7 +269,7 @@ def tally(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Count each block's values above the kth, and those equal to it: shares, int32[2, blocks]."""
+    """Count each block's values above and equal to the kth into shares, int32[2, blocks]."""
     whole = _all_values(state, k, room)
     kth = tl.load(state + PREFIX)
     block = tl.program_id(0)
@@ -317,9 +313,9 @@ def emit(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ) -> None:
-    """Write each block's part of the payload, and zeros where residual and velocity were sent.
+    """Write each block's part of the payload, and set sent elements of residual and velocity to 0.
 
-    ``through`` is the running sum of ``shares``: what is before a block says where its part begins.
+    ``through`` is the prefix sum of ``shares``, which locates each block's part.
     """
     whole = _all_values(state, k, room)
     kth, ties = tl.load(state + PREFIX), tl.load(state + NEED)
@@ -360,7 +356,7 @@ def scrub(
     n: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Set what is not finite to 0, if ``sweep`` saw any: a NaN must not stay for ever."""
+    """Set non-finite values to 0 if ``sweep`` found any, so that they do not persist."""
     if tl.load(state + BROKEN) != 0:
         programs = tl.num_programs(0)
         for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), programs):
@@ -370,7 +366,7 @@ def scrub(
 
 
 STEP = 1024
-"""Sent values that one program locates or scatters."""
+"""Sent values that each program of ``locate`` and ``scatter`` processes."""
 
 
 @kernel
@@ -385,14 +381,14 @@ def locate(
     steps: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Work out a payload's indices and what is wrong with them.
+    """Compute a payload's indices and validate them.
 
-    ``ends`` is the running sum of the payload's counts, int64[blocks]. wrong, int32[3], is set
-    where the counts do not sum to k, indices do not ascend, or one is beyond n.
+    ``ends`` is the prefix sum of the payload's counts, int64[blocks]. The elements of wrong,
+    int32[3], are set if the counts do not sum to k, indices do not ascend, or an index exceeds n.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < k
-    # The block of i is the first one that ends behind it.
+    # The block of i is the first one that ends after i.
     low = tl.zeros([BLOCK], tl.int32)
     high = low + (blocks - 1)
     for _ in range(steps):
@@ -420,7 +416,7 @@ def scatter(
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write each sent value to its place, or add it: no two have the same."""
+    """Write each sent value to its index, or add it. Indices are unique."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < k
     place = tl.load(places + i, mask=inside, other=0)

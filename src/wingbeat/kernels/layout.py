@@ -1,14 +1,16 @@
-"""Sizes and layouts of payloads. No torch: plans and simulators may use them.
+"""Sizes and layouts of payloads, without torch, so that planners and simulators can use them.
 
-A sketch: ``[table: float32[2**bits]][codes: bits each]``, code ``i`` in the bits ``[i*bits,
+Sketch: ``[table: float32[2**bits]][codes: bits each]``, with code ``i`` in the bits ``[i*bits,
 (i+1)*bits)`` of a little-endian bit stream that is padded with zeros.
 
 Top-k: ``[values: float32[k]][counts: uint32[ceil(n/65536)]][offsets: uint16[k]]``, indices
 ascending. Index ``i`` is offset ``i % 65536`` of block ``i // 65536``, and ``counts`` has the
-number of indices of each block: so an index costs 2 bytes instead of 4.
+number of indices of each block, so that an index takes 2 bytes instead of 4.
 
-If that would not be smaller than the values themselves, the payload is raw: the n values as
-float32. Everything is little endian.
+If that would not be smaller, the payload is raw: the n values as float32. All numbers are little
+endian.
+
+Functions raise ValueError if an argument is out of range; k is in 1..n, or 0 for n = 0.
 """
 
 from __future__ import annotations
@@ -21,31 +23,25 @@ MAX_BITS = 8
 
 
 def sketch_bytes(n: int, bits: int) -> int:
-    """Return the bytes of a sketch of ``n`` values with ``bits`` (1 to 8) each.
+    """Return the size in bytes of a sketch of ``n`` values with ``bits`` (1 to 8) each.
 
     >>> sketch_bytes(1_000_000, 8), sketch_bytes(3, 8), sketch_bytes(0, 8)
     (1001024, 12, 0)
-
-    Raises:
-        ValueError: n or bits is out of range.
     """
     return min(VALUE_BYTES * n, _sketch_packed(n, bits))
 
 
 def sketch_is_raw(n: int, bits: int) -> bool:
-    """Return whether a sketch of ``n`` values is the float32 values themselves.
+    """Whether the payload of a sketch of ``n`` values is raw.
 
     >>> sketch_is_raw(341, 8), sketch_is_raw(342, 8)
     (True, False)
-
-    Raises:
-        ValueError: n or bits is out of range.
     """
     return VALUE_BYTES * n <= _sketch_packed(n, bits)
 
 
 def table_bytes(bits: int) -> int:
-    """Return the bytes of a sketch's table: where its codes begin.
+    """Return the size in bytes of a sketch's table, which is the offset of the codes.
 
     >>> table_bytes(8)
     1024
@@ -54,31 +50,25 @@ def table_bytes(bits: int) -> int:
 
 
 def topk_bytes(n: int, k: int) -> int:
-    """Return the bytes of ``k`` of ``n`` values with their places.
+    """Return the size in bytes of ``k`` of ``n`` values with their indices.
 
     >>> topk_bytes(1_000_000, 1000), topk_bytes(3, 2), topk_bytes(0, 0)
     (6064, 12, 0)
-
-    Raises:
-        ValueError: n is negative, or k is not in 1..n (0 for n = 0).
     """
     return min(VALUE_BYTES * n, _topk_packed(n, k))
 
 
 def topk_is_raw(n: int, k: int) -> bool:
-    """Return whether top-k of ``n`` values is all the float32 values themselves.
+    """Whether the payload of top-k of ``n`` values is raw.
 
     >>> topk_is_raw(1000, 664), topk_is_raw(1000, 666)
     (False, True)
-
-    Raises:
-        ValueError: n is negative, or k is not in 1..n (0 for n = 0).
     """
     return VALUE_BYTES * n <= _topk_packed(n, k)
 
 
 def blocks_of(n: int) -> int:
-    """Return how many blocks of 65536 indices ``n`` values have.
+    """Return the number of blocks of 65536 indices that ``n`` values have.
 
     >>> blocks_of(65536), blocks_of(65537), blocks_of(0)
     (1, 2, 0)
@@ -87,13 +77,10 @@ def blocks_of(n: int) -> int:
 
 
 def count_of(n: int, density: float) -> int:
-    """Return how many of ``n`` values are sent at ``density``: at least one if there are any.
+    """Return the number of values sent of ``n`` at ``density``: at least one unless n is 0.
 
     >>> count_of(1000, 0.01), count_of(10, 0.001), count_of(0, 0.5)
     (10, 1, 0)
-
-    Raises:
-        ValueError: n is negative, or density is not in 0..1.
     """
     _check_n(n)
     if not 0.0 <= density <= 1.0:

@@ -1,8 +1,8 @@
 """C++ kernels for the CPU: one or two passes over memory (sources in ``native/``).
 
-The functions are those of ``reference`` and raise the same errors; the extension trusts the
-addresses it is given, so all checks are here. It releases the GIL and uses as many threads as torch
-does for a large tensor; their number never changes a result.
+The functions have the signatures and errors of ``reference``. The extension does not check its
+arguments, so all checks are here. It releases the GIL and uses torch's number of threads, on which
+results do not depend.
 """
 
 from __future__ import annotations

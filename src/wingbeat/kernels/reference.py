@@ -1,4 +1,8 @@
-"""The kernels in torch operations: what the fast ones are held against. Any device."""
+"""The kernels in torch operations, for any device: the reference for the fast kernels.
+
+Values, residuals, velocities and outputs are float32[n], payloads uint8 of the size in ``layout``.
+Invalid arguments raise ValueError.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,14 @@ def sketch_encode(
     level: str = "mean",
     residual: Tensor | None = None,
 ) -> None:
-    """Write a sketch of ``x`` (Canary, section 4.3.1) into ``payload``.
+    """Write a sketch of ``x`` (Canary, section 4.3.1), with ``bits`` from 1 to 8 per code.
 
-    What is not finite arrives as NaN and changes nothing else; where zeros are at least one in
-    ``2**bits``, they arrive as exact zeros. A raw payload (see ``layout``) keeps every bit.
-    Denormals below 2**-133 count as zeros.
+    Non-finite values are decoded as NaN and do not affect others. Zeros are exact if at least one
+    in ``2**bits`` values is zero. A raw payload (see ``layout``) is lossless. Denormals below
+    2**-133 count as zeros. For ``split`` and ``level`` see ``codebook``.
 
-    Args:
-        x: float32[n]; not changed.
-        payload: uint8[layout.sketch_bytes(n, bits)].
-        bits: of a code, 1 to 8.
-        split: which values share a code, ``"error"`` or ``"count"``; see ``codebook``.
-        level: what a code stands for, ``"mean"`` or ``"ends"``; see ``codebook``.
-        residual: float32[n], error feedback: x + residual is encoded, and what the payload does
-            not say of it is left in residual; 0 where that is not finite.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value.
+    With a ``residual``, x + residual is encoded, and residual becomes the encoding error; 0 where
+    that is not finite.
     """
     check.sketch_encode(x, payload, bits, split, level, residual)
     n = x.numel()
@@ -55,17 +50,7 @@ def sketch_encode(
 
 
 def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False) -> None:
-    """Read a sketch. Any bytes of the right size are one.
-
-    Args:
-        payload: uint8[layout.sketch_bytes(n, bits)].
-        out: float32[n]; overwritten, or added to.
-        bits: of a code, as it was encoded.
-        add: whether to add to ``out``.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value.
-    """
+    """Decode a sketch into ``out``, or add it. Any bytes of the right size are valid."""
     check.sketch_decode(payload, out, bits)
     n = out.numel()
     if n == 0:
@@ -88,25 +73,16 @@ def topk_encode(
     velocity: Tensor | None = None,
     momentum: float = 0.0,
 ) -> None:
-    """Write the ``k`` largest magnitudes of ``x`` and their places into ``payload``.
+    """Write the ``k`` largest magnitudes of ``x`` and their indices; k is 1 to n, or 0 for n = 0.
 
-    Magnitudes compare as their bits do, so NaN > infinity > finite, and of equal ones the lowest
-    index goes first: all kernels write the same bytes.
+    Magnitudes are compared by their bits, so NaN > infinity > finite, and of equal magnitudes the
+    lowest index is sent. All kernels write the same bytes.
 
-    Args:
-        x: float32[n]; not changed.
-        payload: uint8[layout.topk_bytes(n, k)].
-        k: how many, 1 to n (0 for n = 0).
-        residual: float32[n], error feedback: the largest of x + residual are sent, and the others
-            stay in residual; 0 where one is not finite.
-        velocity: float32[n], momentum correction (Deep Gradient Compression, sections 3.2 and
-            3.3): becomes momentum * velocity + x, rounded after the product and after the sum, and
-            takes the place of x; then 0 where an element was sent or it is not finite.
-        momentum: of the velocity; taken as float32.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value, or there is a
-            velocity and no residual.
+    With a ``residual``, the largest of x + residual are sent, and the others stay in residual; 0
+    where not finite. With a ``velocity``, which requires a residual, momentum correction applies
+    (Deep Gradient Compression, sections 3.2 and 3.3): velocity becomes momentum * velocity + x,
+    rounded after the product and after the sum, and replaces x; then it is set to 0 where an
+    element was sent or is not finite. ``momentum`` is rounded to float32.
     """
     check.topk_encode(x, payload, k, residual, velocity)
     n = x.numel()
@@ -128,18 +104,10 @@ def topk_encode(
 
 
 def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> None:
-    """Read what ``topk_encode`` wrote; elements that were not sent are 0.
+    """Decode a payload of ``topk_encode`` into ``out``, or add it; elements not sent are 0.
 
-    Args:
-        payload: uint8[layout.topk_bytes(n, k)].
-        out: float32[n]; overwritten, or added to.
-        k: how many were sent.
-        add: whether to add to ``out``.
-
-    Raises:
-        ValueError: an argument has the wrong dtype, shape, size, device or value; or the payload is
-            malformed: counts that do not sum to k, indices that do not ascend or are beyond n.
-            ``out`` is then untouched.
+    Raises ValueError if the payload is malformed: counts do not sum to k, or indices do not ascend
+    or exceed n. ``out`` is then unchanged.
     """
     check.topk_decode(payload, out, k)
     n = out.numel()
@@ -157,15 +125,11 @@ def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> N
 
 
 def sorted_sketch(x: Tensor, bits: int, level: str = "mean") -> Tensor:
-    """Return ``x`` as it arrives when codes are exact quantiles (Canary, section 4.3.1).
+    """Return ``x`` quantized with exact quantiles (Canary, section 4.3.1).
 
-    The yardstick for what a histogram loses: ``x`` is sorted and cut into ``2**bits`` runs of equal
-    counts. Slow, and for finite values only.
-
-    Args:
-        x: float32[n].
-        bits: of a code, 1 to 8.
-        level: ``"mean"`` of a run, or the middle of its ``"ends"`` as in the paper's step 2.
+    The reference for the histogram's error: ``x`` is sorted and divided into ``2**bits`` runs of
+    equal counts. Slow, and for finite values only. A run's value is its ``"mean"``, or the middle
+    of its ``"ends"`` as in the paper's step 2.
     """
     n, values = x.numel(), x.double()
     ordered, index = values.sort()
@@ -182,7 +146,7 @@ def sorted_sketch(x: Tensor, bits: int, level: str = "mean") -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes as a little-endian bit stream: 8 codes are one word of ``bits`` bytes."""
+    """Return codes as a little-endian bit stream: 8 codes are one word of ``bits`` bytes."""
     n = codes.numel()
     groups = torch.nn.functional.pad(codes, (0, -n % 8)).view(-1, 8)
     words = torch.zeros(len(groups), dtype=torch.int64, device=codes.device)
@@ -192,7 +156,6 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(stream: Tensor, n: int, bits: int) -> Tensor:
-    """The ``n`` codes of a bit stream, int32."""
     words = _integers(torch.nn.functional.pad(stream, (0, -stream.numel() % bits)), bits)
     mask = (1 << bits) - 1
     groups = torch.stack([((words >> (i * bits)) & mask).int() for i in range(8)], dim=1)
@@ -200,7 +163,7 @@ def _unpacked(stream: Tensor, n: int, bits: int) -> Tensor:
 
 
 def _largest(acc: Tensor, k: int) -> Tensor:
-    """Ascending indices of the ``k`` largest magnitudes; of equal ones the first."""
+    """Return ascending indices of the ``k`` largest magnitudes, with ties to the lowest index."""
     magnitude = acc.view(torch.int32) & 0x7FFFFFFF
     order = magnitude.sort(descending=True, stable=True).indices
     return order[:k].sort().values
@@ -218,13 +181,13 @@ def _topk_payload(acc: Tensor, index: Tensor) -> Tensor:
 
 
 def _read_topk(payload: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Values and their indices, or ValueError if the payload is malformed."""
+    """Return values and their indices; raise ValueError if the payload is malformed."""
     blocks = layout.blocks_of(n)
     values, counts, offsets = payload.split(
         [layout.VALUE_BYTES * k, layout.COUNT_BYTES * blocks, layout.OFFSET_BYTES * k]
     )
     count = _integers(counts, layout.COUNT_BYTES)
-    # Before anything is made as long as the counts say.
+    # Must precede allocations of the size of the counts.
     if int(count.sum()) != k:
         raise ValueError(f"payload is malformed: counts sum to {int(count.sum())} and not to {k}")
     block = torch.arange(blocks, device=payload.device).repeat_interleave(count)
@@ -237,12 +200,12 @@ def _read_topk(payload: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _bytes_of(numbers: Tensor, width: int) -> Tensor:
-    """Integers as ``width`` bytes each, little endian."""
+    """Return integers as ``width`` bytes each, little endian."""
     return torch.stack([(numbers >> (8 * i)) & 0xFF for i in range(width)], dim=1).byte().view(-1)
 
 
 def _integers(stream: Tensor, width: int) -> Tensor:
-    """Little-endian integers of ``width`` bytes, int64."""
+    """Return little-endian integers of ``width`` bytes, as int64."""
     groups = stream.view(-1, width)
     numbers = torch.zeros(len(groups), dtype=torch.int64, device=stream.device)
     for i in range(width):
@@ -251,7 +214,7 @@ def _integers(stream: Tensor, width: int) -> Tensor:
 
 
 def _floats(stream: Tensor) -> Tensor:
-    """Bytes as float32; a copy, because a payload may begin at any address."""
+    """Return bytes as float32; a copy, because a payload may begin at any address."""
     return stream.clone().view(torch.float32)
 
 
@@ -263,5 +226,5 @@ def _put(decoded: Tensor, out: Tensor, add: bool) -> None:
 
 
 def _keep_finite(left: Tensor) -> None:
-    """A NaN must not stay for ever in what is carried to the next round."""
+    """Set non-finite values to 0, so that they do not persist in a residual or velocity."""
     left.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

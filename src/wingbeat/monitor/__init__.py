@@ -1,1 +1,1 @@
-"""Watching a job: workers report, a process collects, `wingbeat top` looks (no torch)."""
+"""Monitoring of jobs: workers report, a supervisor collects, `wingbeat top` displays (no torch)."""

@@ -11,9 +11,9 @@ from wingbeat.monitor.supervisor import Places, serve
 
 
 def main(arguments: list[str]) -> None:
-    """Serve for as long as the one that started this process lives."""
-    # An interrupt goes to the whole terminal, and what ends a job, as a scheduler does, to all of
-    # its processes; it is for the workers to end, and this follows them.
+    """Serve until the parent process exits."""
+    # A terminal's interrupt and a scheduler's SIGTERM reach all processes of a job. The supervisor
+    # exits after its parent.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     name, folder, *http = arguments

@@ -1,4 +1,4 @@
-"""The supervisor, as rank 0 starts it: a process that hears lines and says a few."""
+"""Starts the supervisor process from rank 0 and exchanges lines with it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,23 @@ from wingbeat.monitor import place
 from wingbeat.monitor.supervisor import Places
 
 SWITCH = "WINGBEAT_TOP"
-"""Environment variable: ``off`` for no reports and no supervisor."""
+"""Environment variable: ``off`` disables reports and the supervisor."""
 
 METRICS = "WINGBEAT_METRICS"
-"""Environment variable: ``PORT`` or ``HOST:PORT`` to answer at by HTTP."""
+"""Environment variable: ``PORT`` or ``HOST:PORT`` at which the supervisor serves HTTP."""
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1].splitlines(); "
     "from wingbeat.monitor.__main__ import main; main(sys.argv[2:])"
 )
-"""As ``python -m wingbeat.monitor``, which would look in the present folder first: whatever this
-process could import the other one can, and files there that are called like modules do not matter.
-"""
+"""Like ``python -m wingbeat.monitor``, with this process's import path."""
 
 _END_S = 0.5
-"""Seconds for the process to end by itself."""
+"""Seconds for the process to exit by itself."""
 
 
 def wanted(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether jobs can be looked at.
-
-    Raises:
-        UsageError: the environment variable says neither.
-    """
+    """Return whether jobs can be monitored; UsageError reports an invalid environment variable."""
     said = env.get(SWITCH, "on").lower()
     if said not in ("on", "off"):
         raise UsageError(f"{SWITCH}={said}: allowed are on and off")
@@ -46,13 +40,10 @@ def wanted(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def places(env: Mapping[str, str] = os.environ) -> Places:
-    """Return where the supervisor is to answer.
+    """Return where the supervisor serves; UsageError reports an invalid port.
 
     >>> places({"WINGBEAT_METRICS": "9400", "WINGBEAT_RUNTIME_DIR": "/run/wb"})
     Places(folder='/run/wb', host='127.0.0.1', port=9400)
-
-    Raises:
-        UsageError: the environment names no port.
     """
     folder, said = str(place.folder(env)), env.get(METRICS, "")
     if not said:
@@ -64,15 +55,9 @@ def places(env: Mapping[str, str] = os.environ) -> Places:
 
 
 class Launched:
-    """The supervisor's process.
+    """The supervisor's process; ``tell`` receives messages for the user in a separate thread.
 
-    Args:
-        name: the job's.
-        where: where it answers.
-        tell: hears, in a thread of its own, what the job's user should know.
-
-    Raises:
-        OSError: no process can be started, or no thread.
+    Raises OSError if a process or a thread cannot be started.
     """
 
     def __init__(self, name: str, where: Places, tell: Callable[[str], None]) -> None:
@@ -84,8 +69,8 @@ class Launched:
                 [sys.executable, "-c", _PROGRAM, "\n".join(sys.path), name, where.folder, *http],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
-                bufsize=0,  # no lock of a buffer, which a thread that is blocked in it would have
-                # It must not keep the job's own open, for which others may wait.
+                bufsize=0,  # a buffer's lock could be held by a blocked thread
+                # The job's stderr must close when the job exits.
                 stderr=subprocess.DEVNULL,
             )
         except BaseException:
@@ -104,21 +89,21 @@ class Launched:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         return self._process.pid
 
     def hand_on(self, text: str) -> bool:
-        """Give it a line; return whether it is there to take it, and tell once if it is not."""
+        """Send a line to the supervisor; return whether it was sent, and report a first failure."""
         try:
-            # A script may have SIGPIPE end it, as tools for pipelines do; not for this.
+            # A script may let SIGPIPE terminate it; this write must not.
             self._reports.sendall(text.encode() + b"\n", socket.MSG_NOSIGNAL)
-        except OSError:  # it has ended, or is being closed
+        except OSError:  # it has exited, or is being closed
             self._miss()
             return False
         return True
 
     def _miss(self) -> None:
-        """Tell once that it has ended, unless it was to, or has said itself why."""
+        """Report an unexpected exit once, unless the supervisor has reported the cause."""
         if self._missed or self._reports.fileno() < 0:
             return
         self._missed = True
@@ -127,9 +112,9 @@ class Launched:
                 self._tell("`wingbeat top` shows this job no more: its supervisor has ended")
 
     def close(self) -> None:
-        """Let it end, and end it if it does not; for when no thread may be in `hand_on`."""
-        with contextlib.suppress(OSError):  # it has ended, or was closed before
-            # Children that were forked, as a DataLoader's workers, have the socket open too.
+        """Close the input, then kill the process if needed; no thread may be in `hand_on`."""
+        with contextlib.suppress(OSError):  # it has exited, or was closed before
+            # Forked children, such as a DataLoader's workers, hold the socket open too.
             self._reports.shutdown(socket.SHUT_WR)
         self._reports.close()
         try:
@@ -138,7 +123,7 @@ class Launched:
             self.kill()
 
     def kill(self) -> None:
-        """End it, and with it a `hand_on` that waits for it."""
+        """Kill the process, which also unblocks `hand_on`."""
         self._process.kill()
         self._process.wait()
 

@@ -1,4 +1,4 @@
-"""Finding jobs on this host, and asking one how it is."""
+"""Finds jobs on this host and queries one."""
 
 from __future__ import annotations
 
@@ -20,21 +20,16 @@ PATIENCE_S = 3.0
 """Seconds to wait for an answer."""
 
 LARGEST = 64 << 20
-"""Bytes of an answer."""
+"""Maximum size of an answer in bytes."""
 
 
 class Gone(WingbeatError, ConnectionError):
-    """The job does not answer any more."""
+    """The job no longer answers."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A job that can be asked.
-
-    Attributes:
-        name: what messages call it.
-        ask: returns how it is; raises `Gone`.
-    """
+    """A job that can be queried: ``ask`` returns its state or raises `Gone`."""
 
     name: str
     ask: Callable[[], Job]
@@ -43,16 +38,14 @@ class Found:
 def find(named: str, folder: Path | None = None) -> Found:
     """Find the job of that name, the only one if it is empty, or one at ``HOST:PORT``.
 
-    Raises:
-        UsageError: there is none, or there are several; names them; or
-            the folder is not the user's alone.
+    Raises UsageError if no job or several jobs match, or other users have access to the folder.
     """
     if ":" in named:
         return _at(named)
     jobs = running(place.folder() if folder is None else folder)
     if named:
         chosen = [each for each in jobs if each.name == named]
-        # A script's name will do, if one job alone has it.
+        # A script's name is enough if exactly one job has it.
         chosen = chosen or [each for each in jobs if each.name.rpartition("-")[0] == named]
         if jobs and not chosen:
             raise unknown("job", named, [each.name for each in jobs])
@@ -70,10 +63,9 @@ def find(named: str, folder: Path | None = None) -> Found:
 
 
 def running(folder: Path) -> list[Found]:
-    """Return the jobs that answer; sockets that nobody listens at any more are removed.
+    """Return the jobs that answer, and remove the sockets of killed jobs.
 
-    Raises:
-        UsageError: somebody else may have put them there.
+    Raises UsageError if other users have access to the folder.
     """
     try:
         place.check(folder)
@@ -91,7 +83,7 @@ def _listens(path: Path) -> bool:
         probe.settimeout(PATIENCE_S)
         try:
             probe.connect(os.fspath(path))
-        except ConnectionRefusedError:  # whoever has made it was killed
+        except ConnectionRefusedError:  # its process was killed
             with contextlib.suppress(OSError):
                 path.unlink()
             return False

@@ -1,7 +1,7 @@
-"""Where jobs of this user on this host can be looked at: one Unix socket each, in one folder.
+"""The folder with one Unix socket per job of this user on this host.
 
-The folder is always in ``/tmp``, as a job and whoever looks at it may have different values of
-``XDG_RUNTIME_DIR`` or ``TMPDIR``, and the former is removed as its user logs out, while jobs go on.
+It is always in ``/tmp``: a job and ``wingbeat top`` may have different values of ``TMPDIR`` or
+``XDG_RUNTIME_DIR``, and the latter's folder is removed at logout while jobs continue.
 """
 
 from __future__ import annotations
@@ -14,29 +14,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = "WINGBEAT_RUNTIME_DIR"
-"""Environment variable: another folder for them."""
+"""Environment variable: another folder for the sockets."""
 
 _NAME = 40
-"""Characters of a name: the path of a socket has about 100 in all."""
+"""Maximum characters of a name; the path of a socket has about 100 in all."""
 
 SUFFIX = ".sock"
 
 
 class NoPlace(OSError):
-    """The folder cannot be made, or is not this user's alone."""
+    """The folder cannot be created, or other users have access to it."""
 
 
 def folder(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder, which need not exist."""
+    """Return the folder, which may not exist."""
     return Path(env.get(FOLDER) or f"/tmp/wingbeat-{os.getuid()}")
 
 
 def made(path: Path) -> Path:
-    """Make the folder if need be, for this user alone.
-
-    Raises:
-        NoPlace: that is not possible, or somebody else may write there.
-    """
+    """Create the folder for this user alone; raises NoPlace if other users have access."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as err:
@@ -46,26 +42,22 @@ def made(path: Path) -> Path:
 
 
 def check(path: Path) -> None:
-    """Check that nobody else can have put anything into the folder, if there is one.
-
-    Raises:
-        NoPlace: somebody may, or it cannot be looked at.
-    """
+    """Raise NoPlace if the folder exists and other users have access, or it cannot be inspected."""
     try:
         found = path.lstat()
     except FileNotFoundError:
         return
     except OSError as err:
         raise NoPlace(f"{path}: {err.strerror}") from None
-    # Anybody may have made something of that name in /tmp before.
+    # Another user may have created that name in /tmp before.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise NoPlace(f"{path}: it is not a folder of this user alone (chmod 700)")
 
 
 def job_name(argv0: str = "", env: Mapping[str, str] = os.environ) -> str:
-    """Return the name of this process's job: its script's and a process's number.
+    """Return the name of this process's job: the script's name and a process id.
 
-    Under torchrun that is torchrun's, so that a job that is started again keeps its name.
+    Under torchrun it is torchrun's process id, so a restarted job keeps its name.
     """
     script = Path(argv0 or (sys.argv[0] if sys.argv else "")).name.removesuffix(".py")
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", script).strip("-.")[:_NAME] or "job"
@@ -74,7 +66,7 @@ def job_name(argv0: str = "", env: Mapping[str, str] = os.environ) -> str:
 
 
 def sockets(path: Path) -> dict[str, Path]:
-    """Return the sockets there by their job's name; none if there is no such folder."""
+    """Return the sockets in the folder by job name; empty if the folder does not exist."""
     try:
         found = sorted(each for each in path.iterdir() if each.suffix == SUFFIX)
     except OSError:

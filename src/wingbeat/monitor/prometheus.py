@@ -1,6 +1,6 @@
-"""A job as metrics for Prometheus, in its text format, version 0.0.4.
+"""Prometheus metrics of a job, in the text format, version 0.0.4.
 
-The supervisor loads this only where it has a port: the library takes 20 ms.
+The supervisor imports this module only if it serves HTTP: the library takes 20 ms to import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Sample: TypeAlias = "tuple[Mapping[str, str], float]"
 
 
 def exposition(job: Job) -> bytes:
-    """Return the page that Prometheus reads.
+    """Return the metrics page.
 
     >>> print(exposition(Job("train-1", 3.0, 0.0, ())).decode(), end="")
     # HELP wingbeat_workers Workers of the job.
@@ -32,7 +32,7 @@ def exposition(job: Job) -> bytes:
 
 
 class _Collector(Collector):
-    """The metrics of one job at one moment; families without samples are left out."""
+    """The metrics of one job; families without samples are left out."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -71,7 +71,7 @@ def _families(job: Job) -> Iterator[tuple[str, str, str, Iterator[_Sample]]]:
         "Things that should be rare.",
         (({**_who(r), "what": what}, float(n)) for r in reports for what, n in r.counts.items()),
     )
-    # What grows is a counter and what is shown as it is a gauge; one family cannot have both.
+    # One family cannot mix counters (growing cells) and gauges.
     for grows, name, kind in ((True, "_total", "counter"), (False, "", "gauge")):
         cells = (sample for r in reports for sample in _cells(r, grows))
         yield f"wingbeat_strategy{name}", kind, "What the strategy shows.", cells

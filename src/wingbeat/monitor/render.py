@@ -1,4 +1,4 @@
-"""A job as tables of text, as wide as there is room: pure, for the screen and for pipes alike."""
+"""Formats a job as text tables of a given width, for the live view and for pipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from wingbeat.monitor.snapshot import Job, Worker
 
 NONE = "-"
-"""Stands for what is not known."""
+"""Placeholder for an unknown value."""
 
 _GAP = 2
 """Spaces between two columns."""
@@ -18,14 +18,9 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of workers.
+    """A column of the table of workers; columns of highest ``rank`` are dropped first.
 
-    Attributes:
-        name: its heading.
-        cell: its text for a worker.
-        rank: who goes first where there is no room: the highest.
-        left: whether texts begin at the left.
-        most: characters; longer ones are cut.
+    ``cell`` returns a worker's text of at most ``most`` characters.
     """
 
     name: str
@@ -37,15 +32,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: a title, headings and rows of text.
-
-    Attributes:
-        title: of the tab and above the table.
-        headings: one for each column; those of numbers begin at the right.
-        rows: texts.
-        left: the columns of texts.
-        note: a line below, empty for none.
-    """
+    """A table: a title, headings, rows of text, the left-aligned columns, an optional note."""
 
     title: str
     headings: tuple[str, ...]
@@ -75,17 +62,15 @@ def headline(job: Job) -> str:
 
 
 def sheets(job: Job, width: int) -> list[Sheet]:
-    """Return all tables of a job: workers, interfaces, and one for each section of a strategy.
+    """Return all tables of a job: workers, interfaces, and one per section of a strategy.
 
-    Args:
-        job: what is shown.
-        width: characters of a line; what has no room is left out, and a note says so.
+    Columns that do not fit into ``width`` characters are left out, and a note names them.
     """
     return [_workers(job, width), _interfaces(job), *_sections(job, width)]
 
 
 def lines(sheet: Sheet) -> list[str]:
-    """Return a sheet as lines of plain text: title, headings, rows, and the note if any."""
+    """Return a table as lines of plain text: title, headings, rows and note."""
     rows = [sheet.headings, *sheet.rows]
     wide = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     made = [sheet.title]
@@ -120,7 +105,7 @@ def _columns(job: Job) -> list[Column]:
         Column("sent/s", lambda w: _moved(w, 0), 4),
         Column("recv/s", lambda w: _moved(w, 1), 5),
     ]
-    # What has happened nowhere is no column.
+    # Events with a count of zero on all workers have no column.
     whats = {what for w in job.workers if w.report for what, n in w.report.counts.items() if n}
     columns += [_count(what) for what in sorted(whats)]
     return [*columns, Column("state", lambda w: w.state, 2, left=True, most=24)]
@@ -146,7 +131,7 @@ def _moved(worker: Worker, way: int) -> str:
 def _fitting(
     columns: Sequence[Column], workers: Iterable[Worker], width: int
 ) -> tuple[list[Column], list[str]]:
-    """Return the columns that there is room for, and the names of those left out."""
+    """Return the columns that fit, and the names of those left out."""
     listed = list(workers)
     wide = {
         id(c): max([len(c.name), *(len(cut(c.cell(w), c.most)) for w in listed)]) + _GAP
@@ -154,7 +139,7 @@ def _fitting(
     }
     kept, lost = list(columns), []
     for column in sorted(columns, key=lambda c: -c.rank):
-        # The rank alone says too little, but it always stays.
+        # The column of rank 0 always stays, whatever its width.
         if sum(wide[id(c)] for c in kept) - _GAP <= width or column.rank == 0:
             break
         kept = [each for each in kept if each is not column]
@@ -182,7 +167,7 @@ def _sections(job: Job, width: int) -> list[Sheet]:
 
 
 def _section(job: Job, name: str, width: int) -> Sheet:
-    """Return one strategy's table: a row for each worker, columns as they come."""
+    """Return one strategy's table: a row per worker."""
     rows, units = [], set()
     cells = {w.rank: s for w in job.workers for s in w.sections if s.name == name}
     columns = list(dict.fromkeys(column for each in cells.values() for column in each.cells))
@@ -203,7 +188,7 @@ def _section(job: Job, name: str, width: int) -> Sheet:
 
 
 def _prefix(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
-    """Return how many of the first columns have room; two at least."""
+    """Return how many of the first columns fit, at least two."""
     taken = 0
     for place in range(len(headings)):
         taken += max(len(row[place]) for row in (headings, *rows)) + _GAP
@@ -227,7 +212,7 @@ def _cell(cell: object, unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Return three digits.
+    """Return a number with three digits.
 
     >>> [number(value) for value in (0, 0.0123, 1.234, 56.78, 1234.5)]
     ['0', '0.0123', '1.23', '56.8', '1234']
@@ -236,7 +221,7 @@ def number(value: float) -> str:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Return bytes a second.
+    """Return a rate in bytes per second.
 
     >>> rate(118e6)
     '118 MB/s'
@@ -245,7 +230,7 @@ def rate(bytes_per_s: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Return bytes, by powers of 1000.
+    """Return a size in bytes, with powers of 1000.
 
     >>> [size(value) for value in (0, 999, 1000, 123_456_789, 4.2e15)]
     ['0 B', '999 B', '1 kB', '123 MB', '4.2 PB']
@@ -258,7 +243,7 @@ def size(nbytes: float) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Return at most so many characters.
+    """Truncate a text to ``most`` characters.
 
     >>> cut("node1.example.org", 8)
     'node1.e…'

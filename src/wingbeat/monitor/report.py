@@ -1,4 +1,4 @@
-"""What a worker says of itself, and the check of what claims to be that."""
+"""A worker's report: its fields, its text form and its validation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from wingbeat.observe.meter import GROWS, PARTS, Cell, Section
 
 LARGEST = 16 << 10
-"""Characters of a report. A worker that has more to say leaves out sections."""
+"""Maximum characters of a report. Sections beyond are left out."""
 
 TEXT, MANY, CELLS = 128, 32, 256
-"""Characters of any text; interfaces, counts or sections of a report; cells of a section."""
+"""Limits: characters of a text; interfaces, counts or sections of a report; cells of a section."""
 
 READS = 32
-"""Reports that rank 0 hands on in a second, at most; of more workers each is read less often."""
+"""Maximum reports that rank 0 forwards per second; with more workers each is read less often."""
 
 _MOST = 1 << 63
 
@@ -24,27 +24,17 @@ ValueT = TypeVar("ValueT")
 
 
 class Malformed(ValueError):
-    """What has come is no report."""
+    """The data is not a valid report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One worker, at one moment. All numbers are totals since it began.
+    """The state of one worker at one moment. All numbers are totals since its start.
 
-    Attributes:
-        rank: whose.
-        size: how many workers there are.
-        host: its host's name.
-        pid: its process.
-        strategy: as its user has written it; those of several models in one text.
-        number: of this report, from 0.
-        at_s: when it was made, by a clock of its own.
-        iteration: optimizer steps; of the model that has made most where there are several.
-        spent_s: seconds by part of the iteration, see `PARTS`.
-        interfaces: bytes sent and received of the host by interface, by the kernel's counters.
-        counts: how often things happened that should be rare, by their name.
-        sections: what strategies show.
-        ended: whether it is the last one.
+    ``strategy`` is the text of all models' strategies, and ``iteration`` the maximum over the
+    models. ``number`` counts reports from 0, and ``at_s`` is the worker's own clock. ``spent_s``
+    has the keys of `PARTS`. ``interfaces`` has the host's bytes sent and received, from the
+    kernel's counters. ``counts`` has rare events. ``ended`` marks the last report.
     """
 
     rank: int
@@ -72,22 +62,14 @@ class Report:
 
     @staticmethod
     def from_text(text: str) -> Report:
-        """Check and rebuild what a worker has said.
-
-        Raises:
-            Malformed: it is not what `to_text` makes.
-        """
+        """Parse the output of `to_text`; raises Malformed if it is not valid."""
         if len(text) > LARGEST:
             raise Malformed(f"{len(text)} characters; allowed are {LARGEST}")
         return Report.from_json(parsed(text))
 
     @staticmethod
     def from_json(data: Any) -> Report:
-        """Check and rebuild what `asdict` makes of a report.
-
-        Raises:
-            Malformed: it is something else.
-        """
+        """Build a report from the output of `asdict`; raises Malformed if it is not valid."""
         try:
             size = whole(data["size"])
             rank = whole(data["rank"])
@@ -113,11 +95,7 @@ class Report:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Return what a text of JSON says.
-
-    Raises:
-        Malformed: it is none.
-    """
+    """Parse JSON; raises Malformed if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as err:
@@ -125,76 +103,48 @@ def parsed(text: str | bytes) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Return a text without what a terminal would obey, cut to `TEXT` characters.
-
-    Raises:
-        Malformed: it is no text.
-    """
+    """Return a text without control characters, cut to `TEXT` characters; raises Malformed."""
     if not isinstance(value, str):
         raise Malformed(f"a text was expected, not {value!r}"[:TEXT])
     return "".join(c if c.isprintable() else "?" for c in value[:TEXT])
 
 
 def whole(value: Any) -> int:
-    """Return a number of things, from 0.
-
-    Raises:
-        Malformed: it is none.
-    """
+    """Return an integer from 0; raises Malformed."""
     if type(value) is not int or not 0 <= value < _MOST:
         raise Malformed(f"a whole number from 0 was expected, not {value!r}"[:TEXT])
     return value
 
 
 def seconds(value: Any) -> float:
-    """Return a finite number of seconds from 0.
-
-    Raises:
-        Malformed: it is none.
-    """
+    """Return a finite number of seconds from 0; raises Malformed."""
     if type(value) not in (int, float) or not 0 <= value < _MOST:
         raise Malformed(f"seconds were expected, not {value!r}"[:TEXT])
     return float(value)
 
 
 def few(value: Any, most: int) -> list[Any]:
-    """Return a list of at most ``most`` things.
-
-    Raises:
-        Malformed: it is none.
-    """
+    """Return a list of at most ``most`` items; raises Malformed."""
     if not isinstance(value, (list, tuple)) or len(value) > most:
         raise Malformed(f"a list of at most {most} was expected")
     return list(value)
 
 
 def named(value: Any, check: Callable[[Any], ValueT], most: int = MANY) -> dict[str, ValueT]:
-    """Return at most ``most`` values by name, each as ``check`` returns it.
-
-    Raises:
-        Malformed: it is something else.
-    """
+    """Return at most ``most`` values by name, each converted by ``check``; raises Malformed."""
     if not isinstance(value, dict) or len(value) > most:
         raise Malformed(f"at most {most} named values were expected")
     return {text_of(name): check(each) for name, each in value.items()}
 
 
 def by_part(value: Any) -> dict[str, float]:
-    """Return numbers by part of an iteration, those of `PARTS`.
-
-    Raises:
-        Malformed: it is something else.
-    """
+    """Return numbers by the parts in `PARTS`; raises Malformed."""
     given = named(value, seconds)
     return {part: given[part] for part in PARTS if part in given}
 
 
 def pair(value: Any, check: Callable[[Any], ValueT]) -> tuple[ValueT, ValueT]:
-    """Return two values, each as ``check`` returns it.
-
-    Raises:
-        Malformed: they are not two, or something else.
-    """
+    """Return two values, each converted by ``check``; raises Malformed."""
     listed = few(value, 2)
     if len(listed) != 2:
         raise Malformed(f"two values were expected, not {value!r}"[:TEXT])
@@ -206,11 +156,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def section_of(value: Any, *, rates: bool = False) -> Section:
-    """Check and rebuild a section; ``rates``: what grows has been divided by seconds.
-
-    Raises:
-        Malformed: it is something else.
-    """
+    """Build a section; ``rates`` allows floats in growing cells. Raises Malformed."""
     unit = value["unit"]
     if unit not in ("", *GROWS):
         raise Malformed(f"unknown unit {unit!r}"[:TEXT])
@@ -221,7 +167,7 @@ def section_of(value: Any, *, rates: bool = False) -> Section:
 def _cell(value: Any) -> Cell:
     if isinstance(value, str):
         return text_of(value)
-    # What is not a number, or not finite, is not between these.
+    # NaN and infinities fail this comparison too.
     if type(value) not in (int, float) or not -_MOST < value < _MOST:
         raise Malformed(f"a number or a text was expected, not {value!r}"[:TEXT])
     number: int | float = value

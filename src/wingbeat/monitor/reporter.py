@@ -1,7 +1,7 @@
-"""A worker's thread that says, about once a second, what the worker has done so far.
+"""A worker's thread that reports the worker's progress about once per second.
 
-A report is a text under one key of the rendezvous store, the next one in its place. Rank 0 reads
-all of them and hands them on to the supervisor, which it has started.
+A report is a text under the worker's key of the rendezvous store and replaces the previous one.
+Rank 0 reads all of them and forwards them to the supervisor that it has started.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EVERY_S = 1.0
 """Seconds between two reports."""
 
 _AT_ONCE_S = 1.0
-"""Seconds for what is there already."""
+"""Timeout of reads of keys that exist, in seconds."""
 
 _LEAVE_S = 1.0
 """Seconds that the last report may take."""
@@ -38,14 +38,7 @@ _LEAVE_S = 1.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands.
-
-    Attributes:
-        rank: its number.
-        size: how many there are.
-        interfaces: those that it uses, by name.
-        store: where reports are put: a way of its own, in which nobody else waits.
-    """
+    """A worker's rank, the number of workers, its interfaces, and a connection for reports."""
 
     rank: int
     size: int
@@ -54,12 +47,9 @@ class Place:
 
 
 class Reporter:
-    """Reports the meters of this process's models.
+    """Reports the meters of this process's models every ``every_s`` seconds.
 
-    Args:
-        place: this worker's.
-        supervisor: what rank 0 hands reports to; None on other ranks, or if there is none.
-        every_s: seconds between two reports.
+    On rank 0 ``supervisor`` receives the reports of all workers; it is None on other ranks.
     """
 
     def __init__(
@@ -76,23 +66,23 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="wingbeat-report", daemon=True)
 
     def add(self, each: Meter) -> None:
-        """Report this model too, for as long as somebody uses its meter."""
+        """Include a model in the reports until its meter is garbage-collected."""
         with self._changing:
             self._meters.add(each)
 
     def start(self) -> Reporter:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Report that this was all, and end; takes about a second at most."""
-        if self._pid != os.getpid():  # a fork's threads are its parent's
+        """Send the last report and stop; takes about 1 s at most."""
+        if self._pid != os.getpid():  # a forked child does not have the parent's threads
             return
         self._ending.set()
         self._thread.join(_LEAVE_S)
         if self._supervisor is not None and self._thread.is_alive():
-            self._supervisor.kill()  # it may be what the thread waits for
+            self._supervisor.kill()  # the thread may be blocked on it
         elif self._supervisor is not None:
             self._supervisor.close()
 
@@ -104,15 +94,14 @@ class Reporter:
                 self.step()
             self.step()
         except Exception as error:
-            # The store's host has gone, most often. Who looks sees that nothing comes any more, and
-            # nobody trains the worse for it.
+            # Most often the store's host has exited. The supervisor notices missing reports, and
+            # training is not affected.
             log.debug("rank %d reports no more: %s", self._place.rank, error)
 
     def step(self) -> None:
-        """Say how things are; on rank 0 hand on what all have said.
+        """Write this worker's report; on rank 0 forward all workers' reports.
 
-        Raises:
-            Exception: what the store raises that is gone.
+        Raises the store's exception if the store is lost.
         """
         place, mine = self._place, self._report().to_text()
         if place.size > 1 and place.rank:
@@ -124,17 +113,17 @@ class Reporter:
                     self._supervisor.hand_on(text)
 
     def _due(self) -> Iterable[int]:
-        """Yield the ranks whose turn it is: some each time, so that reading has a bounded cost."""
+        """Yield the ranks to read now, in turns, so that reading has a bounded cost."""
         others = self._place.size - 1
         for _ in range(min(others, READS)):
             yield self._turn
             self._turn = self._turn % others + 1
 
     def _read(self, rank: int) -> str | None:
-        """Return a worker's report; None if it has sent none yet."""
+        """Return a worker's report; None if it has not sent one."""
         store, key = self._place.store, _key(rank)
         if rank not in self._seen:
-            # A wait in some stores locks them, and one of no seconds has no end there.
+            # Waiting locks some stores, and their timeout of 0 s never expires.
             if not store.has(key):
                 return None
             self._seen.add(rank)
@@ -180,17 +169,14 @@ def _spent(meters: Sequence[Meter]) -> dict[str, float]:
         part: math.fsum(spent[part] for spent in models)
         for part in ("forward", "backward", "update", "exchange")
     }
-    # What is other for one model may be another one's forward.
+    # Time that is ``other`` for one model may be another model's forward.
     passed = max((math.fsum(spent.values()) for spent in models), default=0.0)
     other = max(0.0, passed - math.fsum(busy.values()))
     return {**busy, "other": other, "codec": meter.codec.total / 1e9}
 
 
 def _added(sections: Iterable[Section]) -> list[Section]:
-    """Return one section of each name and unit, with the numbers of all models' added.
-
-    Of texts the last one's counts.
-    """
+    """Add the numbers of all models' sections of one name and unit; the last text is kept."""
     found: dict[tuple[str, str], dict[str, Cell]] = {}
     for section in sections:
         cells = found.setdefault((section.name, section.unit), {})
@@ -214,7 +200,7 @@ def _bytes(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     counters: Callable[..., Mapping[str, object]] = psutil.net_io_counters
     try:
         found = counters(pernic=True, nowrap=False)
-    except (OSError, RuntimeError):  # no /proc, or nobody may read it
+    except (OSError, RuntimeError):  # no /proc, or no permission
         return {}
     known = {name: found[name] for name in names if name in found}
     return {n: (getattr(c, "bytes_sent"), getattr(c, "bytes_recv")) for n, c in known.items()}  # noqa: B009

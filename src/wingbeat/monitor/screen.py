@@ -1,4 +1,4 @@
-"""The live view of a job in a terminal, with Textual. What it shows is `render`'s."""
+"""The live view of a job in a terminal, with Textual. `render` formats its content."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from wingbeat.monitor.snapshot import Job
 
 
 class Top(App[None]):
-    """Asks once in a while, and shows what it hears; the last answer stays when none comes.
-
-    Args:
-        ask: returns the job as it is; raises a `WingbeatError` if nobody answers.
-        every_s: seconds between two answers.
-    """
+    """Queries the job every ``every_s`` seconds by ``ask`` and shows the last answer."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = "#job { padding: 0 1; } #head { padding: 0 1; height: auto; }"
@@ -45,24 +40,24 @@ class Top(App[None]):
         self._drawn = Text(), Text()
 
     def compose(self) -> ComposeResult:
-        """Make the parts of the screen."""
+        """Create the widgets."""
         yield Static(id="head")
         with VerticalScroll():
             yield Static(id="job")
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to ask."""
+        """Start to query."""
         self.set_interval(self._every_s, self._ask_again)
         self._ask_again()
 
     def on_resize(self) -> None:
-        """Make use of the room."""
+        """Draw again with the new width."""
         self.show()
 
     def _ask_again(self) -> None:
         if not self._paused:
-            # Whoever answers late must not stop the keys.
+            # A late answer must not block the keyboard.
             self.run_worker(self._hear, thread=True, exclusive=True, group="ask")
 
     def _hear(self) -> None:
@@ -72,14 +67,14 @@ class Top(App[None]):
             self.call_from_thread(self.take, self._job, str(error))
 
     def take(self, job: Job | None, trouble: str = "") -> None:
-        """Show this job, and what went wrong as it was asked."""
+        """Store and show this job and the error of the last query."""
         self._job, self._trouble = job, trouble
         if not trouble:
             self._heard = time.monotonic()
         self.show()
 
     def show(self) -> None:
-        """Draw what is known."""
+        """Draw the last answer."""
         drawn = self._head(), self._body()
         if drawn != self._drawn:
             self._drawn = drawn
@@ -99,7 +94,7 @@ class Top(App[None]):
 
     def _body(self) -> Text:
         body = Text()
-        # The padding, and the bar by which it is scrolled.
+        # Leave room for the padding and the scroll bar.
         width = max(1, self.size.width - 4)
         sheets = render.sheets(self._job, width) if self._job is not None else []
         for sheet in [each for each in sheets if each.title == self._chosen] or sheets:
@@ -110,7 +105,7 @@ class Top(App[None]):
         return body
 
     def action_turn(self, step: int) -> None:
-        """Show the next table alone, or the one before."""
+        """Show only the next or the previous table."""
         if self._job is not None:
             titles = ["", *(each.title for each in render.sheets(self._job, 80))]
             place = titles.index(self._chosen) if self._chosen in titles else 0
@@ -123,5 +118,5 @@ class Top(App[None]):
         self.show()
 
     def action_pause(self) -> None:
-        """Let everything stand, or go on."""
+        """Pause or resume updates."""
         self._paused = not self._paused

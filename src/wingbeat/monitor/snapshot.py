@@ -1,4 +1,4 @@
-"""What is known of a whole job at one moment: a value that every view is made from."""
+"""The state of a whole job at one moment, from which every view is made."""
 
 from __future__ import annotations
 
@@ -23,27 +23,21 @@ from wingbeat.monitor.report import (
 from wingbeat.observe.meter import Section
 
 SILENT_S = 5.0
-"""Seconds without a report after which a worker is called silent; later in large jobs."""
+"""Seconds without a report after which a worker is silent; more in large jobs."""
 
 STILL_S = 10.0
-"""Seconds without a step after which that is said."""
+"""Seconds without a step after which the state reports it."""
 
 MOST_WORKERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What is known of one worker.
+    """The known state of one worker. Rates are recent ones, per second.
 
-    Attributes:
-        rank: which.
-        report: its last one; None if it has sent none.
-        silent_s: seconds since that came, or since the job is watched.
-        still_s: seconds since it made a step, as far as is known.
-        rate: iterations a second, lately; None where that is not known.
-        ms: milliseconds an iteration by part, lately; empty where that is not known.
-        interfaces: bytes a second sent and received, lately, by interface.
-        sections: what strategies show; of what grows, by how much a second.
+    ``silent_s`` is the time since the last report, or since monitoring began, and ``still_s`` the
+    time since the last known step. ``ms`` is milliseconds per iteration by part. ``interfaces`` has
+    bytes sent and received. Unknown values are None or empty.
     """
 
     rank: int
@@ -57,17 +51,17 @@ class Worker:
 
     @property
     def _turn_s(self) -> float:
-        """Seconds by which a report may be later, as others are read before it."""
+        """Additional delay of a report in seconds, because workers are read in turns."""
         return 0.0 if self.report is None else (self.report.size - 1) // READS
 
     @property
     def silent(self) -> bool:
-        """Whether there was no report for so long that one is missing."""
+        """Whether a report is overdue."""
         return self.silent_s > SILENT_S + self._turn_s
 
     @property
     def state(self) -> str:
-        """How it is, in some words."""
+        """The worker's state in a few words."""
         if self.report is None:
             return f"not heard for {self.silent_s:.0f} s"
         if self.report.ended:
@@ -80,11 +74,7 @@ class Worker:
 
     @staticmethod
     def from_json(data: Any) -> Worker:
-        """Check and rebuild what `Job.to_text` says of a worker.
-
-        Raises:
-            Malformed: it is something else.
-        """
+        """Build a worker from its part of `Job.to_json`; raises Malformed if it is not valid."""
         report, rate = data["report"], data["rate"]
         return Worker(
             rank=whole(data["rank"]),
@@ -100,14 +90,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job at one moment.
-
-    Attributes:
-        name: what `wingbeat top` calls it.
-        watched_s: seconds for which it has been watched.
-        unix_s: when this was, in seconds since 1970.
-        workers: by rank.
-    """
+    """A job at one moment, ``watched_s`` seconds after monitoring began; workers are by rank."""
 
     name: str
     watched_s: float
@@ -115,7 +98,7 @@ class Job:
     workers: tuple[Worker, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return plain data for JSON."""
         data = asdict(self)
         for listed, worker in zip(data["workers"], self.workers, strict=True):
             listed["state"] = worker.state
@@ -123,11 +106,7 @@ class Job:
 
     @staticmethod
     def from_text(text: str | bytes) -> Job:
-        """Check and rebuild what came from a socket.
-
-        Raises:
-            Malformed: it is not what ``json.dumps(job.to_json())`` makes.
-        """
+        """Parse the JSON of `to_json`; raises Malformed if it is not valid."""
         data = parsed(text)
         try:
             return Job(

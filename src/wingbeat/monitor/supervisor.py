@@ -1,7 +1,7 @@
-"""The process that is asked about a job: it hears reports from rank 0, and answers who may look.
+"""The supervisor process: receives reports from rank 0 and serves a job's state.
 
-It imports neither torch nor numpy, and takes nothing from those who look but the name of a page. If
-it dies nobody can look any more, and training goes on.
+It imports neither torch nor numpy. Clients can send only the name of a page. Training continues
+without monitoring if it exits.
 """
 
 from __future__ import annotations
@@ -23,33 +23,27 @@ from wingbeat.monitor.report import LARGEST
 from wingbeat.monitor.watch import Watch
 
 ASKING_S = 2.0
-"""Seconds that a connection has in all: for its request and for taking the answer."""
+"""Seconds for a connection's request and answer together."""
 
 _REQUEST = 8 << 10
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 
 _AT_ONCE = 128
-"""Connections at the same time: with one more, that which is open longest is closed.
+"""Maximum simultaneous connections; one more closes the oldest.
 
-More than the 100 that asyncio accepts in one go, so a request that comes with its connection is
-answered, however many others say nothing.
+It exceeds the 100 that asyncio accepts at once, so idle connections cannot block a request that
+arrives with its connection.
 """
 
 _BIND_S = 5.0
-"""Seconds to try for a port: when a job is started again, the one before may have it still."""
+"""Seconds to retry a port that a restarted job's predecessor may still hold."""
 
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where to answer.
-
-    Attributes:
-        folder: for the Unix socket.
-        host: for HTTP, with ``port``.
-        port: None for no HTTP; 0 for any.
-    """
+    """The folder of the Unix socket, and the host and port of HTTP (None: no HTTP; 0: any port)."""
 
     folder: str
     host: str = "127.0.0.1"
@@ -57,23 +51,17 @@ class Places:
 
 
 class Supervisor:
-    """Answers whoever may look.
-
-    Args:
-        name: the job's.
-        places: where.
-        tell: hears a line for the job's user: where it answers, or why it cannot.
-    """
+    """Serves a job's state over a Unix socket and HTTP; ``tell`` receives messages for the user."""
 
     def __init__(self, name: str, places: Places, tell: Callable[[str], None]) -> None:
         self._name, self._places, self._tell = name, places, tell
         self._watch = Watch(name, time.monotonic())
-        self._visitors: dict[asyncio.WriteTransport, None] = {}  # in the order of their coming
+        self._visitors: dict[asyncio.WriteTransport, None] = {}  # ordered by arrival
         self._socket: Path | None = None
         self._inode = 0
 
     async def run(self, reports: asyncio.StreamReader, parent: Callable[[], bool]) -> None:
-        """Serve until reports end, or the one that started this process has."""
+        """Serve until reports end or the parent process exits."""
         servers = [await self._open_socket(), await self._open_port()]
         try:
             if any(servers):
@@ -95,7 +83,7 @@ class Supervisor:
                 if not line:
                     return
                 self._watch.take(line.decode(errors="replace"), time.monotonic())
-            except ValueError:  # longer than any report; the reader has dropped it
+            except ValueError:  # exceeds the limit; the reader has dropped it
                 self._watch.refused += 1
             next_line = asyncio.ensure_future(reports.readline())
 
@@ -107,7 +95,8 @@ class Supervisor:
     async def _open_socket(self) -> asyncio.Server | None:
         try:
             path = made(Path(self._places.folder)) / f"{self._name}{SUFFIX}"
-            # Under another name first: one of that name may be there, of the job before a restart.
+            # A socket of that name may remain from before a restart, so bind another name and
+            # rename it.
             new = path.with_suffix(f".{os.getpid()}")
             with contextlib.suppress(OSError):
                 new.unlink()
@@ -115,7 +104,7 @@ class Supervisor:
             new.chmod(0o600)
             self._inode = new.stat().st_ino
             new.rename(path)
-        except OSError as err:  # NoPlace is one
+        except OSError as err:  # includes NoPlace
             why = str(err) if isinstance(err, NoPlace) else f"{self._places.folder}: {err}"
             self._tell(f"`wingbeat top` will not find this job: {why}")
             return None
@@ -123,13 +112,13 @@ class Supervisor:
         return server
 
     def _remove_socket(self) -> None:
-        """Remove it, unless another job of that name has put its own in its place."""
+        """Remove the socket, unless another job of that name has replaced it."""
         with contextlib.suppress(OSError):
             if self._socket is not None and self._socket.stat().st_ino == self._inode:
                 self._socket.unlink()
 
     async def _show(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whoever may connect is shown everything at once: there is nothing to ask."""
+        """Send the whole state to each client of the socket; there is no request."""
         async with self._visit(writer):
             writer.write(self._page())
 
@@ -139,7 +128,7 @@ class Supervisor:
         host, port = self._places.host, self._places.port
         if port is None:
             return None
-        importlib.import_module("wingbeat.monitor.prometheus")  # a missing library ends this now
+        importlib.import_module("wingbeat.monitor.prometheus")  # fail now if the library is missing
         deadline = time.monotonic() + _BIND_S
         while True:
             try:
@@ -180,7 +169,7 @@ class Supervisor:
 
     @contextlib.asynccontextmanager
     async def _visit(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
-        """Bear with a visitor who may go at any moment, ask anything, or never take the answer."""
+        """Limit a connection's time, and ignore disconnects and malformed requests."""
         mine = writer.transport
         if len(self._visitors) >= _AT_ONCE:
             longest = next(iter(self._visitors))
@@ -193,7 +182,7 @@ class Supervisor:
             await writer.drain()
             writer.close()
             await writer.wait_closed()
-        except (OSError, EOFError, asyncio.LimitOverrunError):  # an abort is an end of file
+        except (OSError, EOFError, asyncio.LimitOverrunError):  # an abort raises EOFError
             pass
         finally:
             deadline.cancel()
@@ -202,7 +191,7 @@ class Supervisor:
 
 
 def _plain(err: OSError) -> str:
-    """Return what the system says; asyncio says it in more words."""
+    """Return the system's error text, which is shorter than asyncio's."""
     return os.strerror(err.errno) if err.errno else str(err)
 
 
@@ -215,7 +204,7 @@ def _http_text(status: str, kind: str, text: bytes, *, only_head: bool = False) 
 
 
 async def serve(name: str, places: Places, parent: Callable[[], bool]) -> None:
-    """Serve with reports from standard input, one a line, and lines for the user on the output."""
+    """Serve with one report per line of standard input; messages go to standard output."""
     loop = asyncio.get_running_loop()
     reports = asyncio.StreamReader(limit=2 * LARGEST)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), sys.stdin)

@@ -1,4 +1,4 @@
-"""Reports in, the state of a job out. Time is passed in."""
+"""Computes the state of a job from its workers' reports. Callers pass the time in."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ from wingbeat.monitor.snapshot import MOST_WORKERS, Job, Worker
 from wingbeat.observe.meter import PARTS, Section
 
 WINDOW_S = 10.0
-"""Seconds over which rates are taken: from a report so much older to a worker's last."""
+"""Rates are averages over this number of seconds before a worker's last report."""
 
 
 class Watch:
-    """What has been heard of one job's workers.
-
-    Args:
-        name: the job's.
-        now: seconds, of the clock that all other calls go by.
-
-    Attributes:
-        refused: how many texts were no reports of this job's workers.
-    """
+    """The last reports of one job's workers; ``refused`` counts texts that were not valid."""
 
     def __init__(self, name: str, now: float) -> None:
         self._name, self._began = name, now
@@ -31,10 +23,7 @@ class Watch:
         self.refused = 0
 
     def take(self, text: str, now: float) -> None:
-        """Take in what has come, a worker's report; anything else is counted and dropped.
-
-        The same report may come again, which says nothing new.
-        """
+        """Add a worker's report; count and drop anything else. A repeated report has no effect."""
         try:
             report = Report.from_text(text)
             if report.size > MOST_WORKERS or self._size not in (0, report.size):
@@ -50,7 +39,7 @@ class Watch:
             heard.add(report, now)
 
     def job(self, now: float, unix_s: float) -> Job:
-        """Return what is known now."""
+        """Return the job's current state."""
         watched = max(0.0, now - self._began)
         workers = tuple(
             self._heard[rank].worker(now)
@@ -69,7 +58,7 @@ class _Heard:
         self._at = self._stepped = now
 
     def continues(self, report: Report) -> bool:
-        """Whether it is from the same process, and no older one."""
+        """Whether the report is from the same process and not older."""
         last = self._reports[-1]
         return report.pid == last.pid and report.number >= last.number
 
@@ -94,7 +83,7 @@ class _Heard:
             sections=tuple(each for each in last.sections if not each.unit),
         )
         passed = last.at_s - first.at_s
-        # Of who is silent nobody knows how fast it is now.
+        # The current rate of a silent worker is unknown.
         known = passed > 0 and not worker.silent
         return _with_rates(worker, first, last, passed) if known else worker
 
@@ -116,7 +105,7 @@ def _with_rates(worker: Worker, first: Report, last: Report, passed: float) -> W
 
 
 def _grown(section: Section, first: Report, passed: float) -> Section:
-    """Return by how much a second the cells have grown, if they are such that only grow."""
+    """Convert growing cells into rates per second."""
     if not section.unit:
         return section
     same = (
@@ -124,7 +113,7 @@ def _grown(section: Section, first: Report, passed: float) -> Section:
     )
     before = next((each.cells for each in same), {})
     cells = {
-        # What is new has grown from nothing.
+        # A new cell has grown from 0.
         name: _rate(float(cell) - float(before.get(name, 0)), passed)
         for name, cell in section.cells.items()
     }

@@ -1,7 +1,7 @@
-"""Seeing what a worker does and when: one event stream, a Perfetto trace, a picture.
+"""Recording of what a worker does and when: an event stream, a Perfetto trace, a figure.
 
-``events`` records, ``trace`` saves, merges and exports, ``timeline`` draws and measures what was
-exposed. Nothing here imports torch, and matplotlib is loaded only to draw.
+``events`` records, ``trace`` saves, merges and exports, ``timeline`` draws, ``exposed`` measures
+exposed communication. Nothing here imports torch; matplotlib is imported only to draw.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where an iteration's time goes, from recorded events: the bars of DeAR's Fig. 8.
+"""Breaks an iteration's time down by recorded events: the bars of DeAR's Fig. 8.
 
-What the network does behind the computation does not show; what it makes the worker wait for does,
-and is named after the collective that was under way at that moment.
+Communication that overlaps with computation is not shown. Waiting is attributed to the collective
+that was running at that moment.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from wingbeat.observe.exposed import Interval, clip, iterations, union
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One iteration in seconds; the parts add up to its length.
+    """One iteration in seconds. The parts add up to its length.
 
     Attributes:
-        forward_s: forward, without waits and updates inside it.
-        backward_s: backward, likewise, and without encoding.
-        reduce_scatter_s: waiting while a reduce-scatter of this worker was under way.
-        all_gather_s: the other waiting, where there are all-gathers.
-        all_reduce_s: the other waiting, where there are whole all-reduces, or averages of models.
+        forward_s: forward, without the waits and updates inside it.
+        backward_s: backward, without the waits, updates and encoding inside it.
+        reduce_scatter_s: waits during a reduce-scatter of this worker.
+        all_gather_s: the other waits, if all-gathers are used.
+        all_reduce_s: the other waits, if all-reduces or model averaging are used.
         update_s: the optimizer.
-        other_s: the rest, as ``zero_grad`` and Python between the parts.
-        encode_s: a codec's work while backward waits for it (t_s; OMGS-SGD, section II-D).
+        other_s: the rest, such as ``zero_grad`` and Python between the parts.
+        encode_s: encoding that delays backward (t_s; OMGS-SGD, section II-D).
     """
 
     forward_s: float = 0.0
@@ -41,22 +41,22 @@ class Parts:
 
     @property
     def total_s(self) -> float:
-        """The iteration's length."""
+        """The length of the iteration in seconds."""
         return math.fsum(asdict(self).values())
 
     @property
     def exposed_s(self) -> float:
-        """All the waiting."""
+        """All waits in seconds."""
         return self.reduce_scatter_s + self.all_gather_s + self.all_reduce_s
 
 
 def breakdown(events: Iterable[Event], *, skip: int = 1) -> Parts:
-    """Split the iteration of median length, each part averaged over the workers.
+    """Break the iteration of median length down, with each part averaged over the workers.
 
     Args:
-        events: of all workers, in any order; iterations end with ``step``.
-        skip: first iterations to leave out. The very first has no reliable begin, because
-            collectives that began before recording did count as its events.
+        events: events of all workers, in any order; iterations end with ``step``.
+        skip: number of first iterations to leave out. The first one has no reliable begin, because
+            collectives that began before recording count as its events.
 
     Raises:
         UsageError: no iteration is left.
@@ -73,7 +73,7 @@ def breakdown(events: Iterable[Event], *, skip: int = 1) -> Parts:
 
 
 def per_iteration(events: Iterable[Event]) -> list[Parts]:
-    """Split each of one worker's ``iterations``.
+    """Break each of one worker's ``iterations`` down.
 
     >>> own = [
     ...     Event(0, -1, "forward", 0, 5, 0, "compute"),
@@ -87,14 +87,14 @@ def per_iteration(events: Iterable[Event]) -> list[Parts]:
     [3, 1, 1]
 
     Raises:
-        UsageError: events of several workers.
+        UsageError: the events are of several workers.
     """
     listed = list(events)
     return [_parts(listed, window) for window in iterations(listed)]
 
 
 def without(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
-    """The instants of ``intervals`` that lie in none of ``holes``.
+    """Return ``intervals`` minus ``holes``.
 
     >>> without([(0, 10)], [(2, 3), (8, 12)])
     [(0, 2), (3, 8)]
@@ -114,7 +114,7 @@ def without(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[In
 
 
 def _parts(events: Sequence[Event], window: Interval) -> Parts:
-    """Each instant of the window counts once: wait before update, encoding, forward, backward."""
+    """Count each instant once: wait before update, encoding, forward, backward."""
     waits = _spans(events, "wait", window)
     updates = without(_spans(events, "update", window), waits)
     encodes = without(_spans(events, "encode", window), [*waits, *updates])
@@ -124,7 +124,7 @@ def _parts(events: Sequence[Event], window: Interval) -> Parts:
     named = {event.what for event in events}
     rest = without(waits, _spans(events, "reduce_scatter", window))
     if not named & {"all_reduce", "all_gather", "average"}:
-        rest = []  # what is left is how long the worker takes to wake up
+        rest = []  # the remaining wait is the worker's wake-up latency
     whole = bool(named & {"all_reduce", "average"})
     known = union([*busy, *forward, *backward])
     return Parts(

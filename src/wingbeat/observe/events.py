@@ -1,7 +1,6 @@
-"""One stream of timed events per worker process, at nearly no cost while it is off.
+"""A stream of timed events per worker process, with almost no cost while it is off.
 
-A caller looks at one attribute before it does anything else, so that an untraced run
-spends an attribute lookup and a branch and nothing more:
+Callers check one attribute first, so an untraced run costs an attribute lookup and a branch:
 
 >>> import time
 >>> from wingbeat.observe.events import stream
@@ -44,31 +43,34 @@ WHATS = (
     "left",
     "joined",
 )
-"""What an event can be. ``wait`` is exposed communication: the main thread was blocked on it.
-``encode`` is a codec's work in the thread that runs backward, which it delays. From ``request`` on
-they are of models that are averaged: a worker asks for a group, waits until it has one, averages
-with it, and takes the average over; another one has left, or joined."""
+"""Names of events.
+
+``wait`` is exposed communication: the main thread was blocked on it. ``encode`` is encoding in the
+thread that runs backward. The names from ``request`` on belong to model averaging: a worker
+requests a group, waits for it, averages with it and applies the average; another worker has left
+or joined.
+"""
 
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "broadcast")
-"""The events that moved bytes."""
+"""The events that move bytes."""
 
 AVERAGES = "averages"
-"""The lane of what goes on beside training where models are averaged."""
+"""The lane of model averaging, which overlaps with training."""
 
 LIMIT = 1_000_000
-"""Events kept by default: near 200 MB of memory, hours of a traced run."""
+"""Default maximum of events: about 200 MB of memory, hours of a traced run."""
 
 _Row = tuple[str, int, int, int, int, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that one worker did.
+    """One timed action of one worker.
 
-    ``bucket`` is -1 where no bucket is meant; ``nbytes`` is the size of the buffer worked on (what
-    went over a link is the kernel's to count, see `wingbeat lab stats`); ``lane`` is ``compute``,
-    ``averages`` or the network interface's name; ``group`` is the ranks that models are averaged
-    with, or that have left or joined.
+    ``bucket`` is -1 if no bucket applies. ``nbytes`` is the size of the buffer; `wingbeat lab
+    stats` has the bytes on the network, as counted by the kernel. ``lane`` is ``compute``,
+    ``averages`` or the name of a network interface. ``group`` is the ranks that average, or that
+    have left or joined.
     """
 
     worker: int
@@ -85,13 +87,13 @@ _UNTIMED = contextlib.nullcontext()
 
 
 class Stream:
-    """Where a process records its events; normally the module's one ``stream``.
+    """Records the events of a process; normally the module's ``stream`` is used.
 
-    Any thread may record: an event is one tuple, appended to a list, which CPython does
-    atomically. Starting and stopping belong to one thread.
+    Any thread may record: CPython appends a tuple to a list atomically. One thread starts and
+    stops.
 
     Raises:
-        UsageError: a ``limit`` below 1 event.
+        UsageError: ``limit`` is below 1 event.
     """
 
     __slots__ = ("_dropped", "_limit", "_rows", "_told", "_worker", "on")
@@ -108,11 +110,11 @@ class Stream:
 
     @property
     def dropped(self) -> int:
-        """Events thrown away since ``start`` because the stream was full."""
+        """Number of events dropped since ``start`` because the stream was full."""
         return self._dropped
 
     def start(self, worker: int) -> None:
-        """Forget what was recorded and record from now on, as worker number ``worker``."""
+        """Clear the stream and start to record, as worker number ``worker``."""
         self._rows = []
         self._dropped = self._told = 0
         self._worker = worker
@@ -131,8 +133,7 @@ class Stream:
     ) -> None:
         """Append one event; does nothing while the stream is off.
 
-        Names and times are not checked here, where every nanosecond would be one of the training
-        loop; ``trace.load`` checks them.
+        Names and times are not checked here, to keep the cost low; ``trace.load`` checks them.
         """
         if not self.on:
             return
@@ -143,7 +144,7 @@ class Stream:
         rows.append((what, begin_ns, end_ns, bucket, nbytes, lane, group))
 
     def happened(self, what: str, group: tuple[int, ...] = ()) -> None:
-        """Append an event of averages that takes no time; nothing while the stream is off."""
+        """Append an event of model averaging without duration, if the stream is on."""
         if self.on:
             now = time.monotonic_ns()
             self.record(what, now, now, lane=AVERAGES, group=group)
@@ -151,7 +152,7 @@ class Stream:
     def timed(
         self, what: str, *, bucket: int = -1, lane: str = "compute"
     ) -> contextlib.AbstractContextManager[None]:
-        """Record how long the block takes, also where it raises; for a training loop's own parts.
+        """Record the duration of the block, also if it raises.
 
         >>> own = Stream()
         >>> own.start(worker=0)
@@ -160,7 +161,7 @@ class Stream:
         >>> [event.what for event in own.stop()]
         ['forward']
         """
-        # A training loop comes here hundreds of times a step, and mostly for nothing.
+        # A training loop calls this hundreds of times per step, mostly with the stream off.
         return self._timed(what, bucket, lane) if self.on else _UNTIMED
 
     @contextlib.contextmanager
@@ -172,9 +173,9 @@ class Stream:
             self.record(what, begin, time.monotonic_ns(), bucket=bucket, lane=lane)
 
     def take(self) -> list[Event]:
-        """Hand over what was recorded so far, and go on recording if the stream is on.
+        """Return and clear the recorded events; recording continues if the stream is on.
 
-        Warns (``RuntimeWarning``) where events had to be dropped.
+        Warns with ``RuntimeWarning`` if events were dropped.
         """
         rows, self._rows = self._rows, []
         lost = self._dropped - self._told
@@ -193,10 +194,10 @@ class Stream:
         ]
 
     def stop(self) -> list[Event]:
-        """Stop recording and hand over what was recorded since ``start`` or the last ``take``."""
+        """Stop recording and return the events since ``start`` or the last ``take``."""
         self.on = False
         return self.take()
 
 
 stream = Stream()
-"""The process's own stream."""
+"""The process's stream."""

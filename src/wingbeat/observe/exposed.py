@@ -1,7 +1,7 @@
-"""How long a worker stood still for communication, computed from its events.
+"""Computes from a worker's events how long it was blocked on communication.
 
-What a schedule hides costs nothing; what is left is *exposed*: the main thread was blocked on a
-collective, which the engine records as ``wait``.
+Communication that overlaps with computation costs nothing. The rest is *exposed*: the main thread
+was blocked on a collective, which the engine records as ``wait``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as disjoint intervals in order; empty ones vanish.
+    """Return the union as disjoint intervals in order, without empty ones.
 
     >>> union([(5, 9), (0, 3), (2, 4), (7, 7)])
     [(0, 4), (5, 9)]
@@ -33,7 +33,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """What of the intervals lies inside the window.
+    """Return the parts of the intervals inside the window.
 
     >>> clip([(0, 4), (5, 9)], (3, 6))
     [(3, 4), (5, 6)]
@@ -44,10 +44,10 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
 
 
 def exposed_ns(events: Iterable[Event]) -> int:
-    """Nanoseconds in which one worker was blocked on communication.
+    """Return the nanoseconds in which one worker was blocked on communication.
 
-    Waits that overlap, as nested ones do, count once. Raises ``UsageError`` for events of several
-    workers: their waits go on at the same time, and a sum of them would mean nothing.
+    Overlapping waits count once. Raises ``UsageError`` for events of several workers, because their
+    waits overlap and the sum has no meaning.
 
     >>> waits = [Event(0, 1, "wait", 0, 4, 0, "compute"), Event(0, 2, "wait", 2, 6, 0, "compute")]
     >>> exposed_ns(waits)
@@ -57,10 +57,10 @@ def exposed_ns(events: Iterable[Event]) -> int:
 
 
 def iterations(events: Iterable[Event]) -> list[Interval]:
-    """One worker's iterations: each ends where a ``step`` ends and begins where the last ended.
+    """Return one worker's iterations. Each ends with a ``step`` and begins where the last ended.
 
-    The first begins with the first event. Without any ``step``, everything is one iteration.
-    Events after the last ``step`` belong to an iteration that was not finished, and to none here.
+    The first begins with the first event. Without any ``step``, all events are one iteration.
+    Events after the last ``step`` belong to an unfinished iteration and are left out.
     """
     listed = _of_one_worker(events)
     if not listed:
@@ -73,7 +73,7 @@ def iterations(events: Iterable[Event]) -> list[Interval]:
 
 
 def exposed_per_iteration(events: Iterable[Event]) -> list[int]:
-    """Exposed nanoseconds in each of one worker's ``iterations``."""
+    """Return the exposed nanoseconds of each of one worker's ``iterations``."""
     listed = _of_one_worker(events)
     waits = _waits(listed)
     return [sum(end - begin for begin, end in clip(waits, window)) for window in iterations(listed)]

@@ -1,4 +1,4 @@
-"""What every picture begins with. matplotlib is loaded only to draw."""
+"""A blank matplotlib figure. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def blank(what: str, size: tuple[float, float], dpi: int) -> Figure:
-    """Return a white figure of ``size`` inches for a picture of ``what``.
+    """Return a white figure of ``size`` inches; ``what`` names it in errors.
 
     Raises:
         UsageError: matplotlib (the extra ``bench``) is missing.

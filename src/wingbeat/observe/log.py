@@ -1,8 +1,8 @@
-"""What wingbeat has to say while it runs, on the logger called ``wingbeat``.
+"""wingbeat's log messages, on the logger ``wingbeat``.
 
-In a script that configures logging, its handlers get it, from level INFO on unless the script gives
-the logger ``wingbeat`` another level. In one that does not, rank 0 says it on standard error, as a
-line that begins with ``wingbeat:``.
+If a script configures logging, its handlers receive the messages from level INFO on, unless the
+script sets another level for the logger ``wingbeat``. Otherwise rank 0 writes them to standard
+error, in lines that begin with ``wingbeat:``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 
 log = logging.getLogger("wingbeat")
-"""The logger of everything in wingbeat."""
+"""The logger of the whole package."""
 
 
 class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]
-    """Silent as soon as the script has a handler of its own."""
+    """Writes nothing if the script has a handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -22,7 +22,7 @@ class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def speak() -> None:
-    """Say what is logged on standard error, unless the script has decided otherwise."""
+    """Log to standard error, unless the script has configured logging."""
     if log.handlers or log.level != logging.NOTSET:
         return
     handler = _Fallback()

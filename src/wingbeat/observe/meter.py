@@ -1,7 +1,7 @@
-"""What one model's training has taken so far: totals that its own threads add to and others read.
+"""Totals of one model's training, which training threads add to and other threads read.
 
-Always on, so a place that adds costs two looks at the clock and an addition. Nothing is kept but
-the totals; what happened when is the event stream's (`observe.events`).
+They are always recorded. Each addition costs two reads of the clock. `observe.events` records
+what happened when.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import TypeAlias
 Cell: TypeAlias = "int | float | str"
 
 PARTS = ("forward", "backward", "update", "exchange", "other", "codec")
-"""What an iteration's time goes into. ``codec`` is work of all threads, beside the others in part;
-the others are the training thread's, and add up to its time."""
+"""The parts of an iteration's time. ``codec`` is work of all threads and may overlap with the
+others; the others are the training thread's and add up to its time.
+"""
 
 GROWS = ("B/s", "/s")
-"""Units of sections whose cells only grow: what is shown is by how much in a second."""
+"""Units of sections whose cells only grow; they are shown as rates per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Something that a strategy wants to be seen of one worker: a row of a table of all workers.
+    """Values that a strategy shows for one worker: a row of a table of all workers.
 
     Attributes:
-        name: the table's, as ``classes``.
-        cells: by column.
-        unit: empty for what is shown as it is; or one of `GROWS`.
+        name: the table's name, such as ``classes``.
+        cells: values by column.
+        unit: empty if values are shown as they are; otherwise one of `GROWS`.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Section:
 
 
 class Tally:
-    """Nanoseconds that several threads add to at once, without a lock.
+    """Nanoseconds that several threads add to without a lock.
 
     >>> spent = Tally()
     >>> spent.add(5)
@@ -54,34 +55,34 @@ class Tally:
 
     def add(self, ns: int) -> None:
         """Add ``ns``."""
-        # `x += 1` of one number by two threads loses some; each thread has a number of its own.
+        # `x += 1` on one number is not atomic, so each thread has a number of its own.
         me, mine = threading.get_ident(), self._by_thread
         mine[me] = mine.get(me, 0) + ns
 
     @property
     def total(self) -> int:
-        """All that was added, by whatever thread."""
+        """The sum over all threads."""
         return sum(list(self._by_thread.values()))
 
 
 codec = Tally()
-"""Nanoseconds that threads of this process have encoded and decoded, for whatever model."""
+"""Nanoseconds that all threads of this process have spent encoding and decoding."""
 
 
 class Meter:
     """Totals of one model on one worker.
 
-    The training thread is always in one phase. What it waits for the exchange, in whatever phase,
-    is counted there and not in the phase.
+    The training thread is always in one phase. Time blocked on the exchange counts as exchange, not
+    as the phase.
 
     Args:
-        name: the model's.
-        strategy: as its user has written it.
-        clock: returns nanoseconds that never go back.
+        name: the model's name.
+        strategy: as written by the user.
+        clock: returns monotonic nanoseconds.
 
     Attributes:
         iterations: optimizer steps so far.
-        counts: how often things happened that should be rare, by their name.
+        counts: number of rare events by name.
         waited_ns: nanoseconds in which the training thread was blocked on the exchange.
     """
 
@@ -114,7 +115,7 @@ class Meter:
         self._sources: list[Callable[[], Sequence[Section]]] = []
 
     def enter(self, phase: str) -> None:
-        """Begin ``forward``, ``backward``, ``update`` or ``other``, which ends what was before."""
+        """Begin ``forward``, ``backward``, ``update`` or ``other``, which ends the phase before."""
         now, waited = self._clock(), self.waited_ns
         self._spent[self._phase] += now - self._at - (waited - self._waited)
         self._phase, self._at, self._waited = phase, now, waited
@@ -125,23 +126,23 @@ class Meter:
         self.iterations += 1
 
     def count(self, what: str, times: int = 1) -> None:
-        """Count something that should be rare, as gradients that a rule has dropped."""
+        """Count a rare event, such as dropped gradients."""
         self.counts[what] = self.counts.get(what, 0) + times
 
     def show(self, source: Callable[[], Sequence[Section]]) -> None:
-        """Have what ``source()`` returns be shown.
+        """Show the sections that ``source()`` returns.
 
-        Another thread calls it, about once a second: it must not wait, nor take a lock.
+        Another thread calls it about once per second; it must not block or take a lock.
         """
         self._sources.append(source)
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds in each of `PARTS` but the codec, until now; any thread may ask."""
+        """Seconds so far in each of `PARTS` except the codec; any thread may call it."""
         spent = {phase: ns / 1e9 for phase, ns in self._spent.items()}
         return {**spent, "exchange": self.waited_ns / 1e9}
 
     @property
     def sections(self) -> list[Section]:
-        """What the strategy shows of itself now; any thread may ask."""
+        """Current sections of the strategy; any thread may call it."""
         return [section for source in self._sources for section in source()]

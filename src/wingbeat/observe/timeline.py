@@ -1,8 +1,7 @@
-"""A picture of where the time of an iteration goes.
+"""Draws a timeline of iterations.
 
-For each worker: one row for computation, with the time in which it stood still for the network
-hatched in red, and one row for each network interface, with its collectives; and one for averages
-where models are averaged.
+Each worker has a row for computation, with exposed communication hatched in red, a row per network
+interface with its collectives, and a row for model averaging if it is used.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ COLOURS = {
     "group_wait": "#d9c7b8",
     "average": "#b5838d",
 }
-"""Fill by event; ``wait`` is hatched instead, and ``step`` lies pale behind the rest."""
+"""Fill colour by event; ``wait`` is hatched, and ``step`` is pale in the background."""
 
 _BESIDE = (*COLLECTIVES, "group_wait", "average")
-"""What has rows of its own, below computation's."""
+"""Events with rows below computation's."""
 
 _STEP = "#d3d7dd"
 _WAIT_FILL, _WAIT_EDGE = "#fbdad6", "#c8281e"
@@ -65,9 +64,9 @@ def draw_png(
 ) -> None:
     """Draw the ``last`` finished iterations of all workers in ``events`` as a PNG.
 
-    The window is worker 0's (the lowest one's); times are milliseconds from its begin. Raises
-    ``UsageError`` where there is nothing to draw, where the file cannot be written, and where
-    matplotlib (the extra ``bench``) is missing.
+    The window is that of the lowest rank; times are milliseconds from its begin. Raises
+    ``UsageError`` if there is nothing to draw, the file cannot be written, or matplotlib (the extra
+    ``bench``) is missing.
     """
     if last < 1:
         raise UsageError(f"cannot draw the last {last} iterations; allowed: 1 or more")
@@ -89,7 +88,7 @@ def draw_png(
 
 
 def _window(events: Sequence[Event], last: int) -> Interval:
-    """From the begin of the first iteration shown to the end of the last one."""
+    """From the begin of the first iteration shown to the end of the last."""
     chosen = iterations(events)[-last:]
     return chosen[0][0], chosen[-1][1]
 
@@ -99,7 +98,7 @@ def _lanes(events: Iterable[Event]) -> list[str]:
 
 
 def _canvas(by_worker: dict[int, list[Event]], title: str) -> tuple[Figure, Axes, float]:
-    """An empty figure with room for every row, and the height of the rows in data units."""
+    """An empty figure, and the height of its rows in data units."""
     height = sum((1 + len(_lanes(own))) * _ROW + _GAP for own in by_worker.values()) - _GAP
     inches = 1.7 + 0.34 * height
     figure = blank("timeline", (13, inches), _DPI)
@@ -120,7 +119,7 @@ def _draw_worker(
     top: float,
     labels: list[tuple[float, str]],
 ) -> float:
-    """Draw one worker's rows from ``top`` downwards; where the next worker begins."""
+    """Draw one worker's rows from ``top`` down; return where the next worker begins."""
     lanes = _lanes(events)
     bottom = top + (1 + len(lanes)) * _ROW
     axes.axhspan(top, bottom, color=_BAND, linewidth=0, zorder=0)
@@ -149,7 +148,7 @@ def _draw_worker(
 
 
 def _summary(events: list[Event], last: int) -> str:
-    """What stands at the right of a worker: its mean iteration, and how much was exposed."""
+    """The mean iteration time and exposed time."""
     spans, exposed = iterations(events)[-last:], exposed_per_iteration(events)[-last:]
     length = sum(end - begin for begin, end in spans)
     share = 100 * sum(exposed) / length if length else 0.0
@@ -157,7 +156,6 @@ def _summary(events: list[Event], last: int) -> str:
 
 
 def _draw_compute(axes: Axes, events: list[Event], window: Interval, top: float) -> None:
-    """Step, forward, backward, encoding and update, and over them what was spent waiting."""
     steps = [(event.begin_ns, event.end_ns) for event in events if event.what == "step"]
     _bars(axes, clip(steps, window), window, top + 0.11, _BAR, facecolor=_STEP, zorder=2)
     for what in ("forward", "backward", "encode", "update", "take_over"):
@@ -169,7 +167,7 @@ def _draw_compute(axes: Axes, events: list[Event], window: Interval, top: float)
 
 
 def _draw_lane(axes: Axes, events: list[Event], window: Interval, top: float) -> None:
-    """One interface's collectives; those that are under way together share the row's height."""
+    """Draw one interface's collectives; overlapping ones share the row's height."""
     listed = sorted(events, key=lambda event: (event.begin_ns, event.end_ns))
     seen = [event for event in listed if clip([(event.begin_ns, event.end_ns)], window)]
     places, count = _subrows([(event.begin_ns, event.end_ns) for event in seen])
@@ -193,9 +191,9 @@ def _draw_lane(axes: Axes, events: list[Event], window: Interval, top: float) ->
 
 
 def _subrows(spans: Sequence[Interval]) -> tuple[list[int], int]:
-    """A place for each span, ordered by begin, and how many places there are.
+    """Return a subrow for each span, ordered by begin, and the number of subrows.
 
-    Spans that overlap get different places, up to ``_MAX_SUBROWS``; more than that and they share.
+    Overlapping spans get different subrows, up to ``_MAX_SUBROWS``; further ones share.
 
     >>> _subrows([(0, 4), (2, 6), (4, 8)])
     ([0, 1, 0], 2)
@@ -229,7 +227,6 @@ def _finish(
     height: float,
     events: list[Event],
 ) -> None:
-    """Axes, labels and the legend."""
     axes.set_xlim(0, max((window[1] - window[0]) / 1e6, 1e-6))
     axes.set_ylim(height, 0)
     axes.set_yticks([at for at, _ in labels], [text for _, text in labels])

@@ -1,6 +1,6 @@
-"""Events on disk: one part per worker, merged, and exported to Perfetto.
+"""Events in files: one part per worker, merged, and exported to Perfetto.
 
-Each worker saves its own part; one of them, or a person, merges the parts afterwards:
+Each worker saves its own part, and one process merges the parts afterwards:
 
 >>> import pathlib, tempfile
 >>> from wingbeat.observe.events import Event
@@ -14,7 +14,7 @@ Each worker saves its own part; one of them, or a person, merges the parts after
 >>> write_perfetto(events, folder / "trace.json")    # open it at https://ui.perfetto.dev
 >>> temporary.cleanup()
 
-A part may come from another machine, so nothing in it is believed before it was checked.
+A part may come from another machine, so ``load`` checks all of it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from wingbeat.observe.events import WHATS, Event
 FORMAT = "wingbeat-events"
 VERSION = 2
 MAX_BYTES = 1 << 30
-"""The largest part that ``load`` reads."""
+"""Maximum size in bytes of a part that ``load`` reads."""
 
 _FIELDS = ("worker", "bucket", "what", "begin_ns", "end_ns", "nbytes", "lane", "group")
 _INT64 = 1 << 63
 _MAX_LANE = 64
 _NAMED = 6
-"""Ranks of a group that an event's name in Perfetto has; its arguments have all."""
+"""Maximum ranks in an event's name in Perfetto; its arguments have all."""
 _KEYS = {"format", "version", "boot", "wall_offset_ns", "fields", "events"}
 
 AnyPath = str | os.PathLike[str]
 
 
 def save(events: Iterable[Event], path: AnyPath) -> None:
-    """Write ``events`` as one JSON part, together with what ``merge`` needs to align clocks."""
+    """Write ``events`` as one JSON part, with the data that ``merge`` needs to align clocks."""
     rows = [[getattr(event, name) for name in _FIELDS] for event in events]
     part = {
         "format": FORMAT,
@@ -61,20 +61,18 @@ def save(events: Iterable[Event], path: AnyPath) -> None:
 
 
 def load(path: AnyPath) -> list[Event]:
-    """Read one part back.
+    """Read one part.
 
-    Raises ``UsageError``, naming the file and the entry, where it is not a part written by
-    ``save``.
+    Raises ``UsageError``, with the file and the entry, if it was not written by ``save``.
     """
     return _read(path)[2]
 
 
 def merge(paths: Sequence[AnyPath]) -> list[Event]:
-    """Read several workers' parts as one list, ordered by begin.
+    """Read several workers' parts into one list, ordered by begin.
 
-    Parts written on one boot of one machine share the monotonic clock and stay as they are. Parts
-    from other machines are moved onto the first part's clock by the wall clocks, hence only as
-    exactly as NTP keeps those.
+    Parts of one boot of one machine share the monotonic clock and stay unchanged. Parts of other
+    machines are shifted to the first part's clock by the wall clocks, so the error is that of NTP.
     """
     merged: list[Event] = []
     first: tuple[str, int] | None = None
@@ -89,11 +87,10 @@ def merge(paths: Sequence[AnyPath]) -> list[Event]:
 
 
 def write_perfetto(events: Iterable[Event], path: AnyPath) -> None:
-    """Write a trace that https://ui.perfetto.dev and chrome://tracing open.
+    """Write a trace for https://ui.perfetto.dev and chrome://tracing.
 
-    One process per worker, one thread per lane; ``wait`` has a row of its own, since it says when
-    the main thread stood still and would otherwise hide inside forward or backward. Times start
-    at the first event.
+    It has one process per worker and one thread per lane. ``wait`` has a row of its own, because it
+    would otherwise be hidden inside forward or backward. Times start at the first event.
     """
     listed = sorted(events, key=lambda event: (event.begin_ns, -event.end_ns))
     zero = listed[0].begin_ns if listed else 0
@@ -129,14 +126,14 @@ def _name_of(event: Event) -> str:
 
 
 _Row = tuple[int, str, int]
-"""Worker, lane, and which of the lane's rows."""
+"""Worker, lane, and row within the lane."""
 
 
 def _rows(listed: Sequence[Event]) -> list[_Row]:
-    """The row of each event, ordered by begin.
+    """Return the row of each event, ordered by begin.
 
-    Perfetto draws slices of one row inside each other or one after another and discards what
-    crosses, as the collectives of two buckets in flight do. Those go to a second row.
+    Perfetto drops slices of a row that overlap without nesting, as the collectives of two buckets
+    in flight do. Those go to a second row.
     """
     open_ends: dict[tuple[int, str], list[list[int]]] = {}
     rows: list[_Row] = []
@@ -148,7 +145,7 @@ def _rows(listed: Sequence[Event]) -> list[_Row]:
 
 
 def _nest(stacks: list[list[int]], event: Event) -> int:
-    """Put the event on the first stack of open ends that it does not cross; which one it was."""
+    """Push the event on the first stack of ends in which it nests; return the stack's number."""
     for number, stack in enumerate(stacks):
         while stack and stack[-1] <= event.begin_ns:
             stack.pop()
@@ -165,7 +162,7 @@ def _row_key(row: _Row) -> tuple[int, int, str, int]:
 
 
 def _metadata(tids: dict[_Row, int]) -> list[dict[str, Any]]:
-    """Names and order of the rows, as Perfetto's metadata events."""
+    """Perfetto's metadata events for names and order of the rows."""
     out: list[dict[str, Any]] = []
 
     def note(kind: str, pid: int, tid: int, args: dict[str, Any]) -> None:
@@ -193,13 +190,13 @@ def _boot_id() -> str:
 
 
 def _write(value: Any, path: AnyPath) -> None:
-    """Write JSON whole or not at all: a reader never sees half a file."""
+    """Write JSON atomically."""
     with replacing(path) as file:
         file.write(json.dumps(value, separators=(",", ":")).encode())
 
 
 def _read(path: AnyPath) -> tuple[str, int, list[Event]]:
-    """The part's boot id, wall clock offset and events, all checked."""
+    """Return a part's boot id, wall clock offset and events, validated."""
     part = _parse(path)
     if not isinstance(part, dict) or part.get("format") != FORMAT:
         raise UsageError(f"{str(path)!r} is not an event file: no 'format': {FORMAT!r} in it")
@@ -232,7 +229,6 @@ def _parse(path: AnyPath) -> Any:
 
 
 def _event(row: Any, where: str) -> Event:
-    """One checked event."""
     if not isinstance(row, list) or len(row) != len(_FIELDS):
         raise UsageError(f"{where} is not a list of {len(_FIELDS)} values: {_short(row)}")
     for name, value in zip(_FIELDS, row, strict=True):
@@ -263,7 +259,7 @@ def _is_ranks(value: Any) -> bool:
 
 
 _KINDS: dict[str, Callable[[Any], bool]] = {"what": _is_text, "lane": _is_text, "group": _is_ranks}
-"""What a field has to be that is no number."""
+"""Checks of the fields that are not numbers."""
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a strategy is composed of: typed, frozen parts, each with its traits.
+"""The parts of a strategy: typed, frozen values with traits.
 
 >>> from wingbeat import Strategy, parts
 >>> Strategy(plan=parts.Merged(), compression=parts.Sketch(bits=4), schedule=parts.Decoupled())

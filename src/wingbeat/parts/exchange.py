@@ -1,4 +1,4 @@
-"""How gradients are exchanged where no topology says it: by servers, in parts, as they come."""
+"""Exchanges other than along a topology: by servers, in parts, or with bounded staleness."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from wingbeat.traits import KEPT, ONCE, OWN, ROUNDS, WHOLE, Part
 from wingbeat.types import Serving, Staleness, ThresholdTuning
 
 ASKED = ("forward", "random")
-"""Orders of sums that are asked for; those that come by themselves have none."""
+"""Orders of sums that workers request; sums that are sent unrequested have none."""
 
 ORDERS = ("ready", "urgent", *ASKED)
 BACKS = ("wire", "dense")
 PLACEMENTS = ("sharded", "whole")
 CLASSES = 4
-"""The most classes of flows that there are."""
+"""The largest number of traffic classes."""
 
 AUTO = "auto"
 
 COARSE, TUNED = "coarse", "tuned"
 Threshold = float | tuple[float, ...] | str
 THRESHOLD: Threshold = 0.5
-"""What divides the classes unless it is said: here and in the presets."""
+"""The default threshold between traffic classes, also of the presets."""
 
 STEPS = 5
 
 
 def threshold_of(text: str) -> Threshold:
-    """Read a threshold as the command line has it: a name, a number, or several with ``+``.
+    """Parse a threshold of the command line: a name, a number, or several numbers with ``+``.
 
     >>> threshold_of("tuned"), threshold_of("0.5"), threshold_of("0.8+0.4")
     ('tuned', 0.5, (0.8, 0.4))
 
     Raises:
-        UsageError: it is none of them.
+        UsageError: the text is none of these.
     """
     if text in (COARSE, TUNED):
         return text
@@ -54,36 +54,36 @@ def threshold_of(text: str) -> Threshold:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Servers(Part, Settings):
-    """Parameter servers sum what all workers push (Geryon, sections III and IV).
+    """Parameter servers sum the gradients of all workers (Geryon, sections III and IV).
 
-    wingbeat starts and ends them with the job.
+    wingbeat starts the servers with the job and stops them with it.
 
     Args:
-        count: how many; 0: one on each host, together with a worker.
-        placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``, every
-            bucket on one of them in turn.
-        slice: the most elements of what a server sums at a time; 0: shards are not cut. Whole
+        count: number of servers; 0: one on each host, next to the workers.
+        placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``, each bucket
+            on one server, in turn.
+        slice: largest number of elements that a server sums at a time; 0: shards are not cut. Whole
             buckets (``placement="whole"``) are not cut either.
-        classes: of flows, 1 to 4, each with a priority that the network honours (DSCP). 1: none.
-        threshold: a bucket travels in a more urgent class if the urgency of its first layer,
-            ``1 - l/L`` for the ``l``-th of ``L`` in the order of forward, is above this; for more
-            than two classes, falling numbers. ``"tuned"``: found out while training goes on
-            (section III-C). ``"coarse"``: two classes, fully connected layers in the second
-            (section III-B).
-        steps: iterations in which each threshold is tried, with ``"tuned"``.
-        file: where rank 0 keeps the thresholds that were found; a run that finds it there does not
-            tune.
-        pushes: whether gradients go to the servers in these classes too, and not in the last.
-        order: which sum a sender sends first: ``"ready"``, as they come; ``"urgent"``, by when
-            forward needs it, with little under way (P3); and of sums that are asked for
-            (``pull="start"``) also ``"forward"``, in that order alone (TICTAC), or ``"random"``,
-            as workers happen to ask (TensorFlow).
-        back: what sums come back as where the wire is not ``"fp32"``: ``"wire"``, the same as
-            gradients; or ``"dense"``, in float32 (float64 where that is summed).
-        encrypted: whether messages are; without it whoever sees the traffic can send in them.
+        classes: number of traffic classes, 1 to 4, each with a priority in the network (DSCP); 1:
+            no priorities.
+        threshold: a bucket is sent in a more urgent class if the urgency of its first layer,
+            ``1 - l/L`` for the ``l``-th of ``L`` layers in forward order, exceeds this; decreasing
+            numbers for more than two classes. ``"tuned"``: tuned during training (section III-C).
+            ``"coarse"``: two classes, fully connected layers in the second (section III-B).
+        steps: iterations for which each threshold is tried, with ``"tuned"``.
+        file: file in which rank 0 stores tuned thresholds; a run that finds the file does not tune.
+        pushes: send gradients to the servers in these classes too, instead of in the last class.
+        order: which sum is sent first. ``"ready"``: in order of completion. ``"urgent"``: by the
+            time at which forward needs it, with few bytes in flight (P3). With ``pull="start"``,
+            where workers request sums, also ``"forward"``: strictly in forward order (TICTAC), or
+            ``"random"``: in the order of requests (TensorFlow).
+        back: encoding of sums if ``compression`` is not ``"fp32"``: ``"wire"``, as the gradients;
+            or ``"dense"``, float32 (float64 for sums in float64).
+        encrypted: encrypt messages. Without encryption, anyone who can observe the traffic can
+            forge them.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     has: ClassVar[frozenset[str]] = frozenset({KEPT})
@@ -120,14 +120,14 @@ class Servers(Part, Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """A schedule that has each bucket summed at once."""
+        """A schedule that sums each bucket in one operation."""
         return frozenset({ONCE})
 
     def thresholds(self) -> tuple[float, ...]:
-        """Return what divides the classes at first; nothing where they go by kind of layer.
+        """Return the initial thresholds between the classes; empty for classes by kind of layer.
 
         Raises:
-            UsageError: what is given does not divide so many classes.
+            UsageError: the threshold does not fit the number of classes.
         """
         given = self.threshold
         if isinstance(given, str):
@@ -163,7 +163,7 @@ class Servers(Part, Settings):
         return tuple(1 - (i + 1) / self.classes for i in range(self.classes - 1))
 
     def serving(self) -> Serving:
-        """Return the same for the engine."""
+        """Return the options in the form that the engine reads."""
         random, tuned = self.order == "random", self.threshold == TUNED
         return Serving(
             count=self.count,
@@ -182,22 +182,22 @@ class Servers(Part, Settings):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Partial(Part, Settings):
-    """Each worker sends the others a part of its gradients an iteration, and keeps the rest (Ako).
+    """Each worker sends a part of its gradients per iteration and accumulates the rest (Ako).
 
-    Partial gradient exchange (Watcharapichat et al., SoCC 2016), in step: an iteration ends when
-    what was sent in it has arrived. A worker applies its own gradients whole and at once, and what
-    the others send when it comes. So every gradient is applied once on every worker, at different
-    times: weights differ between workers, and are nobody's but each worker's own.
+    Partial gradient exchange (Watcharapichat et al., SoCC 2016), in lockstep: an iteration ends
+    when all parts sent in it have arrived. A worker applies its own gradients completely and at
+    once, and those of other workers when they arrive. Every gradient is applied once on every
+    worker, but at different times, so weights differ between workers.
 
     Args:
-        partitions: of each bucket, of which one is sent an iteration, another one the next time;
-            what was gathered for it is sent at once. 0: as many as there are workers, so that a
-            worker sends no more than its gradients' bytes whatever the number of workers, and a
-            gradient reaches everyone within as many iterations.
-        topology: along which connections.
+        partitions: number of parts of each bucket, of which one is sent per iteration, in turn,
+            with all gradients accumulated for it. 0: the number of workers, so that a worker sends
+            at most the size of its gradients, and a gradient reaches all workers within that number
+            of iterations.
+        topology: name of the topology along which parts are sent.
 
     Raises:
-        UsageError: a number or a name out of range.
+        UsageError: a number or a name is out of range.
     """
 
     exact: ClassVar[bool] = False
@@ -218,61 +218,54 @@ class Partial(Part, Settings):
 
 
 def count_of(text: str) -> int | None:
-    """Read a number, or ``none``.
+    """Parse a number, or ``none``.
 
     >>> count_of("18"), count_of("none")
     (18, None)
-
-    Raises:
-        ValueError: it is neither.
     """
     return None if text.lower() == "none" else int(text)
 
 
 def bundles_of(text: str) -> int | str:
-    """Read a number of colayers, or ``auto``.
+    """Parse a number of colayers, or ``auto``.
 
     >>> bundles_of("4"), bundles_of("auto")
     (4, 'auto')
-
-    Raises:
-        ValueError: it is neither.
     """
     return AUTO if text.lower() == AUTO else int(text)
 
 
 def colayers_of(text: str) -> int | str | None:
-    """Read a number of colayers, ``none`` or ``auto``.
+    """Parse a number of colayers, ``none`` or ``auto``.
 
     >>> colayers_of("6"), colayers_of("none"), colayers_of("auto")
     (6, None, 'auto')
-
-    Raises:
-        ValueError: it is none of them.
     """
     return AUTO if text.lower() == AUTO else count_of(text)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Bounded(Part, Settings):
-    """Workers exchange pieces of buckets among themselves, up to so many iterations apart.
+    """Workers exchange pieces of buckets while they are a bounded number of iterations apart.
 
-    Canary (sections 4.3, 4.4.2 and 5). Every worker sums one piece of each bucket of what has come,
-    and all apply these sums in the same order. Not synchronous, but with ``s=0`` and all of ``p``.
+    Canary (sections 4.3, 4.4.2 and 5). Every worker sums one piece of each bucket over the
+    gradients that have arrived, and all workers apply these sums in the same order. Synchronous
+    only with ``s=0`` and ``p`` None or ``"auto"``.
 
     Args:
-        s: iterations that a worker may be behind the fastest; None (``none`` where strategies are
-            spelled): any number.
-        p: a worker that is further behind drops its iteration, unless it has sent so many of its
-            buckets; then the others wait for the rest. ``"auto"``: 6 of 10 (section 6.6), as many
-            in proportion of others, and nothing is dropped where ``s`` is 0 or None. None: nothing
-            is dropped, and the others wait.
-        encrypted: whether messages are; without it whoever sees the traffic can send in them.
-        in_flight: rounds that a worker may be ahead of the sums while another is slow; one while
-            nobody is. None (``none``): as many as ``s``, whoever is slow.
+        s: iterations that a worker may be behind the fastest. None (``none`` in textual form): no
+            bound.
+        p: a worker that is further behind drops its iteration, unless it has sent this number of
+            its buckets; then the others wait for the rest. ``"auto"``: 6 of 10 (section 6.6), in
+            proportion for other counts; nothing is dropped if ``s`` is 0 or None. None: nothing is
+            dropped, and the others wait.
+        encrypted: encrypt messages. Without encryption, anyone who can observe the traffic can
+            forge them.
+        in_flight: rounds of sums that may be outstanding when an iteration begins while another
+            worker is slow; one if no worker is slow. None (``none``): always as many as ``s``.
 
     Raises:
-        UsageError: a number out of range, or ``p`` without a bound that it would belong to.
+        UsageError: a number is out of range, or ``p`` is set without ``s``.
     """
 
     has: ClassVar[frozenset[str]] = frozenset({ROUNDS})
@@ -288,32 +281,32 @@ class Bounded(Part, Settings):
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
-        """Whether weights stay DDP's: if nobody is ahead, and nothing is dropped."""
+        """Whether weights equal DDP's: no worker runs ahead, and nothing is dropped."""
         return self.s == 0 and self.p in (None, AUTO)
 
     @property
     def synchronous(self) -> bool:  # type: ignore[override]
-        """Whether an update has all workers' gradients of its own iteration."""
+        """Whether an update uses all workers' gradients of its own iteration."""
         return self.exact
 
     @property
     def bound(self) -> str:
-        """Which bound holds: where nobody is ahead, that of whole all-reduces."""
+        """The lower bound of an iteration: that of whole all-reduces if no worker runs ahead."""
         return "whole" if self.exact else "stale"
 
     @property
     def needs(self) -> frozenset[str]:
-        """A schedule in which nobody waits for all."""
+        """A schedule in which no step waits for all workers."""
         return frozenset({OWN})
 
     def staleness(self) -> Staleness:
-        """Return the thresholds for the engine."""
+        """Return the options in the form that the engine reads."""
         p = None if self.p == AUTO and not self.s else self.p
         return Staleness(s=self.s, p=p, encrypted=self.encrypted, in_flight=self.in_flight)
 
 
 def check_thresholds(options: Any) -> None:
-    """Raise a `UsageError` unless the thresholds are some of bounded staleness."""
+    """Raise a `UsageError` unless ``s``, ``p`` and ``in_flight`` are valid together."""
     options.check_count_if_any("s", 0, 1_000_000)
     if options.p != AUTO:
         options.check_count_if_any("p", 1, 100_000)

@@ -1,4 +1,4 @@
-"""With whom models are averaged: in groups of the moment, with all, or with one other worker."""
+"""Which workers average their models: dynamic groups, all workers, or pairs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from wingbeat.traits import LOCAL, MEANS, Part
 
 
 def threshold_of(text: str) -> int | None:
-    """Read a threshold as the command line has it: a number, or ``none``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Parse a threshold of the command line: a number, or ``none``."""
     return None if text == "none" else int(text)
 
 
 class PartnersPart(Part, Settings):
-    """With whom models are averaged; a subclass is a frozen dataclass."""
+    """Which workers average their models; a subclass is a frozen dataclass."""
 
     exact: ClassVar[bool] = False
     synchronous: ClassVar[bool] = False
@@ -30,33 +26,32 @@ class PartnersPart(Part, Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Steps between averages."""
+        """A schedule with local steps between averages."""
         return frozenset({LOCAL})
 
     def averaging(self) -> dict[str, Any]:
-        """Return what of `wingbeat.types.Averaging` it decides."""
+        """Return the fields of `wingbeat.types.Averaging` that this part sets."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Groups(PartnersPart):
-    """Workers average in groups that a generator makes as they ask (Ripples, sections 4 and 5).
+    """Workers average within groups that a generator forms on request (Ripples, sections 4 and 5).
 
     Args:
-        policy: ``"smart"``, the paper's smart groups with what was found missing; ``"paper"``,
-            these exactly as published; ``"random"``, the paper's random groups (4.1); steps from
-            there to ``"smart"``, ``"buffered"``, ``"divided"`` and ``"inter-intra"``, each with all
-            before it; ``"static"``, a schedule that needs no generator (4.2); or ``"all"``, one
-            group of everybody.
-        size: members of a random group.
-        threshold: C_thres of the slowdown filter (5.3), of ``"smart"`` and ``"paper"``; None
+        policy: ``"smart"``, the paper's smart groups with corrections. ``"paper"``, the same
+            exactly as published. ``"random"``, the paper's random groups (4.1). ``"buffered"``,
+            ``"divided"`` and ``"inter-intra"`` each add one step from ``"random"`` to ``"smart"``.
+            ``"static"``, a schedule without a generator (4.2). ``"all"``, one group of all workers.
+        size: number of members of a random group.
+        threshold: C_thres of the slowdown filter (5.3), for ``"smart"`` and ``"paper"``. None
             (``none`` on the command line): no filter.
-        seed: of random choices.
-        encrypted: whether requests to the generator, and its answers, are. Parameters never are:
-            they travel over links that are neither authenticated nor encrypted.
+        seed: seed of random choices.
+        encrypted: encrypt messages to and from the generator. Parameters are sent over connections
+            that are neither authenticated nor encrypted.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     policy: str = "smart"
@@ -71,7 +66,7 @@ class Groups(PartnersPart):
         self.check_count("seed", 0, 2**31 - 1)
 
     def averaging(self) -> dict[str, Any]:
-        """Return what of `wingbeat.types.Averaging` it decides."""
+        """Return the fields of `wingbeat.types.Averaging` that this part sets."""
         return {
             "partners": self.policy,
             "size": self.size,
@@ -83,15 +78,15 @@ class Groups(PartnersPart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Pairs(PartnersPart):
-    """A worker of the one half averages with one of the other half at a time (AD-PSGD).
+    """A worker of one half averages with one worker of the other half at a time (AD-PSGD).
 
     Args:
-        seed: of random choices.
-        encrypted: whether messages between workers, parameters among them, are.
-            `wingbeat.synchronize` is not: it goes over the links of collectives.
+        seed: seed of random choices.
+        encrypted: encrypt messages between workers, including parameters. `wingbeat.synchronize` is
+            not encrypted: it uses the connections of collectives.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     seed: int = 0
@@ -102,12 +97,12 @@ class Pairs(PartnersPart):
         self.check_count("seed", 0, 2**31 - 1)
 
     def averaging(self) -> dict[str, Any]:
-        """Return what of `wingbeat.types.Averaging` it decides."""
+        """Return the fields of `wingbeat.types.Averaging` that this part sets."""
         return {"partners": "pairs", "seed": self.seed, "encrypted": self.encrypted}
 
 
 def check_groups(options: Any) -> None:
-    """Raise a `UsageError` unless ``policy``, ``size`` and ``threshold`` are those of groups."""
+    """Raise a `UsageError` unless ``policy``, ``size`` and ``threshold`` are valid together."""
     options.check_name("policy", POLICIES)
     options.check_count("size", 2, 100_000)
     if options.threshold is not None:

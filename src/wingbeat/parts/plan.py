@@ -1,4 +1,4 @@
-"""Which tensors travel together: a rule for buckets, and how its numbers are found while training.
+"""Which tensors are sent together: rules for buckets, and their tuning during training.
 
 Sizes are in MB of 2**20 bytes.
 """
@@ -17,39 +17,39 @@ from wingbeat.types import Fusion, Merging, Tuning
 
 SEARCHES = ("bo", "random", "grid")
 TOPOLOGIES = ("ring", "mesh", "doubling")
-"""Those that any workers can have, whatever joins them."""
+"""Topologies that any number of workers can use on any network."""
 
 RULES = ("tried", "exact", "paper", "printed", "wfbp")
 
 
 class PlanPart(Part, Settings, ABC):
-    """Which tensors travel together; a subclass is a frozen dataclass that has `fusion`."""
+    """Which tensors are sent together; a subclass is a frozen dataclass that defines `fusion`."""
 
     @abstractmethod
     def fusion(self) -> Fusion:
-        """Return the rule that the first buckets are made by."""
+        """Return the rule for the initial buckets."""
 
     def tuning(self) -> Tuning | None:
-        """Return how bucket sizes are tried out; None where they are not."""
+        """Return how bucket sizes are tuned; None if they are not."""
         return None
 
     def merging(self) -> Merging | None:
-        """Return how layers are merged by what is measured; None where they are not."""
+        """Return how layers are merged by measured costs; None if they are not."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FixedBuckets(PlanPart):
-    """Nearby tensors up to a size, as DDP has it (DeAR-FB).
+    """Adjacent tensors up to a size, as in DDP (DeAR-FB).
 
     Args:
-        mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
-        first_mb: size of the bucket that is ready first; towards the middle sizes double until
-            ``mb``. 0: ``mb``.
-        last_mb: the same for the bucket that is ready last, whose exchange nothing hides.
+        mb: bucket size in MB (1 MB = 2**20 bytes); a larger parameter is sent alone.
+        first_mb: size in MB of the bucket that is ready first; sizes double towards the middle up
+            to ``mb``. 0: ``mb``.
+        last_mb: the same for the bucket that is ready last, whose exchange overlaps with nothing.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     mb: float = field(default=25.0, metadata=SIZE)
@@ -62,7 +62,7 @@ class FixedBuckets(PlanPart):
             self.check_size(key, zero=True)
 
     def fusion(self) -> Fusion:
-        """Return the rule that the first buckets are made by."""
+        """Return the rule for the buckets."""
         return Fusion(
             bucket_bytes=in_bytes(self.mb),
             first_bytes=in_bytes(self.first_mb),
@@ -72,25 +72,25 @@ class FixedBuckets(PlanPart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TunedBuckets(PlanPart):
-    """Buckets whose size is tuned while training goes on (DeAR, section IV-B).
+    """Buckets whose size is tuned during training (DeAR, section IV-B).
 
     Args:
         search: ``"bo"`` (Bayesian optimisation), ``"random"`` or ``"grid"``.
-        mb: the size that tuning starts with.
-        first_mb: size of the bucket that is ready first, whatever is tried; 0: the one tried.
+        mb: initial size in MB.
+        first_mb: size in MB of the bucket that is ready first, in all trials; 0: the trial's size.
         last_mb: the same for the bucket that is ready last.
-        min_mb: smallest size that is tried.
-        max_mb: largest size that is tried.
-        trials: sizes that are tried before it is decided.
-        steps: iterations in a trial.
-        drift: tune anew when iterations take this many times as long, or as short, as right after
+        min_mb: smallest size that is tried, in MB.
+        max_mb: largest size that is tried, in MB.
+        trials: number of sizes that are tried.
+        steps: iterations of a trial.
+        drift: tune again when iterations become slower or faster than after tuning by this factor.
+        topology: tune the topology, one of ``"ring"``, ``"mesh"`` and ``"doubling"``, together with
+            the size, starting with the strategy's own.
+        file: file in which rank 0 stores the result; a run that finds the file starts without
             tuning.
-        topology: whether each trial also has one of the topologies ``"ring"``, ``"mesh"`` and
-            ``"doubling"``, beginning with the strategy's own, so that both are found together.
-        file: where rank 0 keeps what was found; a run that finds it there does not tune at first.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     search: str = "bo"
@@ -119,7 +119,7 @@ class TunedBuckets(PlanPart):
         check_range(self)
 
     def fusion(self) -> Fusion:
-        """Return the rule that the first buckets are made by."""
+        """Return the rule for the initial buckets."""
         return Fusion(
             bucket_bytes=in_bytes(self.mb),
             first_bytes=in_bytes(self.first_mb),
@@ -127,7 +127,7 @@ class TunedBuckets(PlanPart):
         )
 
     def tuning(self) -> Tuning:
-        """Return how bucket sizes are tried out."""
+        """Return how bucket sizes are tuned."""
         return Tuning(
             search=self.search,
             low_bytes=in_bytes(self.min_mb),
@@ -142,10 +142,10 @@ class TunedBuckets(PlanPart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Layers(PlanPart):
-    """A number of nearby layers in each bucket (DeAR-NL).
+    """A fixed number of adjacent layers in each bucket (DeAR-NL).
 
     Raises:
-        UsageError: a ``count`` out of range.
+        UsageError: ``count`` is out of range.
     """
 
     count: int = 4
@@ -154,23 +154,23 @@ class Layers(PlanPart):
         self.check_count("count", 1, 10_000)
 
     def fusion(self) -> Fusion:
-        """Return the rule that the first buckets are made by."""
+        """Return the rule for the buckets."""
         return Fusion(kind="layers", layers=self.count)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Colayers(PlanPart):
-    """Layers that follow each other, bundled by kind and size into so many buckets (Canary, 4.3.2).
+    """Consecutive layers, bundled by kind and size into a number of buckets (Canary, 4.3.2).
 
-    Where a model has fewer layers, there are as many buckets.
+    A model with fewer layers has one bucket per layer.
 
     Args:
-        count: how many.
-        measured: whether they are bundled anew, by what the first iterations have measured.
-        least: then there may be fewer than ``count``, so many at least; 0: exactly ``count``.
+        count: number of buckets.
+        measured: bundle layers again, once, by measurements of the first iterations.
+        least: with ``measured``, the smallest number of buckets that may be chosen; 0: ``count``.
 
     Raises:
-        UsageError: a number out of range, or ``least`` without ``measured``.
+        UsageError: a number is out of range, or ``least`` is set without ``measured``.
     """
 
     count: int = 10
@@ -184,20 +184,20 @@ class Colayers(PlanPart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Where they are measured, workers that settle."""
+        """With ``measured``, an exchange in rounds, in which workers can agree."""
         return frozenset({ROUNDS} if self.measured else ())
 
     def fusion(self) -> Fusion:
-        """Return the rule that the buckets are made by."""
+        """Return the rule for the buckets."""
         return Fusion(kind="colayers", layers=self.count, measured=self.measured, least=self.least)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Elements(PlanPart):
-    """Nearby tensors until there are so many elements (MGS-SGD).
+    """Adjacent tensors up to a number of elements (MGS-SGD).
 
     Raises:
-        UsageError: a ``count`` out of range.
+        UsageError: ``count`` is out of range.
     """
 
     count: int = field(default=8192, metadata=SIZE)
@@ -206,45 +206,45 @@ class Elements(PlanPart):
         self.check_count("count", 1, 2**40)
 
     def fusion(self) -> Fusion:
-        """Return the rule that the first buckets are made by."""
+        """Return the rule for the buckets."""
         return Fusion(kind="elements", elements=self.count)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PerTensor(PlanPart):
-    """Each tensor alone: no tensor fusion."""
+    """One tensor in each bucket: no tensor fusion."""
 
     def fusion(self) -> Fusion:
-        """Return the rule that the first buckets are made by."""
+        """Return the rule for the buckets."""
         return Fusion(kind="none")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OneBucket(PlanPart):
-    """All tensors together, when backward is over."""
+    """All tensors in one bucket, sent after backward."""
 
     def fusion(self) -> Fusion:
-        """Return the rule that the first buckets are made by."""
+        """Return the rule for the bucket."""
         return Fusion(kind="one")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Merged(PlanPart):
-    """Layers merged by what backward, codec and links are measured to cost (OMGS-SGD, section IV).
+    """Layers merged by the measured costs of backward, codec and network (OMGS-SGD, section IV).
 
     Args:
-        rule: ``"exact"``, the plan with the shortest iteration of all, as predicted; ``"paper"``,
-            Algorithm 1 with its lines put right by the equations that it stands for;
-            ``"printed"``, Algorithm 1 line by line; ``"wfbp"``, MG-WFBP, which knows no codec; or
-            ``"tried"``, of ``"exact"``, ``"paper"`` and all in one bucket the one with which whole
-            iterations are shortest.
+        rule: ``"exact"``, the plan with the shortest predicted iteration. ``"paper"``, Algorithm 1,
+            corrected by the equations that it implements. ``"printed"``, Algorithm 1 line by line.
+            ``"wfbp"``, MG-WFBP, which ignores the codec. ``"tried"``, the fastest of ``"exact"``,
+            ``"paper"`` and a single bucket in a trial of whole iterations.
         steps: iterations in which backward is measured.
-        drift: measure and merge anew when iterations take this many times as long, or as short,
-            as right after planning.
-        file: where rank 0 keeps what was measured; a run that finds it there measures nothing.
+        drift: measure and merge again when iterations become slower or faster than after planning
+            by this factor.
+        file: file in which rank 0 stores the measurements; a run that finds the file measures
+            nothing.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     rule: str = "tried"
@@ -259,16 +259,16 @@ class Merged(PlanPart):
         self.check_file("file")
 
     def fusion(self) -> Fusion:
-        """Return one bucket: until all is measured, nothing is to disturb the measuring."""
+        """Return one bucket, so that no exchange disturbs the measurement of backward."""
         return Fusion(kind="one")
 
     def merging(self) -> Merging:
-        """Return how layers are merged by what is measured."""
+        """Return how layers are merged by measured costs."""
         return Merging(rule=self.rule, steps=self.steps, drift=self.drift, file=self.file)
 
 
 def in_bytes(mb: float) -> int:
-    """Return a size in MB in bytes: at least 1 for any above 0.
+    """Convert MB to bytes; a size above 0 is at least 1 byte.
 
     >>> in_bytes(0), in_bytes(1e-9), in_bytes(1)
     (0, 1, 1048576)
@@ -300,4 +300,4 @@ BY_NAME: Mapping[str, Named[PlanPart]] = {
     "one": Named(OneBucket),
     "merged": Named(Merged, "rule", str),
 }
-"""Names of plans, which may be followed by ``@`` and a value of the option that is named here."""
+"""Plans by name; ``@`` and a value may follow, which sets the option given here."""

@@ -1,6 +1,6 @@
-"""When buckets travel, relative to forward and backward: the values that name a schedule.
+"""When buckets are sent, relative to forward and backward.
 
-What they name are the state machines of `wingbeat.schedules`, of which each run makes its own.
+A part names a state machine of `wingbeat.schedules`, of which each run creates its own.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PULLS = ("ready", "start")
 
 
 class SchedulePart(Part, Settings):
-    """When buckets travel; a subclass is a frozen dataclass.
+    """When buckets are sent; a subclass is a frozen dataclass.
 
     Attributes:
-        name: what it is called where strategies are spelled.
-        bound: which of `wingbeat_lab.bench.bound.BOUNDS` says how short an iteration can be.
-        update: who applies the optimizer, unless a strategy says otherwise.
-        of: the preset that it is known from.
+        name: its name in textual form.
+        bound: the lower bound of an iteration, a name in `wingbeat_lab.bench.bound.BOUNDS`.
+        update: the default for the strategy's update.
+        of: the preset that is known for this schedule.
     """
 
     name: ClassVar[str]
@@ -34,13 +34,13 @@ class SchedulePart(Part, Settings):
 
     @property
     def machine(self) -> str:
-        """The state machine in `wingbeat.schedules.BY_NAME`."""
+        """The name of the state machine in `wingbeat.schedules.BY_NAME`."""
         return self.name
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class WaitFree(SchedulePart):
-    """Wait-free backpropagation: whole all-reduces while backward goes on, as DDP does (WFBP)."""
+    """Wait-free backpropagation: all-reduces during backward, as in DDP (WFBP)."""
 
     name: ClassVar[str] = "wfbp"
     bound: ClassVar[str] = "whole"
@@ -51,7 +51,7 @@ class WaitFree(SchedulePart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decoupled(SchedulePart):
-    """Reduce-scatter under backward, all-gather under the next forward (DeAR, section III)."""
+    """Reduce-scatter during backward, all-gather during the next forward (DeAR, section III)."""
 
     name: ClassVar[str] = "dear"
     bound: ClassVar[str] = "halves"
@@ -62,14 +62,14 @@ class Decoupled(SchedulePart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Served(SchedulePart):
-    """Pushed under backward, waited for when the next forward needs it (Geryon, section II).
+    """Gradients are pushed during backward; the next forward awaits the sums (Geryon, section II).
 
     Args:
-        pull: when a sum comes back: ``"ready"``, as soon as it is complete; or ``"start"``, asked
-            for when the next iteration starts, as in the paper's Eqs. 1 to 5.
+        pull: when a sum is sent to the workers: ``"ready"``, as soon as it is complete; or
+            ``"start"``, requested when the next iteration starts, as in the paper's Eqs. 1 to 5.
 
     Raises:
-        UsageError: another name.
+        UsageError: ``pull`` has another value.
     """
 
     name: ClassVar[str] = "served"
@@ -85,18 +85,18 @@ class Served(SchedulePart):
 
     @property
     def machine(self) -> str:
-        """The state machine in `wingbeat.schedules.BY_NAME`."""
+        """The name of the state machine in `wingbeat.schedules.BY_NAME`."""
         return "served" if self.pull == "ready" else "served_at_start"
 
     @property
     def needs(self) -> frozenset[str]:
-        """Who keeps the sums until they are pulled."""
+        """With ``pull="start"``, an exchange that keeps sums until they are pulled."""
         return frozenset() if self.pull == "ready" else frozenset({KEPT})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Stale(SchedulePart):
-    """Sent under backward; sums are applied when they have come, and nobody waits (Canary, 5.3)."""
+    """Gradients are sent during backward; sums are applied as they arrive (Canary, 5.3)."""
 
     name: ClassVar[str] = "stale"
     bound: ClassVar[str] = "stale"
@@ -106,22 +106,22 @@ class Stale(SchedulePart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Sums that come when they come."""
+        """An exchange with sums in rounds."""
         return frozenset({ROUNDS})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Local(SchedulePart):
-    """Steps on this worker's own gradients, and averages of models between them (Ripples, 3.2).
+    """Steps on each worker's own gradients, with averages of models between them (Ripples, 3.2).
 
     Args:
-        every: steps from one average to the next. Where the plan has several fragments, each has a
-            turn of its own in that time.
-        delay: steps after which an average is taken over, under which it is made; 0: it is waited
-            for in the step that begins it.
+        every: steps from one average to the next. If the plan has several fragments, each is
+            averaged once in that time.
+        delay: steps during which an average is computed before it is applied; 0: the step that
+            starts it waits for it.
 
     Raises:
-        UsageError: a number out of range.
+        UsageError: a number is out of range.
     """
 
     name: ClassVar[str] = "local"
@@ -138,12 +138,12 @@ class Local(SchedulePart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Somebody to average with."""
+        """An exchange that averages models."""
         return frozenset({MEANS})
 
 
 def check_local(options: Any) -> None:
-    """Raise a `UsageError` unless ``every`` and ``delay`` are numbers of steps that fit."""
+    """Raise a `UsageError` unless ``every`` and ``delay`` are valid together."""
     options.check_count("every", 1, 1_000_000)
     options.check_count("delay", 0, 1_000_000)
     if options.delay > options.every:

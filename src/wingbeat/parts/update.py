@@ -1,4 +1,4 @@
-"""Who applies the optimizer, to what, and when."""
+"""Where the optimizer is applied, to which parameters, and when."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from wingbeat.traits import HALVES, KEPT, LATE, LOCAL, OWN, WHOLE, Part
 
 
 class UpdatePart(Part, Settings):
-    """Who applies the optimizer; a subclass is a frozen dataclass.
+    """Where the optimizer is applied; a subclass is a frozen dataclass.
 
     Attributes:
-        in_parts: whether the optimizer is run on some parameters at a time, and not in one call.
-        shards: whether each worker updates its own blocks only, and parameters are gathered.
+        in_parts: whether the optimizer runs on some parameters at a time instead of in one call.
+        shards: whether each worker updates only its own blocks, and parameters are gathered.
         on_servers: whether the servers update, and workers pull parameters.
     """
 
@@ -26,13 +26,13 @@ class UpdatePart(Part, Settings):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Whole(UpdatePart):
-    """``optimizer.step()`` updates everything on every worker, as under DDP."""
+    """``optimizer.step()`` updates all parameters on every worker, as under DDP."""
 
     in_parts: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[str]:
-        """Gradients that are whole when ``step()`` is called."""
+        """Gradients that are complete when ``step()`` is called."""
         return frozenset({WHOLE})
 
 
@@ -42,7 +42,7 @@ class Deferred(UpdatePart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Sums that still come while the next forward has begun."""
+        """Sums that may arrive after the next forward has begun."""
         return frozenset({LATE})
 
 
@@ -63,38 +63,38 @@ class Sharded(UpdatePart):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OnServers(UpdatePart):
-    """Servers apply the optimizer to their slices, and have its state (Geryon, section II-A)."""
+    """Servers apply the optimizer to their slices and hold its state (Geryon, section II-A)."""
 
     on_servers: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[str]:
-        """Servers, and parameters that may come while the next forward has begun."""
+        """Servers, and parameters that may arrive after the next forward has begun."""
         return frozenset({KEPT, LATE})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class InRounds(UpdatePart):
-    """Every worker applies the sums that have come when ``step()`` is called, a round at a time."""
+    """``step()`` applies the sums that have arrived, one round at a time, on every worker."""
 
     in_parts: ClassVar[bool] = False
 
     @property
     def needs(self) -> frozenset[str]:
-        """Steps in which nobody waits for all."""
+        """Steps that do not wait for all workers."""
         return frozenset({OWN})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Averaged(UpdatePart):
-    """Parameters become what was averaged (Ripples, section 3.2; local SGD).
+    """The averages replace the parameters (Ripples, section 3.2; local SGD).
 
     Args:
-        state: whether what the optimizer remembers of each element of a parameter (a momentum, the
-            two moments of Adam) is averaged with it; otherwise each worker keeps its own.
+        state: average the optimizer's state per element (momentum, the two moments of Adam)
+            together with the parameters; otherwise each worker keeps its own.
 
     Raises:
-        UsageError: neither True nor False.
+        UsageError: ``state`` is neither True nor False.
     """
 
     in_parts: ClassVar[bool] = False
@@ -106,23 +106,23 @@ class Averaged(UpdatePart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Steps between averages."""
+        """Local steps between averages."""
         return frozenset({LOCAL})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Outer(UpdatePart):
-    """What workers have moved since the last average is averaged, and is an optimizer's gradient.
+    """The average change of the models since the last average is an outer optimizer's gradient.
 
-    DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum, on the average over workers of how
-    far each has come. ``Outer(lr=1, momentum=0)`` takes the average as it is.
+    DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum. ``Outer(lr=1, momentum=0)`` applies
+    the average unchanged.
 
     Args:
         lr: the outer learning rate.
-        momentum: Nesterov's, 0 for none.
+        momentum: the Nesterov momentum; 0: none.
 
     Raises:
-        UsageError: a number out of range.
+        UsageError: a number is out of range.
     """
 
     in_parts: ClassVar[bool] = False
@@ -135,12 +135,12 @@ class Outer(UpdatePart):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Steps between averages."""
+        """Local steps between averages."""
         return frozenset({LOCAL})
 
 
 def check_outer(options: Any, prefix: str = "") -> None:
-    """Raise a `UsageError` unless ``lr`` and ``momentum`` are an outer optimizer's."""
+    """Raise a `UsageError` unless ``lr`` and ``momentum`` are in range."""
     options.check_number(f"{prefix}lr", "numbers above 0", lambda value: value > 0)
     options.check_number(f"{prefix}momentum", "0 to below 1", lambda value: 0 <= value < 1)
 

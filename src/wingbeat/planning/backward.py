@@ -1,8 +1,8 @@
-"""The profile of backward: when each gradient is ready, and when passes are launched and exchanged.
+"""The profile of backward: when each gradient is ready, and when exchanges start and complete.
 
-Only backward itself counts (OMGS-SGD, Eqs. 2 and 7): the time from where the engine has finished
-with one gradient to where autograd delivers the next. On a GPU these are events on the current
-stream, and nothing waits for the device before the figures are read.
+Only backward itself counts (OMGS-SGD, Eqs. 2 and 7): the time from the end of the engine's work on
+one gradient until autograd delivers the next. On a GPU these are events on the current stream, and
+nothing waits for the device before the times are read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ STRAGGLER = 1.5
 """An iteration that takes more than this multiple of the median is an outlier."""
 
 _EXTRA_FIGURES = 2
-"""Figures of a worker besides a time for each gradient."""
+"""Columns of a worker's row in addition to a time for each gradient."""
 
 _LONGEST_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """The slots of the gradients, in order, and the backward time before each in seconds."""
+    """Slots of the gradients in order, and the backward time before each in seconds."""
 
     order: tuple[int, ...]
     increments: tuple[float, ...]
@@ -40,7 +40,7 @@ class _Iteration:
         return math.fsum(self.increments)
 
     def ready(self, count: int) -> list[float]:
-        """Return the ready time of every slot; one without a gradient is ready at the end."""
+        """Return the ready time of every slot; slots without a gradient are ready at the end."""
         times = [self.total] * count
         now = 0.0
         for slot, increment in zip(self.order, self.increments, strict=True):
@@ -52,18 +52,11 @@ class _Iteration:
 class BackwardProfiler:
     """Profiles backward passes: each gradient, the last launch, and the last completed exchange.
 
-    In each backward: `begin`, then `enter` and `leave` around the engine's work on each gradient,
-    then `end`, `launched` and `waited`. The backward time before the first gradient cannot be told
-    from forward and the engine's preparations, so the first gradient is ready at 0.
-
-    Args:
-        count: number of slots; their indices are below it.
-        device: of the gradients.
-        asynchronous: whether exchanges continue after backward, and report their completion.
-
-    Attributes:
-        enabled: whether passes are profiled.
-        ends: seconds from the first gradient until all is exchanged, by pass.
+    The order of calls in each backward is `begin`; `enter` and `leave` around the engine's work on
+    each gradient; `end`, `launched` and `waited`. Backward time before the first gradient cannot be
+    separated from forward, so the first gradient is ready at 0. ``asynchronous`` exchanges continue
+    after backward; ``ends`` holds the seconds from the first gradient until all is exchanged, by
+    pass.
     """
 
     def __init__(self, count: int, device: torch.device, *, asynchronous: bool) -> None:
@@ -85,7 +78,7 @@ class BackwardProfiler:
         self.ends: list[float] = []
 
     def begin(self) -> None:
-        """Start a backward at its first gradient; discard one that was interrupted."""
+        """Start a backward at its first gradient; discard an interrupted one."""
         if self.enabled:
             self.abandon()
             self._open = True
@@ -98,15 +91,12 @@ class BackwardProfiler:
             self._order.append(index)
 
     def leave(self) -> None:
-        """Record that the engine's work on that gradient has ended and backward continues."""
+        """Record that the engine's work on that gradient has ended."""
         if self._open:
             self._marks.append(self._mark())
 
     def end(self) -> None:
-        """Record that the last gradient was launched.
-
-        A backward without gradients, or interrupted in a hook, does not count.
-        """
+        """Record that the last gradient was launched; discard an empty or interrupted backward."""
         self._open = False
         if self._order and len(self._marks) == 2 * len(self._order):
             self._finished.append((self._order, self._marks))
@@ -121,7 +111,7 @@ class BackwardProfiler:
             last.add_done_callback(lambda _handle: self._exchanged(began))
 
     def waited(self) -> None:
-        """Record that backward returns and the schedule has finished with the gradients."""
+        """Record that the schedule has finished with the gradients."""
         if not self._asynchronous:
             self._exchanged(self._began)
             self._began = 0.0
@@ -137,10 +127,7 @@ class BackwardProfiler:
         self._began, self._open = 0.0, False
 
     def totals(self) -> list[float]:
-        """Return the seconds from the first to the last gradient, for each iteration so far.
-
-        Waits for the device, as `order` and `medians` do.
-        """
+        """Return the seconds from first to last gradient by iteration; wait for the device."""
         for order, marks in self._finished:
             if self._cuda:
                 marks[-1].synchronize()
@@ -158,14 +145,7 @@ class BackwardProfiler:
         return sorted(range(self._count), key=lambda i: (times[i], latest.get(i, self._count), i))
 
     def medians(self, order: Sequence[int] | None = None) -> list[float]:
-        """Return when each gradient is ready, in seconds, not falling, first ready first.
-
-        Medians over all iterations but outliers. At least one iteration has to have ended.
-
-        Args:
-            order: the slots in the order that all workers use; default: as measured here. A
-                gradient is not ready before the earlier ones of this order.
-        """
+        """Return the ready times in ``order``, not falling: medians in seconds without outliers."""
         times = self._ready()
         ready, latest = [], 0.0
         for slot in self.order() if order is None else order:
@@ -176,9 +156,9 @@ class BackwardProfiler:
     def summary(self, order: Sequence[int], iteration_s: float) -> list[float] | None:
         """Return the ready time of each gradient in seconds, and two more figures.
 
-        These are the seconds of an iteration of ``iteration_s`` outside of backward and exchange,
-        and the seconds of passes from the first gradient until the last launch, encoding included;
-        the latter is 0 on a device that the host does not wait for. None if there was no pass.
+        These are the seconds of an iteration outside of backward and exchange, and the seconds of
+        passes from the first gradient until the last launch, encoding included; the latter is 0 on
+        a GPU, for which the host does not wait. None if there was no pass.
         """
         if not self.totals() or not self.ends:
             return None
@@ -209,15 +189,6 @@ class BackwardProfiler:
 
 def combine(rows: Sequence[Any], count: int, rank: int) -> tuple[tuple[float, ...], float, float]:
     """Return the figures of the slowest worker, for which all others wait.
-
-    Args:
-        rows: by rank, what `BackwardProfiler.summary` returned on each, as received. None stands
-            for a worker without a pass of its own; at least one needs to have had one.
-        count: number of gradients.
-        rank: of this worker, for messages.
-
-    Returns:
-        When each gradient is ready; the rest of an iteration; the duration of passes.
 
     Raises:
         PeerError: a row is malformed; the message names its sender.

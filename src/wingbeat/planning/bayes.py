@@ -1,17 +1,17 @@
 """Bayesian optimization of the bucket size (DeAR, section IV-B).
 
-A Gaussian process predicts the throughput of every size with its uncertainty. The size measured
-next is the one with the largest expected improvement over the best so far.
+A Gaussian process predicts the throughput of every size with its uncertainty. The next size has the
+largest expected improvement over the best so far.
 
-Throughput is relative to the first sample, so that the paper's xi = 0.1 means the same for every
-model: an improvement has to exceed 10%. Where less can be gained, which is usual, the expected
-improvement lies in the tail of the distribution, and the least certain sizes win: xi makes the
-search explore first. Near the end the least certain of the promising sizes are left.
+Throughput is relative to the first sample, so that the paper's xi = 0.1 has the same meaning for
+every model: an improvement has to exceed 10%. Usually less can be gained; the expected improvement
+then lies in the tail of the distribution, and the least certain sizes are selected. Therefore the
+search explores first and measures the least certain of the promising sizes at its end.
 
-The hyperparameters of the kernel are constants: a handful of noisy samples does not determine them,
+The hyperparameters of the kernel are constants, because a few noisy samples do not determine them
 and a fit sometimes takes noise for structure. They were chosen on simulated DeAR iterations of five
-networks and on synthetic curves, where they do as well as fitted ones at 1% of noise and better at
-5%. The result is not sensitive to them.
+networks and on synthetic curves, where they match fitted ones at 1% of noise and are better at 5%.
+The result is not sensitive to them.
 
 This module imports scipy and scikit-learn, which takes a second: import it only when tuning.
 """
@@ -45,26 +45,20 @@ NOISE = 0.02
 """Relative standard deviation of a sample."""
 
 APART = 1.0
-"""Distance of two topologies, in length scales of the size: the same size on two topologies has a
-correlation of 0.52."""
+"""Distance of two topologies in length scales of the size: correlation 0.52 at equal size."""
 
 CANDIDATES = 1000
 """Sizes at which the acquisition function is evaluated: over 1 to 100 MB, one every 0.5%.
 
-In one dimension gradient descent cannot improve on that (``n_smart=0``). Together with constant
-hyperparameters it makes a suggestion cost milliseconds.
+Gradient descent in one dimension cannot improve on that (``n_smart=0``). With constant
+hyperparameters a suggestion takes milliseconds.
 """
 
 Floats = NDArray[np.float64]
 
 
 def suggest(tuning: Tuning, samples: Sequence[Sample]) -> int:
-    """Return the size in bytes with the largest expected improvement, within the range.
-
-    Args:
-        tuning: the range, ``low_bytes < high_bytes``.
-        samples: all samples so far, one or more.
-    """
+    """Return the size in bytes with the largest expected improvement, within the range."""
     points, targets, noise = _merged(samples)
     low, high = math.log2(tuning.low_bytes), math.log2(tuning.high_bytes)
     space = TargetSpace(None, {"log2": (low, high)})
@@ -88,11 +82,7 @@ def suggest_among(tuning: Tuning, samples: Sequence[Sample]) -> tuple[int, str]:
     """Return the size in bytes and the topology with the largest expected improvement, jointly.
 
     One process is fitted to all samples. The kernel correlates sizes along their logarithm, and all
-    topologies equally (DeAR leaves more than the size to future work, section VII-A).
-
-    Args:
-        tuning: the range, ``low_bytes < high_bytes``, and the topologies.
-        samples: all samples so far, one or more.
+    topologies equally (DeAR leaves other parameters to future work, section VII-A).
     """
     sizes = np.geomspace(tuning.low_bytes, tuning.high_bytes, CANDIDATES // len(tuning.topologies))
     settings = [(float(size), name) for name in tuning.topologies for size in sizes]
@@ -110,16 +100,10 @@ def suggest_among(tuning: Tuning, samples: Sequence[Sample]) -> tuple[int, str]:
 def posterior(
     samples: Sequence[Sample], sizes: Sequence[float], topologies: Sequence[str] = ()
 ) -> tuple[Floats, Floats]:
-    """Return the throughput that the samples predict for other sizes.
+    """Return mean and standard deviation of the iterations per second at other sizes.
 
-    Args:
-        samples: one or more; the first is of the start.
-        sizes: in bytes.
-        topologies: the topology of each size; empty: that of the first sample.
-
-    Returns:
-        The mean and the standard deviation (without the noise of a measurement) of the throughput
-        at each size, in iterations per second, float64.
+    The deviation excludes the noise of a measurement. Without ``topologies`` that of the first
+    sample applies.
     """
     unit = samples[0].iterations_per_s
     centre = _centre(samples)
@@ -130,17 +114,14 @@ def posterior(
 
 
 def _centre(samples: Sequence[Sample]) -> float:
-    """Return the mean relative throughput: the prediction far from all samples."""
+    """Return the mean relative throughput, which is the prediction far from all samples."""
     return float(
         np.mean([sample.iterations_per_s / samples[0].iterations_per_s for sample in samples])
     )
 
 
 def _merged(samples: Sequence[Sample]) -> tuple[Floats, Floats, Floats]:
-    """Return the points of `_points`, centred relative throughputs, and their noise.
-
-    Samples of the same size and topology are averaged.
-    """
+    """Return `_points`, centred relative throughputs, and noise; equal settings are averaged."""
     unit, centre = samples[0].iterations_per_s, _centre(samples)
     equal: dict[tuple[float, str], list[float]] = {}
     for sample in samples:
@@ -153,15 +134,14 @@ def _merged(samples: Sequence[Sample]) -> tuple[Floats, Floats, Floats]:
 
 
 def _topologies(samples: Sequence[Sample]) -> list[str]:
-    """Return the measured topologies, each once."""
     return list(dict.fromkeys(sample.topology for sample in samples))
 
 
 def _points(settings: Sequence[tuple[float, str]], known: Sequence[str]) -> Floats:
-    """Return sizes and topologies as points: float64[settings, 1 + measured topologies + 1].
+    """Return float64[settings, 1 + measured topologies + 1]: log2 of bytes, then the topology.
 
-    The first column is the size (log2 of bytes). Topologies are corners of a simplex, `APART`
-    length scales from each other; those not measured yet share a corner.
+    Topologies are corners of a simplex, `APART` length scales from each other; those not measured
+    yet share a corner.
     """
     points = np.zeros((len(settings), len(known) + 2))
     corner = APART * OCTAVES / math.sqrt(2.0)
@@ -172,11 +152,10 @@ def _points(settings: Sequence[tuple[float, str]], known: Sequence[str]) -> Floa
 
 
 def _process(points: Floats, targets: Floats, noise: Floats) -> Any:
-    """Return a Gaussian process fitted to the samples."""
     spread = max(SPREAD, float(np.std(targets)))
     process = GaussianProcessRegressor(
         kernel=ConstantKernel(spread**2, "fixed") * Matern(OCTAVES, "fixed", nu=2.5),
-        # The last term keeps the matrix regular when throughputs differ by orders of magnitude.
+        # The last term keeps the matrix regular if throughputs differ by orders of magnitude.
         alpha=noise**2 + 1e-6 * spread**2,
         optimizer=None,
     )

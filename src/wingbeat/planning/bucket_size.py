@@ -1,8 +1,8 @@
 """Tuning of the bucket size (DeAR, section IV-B): result, search and trial.
 
-All searches work on the logarithm of the size. The costs of a size are a latency for each bucket,
-which doubles as sizes halve, and a wait for the bucket to fill, which doubles as they double: from
-1 to 2 MB as much may change as from 50 to 100. Evenly spaced megabytes would neglect small sizes.
+All searches use the logarithm of the size. The latency of all buckets doubles as the size halves,
+and the wait for a bucket to fill doubles with the size: as much may change from 1 to 2 MB as from
+50 to 100. Evenly spaced sizes would neglect small ones.
 """
 
 from __future__ import annotations
@@ -24,36 +24,28 @@ from wingbeat.planning.trials import Blocks, Encoding, LedTrial, Search
 from wingbeat.types import Tuning
 
 WARMUP = 2
-"""Iterations after each change that do not count: new buffers are touched for the first time."""
+"""Iterations after each change that do not count, as new buffers are touched for the first time."""
 
 SEARCHES = ("bo", "random", "grid")
 
 SEED = 25
-"""Seed of random search, so that a run can be repeated."""
+"""Seed of random search, for reproducible runs."""
 
 SNAP = 0.02
-"""Relative distance to an end of the range below which a size becomes that end."""
+"""Relative distance to an end of the range below which a size is rounded to it."""
 
 NEGLIGIBLE = 0.02
-"""Relative difference of throughput below which it is noise: that of a measurement."""
+"""Relative difference of throughput below which it is noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSizeResult:
     """The result of tuning the bucket size.
 
-    Attributes:
-        search: ``"bo"``, ``"random"`` or ``"grid"``.
-        low_bytes: smallest size allowed.
-        high_bytes: largest size allowed.
-        steps: counted iterations of each sample.
-        samples: in the order in which they were measured; the first is of the start.
-        expected: for each sample, the throughput that all samples together predict for its size.
-        chosen_bytes: the measured size with the highest expected throughput.
-        decision_s: seconds that each decision took on rank 0.
-        buckets: number of buckets if all sizes make the same plan. Then nothing was measured, and
-            ``samples``, ``expected`` and ``decision_s`` are empty. Otherwise 0.
-        chosen_topology: of the chosen sample; empty where topologies were not tuned.
+    ``expected`` is the throughput that all samples together predict for the size of each; the
+    chosen size has the highest. If all sizes make the same plan, ``buckets`` is the number of its
+    buckets, nothing was measured, and ``samples``, ``expected`` and ``decision_s`` are empty;
+    otherwise it is 0. ``chosen_topology`` is empty where topologies were not tuned.
 
     Raises:
         UsageError: a value is out of range, or values contradict each other.
@@ -102,7 +94,7 @@ class BucketSizeResult:
 
     @property
     def chosen_index(self) -> int:
-        """The first sample with the chosen size and topology, counted from 0."""
+        """Index of the first sample with the chosen size and topology."""
         return self._settings.index(self._chosen)
 
     @property
@@ -157,7 +149,7 @@ class BucketSizeResult:
 
 
 def untuned(tuning: Tuning, start_bytes: int, buckets: int) -> BucketSizeResult:
-    """Return the result where all sizes make the same plan, of so many buckets."""
+    """Return the result where all sizes make the same plan, of ``buckets`` buckets."""
     return BucketSizeResult(
         search=tuning.search,
         low_bytes=tuning.low_bytes,
@@ -175,11 +167,11 @@ def untuned(tuning: Tuning, start_bytes: int, buckets: int) -> BucketSizeResult:
 
 
 def suggest(tuning: Tuning, samples: Sequence[Sample]) -> Setting:
-    """Return the bucket size in bytes and the topology to measure next.
+    """Return the bucket size in bytes and the topology to measure next; deterministic.
 
-    The same samples always give the same answer. With less than two topologies only sizes are
-    searched. Bayesian optimization searches both together; in the other searches topologies take
-    turns. There is at least one sample, and the first is of the start.
+    With less than two topologies only sizes are searched. Bayesian optimization searches both
+    together; in the other searches topologies take turns. There is at least one sample, and the
+    first is of the start.
     """
     several = tuning.topologies
     fixed = tuning.low_bytes >= tuning.high_bytes
@@ -204,7 +196,7 @@ def _suggest_size(tuning: Tuning, samples: Sequence[Sample]) -> int:
 
 
 def _grid(tuning: Tuning, count: int, start: int) -> int:
-    """Ascend the grid; the start, which was measured, replaces the point nearest to it."""
+    """Ascend the grid; the measured start replaces the nearest point."""
     last = max(tuning.trials - 1, 1)
     points = [size_at(tuning, i / last) for i in range(last + 1)]
     points.remove(min(points, key=lambda size: abs(math.log(size / start))))
@@ -212,8 +204,7 @@ def _grid(tuning: Tuning, count: int, start: int) -> int:
 
 
 def _snap(tuning: Tuning, size: int) -> int:
-    # At the upper end a bucket may hold the whole model, which a slightly smaller one does not; and
-    # a random draw is never exactly an end.
+    # Random draws are never exactly an end, where a bucket may hold the whole model.
     near = (end for end in (tuning.high_bytes, tuning.low_bytes) if abs(size / end - 1) < SNAP)
     return next(near, size)
 
@@ -221,9 +212,8 @@ def _snap(tuning: Tuning, size: int) -> int:
 def choose(samples: Sequence[Sample]) -> tuple[int, tuple[float, ...]]:
     """Return the index of the best sample, and the expected throughput of each.
 
-    The best has the highest posterior mean, whatever the search: the highest of noisy measurements
-    is biased upwards, and its neighbours correct that. So searches differ only in the sizes that
-    they measure.
+    The best has the highest posterior mean in every search, because the highest of noisy
+    measurements is biased upwards. Searches differ only in the sizes that they measure.
     """
     from wingbeat.planning import bayes  # imports scipy and scikit-learn
 
@@ -241,8 +231,8 @@ def bucket_size_trial(
 ) -> LedTrial[Setting, BucketSizeResult]:
     """Return a trial of bucket sizes, and of topologies if there are several.
 
-    The first block is of the size at the start of training. After ``tuning.trials`` blocks the best
-    measured size is chosen. The start may lie outside the range.
+    The first block measures the start, which may lie outside the range. After ``tuning.trials``
+    blocks the best measured size is chosen.
     """
     names = tuning.topologies or (topology,)
     return LedTrial(
@@ -281,7 +271,7 @@ def _search(tuning: Tuning, start: Setting) -> Search[Setting, BucketSizeResult]
     expected: tuple[float, ...] = ()
     current = start
     while len(samples) < tuning.trials:
-        # The median: an evaluation or a checkpoint may interrupt single iterations.
+        # An evaluation or a checkpoint may interrupt single iterations.
         throughput = statistics.median((yield current))
         samples.append(Sample(current[0], throughput, current[1]))
         begin = time.perf_counter()

@@ -4,12 +4,12 @@ The paper names the criteria (kind, parameters, gradient distribution, computati
 example, VGG-19 in four colayers, and leaves the rest to trial and error. Here consecutive layers of
 backward are grouped, and the best grouping is found exactly by dynamic programming:
 
-- Without measurements, by kind and number of parameters, which all workers know alike: the groups
+- Without measurements, by kind and number of parameters, which are equal on all workers: the groups
   that are most equal in size.
 - With measurements, by the backward time per parameter and the width of the gradient distribution,
-  both as logarithms: the groups within which these vary least, weighted by parameters. Backward
-  time per parameter is what the paper's example has in common: all of FC3 to FC1 alike, all of
-  CONV5 alike, four times as much in CONV4.
+  both as logarithms: the groups within which these vary least, weighted by parameters. The groups
+  of the paper's example are alike in backward time per parameter: FC3 to FC1, and CONV5; it is four
+  times as long in CONV4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wingbeat.errors import UsageError
 from wingbeat.types import Plan, PlannedBucket, TensorSpec
 
 DEFAULT_COUNT = 10
-"""Colayers, as in the paper's figures (section 6)."""
+"""Number of colayers in the paper's figures (section 6)."""
 
 MIN_COUNT = 4
 """Fewest colayers where their number is chosen, as in the paper's example. With fewer, too little
@@ -34,7 +34,7 @@ REMAINING_VARIATION = 0.05
 """Share of a model's variation that may remain within colayers where their number is chosen."""
 
 NOISE = 0.1
-"""Difference of two logarithms below which layers are similar: measured times vary by 10%. Sizes
+"""Difference of logarithms below which layers are similar, as measured times vary by 10%. Sizes
 decide among similar layers."""
 
 
@@ -59,12 +59,7 @@ class LayerProperties:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of a model's tensors.
-
-    Attributes:
-        ready_s: when the gradient of each tensor is ready, by index, in seconds from the first.
-        widths: by index, as `LayerProperties.width`.
-    """
+    """Ready times of tensors in seconds from the first, and their `LayerProperties.width`."""
 
     ready_s: tuple[float, ...]
     widths: tuple[float | None, ...]
@@ -72,9 +67,6 @@ class Measured:
 
 def colayers(layers: Sequence[LayerProperties], count: int = DEFAULT_COUNT) -> tuple[range, ...]:
     """Group layers, in the order of backward, into ``count`` colayers, or one for each layer.
-
-    Returns:
-        The layers of each colayer as a range of positions, c[0] first.
 
     Raises:
         UsageError: there is no layer, or ``count`` is not positive.
@@ -91,12 +83,8 @@ def fewest_colayers(
 ) -> tuple[range, ...]:
     """Group measured layers into as few colayers as leave little variation within them.
 
-    Returns:
-        As `colayers`: the first number from ``least`` on that mixes no more kinds than ``most``
-        does and leaves at most `REMAINING_VARIATION` of the model's variation; else ``most``.
-
-    Raises:
-        UsageError: there is no layer, or ``most`` is not positive.
+    Return the first grouping from ``least`` on that mixes no more kinds than ``most`` colayers do
+    and leaves at most `REMAINING_VARIATION` of the model's variation; otherwise ``most`` colayers.
     """
     colayers(layers, most)
     found = _groupings(tuple(layers), min(most, len(layers)))
@@ -118,17 +106,6 @@ def colayer_plan(
 
     A layer is the module that tensors belong to. Its kind is its type together with the dtype and
     device, of which a bucket has one.
-
-    Args:
-        specs: every tensor of the model.
-        order: indices into ``specs``, in the order in which gradients become ready.
-        count: number of colayers, k; as many as there are layers if these are fewer.
-        measured: measurements of the tensors; None without.
-        least: fewest colayers, if ``count`` is only the largest number; see `fewest_colayers`.
-
-    Raises:
-        UsageError: there is no tensor, ``count`` is not positive, or too small to keep dtypes and
-            devices apart.
     """
     members: dict[tuple[str, str], list[int]] = {}
     for index in order:
@@ -155,7 +132,7 @@ def colayer_plan(
 
 
 def _backward_times(layers: Sequence[Sequence[int]], ready_s: Sequence[float]) -> list[float]:
-    """Return the backward time of each layer; 0 (unknown) for the first, whose start is unknown."""
+    """Return the backward time of each layer; 0 for the first, whose start is unknown."""
     ends = list(
         itertools.accumulate((max(ready_s[index] for index in each) for each in layers), max)
     )
@@ -165,7 +142,7 @@ def _backward_times(layers: Sequence[Sequence[int]], ready_s: Sequence[float]) -
 def _mean_width(
     specs: Sequence[TensorSpec], indices: Sequence[int], widths: Sequence[float | None]
 ) -> float | None:
-    """Return the mean width of a layer's tensors, weighted by size; None if none was measured."""
+    """Return the mean width of a layer's tensors, weighted by size; None if not measured."""
     known = [(specs[i].numel, width) for i in indices if (width := widths[i]) is not None]
     total = sum(numel for numel, _ in known)
     return sum(numel * width for numel, width in known) / total if total else None
@@ -193,7 +170,7 @@ class _Variation:
         ]
         features = per_parameter, [layer.width for layer in layers]
         self._measured = any(value is not None for values in features for value in values)
-        # By feature: running sums of weight, weight times feature, weight times its square.
+        # By feature: running sums of weight, weight times feature, and weight times its square.
         self._sums = [self._running_sums(layers, values) for values in features]
 
     def _running_sums(
@@ -201,7 +178,7 @@ class _Variation:
     ) -> list[tuple[float, float, float]]:
         known = [(x.numel, v) for x, v in zip(layers, values, strict=True) if v is not None]
         weight = sum(w for w, _ in known)
-        # About the mean: squares of large numbers would lose their differences.
+        # About the mean, because squares of large numbers would lose their differences.
         mean = sum(w * v for w, v in known) / weight if weight else 0.0
         out = [(0.0, 0.0, 0.0)]
         for layer, value in zip(layers, values, strict=True):
@@ -240,10 +217,7 @@ class _Grouping:
 
 @cache
 def _groupings(layers: tuple[LayerProperties, ...], most: int) -> list[_Grouping]:
-    """Return the best grouping into 1 to ``most`` colayers; ties go to the earliest cuts.
-
-    A colayer has several kinds only if there are more changes of kind than cuts.
-    """
+    """Return the best grouping into 1 to ``most`` colayers; ties go to the earliest cuts."""
     variation = _variation(layers)
     changes = [0]
     for one, other in itertools.pairwise(layers):

@@ -1,8 +1,8 @@
-"""Online control: everything that is measured and decided during training, in one small exchange.
+"""Online control: one small exchange for all measurements and decisions during training.
 
 Each worker contributes one row of numbers per iteration and receives all rows. The exchange is part
-of the backward pass, in the plan's order, so all workers read the same rows before the same next
-backward, and always agree on what is in force.
+of the backward pass, in the plan's order. All workers read the same rows before the same backward,
+so their settings always agree.
 """
 
 from __future__ import annotations
@@ -32,16 +32,10 @@ from wingbeat.types import Choices
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions of one training, for a later one that is equal; the same on all workers.
+    """The decisions of one training, for a later equal one; None where nothing was decided.
 
-    Attributes:
-        coded: whether compression is kept; None without a trial.
-        bucket_bytes: the tuned bucket size; None if it was not tuned.
-        topology: the tuned topology; None if it was not tuned.
-        merged: the probe from which merge plans were made; None without.
-        thresholds: the tuned thresholds between priority classes; None if they were not tuned.
-        buckets: the number of buckets of the merge plan; None without.
-        rules: names of the rules that make the plan which a trial has chosen; None without one.
+    ``merged`` is the probe from which merge plans were made, and ``rules`` name those of the chosen
+    plan.
     """
 
     coded: bool | None = None
@@ -68,7 +62,7 @@ class Decisions:
 class IterationTimer:
     """Measures the time from one `lap` to the next, without waiting for a device.
 
-    The host runs ahead of a GPU. There a lap is the time between two events of the current stream,
+    The host runs ahead of a GPU, where a lap is the time between two events of the current stream
     and becomes known some laps later.
     """
 
@@ -78,7 +72,7 @@ class IterationTimer:
         self._seconds = 0.0
 
     def lap(self) -> float:
-        """Begin the next lap; return the seconds of the latest known one, 0.0 if none is."""
+        """Begin the next lap; return the seconds of the latest known one, 0.0 if there is none."""
         self._marks.append(self._mark())
         while len(self._marks) > 1 and (not self._cuda or self._marks[1].query()):
             begin, end = self._marks.popleft(), self._marks[0]
@@ -86,7 +80,7 @@ class IterationTimer:
         return self._seconds
 
     def restart(self) -> None:
-        """Discard the laps before this moment, also those that a device has not completed."""
+        """Discard earlier laps, including those that a device has not completed."""
         while len(self._marks) > 1:
             self._marks.popleft()
         self._seconds = 0.0
@@ -106,14 +100,9 @@ class Controller(Protocol):
         """Return whether it counts iterations and may have a row."""
 
     def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
-        """Process the rows of all workers between two iterations.
+        """Process the rows of all workers between two iterations, None without an exchange.
 
-        Args:
-            seconds: time of the latest known iteration, 0 if none is known.
-            rows: the row of each worker, by rank; None if there was no exchange.
-
-        Returns:
-            Whether earlier iteration times are invalid for those that follow.
+        Return whether earlier iteration times are invalid for the following ones.
         """
 
     def row(self) -> Sequence[float]:
@@ -121,13 +110,7 @@ class Controller(Protocol):
 
 
 class Control:
-    """Runs one controller after the other: first the trial of compression.
-
-    Attributes:
-        trial: whether compression makes iterations shorter; None if it is not tried.
-        tuning: the bucket size; None if it is given.
-        merging: the merge plan; None if it is given.
-        thresholds: the thresholds between priority classes; None if they are given.
+    """Runs one controller after the other: compression, bucket size or merging, thresholds.
 
     Raises:
         UsageError: thresholds are to be tuned, and the exchange has no priority classes.
@@ -179,7 +162,7 @@ class Control:
         )
 
     def decisions(self) -> Decisions:
-        """Return the decisions; final once nothing is `deciding`."""
+        """Return the decisions; final once `deciding` is False."""
         trial, tuning, merging = self.trial, self.tuning, self.merging
         plan = None if merging is None else merging.plan
         return Decisions(
@@ -193,11 +176,7 @@ class Control:
         )
 
     def keep(self, known: Decisions) -> None:
-        """Apply the decisions of an earlier training; on all workers, before training.
-
-        Raises:
-            PeerError: a worker failed meanwhile, or rank 0 sent a malformed plan.
-        """
+        """Apply the decisions of an earlier training; on all workers, before training."""
         if self.trial is not None and known.coded is not None:
             self.trial.decide(known.coded)
         if self.tuning is not None and known.bucket_bytes is not None:
@@ -223,7 +202,7 @@ class Control:
                 start += width
         for controller in controllers:
             if controller.boundary(seconds, received.get(controller)):
-                # On a GPU earlier laps may not be known yet.
+                # On a GPU earlier laps may be incomplete.
                 self._timer.restart()
 
     def exchange(self) -> None:
@@ -240,8 +219,8 @@ class Control:
     def _controllers(self) -> list[Controller]:
         """Return the controllers that run now.
 
-        Decisions that change iterations are tried alone: compression, then the size of buckets,
-        then the thresholds between them. Meanwhile, times change for other reasons than drift.
+        Decisions that change iterations run alone, because drift detection would misread the
+        changes.
         """
         if self.trial is not None and self.trial.active():
             return [self.trial]

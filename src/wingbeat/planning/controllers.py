@@ -1,6 +1,6 @@
 """Controllers of compression, bucket size and thresholds: trials applied to the engine.
 
-What an earlier run has found, in the plan file of rank 0, is used at once.
+Results of an earlier run, in the plan file of rank 0, are used at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from wingbeat.transport.world import World
 from wingbeat.types import Choices, Serving, ThresholdTuning, Tuning
 
 FIRST_WINDOWS = 2
-"""Consecutive windows with drift before sizes are tuned anew; doubled each time."""
+"""Consecutive windows with drift before sizes are tuned again; doubled each time."""
 
 R = TypeVar("R", bound=files.Record)
 
@@ -49,18 +49,7 @@ def known_choice(
     key: Mapping[str, Any],
     choose: Callable[[R], Any],
 ) -> Any:
-    """Return a choice from the plan file of rank 0; the same on all workers.
-
-    Args:
-        world: the workers.
-        file: the plan file; may not exist yet.
-        record: the class of its content.
-        key: the model, cluster and strategy for which it has to be valid.
-        choose: returns the choice as JSON values; None if there is none. Raises `UsageError` if
-            the file cannot be used.
-
-    Returns:
-        The choice as received from rank 0, not validated; None if there is none.
+    """Return a choice from the plan file of rank 0, not validated; the same on all workers.
 
     Raises:
         UsageError: rank 0 cannot use the file; on every rank.
@@ -93,11 +82,7 @@ def keep(file: str, record: files.Record, key: Mapping[str, Any]) -> None:
 
 
 class CompressionController:
-    """Disables compression unless it makes iterations shorter.
-
-    Attributes:
-        coded: whether compression is used now.
-    """
+    """Disables compression unless it makes iterations shorter; ``coded`` while it is enabled."""
 
     def __init__(self, compression: Compression, rank: int, size: int) -> None:
         self._compression = compression
@@ -111,7 +96,7 @@ class CompressionController:
         return not self._decided
 
     def decide(self, coded: bool) -> None:
-        """End the trial with a known decision; the same on every worker, before training."""
+        """End the trial with a known decision; on every worker, before training."""
         self.coded = self._compression.on = coded
         self._decided = True
 
@@ -141,12 +126,8 @@ class CompressionController:
 class BucketSizeController:
     """Sets the bucket size of a `Bucketing` by a trial (DeAR, section IV-B).
 
-    After the trial it watches for drift. Then all workers tune anew before the same backward, from
-    the size in use.
-
-    Attributes:
-        done: whether a size was chosen; drift starts the tuning anew.
-        topology: the one in use; empty where topologies are not tuned.
+    After the trial, drift starts the tuning again from the size in use, on all workers before the
+    same backward. ``topology`` is empty where topologies are not tuned.
     """
 
     def __init__(
@@ -224,7 +205,7 @@ class BucketSizeController:
         return drift
 
     def _watch_drift(self, seconds: float, rows: Rows | None) -> bool:
-        """Count an iteration under the chosen size; return whether tuning begins anew."""
+        """Count an iteration under the chosen size; return whether tuning begins again."""
         drifted = None if rows is None else self._drift.compare([row[0] for row in rows])
         self._drift.count(seconds)
         if drifted is None:
@@ -236,7 +217,7 @@ class BucketSizeController:
                 drifted[0],
                 format_setting(self.bucket_bytes, self.topology),
             )
-        # Periodic changes would have sizes tuned for ever; each time it takes longer.
+        # Doubling keeps periodic changes from restarting the tuning for ever.
         self._windows *= 2
         self._trial = self._new_trial()
         self._seconds = 0.0
@@ -258,10 +239,7 @@ class BucketSizeController:
             self._collectives.use(topology)
 
     def _has_single_plan(self) -> bool:
-        """Once the order of gradients is known, end the tuning if all sizes make the same plan.
-
-        All workers know the same tensors and order, and reach this before the same backward.
-        """
+        """End the tuning, on all workers at once, if all sizes make the same plan."""
         if self._order_known or self._bucketing.learning:
             return False
         self._order_known = True
@@ -336,18 +314,14 @@ class Prioritized(Protocol):
     """An exchange with priority classes."""
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
-        """Divide the classes by other thresholds from now on."""
+        """Change the thresholds between the classes."""
 
 
 class ThresholdController:
     """Sets the thresholds between the priority classes of an exchange by a trial (Geryon, III-C).
 
-    The trial begins when the workers have agreed on the order of buckets. Training does not start
-    again: a threshold only determines priorities.
-
-    Attributes:
-        done: whether thresholds were chosen.
-        thresholds: those in use.
+    The trial begins when the workers have agreed on the order of buckets. A threshold only affects
+    priorities, so training continues.
     """
 
     def __init__(

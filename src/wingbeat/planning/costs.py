@@ -1,4 +1,4 @@
-"""Cost models: seconds as a function of elements or bytes, and the backward pass to price."""
+"""Cost models, in seconds as a function of elements or bytes, and the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ C = TypeVar("C", bound="Curve")
 class Curve:
     """Seconds as a function of an amount, in elements or bytes.
 
-    The value at 0 is 0.0, whatever each call costs. Values are finite, never negative, and do not
+    The value at 0 is 0.0, without the startup time. Values are finite, never negative, and do not
     fall as the amount grows.
     """
 
@@ -33,21 +33,16 @@ class Curve:
 
     def __call__(self, amount: float | Floats) -> float | Floats:
         """Return the seconds for ``amount``: one number, or a float64 array of any shape."""
-        # A single number is computed as an array, so that both give the same bits.
+        # A single number is computed as an array for bit-identical results.
         amounts = np.atleast_1d(np.asarray(amount, dtype=np.float64))
         seconds: Floats = np.where(amounts > 0.0, self._seconds(amounts), 0.0)
         return seconds if isinstance(amount, np.ndarray) else float(seconds[0])
 
     def _seconds(self, amount: Floats) -> Floats:
-        """Return the seconds for amounts above 0."""
         raise NotImplementedError
 
     def scaled(self: C, factor: float) -> C:
-        """Return the curve of ``factor`` times the seconds.
-
-        Raises:
-            UsageError: the factor is negative or not finite.
-        """
+        """Return the curve of ``factor`` times the seconds."""
         raise NotImplementedError
 
 
@@ -84,7 +79,7 @@ class Linear(Curve):
 class Linearithmic(Curve):
     """``fixed + gamma * density * d * log d`` seconds for d elements (OMGS-SGD, Eq. 10).
 
-    The logarithm is the natural one. That of less than one element counts as 0.
+    The logarithm is the natural one; below one element it counts as 0.
 
     Attributes:
         gamma: seconds per selected element and unit of log d, 0 or more.
@@ -120,7 +115,7 @@ class Linearithmic(Curve):
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseLinear(Curve):
-    """Line segments through points. The outer segments are extrapolated, but never below 0.
+    """Line segments through points; the outer ones are extrapolated, but never below 0.
 
     A single point makes a constant.
 
@@ -175,12 +170,12 @@ class CostModel:
     """The costs of a bucket.
 
     Attributes:
-        encode: seconds to encode so many elements, ``t_s`` (OMGS-SGD, Eq. 10).
-        exchange: seconds to exchange so many bytes, ``t_c`` (OMGS-SGD, Eq. 11).
-        delay: seconds by which a concurrent exchange of so many bytes delays backward, as both
-            need the same processors. The paper has no such term.
-        gather: seconds to all-gather so many bytes during the next forward, where an all-reduce is
-            split into a reduce-scatter (``exchange``) and an all-gather (DeAR); None otherwise.
+        encode: seconds by elements to encode, ``t_s`` (OMGS-SGD, Eq. 10).
+        exchange: seconds by bytes to exchange, ``t_c`` (OMGS-SGD, Eq. 11).
+        delay: seconds, by bytes, by which a concurrent exchange delays backward, as both need the
+            same processors. The paper has no such term.
+        gather: seconds by bytes to all-gather during the next forward, where an all-reduce is split
+            into a reduce-scatter (``exchange``) and an all-gather (DeAR); None otherwise.
     """
 
     encode: Curve
@@ -193,7 +188,7 @@ class CostModel:
 class Workload:
     """The backward pass of a model: its tensors in the order in which gradients become ready.
 
-    The paper counts the other way round: its layer L is the first here, its layer 1 the last.
+    The paper counts in reverse: its layer L is the first here, its layer 1 the last.
 
     Attributes:
         tensors: index of each tensor in the model's list, each once.

@@ -1,7 +1,7 @@
-"""Drift detection: when to measure, and when measurements no longer hold. Pure logic.
+"""Drift detection: when to measure, and when measurements are outdated. Pure logic.
 
-Every worker counts the same iterations and compares the same medians. So all plan, and all detect
-drift, before the same backward.
+Every worker counts the same iterations and compares the same medians, so all plan and detect drift
+before the same backward.
 """
 
 from __future__ import annotations
@@ -24,18 +24,10 @@ _LONGEST_S = 1e9
 class DriftDetector:
     """Counts iterations on one worker: first a measuring phase, then windows.
 
-    Measurements before there is a plan are repeated under the plan, where exchanges compete with
-    backward for processors, and planned from a second time.
-
-    Args:
-        steps: iterations that are measured before planning.
-        factor: drift: iterations take more than this many times as long, or as short.
-        windows: consecutive windows that have to be that far off. A single one may be due to
-            another job.
-
-    Attributes:
-        measuring: whether iterations are measured, to plan from them.
-        first: whether there has been no plan since measuring began.
+    After ``steps`` iterations a first plan is made. Measurements are repeated under it, where
+    exchanges compete with backward for processors, and a second plan is made. Drift is a change of
+    the median by more than ``factor`` in either direction, in ``windows`` consecutive windows; a
+    single window may be due to another job. ``first`` is True from a start until its first plan.
     """
 
     def __init__(self, steps: int, factor: float, windows: int = 1) -> None:
@@ -51,11 +43,7 @@ class DriftDetector:
         return self.measuring and self._seen > WARMUP + self._steps
 
     def count(self, seconds: float) -> None:
-        """Count one iteration boundary.
-
-        Args:
-            seconds: time of the iteration before it, 0 if unknown.
-        """
+        """Count one iteration boundary."""
         self._seen += 1
         if self._seen > WARMUP + 1 and seconds > 0:
             self._times.append(seconds)
@@ -65,11 +53,7 @@ class DriftDetector:
         return statistics.median(self._times) if self._times else 0.0
 
     def planned(self, *, known: bool = False) -> None:
-        """Begin the next phase after a plan was made.
-
-        Args:
-            known: the plan is from a file, and was measured when it was made: skip to windows.
-        """
+        """Begin the next phase after a plan was made; a ``known`` plan needs no second one."""
         self._restart()
         self.measuring = self.first and not known
         self.first = False
@@ -82,9 +66,7 @@ class DriftDetector:
     def compare(self, medians: Sequence[float]) -> tuple[float, float] | None:
         """Compare the medians of all workers, equal on each, and begin the next window.
 
-        Returns:
-            The reference and the current median in seconds if they have drifted apart: measuring
-            begins anew. None otherwise.
+        Return the reference and the current median in seconds after drift, None otherwise.
 
         Raises:
             PeerError: a median is no time; the message names the rank that sent it.

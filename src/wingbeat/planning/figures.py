@@ -52,17 +52,7 @@ def draw_png(
     *,
     title: str = "",
 ) -> None:
-    """Draw the content of a plan file.
-
-    Args:
-        record: the content: samples with the posterior mean and its 95% band; iteration times by
-            threshold, with a panel for each tuned threshold; or measured points and their fits.
-        path: the PNG to write; its folder is created if it is missing.
-        title: default: a summary.
-
-    Raises:
-        UsageError: matplotlib (the extra ``bench``) is missing, or the file cannot be written.
-    """
+    """Draw the content of a plan file."""
     if isinstance(record, BucketSizeResult):
         figure = _bucket_size_figure(record, title)
     elif isinstance(record, ThresholdResult):
@@ -122,7 +112,6 @@ def _limits(result: BucketSizeResult) -> tuple[float, float]:
 
 
 def _draw_posterior(axes: Axes, result: BucketSizeResult) -> None:
-    """Draw the posterior of the chosen topology."""
     from wingbeat.planning import bayes
 
     low, high = _limits(result)
@@ -225,7 +214,6 @@ def _number_samples(axes: Axes, result: BucketSizeResult) -> None:
 
 
 def _write_outcome(figure: Figure, result: BucketSizeResult, title: str) -> None:
-    """Write the title, the outcome, and the legend."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -304,7 +292,7 @@ def _draw_axis(axes: Axes, result: ThresholdResult, base: Cuts) -> None:
 
 
 def _threshold(result: ThresholdResult, position: int) -> float:
-    """Return the threshold that puts so many layers on the urgent side."""
+    """Return the threshold for ``position`` urgent layers."""
     (level,) = thresholds_from_cuts((position,) if position else (), result.layers, 2)
     return level
 
@@ -347,7 +335,7 @@ def _by_interface(probe: Probe) -> Iterator[tuple[str, Fit, str, str]]:
 
 
 def _draw_fits(axes: Axes, unit: str, curves: Sequence[tuple[str, Fit, str, str]]) -> None:
-    """Draw points and fits on logarithmic scales: each with its name, colour and line style."""
+    """Draw points and fits on logarithmic scales."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")

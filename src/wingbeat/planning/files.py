@@ -1,9 +1,9 @@
-"""The plan file: what was measured, tried and chosen, as JSON that people can read.
+"""The plan file: measurements, trials and choices as readable JSON.
 
 A file holds one record and the key of the model and cluster for which it is valid. A record is a
-frozen dataclass with a class attribute ``kind`` and a method ``explain``; `to_json` and
-`from_json` convert any such dataclass, following the types of its fields. Range checks belong to
-the dataclasses themselves, in ``__post_init__``.
+frozen dataclass with a class attribute ``kind`` and a method ``explain``. `to_json` and `from_json`
+convert any such dataclass, following the types of its fields. The dataclasses check ranges in
+``__post_init__``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT, VERSION = "wingbeat plan", 1
 REMEDY = "delete the file to plan again"
 
 MAX_NUMBER = 1e15
-"""Measured amounts and times are smaller; arithmetic on larger ones may overflow to infinity."""
+"""Upper limit of measured amounts and times, below which arithmetic cannot overflow to infinity."""
 
 _MAX_LINE = 100
 
@@ -38,7 +38,7 @@ class Record(Protocol):
     kind: ClassVar[str]
 
     def explain(self) -> str | list[str]:
-        """Summarize the record for people."""
+        """Summarize the record."""
 
 
 R = TypeVar("R", bound=Record)
@@ -47,12 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Saved(Generic[R]):
-    """The content of a plan file.
-
-    Attributes:
-        record: what was found.
-        key: the model, cluster and strategy for which it is valid, as JSON values.
-    """
+    """A record, and the model, cluster and strategy for which it is valid, as JSON values."""
 
     record: R
     key: dict[str, Any]
@@ -64,14 +59,7 @@ class Saved(Generic[R]):
 
 
 def save(path: str | os.PathLike[str], record: Record, key: Mapping[str, Any]) -> None:
-    """Write a plan file atomically: readers see the old content or the new one.
-
-    A symbolic link is followed; its target is replaced.
-
-    Args:
-        path: the file. Its folder has to exist.
-        record: what was found.
-        key: the model, cluster and strategy for which it is valid.
+    """Write a plan file atomically; a symbolic link is followed and its target replaced.
 
     Raises:
         UsageError: the folder is missing or not writable.
@@ -89,13 +77,8 @@ def save(path: str | os.PathLike[str], record: Record, key: Mapping[str, Any]) -
 def load(path: str | os.PathLike[str], record: type[R]) -> Saved[R]:
     """Read and validate a plan file.
 
-    Args:
-        path: the file.
-        record: the class of its content.
-
     Raises:
-        UsageError: the file is missing, damaged, or of another kind or version. The message is
-            one line.
+        UsageError: the file is missing, damaged, or of another kind or version.
     """
     name = _name(path)
     data = _parsed(path)
@@ -111,7 +94,7 @@ def load(path: str | os.PathLike[str], record: type[R]) -> Saved[R]:
 
 
 def load_if_present(file: str, record: type[R]) -> Saved[R] | None:
-    """Read the file that a strategy names as ``plan_file``; return None before it exists.
+    """Read the ``plan_file`` of a strategy; return None before it exists.
 
     Raises:
         UsageError: its folder is missing, or `load` refuses the file.
@@ -129,11 +112,7 @@ def load_if_present(file: str, record: type[R]) -> Saved[R] | None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of record in a plan file.
-
-    Raises:
-        UsageError: the file is missing, damaged, or of another version.
-    """
+    """Return the kind of record in a plan file."""
     return str(_parsed(path).get("kind"))
 
 
@@ -196,7 +175,7 @@ def _indented(value: Any, indent: int = 0) -> str:
 def to_json(value: Any) -> Any:
     """Convert a frozen dataclass, and all that it contains, to JSON values.
 
-    A class attribute ``kind`` is written too: it tells the members of a union apart.
+    A class attribute ``kind`` is included, to distinguish the members of a union.
     """
     if dataclasses.is_dataclass(value):
         kind = {"kind": value.kind} if hasattr(value, "kind") else {}
@@ -210,18 +189,9 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(hint: type[T], data: Any, where: str) -> T:
-    """Convert what `to_json` returned back to a value of the type ``hint``.
+    """Convert the output of `to_json` back to a value of the type ``hint``.
 
-    Fields that are missing take their defaults. Numbers have to be finite, at most `MAX_NUMBER`.
-
-    Args:
-        hint: a dataclass whose fields are numbers, strings, tuples, dicts, dataclasses, unions of
-            dataclasses, or None; or the type of such a field.
-        data: JSON values from a file or another process.
-        where: the name of the value in error messages.
-
-    Raises:
-        UsageError: a value has the wrong type or is out of range. The message is one line.
+    Missing fields take their defaults. Numbers have to be finite, at most `MAX_NUMBER`.
     """
     value: T = _converted(hint, data, where)
     return value

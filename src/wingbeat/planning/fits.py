@@ -18,7 +18,7 @@ Samples = Sequence[tuple[float, float]]
 """(amount, seconds) pairs; an amount may occur several times."""
 
 Interval = tuple[float, float | None]
-"""A 95% confidence interval; no upper limit where there are too few samples."""
+"""A 95% confidence interval; no upper limit with too few samples."""
 
 ACCEPTED_ERROR = 0.2
 """Largest relative error with which a formula is accepted as a fit."""
@@ -36,9 +36,8 @@ class Fit:
         curve: seconds as a function of the amount.
         error: median relative error, over the amounts.
         worst: largest relative error.
-        intervals: 95% confidence interval of each coefficient, by its name in the curve. The upper
-            limit is None where there are no more amounts than coefficients. Empty for
-            `PiecewiseLinear`.
+        intervals: 95% confidence interval of each coefficient, by its name in the curve; empty for
+            `PiecewiseLinear`. The upper limit is None with no more amounts than coefficients.
         samples: (amount, seconds) as measured.
 
     Raises:
@@ -83,9 +82,6 @@ def fit_linear(samples: Samples) -> Fit:
 
     Least squares of relative errors over the median of each amount, so that long samples do not
     dominate short ones.
-
-    Raises:
-        UsageError: a sample is out of range, or there are less than two amounts.
     """
     amounts, seconds = _medians(samples, 2)
     values, limits = _solve(amounts, seconds)
@@ -93,13 +89,7 @@ def fit_linear(samples: Samples) -> Fit:
 
 
 def fit_linearithmic(samples: Samples, density: float) -> Fit:
-    """Fit ``fixed + gamma * density * d * log d``, both 0 or more (OMGS-SGD, Eq. 10).
-
-    The same least squares as `fit_linear`; the density is given.
-
-    Raises:
-        UsageError: a sample or the density is out of range, or there are less than two amounts.
-    """
+    """Fit ``fixed + gamma * density * d * log d``, both 0 or more (OMGS-SGD, Eq. 10)."""
     amounts, seconds = _medians(samples, 2)
     values, limits = _solve(Linearithmic(1.0, density)(amounts), seconds)
     curve = Linearithmic(values[1], density, values[0])
@@ -109,12 +99,9 @@ def fit_linearithmic(samples: Samples, density: float) -> Fit:
 def best_fit(samples: Samples, *, density: float | None = None) -> Fit:
     """Fit `Linear`, else `Linearithmic` if a density is given, else `PiecewiseLinear`.
 
-    A formula is accepted if its worst relative error is at most `ACCEPTED_ERROR`. The pieces go
-    through the medians; medians that fall as the amount grows are averaged with their neighbours
+    A formula is accepted if its worst relative error is at most `ACCEPTED_ERROR`. The pieces
+    connect the medians; medians that fall as the amount grows are averaged with their neighbours
     until they do not (isotonic regression).
-
-    Raises:
-        UsageError: a sample or the density is out of range, or there is none.
     """
     amounts, seconds = _medians(samples, 1)
     if len(amounts) > 1:

@@ -1,7 +1,7 @@
-"""Measurements of exchanges: the encoding and exchange of buckets, of matrices, and plain links.
+"""Measurements of exchanges: encoding and exchange of buckets and matrices, and plain links.
 
-Figures are those of the slowest worker, and equal on all workers. Nothing is assumed about a
-cluster: neither its size nor its rates (OMGS-SGD, sections II-E, II-F and V-B).
+Figures are those of the slowest worker, and equal on all workers. No property of a cluster is
+assumed, neither its size nor its rates (OMGS-SGD, sections II-E, II-F and V-B).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIN_SIZE = 1024
 """Elements, or bytes, of the smallest measured exchange, as in the paper (V-B)."""
 
 MAX_ELEMENTS = 1 << 24
-"""Elements of the largest: beyond it curves are extrapolated, and memory belongs to the model."""
+"""Elements of the largest exchange; curves are extrapolated beyond, which saves memory."""
 
 REPEATS = 5
 BUDGET_S = 0.5
@@ -47,17 +47,17 @@ MAX_MATRICES = 8
 
 _MAX_REPEATS_FACTOR, _SHARE = 4, 0.2
 _MIN_AMOUNTS = 2
-"""Amounts that a line needs, however long they take."""
+"""Minimum number of amounts for a line, however long they take."""
 
 _LINK_FACTOR = 4.0
 """Ratio of neighbouring amounts on links, whose two coefficients need few."""
 
 _LONGEST_S = 1e6
 _AFTER_WARMUP = 1 << 40
-"""A step at which every warm-up is over."""
+"""A step after every warm-up."""
 
 _FLAG_BYTES = 4
-"""Besides its encoded gradient, each parameter sends a flag as float32."""
+"""Bytes of the float32 flag that each parameter sends in addition to its encoded gradient."""
 
 Points = tuple[tuple[float, float], ...]
 """Amounts, in elements or bytes, and the seconds of each."""
@@ -67,10 +67,8 @@ Points = tuple[tuple[float, float], ...]
 class Operation:
     """An exchange that can be repeated.
 
-    Attributes:
-        start: encodes, launches and returns the handle.
-        nbytes: bytes that one worker contributes.
-        prepare: called before each repetition, outside of the measurement.
+    ``start`` encodes, launches and returns the handle. One worker contributes ``nbytes``.
+    ``prepare`` is called before each repetition, outside of the measurement.
     """
 
     start: Callable[[], Handle]
@@ -85,7 +83,7 @@ class Samples:
     Attributes:
         encode: elements, and seconds until the call that starts the exchange returns.
         exchange: bytes of one worker's payload, and seconds from then until all is decoded.
-        cpu: the same bytes, and seconds of CPU time of the process meanwhile, in all threads.
+        cpu: the same bytes, and seconds of CPU time of all threads meanwhile.
     """
 
     encode: Points
@@ -120,26 +118,10 @@ def measure_exchange(
     """Measure exchanges of growing amounts; all workers call this together.
 
     Every repetition begins with a barrier. The first two of each amount determine the number of
-    amounts and repetitions; then amounts take turns, so that a disturbance does not affect one
-    amount alone. Each figure is the median of a worker, then that of the slowest. A worker that has
-    encoded sooner than another waits for it. That is no part of the exchange, which is the slowest
-    worker's total time less the slowest encoding.
-
-    Args:
-        collectives: used by the exchange.
-        make_operation: returns the exchange of so many elements.
-        amounts: elements, growing; the same on every worker.
-        repeats: counted repetitions, at least; up to four times as many where a fifth of the budget
-            is enough for them.
-        budget_s: after the first two, no amount follows one that took longer than this, by the
-            exchanged figures, so that all workers stop at the same amount.
-        device: where the tensors are; on a GPU the current stream is synchronized.
-        whole: where figures are exchanged; default: the world of the collectives.
-        now: a clock, in seconds.
-        used: CPU time of this process, in seconds.
-
-    Raises:
-        PeerError: a peer failed or sent a malformed measurement; the message names it.
+    amounts and repetitions; then amounts take turns, so that a disturbance affects all of them. No
+    amount follows one that took longer than ``budget_s``. Each figure is the median of a worker,
+    then that of the slowest. The time for which a worker waits for slower encoders is not part of
+    the exchange, which is the slowest worker's total time less the slowest encoding.
     """
     world = whole if whole is not None else collectives.world
     timer = _Timer(collectives.world, _synchronizer(device), now, used)
@@ -202,18 +184,13 @@ class _Timer:
 
 
 def _synchronizer(device: torch.device | None) -> Callable[[], object]:
-    """Return what waits for a GPU's current stream, but not for wingbeat's own."""
+    """Return a function that waits for a GPU's current stream, but not for wingbeat's own."""
     if device is None or device.type != "cuda":
         return lambda: None
     return lambda: torch.cuda.current_stream(device).synchronize()
 
 
 def _slowest(rows: Sequence[Any], count: int, rank: int) -> list[tuple[float, float, float]]:
-    """Return the largest of each figure.
-
-    Raises:
-        PeerError: a row is not ``count`` times three times, the second of which contains the first.
-    """
     for peer, row in enumerate(rows):
         valid = isinstance(row, list) and len(row) == count and all(map(_valid_figures, row))
         if not valid:
@@ -247,22 +224,8 @@ def measure_wire(
 ) -> Samples:
     """Measure the exchange of a bucket as training does it, from 1 K elements on.
 
-    Args:
-        collectives: those of training.
-        wire: the name of a dtype as in `Choices.wire`, empty for the buffer's own, or the settings
-            of a codec. Residuals and momentum are kept as in training, after any warm-up.
-        collective: ``"payload all-gather"`` for `Collectives.all_gather_sum`, which needs a codec;
-            ``"all-reduce"``, which encodes while it runs; or one phase of a split all-reduce,
-            ``"reduce-scatter"`` or ``"all-gather"``, where the other is hidden elsewhere.
-        largest: elements of the largest possible bucket; the last amount, unless it exceeds
-            ``MAX_ELEMENTS``.
-        device: where the gradients are; default: the CPU.
-        dtype: of the gradients.
-        repeats: as for `measure_exchange`.
-
     Raises:
         UsageError: unknown collective, or ``"payload all-gather"`` without a codec.
-        PeerError: as for `measure_exchange`.
     """
     if collective not in (*COLLECTIVES, SECOND_PHASE):
         raise unknown("collective", collective, (*COLLECTIVES, SECOND_PHASE))
@@ -293,17 +256,15 @@ class _Buffers:
 
     @classmethod
     def of(cls, numel: int, device: torch.device, dtype: torch.dtype) -> _Buffers:
-        """Return buffers with normally distributed gradients."""
-        generator = torch.Generator().manual_seed(0)  # leaves the user's random state alone
+        generator = torch.Generator().manual_seed(0)  # leaves the global random state unchanged
         gradients = torch.randn(numel, generator=generator).to(device, dtype)
         return cls(gradients, torch.empty_like(gradients))
 
     def cut(self, numel: int) -> _Buffers:
-        """Return the first elements of everything."""
+        """Return the first ``numel`` elements of each buffer."""
         return _Buffers(self.gradients[:numel], self.buffer[:numel], self.kept)
 
     def fill(self) -> None:
-        """Copy the gradients into the buffer."""
         self.buffer.copy_(self.gradients)
 
     def float32(self, name: str) -> torch.Tensor:
@@ -318,7 +279,6 @@ class _Buffers:
 def _bucket_operation(
     collectives: Collectives, wire: str | Coded, collective: str, buffers: _Buffers
 ) -> Operation:
-    """Return the exchange of a bucket of one region."""
     buffer = buffers.buffer
     numel = buffer.numel()
     if isinstance(wire, str):
@@ -366,7 +326,7 @@ def _factored_operation(collectives: Collectives, wire: Coded, buffers: _Buffers
 def _reduction(
     collectives: Collectives, collective: str, buffer: torch.Tensor, wire: WireFormat | None
 ) -> Callable[[], Handle]:
-    """Return what starts an all-reduce of a buffer, or one of its phases."""
+    """Return a function that starts an all-reduce of a buffer, or one of its phases."""
     if collective == SECOND_PHASE:
         return lambda: collectives.all_gather(buffer, wire=wire)
     whole = collective == "all-reduce"
@@ -384,13 +344,13 @@ def fit_samples(samples: Samples, wire: str | Coded) -> tuple[Fit, Fit]:
 
 
 def matrix_region(spec: TensorSpec, wire: Coded) -> Region | None:
-    """Return how a tensor travels by itself; None unless it is a matrix with factors."""
+    """Return how a tensor is encoded alone; None unless it is a matrix with factors."""
     found = regions(wire, [(spec.name, spec.shape)])
     return next((region for region in found if region.cols), None)
 
 
 def payload_of(spec: TensorSpec, wire: Coded) -> float:
-    """Return the bytes of a tensor's payload if it travels by itself."""
+    """Return the payload bytes of a tensor that travels alone."""
     coding = Coding(list(regions(wire, [(spec.name, spec.shape)])))
     return float(coding.room(Span(0, spec.numel))) if spec.numel else 0.0
 
@@ -406,15 +366,15 @@ def measure_matrices(
 ) -> tuple[MatrixCost, ...]:
     """Exchange a matrix of each of the model's largest shapes; all workers call this together.
 
-    Only `LowRank` with sketched factors has matrices: factors that are summed are measured by
-    `measure_wire`, whose arguments these are.
+    Only `LowRank` with sketched factors has matrices; `measure_wire` measures summed factors, with
+    the same arguments.
     """
     if not isinstance(wire, LowRank) or wire.summed:
         return ()
     found = {spec.shape: matrix_region(spec, wire) for spec in specs}
     known = [(shape, region) for shape, region in found.items() if region is not None]
     known = [each for each in known if len(each[1].span) <= MAX_ELEMENTS]
-    # The largest, in rising order: none follows one that takes too long.
+    # The largest, in rising order, so that none follows one that takes too long.
     largest = sorted(known, key=lambda each: (len(each[1].span), each[0]))[-MAX_MATRICES:]
     if not largest:
         return ()
@@ -434,7 +394,7 @@ def measure_matrices(
         return Operation(start, coding.room(region.span), part.fill)
 
     samples = measure_exchange(collectives, operation, range(len(largest)), device=device)
-    # The starting call is no work of the thread that runs backward.
+    # The starting call is not work of the thread that runs backward.
     return tuple(
         MatrixCost(shape[0], shape[1], nbytes, call + seconds)
         for (shape, _), (_, call), (nbytes, seconds) in zip(
@@ -456,9 +416,9 @@ def measure_links(
 ) -> tuple[LinkFit, ...]:
     """Measure plain collectives on each network interface alone, then on all together (II-F).
 
-    All-gathers go by doubling, as those of small payloads do; all-reduces by ``topology``, or
-    around a ring where that spans several interfaces (a BCube) and one is measured. Tensors are on
-    the CPU. No other exchange may be in progress. Other arguments are those of `measure_exchange`.
+    All-gathers use doubling, as those of small payloads do. All-reduces use ``topology``, or a ring
+    where the topology spans several interfaces (a BCube) and one is measured. Tensors are on the
+    CPU. No other exchange may be in progress. Other arguments are those of `measure_exchange`.
     """
     whole = collectives.world
 
@@ -476,7 +436,7 @@ def measure_links(
                 alone, operation, geometric(MIN_SIZE, largest_bytes, _LINK_FACTOR), repeats,
                 budget_s=budget_s, whole=whole,
             )  # fmt: skip
-            # Nothing is encoded: the starting call is a part of the exchange.
+            # Nothing is encoded, so the starting call is a part of the exchange.
             pairs = zip(samples.encode, samples.exchange, strict=True)
             fits.append(fit_linear([(nbytes, call + s) for (_, call), (nbytes, s) in pairs]))
         return LinkFit(name, *fits)
@@ -513,8 +473,8 @@ def _world_of_link(whole: World, link: Link) -> Iterator[World]:
 class _SharedLink:
     """A link of another world, which stays open when this world ends.
 
-    Tags begin anew. That is safe: between two workers messages of the same tag match in order, and
-    all messages of one world have arrived before the other uses the link.
+    Tags start again from 0. Between two workers messages of the same tag match in order, and all
+    messages of one world arrive before the other uses the link.
     """
 
     def __init__(self, link: Link) -> None:
@@ -523,19 +483,16 @@ class _SharedLink:
 
     @property
     def name(self) -> str:
-        """The name of the interface."""
         return self._link.name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Send on the link."""
         return self._link.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Receive on the link."""
         return self._link.recv(tensor, peer, tag)
 
     def close(self) -> None:
-        """Close the link while it is in use: a peer was lost, and the others have to notice."""
+        """Close the link in use after a peer was lost, so that the others detect it."""
         if not self.released:
             self._link.close()
 
@@ -555,8 +512,8 @@ def _plain_operation(collectives: Collectives, kind: str, nbytes: int) -> Operat
 def wire_text(wire: str | Coded) -> str:
     """Return the text for a wire in files and messages: ``fp32`` is the gradients' own dtype.
 
-    The density is always part of it, whatever its default; a warm-up never: measurements are of
-    what travels after it.
+    The density is always included, even if it is the default; a warm-up never is, because
+    measurements apply after it.
 
     >>> wire_text("bfloat16"), wire_text(TopK(density=0.01, warmup=9, momentum=0.9))
     ('bf16', 'TopK(density=0.01, momentum=0.9)')
@@ -570,9 +527,9 @@ def wire_text(wire: str | Coded) -> str:
 
 
 def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]:
-    """Return about how many bytes each tensor adds to the payload of a bucket, its flag included.
+    """Return the approximate bytes that each tensor adds to a bucket's payload, with its flag.
 
-    The density of a group counts; that top-k sends one value at least does not.
+    The density of a group counts; the minimum of one value of top-k does not.
     """
     each = []
     for spec in specs:
@@ -594,8 +551,8 @@ def key_of(
 ) -> dict[str, Any]:
     """Return the key of a model on a cluster, as JSON values.
 
-    A digest of the parameters (names, shapes, dtypes, kind of device), the number of workers, the
-    names of the network interfaces, the wire, and its collective.
+    It has a digest of the parameters (names, shapes, dtypes, kind of device), the number of
+    workers, the names of the network interfaces, the wire, and its collective.
     """
     shapes = [
         [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0]] for spec in specs

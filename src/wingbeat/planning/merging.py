@@ -1,10 +1,10 @@
 """Layers merged by measured costs (OMGS-SGD, sections III and IV).
 
 The first iterations run with all layers in one bucket while backward is profiled. Then all workers
-measure compression and links together, rank 0 makes the plan, and all follow it. Backward is
-profiled once more under the plan, which shows how much exchanges delay it, and planned for again.
-The gain of a plan is predicted; where several plans may be the best, whole iterations with each
-decide. Drift starts everything anew.
+measure compression and links together, and rank 0 makes the plan that all follow. Backward is
+profiled again under the plan, to measure the delay by exchanges, and a second plan is made. The
+gain of a plan is predicted; if several plans may be the best, whole iterations with each decide.
+Drift restarts the process.
 """
 
 from __future__ import annotations
@@ -45,12 +45,7 @@ MISPREDICTED = 0.1
 class ActivePlan:
     """The merge plan in force, its prediction, and the iterations under it.
 
-    Attributes:
-        rules: names of the rules that make it.
-        plan: the buckets.
-        timeline: the predicted backward.
-        predicted_s: predicted seconds of an iteration.
-        measured_s: measured seconds of an iteration, 0.0 before.
+    ``rules`` names the rules that make the plan. ``measured_s`` is 0.0 before a measurement.
     """
 
     rules: tuple[str, ...]
@@ -65,7 +60,7 @@ class ActivePlan:
         return self.predicted_s / self.measured_s - 1 if self.measured_s else None
 
     def mispredicted(self, measured_s: float) -> bool:
-        """Set the measured time; return True once if the prediction turns out to be wrong."""
+        """Set the measured time; return True once if the prediction is wrong."""
         first = not self.measured_s
         self.measured_s = measured_s
         return first and self.error is not None and abs(self.error) > MISPREDICTED
@@ -107,14 +102,10 @@ class ActivePlan:
 
 
 class LayerMerging:
-    """Profiles backward, makes and tries plans, and has a `Bucketing` follow the best.
+    """Profiles backward, makes and tries plans, and applies the best to a `Bucketing`.
 
-    What an earlier run has measured, in the plan file of rank 0, is used at once.
-
-    Attributes:
-        probe: the measurements, and the outcome of a trial; None before.
-        plan: the plan in force and its prediction; None before there is one.
-        passes: profiles this worker's backward passes.
+    Results of an earlier run, in the plan file of rank 0, are used at once. ``probe`` and ``plan``
+    are None before there are any.
     """
 
     def __init__(
@@ -145,12 +136,12 @@ class LayerMerging:
         self._trial: Trial[int, list[float]] | None = None
         self._seconds = 0.0
         self._file_read = not rule.file
-        # During the trial of compression it is not known what will travel.
+        # During the trial of compression the final encoding is not known.
         if wire_is_known:
             self._read_file()
 
     def active(self) -> bool:
-        """Return True: iterations are counted, and watched for drift, to the end of training."""
+        """Return True: iterations are counted, and checked for drift, to the end of training."""
         return True
 
     def deciding(self) -> bool:
@@ -159,18 +150,13 @@ class LayerMerging:
 
     @property
     def chosen(self) -> tuple[str, ...] | None:
-        """Names of the rules that make the plan which a trial has chosen; None without one."""
+        """Names of the rules of the plan that a trial has chosen; None without one."""
         if self.probe is None or not self.probe.timings:
             return None
         return self.probe.timings[0].rules
 
     def decide(self, found: Probe) -> None:
-        """Plan from a known probe; on all workers at once, before training.
-
-        Raises:
-            PeerError: a worker failed meanwhile, or rank 0 sent a malformed plan.
-            UsageError: the probe is of another model or wire.
-        """
+        """Plan from a known probe; on all workers at once, before training."""
         self._file_read = True
         self._drift.planned(known=True)
         self._restart_profile()
@@ -210,7 +196,7 @@ class LayerMerging:
         return [self._drift.median()] if self._drift.window_ended() else []
 
     def _detect_drift(self, medians: Sequence[float]) -> bool:
-        """Process the medians of a window; return whether measuring starts anew."""
+        """Process the medians of a window; return whether measuring starts again."""
         drifted = self._drift.compare(medians)
         if drifted is None:
             self._compare(max(medians))
@@ -227,7 +213,6 @@ class LayerMerging:
         return True
 
     def _compare(self, measured_s: float) -> None:
-        """Report once for each plan if its prediction is wrong."""
         if self.plan is None:
             return
         if self.plan.mispredicted(measured_s) and self._world.rank == 0:
@@ -270,7 +255,7 @@ class LayerMerging:
         if self.plan is not None:
             alone = self._without_gathers(alone, self.plan.plan)
         if self._alone is None or self.plan is None or alone.cpu is None or not span_s:
-            # The delay of exchanges cannot be told from backward.
+            # The delay by exchanges cannot be separated from backward.
             pairs = zip(alone.gradients, ready, strict=True)
             gradients = tuple(replace(gradient, ready_s=seconds) for gradient, seconds in pairs)
             return replace(alone, gradients=gradients)
@@ -284,10 +269,7 @@ class LayerMerging:
         return replace(found, rest_s=max(0.0, found.rest_s - gathers))
 
     def _plan_from(self, found: Probe) -> None:
-        """Make plans and follow the first.
-
-        Before backward was profiled under a plan there is only one.
-        """
+        """Make plans and follow the first, the only one until backward ran under a plan."""
         rule = "exact" if self._rule.rule == TRIED and self._drift.measuring else self._rule.rule
         self._candidates = self._planner.candidates(rule, found)
         self.probe = found
@@ -315,7 +297,6 @@ class LayerMerging:
     # -- trial -----------------------------------------------------------------------------------
 
     def _start_trial(self) -> None:
-        """Time whole iterations with each plan, if there are several."""
         if len(self._candidates) > 1:
             self._trial = plan_trial(len(self._candidates), self._world.rank, self._world.size)
             self._seconds = 0.0
@@ -334,7 +315,6 @@ class LayerMerging:
         return True
 
     def _choose(self, chosen: int, medians: Sequence[float]) -> None:
-        """Keep the plan that was the fastest in the trial."""
         assert self.probe is not None, "plans are made from a probe"
         workload = self._planner.workload(self.probe)
         timings = [
@@ -360,11 +340,7 @@ class LayerMerging:
             controllers.keep(self._rule.file, self.probe, self._planner.key())
 
     def _read_file(self) -> None:
-        """Follow the plan file of rank 0, if it exists and is for this model and cluster.
-
-        Raises:
-            UsageError: rank 0 cannot use the file; on every rank.
-        """
+        """Follow the plan file of rank 0, if it exists and is for this model and cluster."""
         if self._file_read:
             return
         self._file_read = True
@@ -403,14 +379,14 @@ class Planner:
 
     @property
     def wire(self) -> str | Coded:
-        """What gradients travel as: fp32 where a trial has disabled compression."""
+        """The encoding of gradients; fp32 where a trial has disabled compression."""
         return self._choices.wire if self._compression.on or not self._compression.coded else ""
 
     @property
     def collective(self) -> str:
-        """The exchange that competes with backward: under DeAR its first phase.
+        """The exchange that competes with backward: with DeAR its first phase.
 
-        The second phase competes with the next forward, and is measured by itself.
+        The second phase competes with the next forward and is measured separately.
         """
         if self._choices.schedule == "dear":
             return "reduce-scatter"
@@ -444,13 +420,7 @@ class Planner:
             merge.bucket_stops(merge.plan_from_stops(workload, each.stops), workload)
 
     def measure(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
-        """Measure compression and links with all workers; no exchange may be in progress.
-
-        Args:
-            order: the tensors, first ready first.
-            ready: when each gradient is ready, in seconds.
-            rest_s: seconds of an iteration outside of backward and exchange.
-        """
+        """Measure compression and links with all workers; no exchange may be in progress."""
         world, specs = self._collectives.world, self._bucketing.specs
         if world.rank == 0:
             log.info("measuring compression and links, to merge layers by their costs")
@@ -518,7 +488,7 @@ class Planner:
     def candidates(self, rule: str, found: Probe) -> list[Candidate]:
         """Return rank 0's plans by a rule, or all that are to be tried: at least one.
 
-        Other workers do not plan: their floating point may differ.
+        Only rank 0 plans, because floating point may differ between workers.
 
         Raises:
             PeerError: rank 0 failed or sent a malformed plan.

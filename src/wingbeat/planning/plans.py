@@ -16,14 +16,7 @@ def make_plan(
     order: Sequence[int],
     measured: Measured | None = None,
 ) -> Plan:
-    """Apply a bucketing rule to a model.
-
-    Args:
-        fusion: the rule.
-        specs: every tensor of the model.
-        order: indices into ``specs``, in the order in which gradients become ready.
-        measured: measurements of the tensors, for a rule that uses them; None before there are any.
-    """
+    """Apply a bucketing rule to a model; ``measured`` is None before there are measurements."""
     if fusion.kind == "layers":
         return by_layers(specs, order, fusion.layers)
     if fusion.kind == "colayers":
@@ -54,11 +47,6 @@ def by_layers(specs: Sequence[TensorSpec], order: Sequence[int], count: int) -> 
 
     A bucket holds one dtype on one device. A layer is the module that tensors belong to:
     ``fc.weight`` and ``fc.bias`` are of ``fc``.
-
-    Args:
-        specs: every tensor of the model.
-        order: indices into ``specs``, first ready first; each exactly once.
-        count: layers per bucket, 1 or more.
     """
     number: dict[str, int] = {}
     buckets: dict[tuple[int, str, str], list[int]] = {}
@@ -79,20 +67,10 @@ def by_size(
     """Fill buckets up to a size, in the order in which gradients become ready (DeAR-FB, IV-A).
 
     A bucket holds one dtype on one device. A tensor larger than the bucket travels alone. All sizes
-    from the total of a kind on make the same plan. Nothing hides the exchange of the bucket that is
-    ready last (its reduce-scatter ends the backward pass, its all-gather begins the next forward),
-    and the links idle until the first bucket is ready. So both may be smaller than the others. From
-    each edge sizes double, because the bucket before hides twice as much.
-
-    Args:
-        specs: every tensor of the model.
-        order: indices into ``specs``, first ready first; each exactly once.
-        bucket_bytes: size above which a bucket is closed.
-        first_bytes: the same for the first bucket of each dtype and device; 0: ``bucket_bytes``.
-        last_bytes: the same for the last bucket of each dtype and device; 0: ``bucket_bytes``.
-
-    Returns:
-        The plan; buckets are in the order in which they become complete.
+    from the total of a kind on make the same plan. The exchange of the bucket that is ready last is
+    exposed (its reduce-scatter ends the backward pass, its all-gather begins the next forward), and
+    the links idle until the first bucket is ready. Both may therefore be smaller than the others.
+    Sizes double from each edge, because the bucket before hides twice as much.
     """
     kinds: dict[str, list[int]] = {}
     for index in order:

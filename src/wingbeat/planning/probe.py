@@ -1,4 +1,4 @@
-"""The probe: what was measured of one model on one cluster, from which plans are made."""
+"""The probe: the measurements of one model on one cluster from which plans are made."""
 
 from __future__ import annotations
 
@@ -27,13 +27,9 @@ _BISECTIONS = 60
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """One gradient of the backward pass.
+    """One gradient of the backward pass, on the slowest worker.
 
-    Attributes:
-        tensor: index in the model's list.
-        name: of the parameter.
-        ready_s: when it is ready on the slowest worker, in seconds from the first, backward alone
-            (OMGS-SGD, Eqs. 2 and 7).
+    ``ready_s`` is in seconds from the first gradient, backward alone (OMGS-SGD, Eqs. 2 and 7).
     """
 
     tensor: int
@@ -45,10 +41,8 @@ class Gradient:
 class LinkFit:
     """Uncompressed collectives on one network interface, or on several together (Eq. 11).
 
-    Attributes:
-        name: of the interface, or all names.
-        all_gather: seconds by the bytes that each worker contributes.
-        all_reduce: seconds by the bytes of the buffer.
+    ``all_gather`` is seconds by the bytes that each worker contributes, ``all_reduce`` by those of
+    the buffer.
     """
 
     name: str
@@ -58,14 +52,7 @@ class LinkFit:
 
 @dataclass(frozen=True, slots=True)
 class MatrixCost:
-    """The exchange of one shape of matrix as sketched low-rank factors.
-
-    Attributes:
-        rows: of the matrix.
-        cols: of the matrix.
-        payload_bytes: of its factors.
-        exchange_s: seconds until the sum has arrived, on the slowest worker.
-    """
+    """Seconds of the slowest worker to exchange a shape of matrix as sketched low-rank factors."""
 
     rows: int
     cols: int
@@ -83,10 +70,8 @@ class MatrixCost:
 class PlanTiming:
     """A merge plan that was timed in whole iterations.
 
-    Attributes:
-        rules: names of the rules that make it.
-        stops: the positions before which its buckets end, in ready order; rising.
-        iteration_s: median of its iterations, each the mean of all workers.
+    ``stops`` are the rising positions before which its buckets end, in ready order. ``iteration_s``
+    is the median of its iterations, each the mean of all workers.
 
     Raises:
         UsageError: the stops do not rise, or the time is out of range.
@@ -109,16 +94,16 @@ class Probe:
     Attributes:
         workers: number of workers.
         links: names of the network interfaces of rank 0.
-        wire: what gradients travel as, in words.
+        wire: encoding of gradients, as text.
         collective: one of `COLLECTIVES`.
         gradients: in the order in which they become ready.
         encode: seconds by elements, on the thread that runs backward (OMGS-SGD, Eq. 10).
         exchange: seconds by bytes of a worker's payload, decoding included (Eq. 11).
-        interfaces: each network interface by itself, then all together if there are several.
+        interfaces: each network interface alone, then all together if there are several.
         rest_s: seconds of an iteration outside of backward and exchange, and of the next forward
             with its all-gathers if there are any.
-        cpu: seconds of CPU time that an exchange takes in all threads, by bytes of a payload; None
-            if not measured.
+        cpu: seconds of CPU time of an exchange in all threads, by bytes of a payload; None if not
+            measured.
         gather: seconds of the all-gather during the next forward, by bytes of a payload, if
             ``collective`` is ``"reduce-scatter"``; None otherwise, and if not measured.
         contention: seconds by which each second of that CPU time delays backward.
@@ -187,10 +172,6 @@ class Probe:
     def workload(self, specs: Sequence[TensorSpec], nbytes: Sequence[float]) -> Workload:
         """Return the backward pass for `wingbeat.planning.merge`.
 
-        Args:
-            specs: all tensors of the model.
-            nbytes: what each of ``specs`` adds to a payload, as `measure.payload_bytes` returns.
-
         Raises:
             UsageError: the probe is of another model.
         """
@@ -214,7 +195,7 @@ class Probe:
         )
 
     def explain(self) -> list[str]:
-        """Return the measurements in lines for people."""
+        """Return the measurements as readable lines."""
         lines = [
             f"{self.workers} workers over {' + '.join(self.links)}, gradients as {self.wire}",
             f"backward: {1e3 * self.backward_s:.4g} ms from the first of {len(self.gradients)} "
@@ -267,8 +248,8 @@ def equivalent_bytes(
 ) -> float:
     """Return the bytes whose exchange takes as long as that of a tensor.
 
-    Factorizing takes much more work per byte of payload than sketching does. So a matrix counts as
-    more bytes than its payload has (Canary, section 4.3.1, case 1, under the costs of OMGS-SGD).
+    Factorizing takes more work per payload byte than sketching, so a matrix counts as more bytes
+    than its payload has (Canary, section 4.3.1, case 1, under the costs of OMGS-SGD).
     """
     seconds = next((m.exchange_s for m in matrices if (m.rows, m.cols) == tuple(shape)), None)
     if seconds is None or exchange(nbytes) >= seconds:
@@ -293,22 +274,14 @@ def contention(
 ) -> float:
     """Return by how many seconds each second of CPU time of exchanges delays backward, 0 or more.
 
-    Measured, not modelled: the number of processors that a worker may use, their other load, and
-    how much of backward waits for a device all show in the time of backward with exchanges and
-    without. The difference between two plans, the second of which exchanges during backward, is
-    attributed to the CPU time of these exchanges. So it is 0 where there are processors for both.
+    The delay is measured, because it depends on the processors that a worker may use, their other
+    load, and how much of backward waits for a device. The difference between two plans, the second
+    of which exchanges during backward, is attributed to the CPU time of these exchanges. It is 0
+    where there are processors for both.
 
     The delay is at most the duration of the exchanges. The excess has other causes, such as other
-    jobs.
-
-    Args:
-        workload: the backward pass.
-        costs: of buckets; their ``delay`` is ignored.
-        cpu: seconds of CPU time of the exchange of so many bytes.
-        alone: a plan, and the seconds from the first gradient until the last launch, encoding
-            included; the fewer exchanges during backward the better.
-        beside: the same of a plan with more of them. With as many or fewer nothing is known, and
-            the result is 0.
+    jobs. ``alone`` and ``beside`` are these plans, each with the seconds from the first gradient
+    until the last launch; the result is 0 unless the second has more exchanges during backward.
     """
     measured, spent, most = [], [], 0.0
     for plan, span_s in (alone, beside):

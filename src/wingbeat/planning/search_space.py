@@ -12,24 +12,18 @@ from wingbeat.planning.plans import make_plan
 from wingbeat.types import Fusion, Plan, TensorSpec, Tuning
 
 _COMPARED_SIZES = 64
-"""Sizes of the range whose plans are compared; evenly spaced on a logarithmic scale."""
+"""Number of compared sizes, evenly spaced on a logarithmic scale."""
 
 LEAST_THROUGHPUT = 1e-12
 """Iterations per second that a valid measurement exceeds."""
 
 Setting = tuple[int, str]
-"""A bucket size in bytes, and a topology; the latter is empty where topologies are not tuned."""
+"""A bucket size in bytes, and a topology; empty where topologies are not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The measurement of one block of iterations.
-
-    Attributes:
-        bucket_bytes: the bucket size.
-        iterations_per_s: throughput: the mean over all workers, the median over the iterations.
-        topology: of the exchanges; empty where topologies are not tuned.
-    """
+    """One block of iterations: mean throughput of all workers, median over the iterations."""
 
     bucket_bytes: int
     iterations_per_s: float
@@ -51,10 +45,7 @@ def size_at(tuning: Tuning, share: float) -> int:
 
 
 def largest_bucket(specs: Sequence[TensorSpec]) -> int:
-    """Return the bytes of all tensors of the dtype and device that has most of them.
-
-    No bucket can be larger, so all larger sizes make the same plan.
-    """
+    """Return the largest total bytes of a dtype and device; larger sizes make the same plan."""
     totals: Counter[str] = Counter()
     for spec in specs:
         totals[spec.kind] += spec.nbytes
@@ -73,7 +64,7 @@ def single_plan(
     """Return the plan that the start and all sizes of the range make; None if there are several."""
     first = make_plan(fusion, specs, order)
     last = _COMPARED_SIZES - 1
-    # From the ends inwards: where sizes matter, the smallest and the largest differ.
+    # The ends first: where sizes matter, the smallest and the largest differ.
     for i in sorted(range(_COMPARED_SIZES), key=lambda i: min(i, last - i)):
         size = size_at(tuning, i / last)
         if make_plan(replace(fusion, bucket_bytes=size), specs, order) != first:

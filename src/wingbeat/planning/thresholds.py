@@ -5,8 +5,8 @@ time and threshold, and keeps the threshold of the minimum.
 
 With ``L`` layers the l-th has urgency ``1 - l/L``, so all thresholds between two neighbours make
 the same classes. The search space therefore consists of *cuts*: numbers of layers before a change
-of class, in the order of forward. An empty class makes no difference, so the same set of cuts is
-the same candidate, whatever the number of classes.
+of class, in the order of forward. Empty classes have no effect, so equal sets of cuts are the same
+candidate for any number of classes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wingbeat.planning.fits import isotonic
 from wingbeat.planning.trials import Blocks, Encoding, LedTrial, Search
 
 WARMUP = 1
-"""Iterations after each change that do not count: sums of the one before may still arrive."""
+"""Iterations after each change that do not count, as earlier sums may still arrive."""
 
 LAG = 2
 """Iterations from the last counted one until all workers have changed."""
@@ -39,10 +39,10 @@ REFINEMENTS = (5, 3, 3)
 
 CLEAR, REPEATS = 0.008, 16
 """Relative standard error above which the best two are measured again before the search refines
-next to the better one, and how often, for each cut."""
+next to the better one, and the most repetitions for each cut."""
 
 FINALISTS = 3
-"""How many of the best are measured again at the end."""
+"""Number of the best that are measured again at the end."""
 
 CERTAIN = 0.005
 """Relative standard error of the finalists below which they are not measured again."""
@@ -66,7 +66,7 @@ def cuts_from_thresholds(thresholds: Sequence[float], layers: int) -> Cuts:
     >>> [cuts_from_thresholds(t, n) for t, n in (((0.5,), 4), ((0.9, 0.8), 10), ((0.99, 0.98), 4))]
     [(1,), (1,), ()]
     """
-    # Divides as `urgency_level` of the servers' tables does, so that exact matches agree.
+    # Must divide as `urgency_level` of the servers' tables does, so that exact matches agree.
     counts = {
         sum((layers - place) / layers > level for place in range(1, layers + 1))
         for level in thresholds
@@ -77,7 +77,7 @@ def cuts_from_thresholds(thresholds: Sequence[float], layers: int) -> Cuts:
 def thresholds_from_cuts(cuts: Cuts, layers: int, classes: int) -> tuple[float, ...]:
     """Return falling thresholds that make these cuts, midway between two urgencies.
 
-    There are fewer cuts than classes. The remaining urgent classes stay empty, so that the least
+    There are fewer cuts than classes. The most urgent classes may stay empty, so that the least
     urgent layers always have the last class.
 
     >>> thresholds_from_cuts((2,), 4, 2), thresholds_from_cuts((), 4, 2)
@@ -90,13 +90,13 @@ def thresholds_from_cuts(cuts: Cuts, layers: int, classes: int) -> tuple[float, 
 
 
 def valid_cuts(cuts: Sequence[int], layers: int, classes: int) -> bool:
-    """Return whether these cuts divide the layers into at most so many classes."""
+    """Return whether these cuts divide the layers into at most ``classes`` classes."""
     rising = list(cuts) == sorted(set(cuts))
     return rising and len(cuts) < classes and all(0 < cut < layers for cut in cuts)
 
 
 def format_division(cuts: Cuts, layers: int) -> str:
-    """Format the number of layers in each class that has some, the most urgent first.
+    """Format the number of layers in each non-empty class, the most urgent first.
 
     >>> format_division((2, 5), 9)
     '2 + 3 + 4'
@@ -134,13 +134,8 @@ class ThresholdSample:
 class ThresholdResult:
     """The result of tuning thresholds.
 
-    Attributes:
-        layers: number of layers.
-        classes: number of priority classes.
-        chosen: the best cuts.
-        bases: for each cut that was searched, in order, the cuts that were fixed meanwhile.
-        samples: in the order in which they were first measured.
-        iterations: all iterations of the tuning, also those that did not count.
+    ``bases`` are, for each searched cut in order, the cuts that were fixed meanwhile. ``samples``
+    are in the order of their first measurement. ``iterations`` includes those that did not count.
 
     Raises:
         UsageError: a value is out of range, or values contradict each other.
@@ -186,7 +181,7 @@ class ThresholdResult:
         return next(sample.seconds for sample in self.samples if sample.cuts == cuts)
 
     def curve(self, base: Cuts) -> dict[int, float]:
-        """Return the fitted seconds at each position that was measured beside ``base``."""
+        """Return the fitted seconds at each measured position in addition to ``base``."""
         times = {s.cuts: (s.seconds,) * s.iterations for s in self.samples}
         return CutAxis(base, self.layers).fitted(times)
 
@@ -231,9 +226,9 @@ def untuned(layers: int, classes: int) -> ThresholdResult:
 def unimodal_fit(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Return the nearest values that fall and then rise, in least squares.
 
-    The paper names no curve. The time is no parabola: it jumps where a large layer joins the urgent
-    class. Too few urgent buckets leave the first layers waiting for others, and too many for each
-    other, so unimodality is the only assumption.
+    The paper names no curve. The time is not a parabola: it jumps where a large layer joins the
+    urgent class. With too few urgent buckets the first layers wait for others, and with too many
+    for each other, so unimodality is the only assumption.
 
     >>> unimodal_fit([5.0, 3.0, 4.0, 2.0, 6.0], [1.0] * 5)
     [5.0, 3.5, 3.5, 2.0, 6.0]
@@ -254,12 +249,7 @@ def unimodal_fit(values: Sequence[float], weights: Sequence[float]) -> list[floa
 
 @dataclass(frozen=True, slots=True)
 class CutAxis:
-    """One dimension of the search space: the position of one cut while the others are fixed.
-
-    Attributes:
-        base: the fixed cuts.
-        layers: number of layers.
-    """
+    """The search of one cut of ``layers`` layers while the ``base`` cuts are fixed."""
 
     base: Cuts
     layers: int
@@ -275,7 +265,7 @@ class CutAxis:
     def initial(self) -> list[int]:
         """Return the positions to begin with.
 
-        They are denser towards the front: a cut there lets forward begin sooner, for which few
+        They are denser towards the front: forward begins sooner with a cut there, for which few
         layers are enough. Behind the middle they are evenly spaced for the first cut; for later
         ones there is one position behind the fixed cuts.
         """
@@ -326,8 +316,8 @@ class CutAxis:
     def refine(self, times: Times) -> int | None:
         """Return the position to measure next: the middle of the wider gap next to the best one.
 
-        Of two equal gaps, the one that ends at the faster position is taken. If the best has no
-        gaps left, the next best follows; None if there are no gaps.
+        Of two equal gaps, the one that ends at the faster position is used. If the best has no gaps
+        left, the next best follows; None if there are no gaps.
         """
         ranked, measured = self.ranked(times), self.measured(times)
         for position in ranked:
@@ -346,13 +336,7 @@ class CutAxis:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The outcome of a search.
-
-    Attributes:
-        cuts: the best ones.
-        axes: one for each cut that was searched, in order.
-        times: seconds of all iterations with each measured set of cuts, in order.
-    """
+    """The best cuts, the axis of each searched cut, and the seconds of all measured iterations."""
 
     cuts: Cuts
     axes: tuple[CutAxis, ...]
@@ -362,14 +346,14 @@ class Found:
 def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], Found]:
     """Search the best cuts of ``layers`` layers into ``classes`` classes.
 
-    The generator yields the cuts to measure and is sent the seconds of iterations with them. Equal
-    times give equal answers.
+    The generator yields the cuts to measure and is sent the seconds of iterations with them. The
+    search is deterministic.
 
-    Cuts are searched one after the other: first that of two classes, then one more beside it for
-    each further class. For each, a few positions are spread over the order of forward, and more are
-    measured next to the best of them, where the time may jump from one layer to the next. At the
-    end the best few are measured again in turn: the least of noisy times is biased, and a machine
-    that slows down then slows all of them.
+    Cuts are searched one after the other: first that of two classes, then one more for each further
+    class. For each, a few positions are spread over the order of forward, and more are measured
+    next to the best of them, where the time may jump from one layer to the next. At the end the
+    best few are measured again in turn, because the least of noisy times is biased; taking turns
+    spreads a slowdown of the machine over all of them.
     """
     times: dict[Cuts, list[float]] = {}
     axes: list[CutAxis] = []
@@ -407,8 +391,8 @@ def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], F
 def relative_error(times: Times, cuts: Cuts) -> float:
     """Return the relative standard error of the median of the times with ``cuts``.
 
-    The scatter of single iterations is estimated from all candidates, by medians, so that an
-    evaluation between two iterations does not count.
+    Medians over all candidates estimate the scatter of single iterations, so that an evaluation
+    between two iterations does not count.
     """
     medians = {tried: statistics.median(seconds) for tried, seconds in times.items()}
     away = [abs(s / medians[tried] - 1) for tried, seconds in times.items() for s in seconds]
@@ -416,13 +400,13 @@ def relative_error(times: Times, cuts: Cuts) -> float:
 
 
 def max_blocks(layers: int, classes: int) -> int:
-    """Return the most blocks that a search can take, whatever the noise."""
+    """Return the most blocks of a search under any noise."""
     cuts = sum(min(count, layers) + REPEATS for count in _position_counts(classes))
     return cuts + FINALISTS * FINAL_ROUNDS
 
 
 def typical_blocks(classes: int) -> int:
-    """Return about how many blocks a search takes where times vary by 1%."""
+    """Return the approximate number of blocks of a search where times vary by 1%."""
     return sum(_position_counts(classes)) + FINALISTS
 
 
@@ -432,7 +416,7 @@ def max_iterations(layers: int, classes: int, steps: int) -> int:
 
 
 def _position_counts(classes: int) -> list[int]:
-    """Return how many positions are measured, at most, for each cut."""
+    """Return the most positions that are measured for each cut."""
     first, *others = REFINEMENTS[: classes - 1]
     return [1 + FRONT + BACK + first, *(FRONT + 1 + refinements for refinements in others)]
 

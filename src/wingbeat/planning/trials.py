@@ -1,12 +1,12 @@
 """Trials: candidates are timed in the run itself, in blocks of whole iterations; the best is kept.
 
-So the times contain what a candidate costs, what it gains, and how much of both is hidden. A
+The times contain the cost of a candidate, its gain, and the share of both that is hidden. A
 *search* is a generator: it yields the candidate to measure next, receives one measurement for each
 counted iteration of the block, and returns the chosen candidate and its result.
 
-One trial runs on every worker. Each contributes a row of numbers after an iteration; some time
-later every worker receives the rows of all, in the same order. No worker changes candidates before
-the others, however long exchanges take and whatever a worker measures:
+One trial runs on every worker. Each contributes a row of numbers after an iteration; later every
+worker receives the rows of all, in the same order. All workers change candidates before the same
+iteration, however long exchanges take and whatever a worker measures:
 
 - In a `Trial` every worker runs the search on the same rows, and so reaches the same conclusion.
 - In a `LedTrial` rank 0 alone runs the search. Its decisions travel in its rows, and all workers,
@@ -35,7 +35,7 @@ _SHOWN = 8
 
 
 def is_time(seconds: float) -> bool:
-    """Return whether an iteration can have taken that long."""
+    """Return whether this is a valid iteration time."""
     return math.isfinite(seconds) and _SHORTEST_S <= seconds <= _LONGEST_S
 
 
@@ -43,12 +43,9 @@ def is_time(seconds: float) -> bool:
 class Blocks:
     """How candidates are measured.
 
-    Attributes:
-        name: what is tried, for error messages.
-        warmup: iterations after a change that do not count.
-        iterations: iterations of a block that count.
-        combine: returns one measurement from the seconds of all workers.
-        first_warmup: the same as ``warmup`` for the first block, if it differs.
+    The first ``warmup`` iterations after a change do not count, or ``first_warmup`` in the first
+    block; the next ``iterations`` do. ``combine`` returns one measurement from the seconds of all
+    workers.
     """
 
     name: str
@@ -59,10 +56,10 @@ class Blocks:
 
 
 class _Trial(Generic[C, R]):
-    """The measuring that both kinds of trials share.
+    """The common part of both kinds of trials.
 
-    A row begins with the seconds of the last iteration, 0 if unknown, and the number of the block
-    or decision that was in force in it.
+    A row begins with the seconds of the last iteration, 0 if unknown, and the number of its block
+    or decision.
     """
 
     candidate: C
@@ -113,11 +110,7 @@ class _Trial(Generic[C, R]):
 class Trial(_Trial[C, R]):
     """A trial in which every worker runs the search, of at most ``max_blocks`` blocks.
 
-    Attributes:
-        candidate: the one to use now.
-        block: number of the current block.
-        done: whether the search has ended; ``candidate`` is then the chosen one.
-        result: what the search returned.
+    ``candidate`` is the one in use, and the chosen one once the trial is ``done``.
     """
 
     def __init__(
@@ -129,20 +122,13 @@ class Trial(_Trial[C, R]):
         self._advance(None)
 
     def report(self, seconds: float) -> list[float]:
-        """Return this worker's row for the next exchange.
-
-        Args:
-            seconds: time of the last iteration; 0 or any other invalid time if unknown.
-        """
+        """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
         return [float(seconds) if is_time(seconds) else 0.0, float(self.block)]
 
     def take(self, rows: Rows) -> bool:
         """Process the rows of an exchange; return whether ``candidate`` changed or the trial ended.
 
-        An iteration counts if every worker knows its time and ran the current block.
-
-        Raises:
-            PeerError: a row is malformed; the message names its sender.
+        An iteration counts if all workers measured it and ran the current block.
         """
         self._check(rows, 2, self._max_blocks)
         if self.done or any(row[1] != self.block or row[0] == 0 for row in rows):
@@ -165,11 +151,9 @@ class Trial(_Trial[C, R]):
 
 @dataclass(frozen=True, slots=True)
 class Encoding(Generic[C]):
-    """How candidates travel in rows.
+    """The encoding of candidates as a fixed number of numbers.
 
-    Attributes:
-        encode: returns a candidate as numbers, always as many.
-        decode: the inverse. Raises `ValueError` with the reason for numbers that are no candidate.
+    ``decode`` raises `ValueError` with the reason if they are no candidate.
     """
 
     encode: Callable[[C], list[float]]
@@ -177,26 +161,12 @@ class Encoding(Generic[C]):
 
 
 class LedTrial(_Trial[C, R]):
-    """A trial in which rank 0 runs the search.
+    """A trial in which rank 0 runs the search, from the first call of `report` on.
 
     A row has four numbers and those of a candidate: seconds; the number of the decision in force;
     and, from rank 0 (zeros from others), the number of its last decision, 1 if the trial ends with
-    it, and the candidate. The start is decision 0.
-
-    Args:
-        search: runs on rank 0, from the first call of `report` on.
-        blocks: how candidates are measured; workers that do not know their time are left out.
-        rank: this worker.
-        size: number of workers.
-        start: the candidate in use.
-        encoding: how candidates travel.
-        decisions: number of the first decision with which the trial may end, and of the last.
-
-    Attributes:
-        candidate: the one to use now.
-        done: whether the trial has ended; ``candidate`` is then the chosen one.
-        result: what the search returned; on rank 0 only, once done.
-        exchanges: how many exchanges were processed.
+    it, and the candidate. The start is decision 0. ``decisions`` are the number of the first
+    decision with which the trial may end, and of the last. ``result`` is set on rank 0 only.
     """
 
     def __init__(
@@ -222,11 +192,7 @@ class LedTrial(_Trial[C, R]):
         self._result: R | None = None
 
     def report(self, seconds: float) -> list[float]:
-        """Return this worker's row for the next exchange.
-
-        Args:
-            seconds: time of the last iteration; 0 or any other invalid time if unknown.
-        """
+        """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
         row = [float(seconds) if is_time(seconds) else 0.0, float(self._applied)]
         if self._rank:
             return row + [0.0] * (2 + self._width)
@@ -238,14 +204,7 @@ class LedTrial(_Trial[C, R]):
         return [*row, float(self._decided), float(self._ends), *decision]
 
     def take(self, rows: Rows) -> C | None:
-        """Process the rows of an exchange; all workers get the same ones.
-
-        Returns:
-            The candidate to change to now; None to keep the current one.
-
-        Raises:
-            PeerError: a row is malformed; the message names its sender.
-        """
+        """Process the rows of an exchange; return the next candidate, None to keep the current."""
         self._check(rows, 4 + self._width, rows[0][2] if rows and len(rows[0]) > 2 else 0.0)
         number, candidate, ends = self._checked_decision(rows[0])
         self.exchanges += 1
@@ -303,7 +262,7 @@ COMPRESSION_WARMUP = 1
 """Iterations at the start of a block that do not count, for buffers and sockets to warm up."""
 
 COMPRESSION_FIRST_WARMUP = 3
-"""The same for the first block, in which the order of gradients is learned as well."""
+"""The same for the first block, in which the order of gradients is recorded as well."""
 
 WORTHWHILE = 0.97
 """Compression is kept if iterations take at most this share of the time without it."""
@@ -363,18 +322,17 @@ PLAN_WARMUP = 2
 """Iterations at the start of a block that do not count, for buffers and sockets to warm up."""
 
 PLAN_MARGINS = (0.10, 0.05, 0.02, 0.01)
-"""By round, by how much of the least median a plan may be slower and remain; so many rounds at
-most. A plan also remains while a quarter of its iterations are as short as that median: then the
-difference is noise."""
+"""By round, the relative excess over the least median up to which a plan remains. A plan also
+remains while a quarter of its iterations are as short as that median: the difference is noise."""
 
 
 def plan_trial(count: int, rank: int, size: int) -> Trial[int, list[float]]:
     """Return a trial of which of ``count`` merge plans makes iterations shortest.
 
-    Predictions do not cover other jobs, caches, and threads that wait for each other. Rounds go
-    back and forth over the plans, so that a machine that slows down slows all of them. A single
-    plan is not measured. Candidates are the numbers of plans; the result is the median of the
-    iterations of each in seconds, the mean of all workers.
+    Predictions do not cover other jobs, caches, and threads that wait for each other. Rounds
+    alternate in direction, so that a slowdown of the machine affects all plans. A single plan is
+    not measured. Candidates are the numbers of plans; the result is the median of the iterations of
+    each in seconds, the mean of all workers.
     """
     return Trial(
         _search_plans(count),

@@ -1,4 +1,4 @@
-"""When what happens, relative to forward and backward: state machines without torch or a clock."""
+"""Schedules: state machines that order communication and updates, without torch or a clock."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ BY_NAME: dict[str, type[Schedule]] = {
     "stale": Stale,
     "local": Local,
 }
-"""Each is made once for a run."""
+"""Factories by name; each run makes one instance."""

@@ -1,8 +1,8 @@
-"""DeAR: reduce-scatter under backward (BackPipe), all-gather under the next forward (FeedPipe).
+"""DeAR: reduce-scatter during backward (BackPipe), all-gather during the next forward (FeedPipe).
 
 Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining", 2023, section III-B. Unlike the authors' code, all-gathers are queued all at once, so
-that the links are never idle, and an update that is due is made before anybody reads.
+Pipelining", 2023, section III-B. Unlike the authors' code, all all-gathers are queued at once, so
+that connections never idle, and a due update is made before the parameters are read.
 """
 
 from __future__ import annotations
@@ -37,15 +37,11 @@ from wingbeat.schedules.events import (
 class Dear:
     """Splits each all-reduce in two, and each optimizer step by bucket.
 
-    Every backward's reduce-scatters are followed by one round of all-gathers, whatever becomes of
-    the gradients and whenever it is asked for: so the collectives of all workers match, also where
-    a worker drops its gradients or looks at them alone.
+    One round of all-gathers follows the reduce-scatters of every backward, even if a worker drops
+    its gradients or reads them alone. The collectives of all workers therefore match.
 
-    Attributes:
-        phase: where the gradients of the last backward are.
-        at_once: whether all-gathers are queued as backward ends, so that a worker may look at its
-            gradients while the others wait for it. Once gradients are changed in parts, which has
-            to come between the two halves, they are queued by the step.
+    ``at_once`` queues all-gathers as backward ends, so that a worker can read its gradients while
+    others wait. Once gradients are changed in parts, between the two halves, the step queues them.
     """
 
     whole_after_backward: ClassVar[bool] = False
@@ -59,15 +55,15 @@ class Dear:
         self._dropped = False
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened."""
+        """Yield the commands that follow ``event``."""
         match event:
             case Planned(forward):
                 self._forward = forward
             case BackwardBegins():
                 yield from self._update(self._forward)
                 if self.phase is Phase.REDUCED:
-                    yield from self._gather()  # this backward adds to them
-                elif self._dropped:  # a worker that uses none is to see, too, if steps differ
+                    yield from self._gather()  # accumulates into them
+                elif self._dropped:  # also detects differing steps
                     yield from self._wait()
                 self.phase, self._dropped = Phase.IDLE, False
                 yield Show()
@@ -81,7 +77,7 @@ class Dear:
                 yield from self._use(event)
 
     def _use(self, event: Event) -> Commands:
-        """What becomes of the gradients that a backward has made."""
+        """Dispose of the gradients of a finished backward."""
         match event:
             case ParametersNeeded(buckets):
                 yield from self._update(buckets)
@@ -91,7 +87,7 @@ class Dear:
                 yield from self._hold_gathers()
             case GradientsDropped():
                 if self.phase is Phase.REDUCED:
-                    yield from self._start_gathers()  # the others may want to have them
+                    yield from self._start_gathers()  # other workers may need them
                     self._dropped = True
                 self.phase = Phase.IDLE
             case StepCalled(in_parts):
@@ -102,7 +98,7 @@ class Dear:
                     yield from self._step_at_once()
 
     def _defer(self) -> Iterator[Command]:
-        """FeedPipe: let every bucket be updated when it is needed."""
+        """FeedPipe: defer the update of every bucket until it is needed."""
         yield from self._start_gathers()
         for bucket in self._forward:
             self._due.add(bucket)
@@ -137,14 +133,14 @@ class Dear:
             yield Wait(bucket)
 
     def _start_gathers(self) -> Iterator[Command]:
-        """Queue every all-gather, first needed first, unless that is done."""
+        """Queue all all-gathers, first needed first, unless they are queued."""
         if not self._gathering:
             for bucket in self._forward:
                 yield Start(Operation.ALL_GATHER, bucket, chained=True)
         self._gathering = True
 
     def _hold_gathers(self) -> Iterator[Command]:
-        """From here on wait with the all-gathers; if they are under way, take whole gradients."""
+        """Defer all-gathers from now on; if they are in flight, wait for whole gradients."""
         self.at_once = False
         if self.phase is Phase.REDUCED and self._gathering:
             yield from self._make_whole()

@@ -1,6 +1,6 @@
-"""What a schedule hears, and what it says: the whole of its language.
+"""The events that a schedule receives and the commands that it yields.
 
-Buckets are numbers: their positions in the plan, first ready first.
+Buckets are numbered by position in the plan, first ready first.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from wingbeat.schedules.intents import Answer, Intent
 
 
 class Operation(enum.Enum):
-    """What can be started on a bucket; `wingbeat.exchanges` says what it means."""
+    """An operation on a bucket; `wingbeat.exchanges` implements it."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     ALL_GATHER_PARAMETERS = "all_gather_parameters"
-    """Of what each worker has updated, in place of its gradients."""
+    """All-gather updated parameters instead of gradients."""
     PUSH = "push"
-    """To the servers, who keep the sum."""
+    """Push to the servers, which keep the sum."""
     PULL = "pull"
-    """Of the sum that the servers keep."""
+    """Pull the sum that the servers keep."""
     FETCH = "fetch"
-    """Of the parameters that the servers update next; each is asked for."""
+    """Request the parameters of the servers' next update."""
     EXPECT = "expect"
-    """The same where they are sent without being asked for."""
+    """Receive the same without a request."""
     CONTRIBUTE = "contribute"
-    """To those workers who sum; sums come when they come."""
+    """Send to the workers that sum; sums arrive asynchronously."""
 
 
 class Phase(enum.Enum):
-    """Where the gradients of the last backward are."""
+    """State of the gradients of the last backward."""
 
     IDLE = enum.auto()
-    """Nowhere: used up, dropped, or not made yet."""
+    """Used, dropped, or not computed yet."""
     REDUCED = enum.auto()
-    """Each worker has (or will have) the sum of its own blocks."""
+    """Each worker has, or will have, the sum of its own blocks."""
     UNDER_WAY = enum.auto()
-    """On their way: all of them will be on each worker."""
+    """In flight: every worker will have all of them."""
     WHOLE = enum.auto()
-    """Everywhere: all of them on each worker."""
+    """Every worker has all of them."""
     LOST = enum.auto()
-    """They were added to gradients that a step had used up, and count for nothing."""
+    """Added to gradients that a step had already used, and ignored."""
 
 
 # -- events -------------------------------------------------------------------------------
@@ -53,11 +53,11 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """From the next backward on there are other buckets.
+    """The buckets change before the next backward.
 
     Attributes:
-        forward: all of them, that first which forward needs first.
-        members: for each, by number, the parameters that the optimizer updates.
+        forward: all buckets, first needed by forward first.
+        members: for each bucket, by number, the parameters that the optimizer updates.
     """
 
     forward: tuple[int, ...]
@@ -66,12 +66,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class BackwardBegins:
-    """The first gradient of a backward is there, and nothing of it is in a bucket yet."""
+    """The first gradient of a backward is ready; no bucket contains any of them yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketReady:
-    """All of a bucket's gradients are in its buffer. Buckets become ready in the plan's order."""
+    """All gradients of a bucket are in its buffer. Buckets become ready in the plan's order."""
 
     bucket: int
 
@@ -81,9 +81,9 @@ class BackwardEnds:
     """Every bucket of a backward was ready.
 
     Attributes:
-        looked_at: whether somebody is going to look at some of the gradients for certain, as
-            another optimizer does that updates some parameters.
-        lost: whether they were added to ones that a step had used up.
+        looked_at: whether some gradients will certainly be read, for example by another optimizer
+            that updates some parameters.
+        lost: whether they were added to gradients that a step had already used.
     """
 
     looked_at: bool = False
@@ -92,15 +92,15 @@ class BackwardEnds:
 
 @dataclass(frozen=True, slots=True)
 class GradientsNeeded:
-    """Somebody looks at whole gradients."""
+    """Whole gradients are about to be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartsNeeded:
-    """Somebody changes each worker's own blocks.
+    """Each worker's own blocks are about to be changed.
 
     Attributes:
-        intent: how: `Intent.CLIP` or `Intent.SCALE`.
+        intent: the change, `Intent.CLIP` or `Intent.SCALE`.
     """
 
     intent: Intent = Intent.CLIP
@@ -108,16 +108,16 @@ class PartsNeeded:
 
 @dataclass(frozen=True, slots=True)
 class GradientsDropped:
-    """The gradients of the last backward are not wanted any more."""
+    """The gradients of the last backward were dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCalled:
-    """The optimizer is to step.
+    """The optimizer's step was called.
 
     Attributes:
-        in_parts: whether it can do so on one bucket's parameters after the other, and later.
-        used: parameters that this worker has a gradient for.
+        in_parts: whether the step can be made later and bucket by bucket.
+        used: parameters for which this worker has a gradient.
     """
 
     in_parts: bool = True
@@ -131,7 +131,7 @@ class OthersStep:
 
 @dataclass(frozen=True, slots=True)
 class ParametersNeeded:
-    """Somebody is about to read the parameters of these buckets."""
+    """The parameters of these buckets are about to be read."""
 
     buckets: tuple[int, ...]
 
@@ -155,11 +155,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin a collective on a bucket's buffer, behind all that were started before.
+    """Start a collective on a bucket's buffer, after all that were started before.
 
     Attributes:
-        chained: whether a chunk may go on as soon as the bucket's collective before is done with
-            it; otherwise that one is over.
+        chained: whether a chunk may start as soon as the bucket's previous collective has finished
+            with it; otherwise that collective is complete.
     """
 
     operation: Operation
@@ -169,12 +169,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Go on when the collective that was started last on the bucket is done.
+    """Wait for the collective that was started last on the bucket.
 
     Attributes:
-        whole: whether it brings whole gradients, the same on all workers.
-        read_only: whether nobody writes to the buffer after that, before the bucket's next
-            operation: parts of it may still be on their way to others.
+        whole: whether the result is whole gradients, equal on all workers.
+        read_only: whether the buffer is not written until the bucket's next operation. Parts of it
+            may still be in transit to other workers.
     """
 
     bucket: int
@@ -184,12 +184,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Let ``p.grad`` be the whole gradients that are in the buckets now."""
+    """Set ``p.grad`` to the whole gradients that the buckets hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """The bucket's update is due: make it when its parameters are needed, as if at this step.
+    """Defer a due update until the bucket's parameters are needed, with the settings of this step.
 
     Attributes:
         used: the parameters that are due; None for all.
@@ -201,23 +201,23 @@ class Defer:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Make the update of a bucket that was deferred."""
+    """Make the deferred update of a bucket."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Let the optimizer step on all its parameters at once, on whole gradients."""
+    """Step the optimizer on all parameters at once, with whole gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell all workers what this one is about to do with its gradients.
+    """Announce to all workers how this one will use its gradients.
 
     Attributes:
-        intent: that.
-        used: parameters that it has a gradient for, where that matters.
+        intent: the planned use.
+        used: parameters for which this worker has a gradient, where that matters.
     """
 
     intent: Intent
@@ -226,12 +226,12 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Answer with what all workers have said."""
+    """Wait for the announcements of all workers; the driver sends back an `Answer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Let workers without batches have what the others step with: settings, whole gradients."""
+    """Share settings and whole gradients of a step with workers without batches."""
 
     answer: Answer
 
@@ -241,7 +241,7 @@ class UpdateOwn:
     """Update this worker's blocks of a bucket.
 
     Attributes:
-        used: parameters that some worker has a gradient for; others are left alone.
+        used: parameters for which any worker has a gradient; others are unchanged.
     """
 
     bucket: int
@@ -250,17 +250,17 @@ class UpdateOwn:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Put this worker's parameters of a bucket where its gradients were, to be gathered."""
+    """Copy this worker's parameters of a bucket to the place of its gradients, to be gathered."""
 
     bucket: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Let nobody take what is in the buffers for gradients any more.
+    """Stop treating the content of the buffers as gradients.
 
     Attributes:
-        spent: parameters whose gradients a step has used up; None where they were dropped instead.
+        spent: parameters whose gradients a step has used; None if they were dropped.
     """
 
     spent: frozenset[int] | None = None
@@ -268,10 +268,10 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """Give the servers what they lack for their next update: parameters, or gradients, of here.
+    """Send the servers the local parameters or gradients that their next update lacks.
 
     Attributes:
-        answer: what all workers do.
+        answer: the announcements of all workers.
     """
 
     answer: Answer
@@ -279,11 +279,11 @@ class Hand:
 
 @dataclass(frozen=True, slots=True)
 class UpdateServers:
-    """Have the servers update.
+    """Request an update from the servers.
 
     Attributes:
-        answer: what all workers do.
-        unasked: whether parameters are to be sent to this worker as soon as they are made.
+        answer: the announcements of all workers.
+        unasked: whether servers send parameters to this worker as soon as they are updated.
     """
 
     answer: Answer
@@ -292,11 +292,11 @@ class UpdateServers:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """Begin to average parameters with other workers': those of fragments ``first`` to ``last``.
+    """Start averaging the parameters of fragments ``first`` to ``last`` with other workers.
 
     Attributes:
         first: number of the first fragment.
-        last: of the one behind the last.
+        last: number after the last fragment.
     """
 
     first: int
@@ -305,7 +305,7 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Wait for the average that was begun last, and take it over; unless that has been done."""
+    """Wait for the average that was started last and adopt it, unless that has been done."""
 
 
 UpdateCommand = (
@@ -321,28 +321,28 @@ UpdateCommand = (
     | Average
     | Adopt
 )
-"""What the optimizer's side of training does."""
+"""Commands of the optimizer's side of training."""
 
 Command = Start | Wait | Show | Announce | Await | UpdateCommand
 
 Commands = Generator[Command, Answer | None, None]
-"""Commands, one after the other; `Await` is answered."""
+"""A sequence of commands; `Await` receives an answer."""
 
 
 class Schedule(Protocol):
-    """When what happens, relative to forward and backward: a state machine.
+    """A state machine that orders communication and updates relative to forward and backward.
 
-    It knows no torch, no clock and no link. Whoever drives it performs the commands in their
-    order, each before the next is asked for: training by its hooks, a simulator in virtual time.
+    It does not depend on torch, a clock or connections. The driver performs each command before it
+    requests the next one: hooks do so in training, a simulator in virtual time.
 
     Attributes:
-        phase: where the gradients of the last backward are.
-        whole_after_backward: whether they are whole on every worker when backward returns.
+        phase: state of the gradients of the last backward.
+        whole_after_backward: whether gradients are whole on every worker when backward returns.
     """
 
     phase: Phase
     whole_after_backward: ClassVar[bool]
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened."""
+        """Yield the commands that follow ``event``."""
         ...

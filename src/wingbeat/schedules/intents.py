@@ -1,9 +1,9 @@
-"""What workers are about to do with their gradients, and what follows if they differ.
+"""The announced use of gradients by each worker, and the result if uses differ.
 
-With a sharded optimizer an all-gather carries either gradients, because somebody looks at them,
-or parameters, after a step. Which of the two is not the plan's to say but the user's, and some
-only look at gradients on one rank. So before either is queued, every worker tells in a few bytes
-what it is about to do, and which parameters it has a gradient for.
+With a sharded optimizer an all-gather carries either gradients, because they are read, or
+parameters, after a step. The user's code determines which, and some code reads gradients on one
+rank only. Before either is queued, every worker therefore announces in a few bytes what it will do,
+and the parameters for which it has a gradient.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from wingbeat.errors import UsageError
 
 
 class Intent(enum.IntEnum):
-    """What a worker is about to do with the gradients of the last backward."""
+    """How a worker will use the gradients of the last backward."""
 
     LOOK = enum.auto()
-    """Look at them; the other workers need not."""
+    """Read them; the other workers need not."""
     CLIP = enum.auto()
     SCALE = enum.auto()
     STEP = enum.auto()
     ADD = enum.auto()
-    """Run another backward that adds to them."""
+    """Run another backward that accumulates into them."""
     DROP = enum.auto()
     FOLLOW = enum.auto()
-    """Whatever the others do: this worker has run out of batches."""
+    """Follow the others: this worker has run out of batches."""
 
 
 _IN_WORDS = {
@@ -41,19 +41,19 @@ _IN_WORDS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What all workers have said: their intents, by rank, and the parameters that any has used."""
+    """The announcements of all workers: intents by rank, and parameters that any worker used."""
 
     intents: tuple[Intent, ...]
     used: frozenset[int]
 
     @property
     def doing(self) -> set[Intent]:
-        """What the workers do that still have batches."""
+        """Intents of the workers that still have batches."""
         return set(self.intents) - {Intent.FOLLOW}
 
     @property
     def followed(self) -> bool:
-        """Whether a worker has run out of batches."""
+        """Whether any worker has run out of batches."""
         return Intent.FOLLOW in self.intents
 
     def follows(self, rank: int) -> bool:
@@ -67,18 +67,18 @@ class Answer:
 
     @property
     def wants_whole(self) -> bool:
-        """Whether gradients have to be gathered before anything else is done with them.
+        """Whether gradients have to be gathered before any other use.
 
-        A worker without batches cannot clip as the others do, but can take over their gradients.
+        A worker without batches cannot clip as the others do, but can copy their gradients.
         """
         alone = {Intent.CLIP, Intent.SCALE} if self.followed else set()
         return bool(self.doing & {Intent.LOOK, *alone})
 
     def check(self) -> None:
-        """Make sure that all do the same.
+        """Validate that all workers announced the same use.
 
         Raises:
-            UsageError: they do not; on every rank.
+            UsageError: they did not; raised on every rank.
         """
         if len(self.doing) == 1:
             return

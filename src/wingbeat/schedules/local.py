@@ -1,7 +1,7 @@
-"""Steps on a worker's own gradients, and averages of models after some of them.
+"""Local steps, with periodic averages of models.
 
-Ripples (section 3.2) averages after each step, in groups; local SGD after some; DiLoCo, in the
-form of Streaming DiLoCo (Douillard et al., 2025), a fragment of the model at a time.
+Ripples (section 3.2) averages in groups after each step; local SGD after several steps; DiLoCo, as
+Streaming DiLoCo (Douillard et al., 2025), one fragment of the model at a time.
 """
 
 from __future__ import annotations
@@ -20,21 +20,10 @@ from wingbeat.schedules.events import (
 
 
 class Local:
-    """Steps at once; every so many steps, the parameters of a fragment are averaged.
+    """Steps immediately and averages each fragment's parameters every ``every`` steps.
 
-    Fragments take turns, spread evenly over the steps from one turn to the next. What is being
-    averaged while training goes on is taken over in a later step, before the optimizer's.
-
-    Args:
-        every: steps from one average of a fragment to its next.
-        delay: steps after which it is taken over; 0: before the step that began it returns.
-        fragments: into how many parts the model is cut.
-
-    Attributes:
-        phase: always idle: gradients are this worker's own.
-        made: how many steps were made.
-        every: as given.
-        beside: whether averages are made while training goes on.
+    Fragments take turns, spread evenly over the period. An average is adopted ``delay`` steps after
+    it started, before the optimizer's step; with 0, before the step that started it returns.
     """
 
     whole_after_backward: ClassVar[bool] = True
@@ -47,12 +36,12 @@ class Local:
         self._begun: int | None = None
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened."""
+        """Yield the commands that follow ``event``."""
         if isinstance(event, StepCalled):
             yield from self._step()
 
     def resume(self, made: int) -> None:
-        """Go on as after so many steps, with nothing under way."""
+        """Continue as after ``made`` steps, with no average in flight."""
         self.made, self._begun = made, None
 
     def _step(self) -> Commands:
@@ -61,7 +50,7 @@ class Local:
         begun = self._begun
         if begun is not None and (number - begun >= self._delay or first < last):
             yield from self._adopt()
-            # Whoever was left out goes on as another worker does, at another step.
+            # A worker that was left out resumes at another worker's step.
             number = self.made + 1
             first, last = self._due(number)
         yield Step()
@@ -73,13 +62,13 @@ class Local:
                 yield from self._adopt()
 
     def _adopt(self) -> Commands:
-        # What was begun is over, even if it fails: nobody waits for it twice.
+        # The average is over even if it fails, so that it is not awaited twice.
         self._begun = None
         yield Adopt()
 
     def _due(self, step: int) -> tuple[int, int]:
-        """Return the fragments to be averaged after step number ``step``, which are neighbours."""
+        """Return the fragments to average after step ``step``, which are neighbours."""
         every, count = self.every, self._fragments
-        # Fragment f's turn is after steps of which `every` leaves a remainder of f * every / count.
+        # Fragment f is averaged after steps equal to f * every / count modulo `every`.
         first, last = (-(-place * count // every) for place in (step % every, step % every + 1))
         return first, last

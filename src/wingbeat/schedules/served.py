@@ -1,10 +1,10 @@
-"""Sums that arrive later: gradients are pushed under backward, and needed by the next forward.
+"""Delayed sums: gradients are pushed during backward and needed by the next forward.
 
-Geryon (Wang et al., 2020), section II-A: workers push gradients while backward goes on and pull
-what forward needs. With ``pull="start"``, as in the paper's Eqs. 1 to 5, a sum is asked for when
-the next iteration starts; with ``pull="ready"`` it comes as soon as it is complete, so that links
-carry both directions at the same time. Either way each bucket's update is made just before the
-layer that needs it.
+Geryon (Wang et al., 2020), section II-A: workers push gradients while backward runs and pull what
+forward needs. With ``pull="start"``, as in the paper's Eqs. 1 to 5, a sum is requested when the
+next iteration starts; with ``pull="ready"`` it is sent as soon as it is complete, so that
+connections carry both directions at the same time. In both cases each bucket is updated just before
+the layer that needs it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ from wingbeat.schedules.events import (
 
 
 class Served:
-    """One operation a bucket, under backward, whose result is waited for when it is needed.
-
-    Attributes:
-        phase: where the gradients of the last backward are.
-    """
+    """One operation for each bucket during backward, whose result is awaited when it is needed."""
 
     whole_after_backward: ClassVar[bool] = False
     operation: ClassVar[Operation] = Operation.ALL_REDUCE
@@ -53,13 +49,13 @@ class Served:
         self._asked = self._dropped = False
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened."""
+        """Yield the commands that follow ``event``."""
         match event:
             case Planned(forward):
                 self._forward = forward
             case BackwardBegins():
                 yield from self._update(self._forward)
-                # This backward adds to them; or a worker that uses none is to see if steps differ.
+                # Backward accumulates into them; dropping workers also detect differing steps.
                 if self.phase is Phase.UNDER_WAY or self._dropped:
                     yield from self._wait()
                 self.phase, self._dropped = Phase.IDLE, False
@@ -79,12 +75,12 @@ class Served:
 
     def _end(self, looked_at: bool) -> Iterator[Command]:
         self.phase, self._asked = Phase.UNDER_WAY, False
-        if looked_at:  # whoever waits for a bucket is to have its sum, and not what was sent
+        if looked_at:  # a waiting reader needs the sum, not the pushed gradients
             yield from self._ask()
 
     def _drop(self) -> Iterator[Command]:
         if self.phase is Phase.UNDER_WAY:
-            yield from self._ask()  # the next may only be pushed when everybody has pushed these
+            yield from self._ask()  # the next push must follow all workers' pushes of these
             self._dropped = True
         self.phase = Phase.IDLE
 
@@ -121,12 +117,12 @@ class Served:
                 yield Update(bucket)
 
     def _ask(self) -> Iterator[Command]:
-        """Ask for the sums that do not come by themselves, first needed first."""
+        """Request the sums that are not sent automatically, first needed first."""
         yield from ()
 
 
 class ServedAtStart(Served):
-    """As `Served`, but each sum stays where it was made until it is asked for."""
+    """As `Served`, but servers keep each sum until it is requested."""
 
     operation: ClassVar[Operation] = Operation.PUSH
 

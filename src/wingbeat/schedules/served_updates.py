@@ -1,8 +1,8 @@
-"""Servers that update: gradients stay there, and parameters come back (Geryon, section II-A).
+"""Server-side updates: servers keep gradients and return parameters (Geryon, section II-A).
 
-A step uses the sums that the servers have. Where somebody looks at gradients before, all workers
-pull the sums; what is in ``p.grad`` at the step is then sent in place of them. What comes after a
-backward is the user's to say: so each worker tells the others, as `ShardedDear` has it.
+A step uses the sums that the servers hold. If gradients are read before, all workers pull the sums,
+and the step sends the content of ``p.grad`` instead. As in `ShardedDear`, each worker first
+announces how it will use its gradients.
 """
 
 from __future__ import annotations
@@ -31,20 +31,16 @@ from wingbeat.schedules.sharded import ShardedDear
 
 
 class ServedUpdates(ShardedDear):
-    """Pushes under backward; pulls sums if somebody looks, and parameters after a step.
+    """Pushes during backward; pulls sums if they are read, and parameters after a step.
 
-    Each round of pushes is followed by something that waits for all of it, on every worker: sums
-    or parameters. So nobody pushes for the next while others still push for this one.
+    After each round of pushes every worker waits for a result of all of it, sums or parameters. A
+    worker therefore never pushes for the next round while others still push for this one.
     """
 
     coming: ClassVar[Operation] = Operation.EXPECT
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened.
-
-        Raises:
-            UsageError: the workers do not do the same with their gradients.
-        """
+        """Yield the commands that follow ``event``."""
         match event:
             case BucketReady(bucket):
                 yield Start(Operation.PUSH, bucket)
@@ -56,7 +52,7 @@ class ServedUpdates(ShardedDear):
                 yield from super().react(event)
 
     def _use(self, event: Event) -> Commands:
-        # No worker has parts of the sums: to clip or scale is to look.
+        # No worker has parts of the sums, so clipping and scaling read whole gradients.
         looks = isinstance(event, PartsNeeded)
         yield from super()._use(GradientsNeeded() if looks else event)
 
@@ -73,7 +69,7 @@ class ServedUpdates(ShardedDear):
         self.phase = Phase.IDLE
 
     def _leave(self) -> Iterator[Command]:
-        """Have nobody use what the servers have; the buffers are free when all have pushed."""
+        """Discard what the servers hold; buffers are free when all workers have pushed."""
         if self.phase in (Phase.REDUCED, Phase.LOST):
             yield from self._start_gathers()
             yield Forget()
@@ -95,6 +91,6 @@ class ServedUpdates(ShardedDear):
 
 
 class ServedUpdatesAtStart(ServedUpdates):
-    """As `ServedUpdates`, but the parameters of each bucket are asked for."""
+    """As `ServedUpdates`, but the parameters of each bucket are requested."""
 
     coming: ClassVar[Operation] = Operation.FETCH

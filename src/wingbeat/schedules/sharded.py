@@ -1,11 +1,11 @@
-"""DeAR with a divided optimizer: the all-gather carries parameters instead of gradients.
+"""DeAR with a sharded optimizer: the all-gather carries parameters instead of gradients.
 
 After the reduce-scatter of DeAR's BackPipe (section III-B) each worker has the whole gradient of
-its own blocks. Here it updates the parameters there and nowhere else, as ZeRO does, and FeedPipe
-gathers the new ones: the same bytes, with 1 / P of the optimizer's state and arithmetic.
+its own blocks. It updates only these parameters, as ZeRO does, and FeedPipe gathers the new ones:
+the same bytes, with 1 / P of the optimizer's state and arithmetic.
 
-Blocks are updated by the step, because a parameter must be new before it is gathered. The forward
-would wait as long: the bucket that is reduced last is the one that it needs first.
+The step updates blocks immediately, because a parameter must be updated before it is gathered.
+Deferring would not shorten forward, which first needs the bucket that is reduced last.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ Agreeing = Generator[Command, Answer | None, Answer]
 
 
 class ShardedDear(Dear):
-    """Gathers gradients or parameters, whichever the workers agree on.
+    """Gathers gradients or parameters, as the workers agree.
 
-    What comes after a backward is the user's to say, and may differ: so each worker tells the
-    others before it uses its gradients. If one only looks at them, all gather them first; anything
-    else that differs is an error on all workers.
+    Each worker announces how it will use its gradients before it does so. If any worker only reads
+    them, all gather them first; any other difference is an error on all workers.
     """
 
     def __init__(self) -> None:
@@ -57,11 +56,7 @@ class ShardedDear(Dear):
         self._members: tuple[frozenset[int], ...] = ()
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened.
-
-        Raises:
-            UsageError: the workers do not do the same with their gradients.
-        """
+        """Yield the commands that follow ``event``."""
         match event:
             case Planned(forward, members):
                 self._forward, self._members = forward, members
@@ -102,11 +97,11 @@ class ShardedDear(Dear):
         used: frozenset[int] = frozenset(),
         meanwhile: Iterator[Command] | None = None,
     ) -> Agreeing:
-        """Tell all workers what this one does; first let those see gradients who want to."""
+        """Announce this worker's intent; first gather gradients for the workers that read them."""
         while True:
             yield Announce(intent, used)
             if meanwhile is not None:
-                yield from meanwhile  # an iterator: nothing the second time
+                yield from meanwhile  # an iterator: empty the second time
             answer = yield Await()
             assert answer is not None, "who performs Await has to answer"
             if not answer.wants_whole:
@@ -126,10 +121,10 @@ class ShardedDear(Dear):
         self.phase = Phase.IDLE
 
     def _step(self, intent: Intent, used: frozenset[int]) -> Commands:
-        """Update, of each bucket, what this worker has; then gather what is new.
+        """Update this worker's blocks of each bucket, then gather the new parameters.
 
-        Where its own gradients tell that there is something to update, this worker does so while
-        other buckets, and the other workers' answers, are on their way.
+        If its own gradients require an update, the update overlaps with transfers and the
+        announcements of other workers.
         """
         yield from self._update(self._forward)
         buckets = sorted(self._forward)
@@ -157,7 +152,7 @@ class ShardedDear(Dear):
             yield UpdateOwn(bucket, used)
 
     def _update(self, buckets: Iterable[int]) -> Iterator[Command]:
-        """Take over parameters that were gathered."""
+        """Adopt gathered parameters."""
         for bucket in buckets:
             if bucket in self._due:
                 yield Wait(bucket, whole=False, read_only=True)

@@ -1,4 +1,4 @@
-"""Bounded staleness: gradients leave under backward, and nobody waits for a sum (Canary, 5.3)."""
+"""Bounded staleness: gradients are sent during backward without waiting for a sum (Canary, 5.3)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,9 @@ from wingbeat.schedules.events import (
 
 
 class Stale:
-    """Sends each bucket as it completes; a step applies the sums that have come by then.
+    """Sends each bucket as it completes; a step applies the sums that have arrived.
 
-    How far workers may be apart is decided when a step is made, by
-    `wingbeat.methods.bounded_staleness`.
-
-    Attributes:
-        phase: where the gradients of the last backward are; between backward and step under way.
+    `wingbeat.methods.bounded_staleness` enforces the staleness bound when a step is made.
     """
 
     whole_after_backward: ClassVar[bool] = False
@@ -35,7 +31,7 @@ class Stale:
         self.phase = Phase.IDLE
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened."""
+        """Yield the commands that follow ``event``."""
         match event:
             case BackwardBegins() | GradientsDropped():
                 self.phase = Phase.IDLE

@@ -1,4 +1,4 @@
-"""Wait-free backpropagation: whole all-reduces under backward, as DDP and Horovod do."""
+"""Wait-free backpropagation: all-reduces during backward, as in DDP and Horovod."""
 
 from __future__ import annotations
 
@@ -25,14 +25,7 @@ from wingbeat.schedules.events import (
 
 
 class Wfbp:
-    """Sums each bucket as it completes; gradients are whole when backward returns.
-
-    Args:
-        operation: what is started on a bucket, and leaves the sum in it when it is waited for.
-
-    Attributes:
-        phase: where the gradients of the last backward are; between backward and step whole.
-    """
+    """Starts ``operation`` on each bucket as it completes; gradients are whole after backward."""
 
     whole_after_backward: ClassVar[bool] = True
 
@@ -43,7 +36,7 @@ class Wfbp:
         self._open = False
 
     def react(self, event: Event) -> Commands:
-        """Yield what is to be done now that ``event`` has happened."""
+        """Yield the commands that follow ``event``."""
         match event:
             case Planned(forward):
                 self._buckets = tuple(sorted(forward))
@@ -58,7 +51,7 @@ class Wfbp:
                 yield Show()
             case GradientsDropped():
                 self.phase = Phase.IDLE
-                if self._open:  # amid backward: links write to the buffers
+                if self._open:  # during backward collectives write to the buffers
                     yield from self._wait(whole=False)
             case StepCalled():
                 self.phase = Phase.IDLE

@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, and nothing else."""
+"""Virtual time: a queue of scheduled actions."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from collections.abc import Callable
 
 
 class Agenda:
-    """Things to do, each at a moment; of those at one moment, the first entered is done first.
-
-    So a run depends on nothing but what it is given.
-
-    Attributes:
-        now: seconds since the beginning.
-    """
+    """Runs actions in order of time; ties run in the order of entry, so a run is deterministic."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,16 +16,16 @@ class Agenda:
         self._stopped = False
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Have ``action`` done at the moment ``when``, which is not before now."""
+        """Schedule ``action`` at ``when``, which is not before now."""
         heapq.heappush(self._entries, (when, self._entered, action))
         self._entered += 1
 
     def run(self) -> None:
-        """Do everything, and what is entered meanwhile, until nothing is left or it is stopped."""
+        """Run actions, including new ones, until none is left or `stop` is called."""
         while self._entries and not self._stopped:
             self.now, _, action = heapq.heappop(self._entries)
             action()
 
     def stop(self) -> None:
-        """Do nothing after what is done now."""
+        """Stop after the current action."""
         self._stopped = True

@@ -1,4 +1,4 @@
-"""Simulate training under bounded staleness: the machines of a real run on a described cluster."""
+"""Simulate training under bounded staleness with the state machines of a real run."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ def simulate_bounded(
     cores: int | None = None,
     measured: bool = False,
 ) -> StaleRun:
-    """Train ``model`` in virtual time until so many contributions are in all replicas.
+    """Train ``model`` in virtual time until all replicas have applied ``gradients`` contributions.
 
-    The same arguments give the same run, to the last bit.
+    Runs are deterministic: equal arguments give bit-identical results.
 
     Args:
         model: layers and their times.
         bound: staleness s, proportion p and the number of colayers k.
-        workers: how many, two at least.
-        links: what joins them. On several interfaces of a star each message is divided.
-        gradients: contributions, of one worker and one iteration each; workers count for all.
-        network: ``"star"``, or ``"bcube"``, where hosts pass on what is not for their own switches.
-        coding: how gradients travel; dense if it is not given.
-        work: what communication costs their processors.
-        sleeps: by rank and iteration, counted from 1, how many seconds a worker sleeps before it.
-        traffic: where to note what leaves the workers.
-        crowd: one owner of pieces stands for all (`wingbeat.simulator.crowd`). An approximation,
-            for more workers than some 30: without it messages are ``2 k n**2`` a round.
-        cores: processors that the hosts share, as in a lab on one machine; each thread of each host
-            has one of its own if it is not given. A crowd knows of none.
-        measured: whether colayers are bundled by what training measures, from the beginning on.
+        workers: number of workers, at least 2.
+        links: network interfaces. With several interfaces of a star each message is divided.
+        gradients: number of contributions, each of one worker and one iteration, over all workers.
+        network: ``"star"``, or ``"bcube"``, where hosts forward messages between switches.
+        coding: encoding of gradients; dense by default.
+        work: cost of communication in processor time.
+        sleeps: by rank and iteration, counted from 1, seconds for which a worker sleeps before it.
+        traffic: records the bytes that leave the workers.
+        crowd: let one owner of pieces represent all (`wingbeat.simulator.crowd`). An approximation
+            for more than about 30 workers; the exact simulation has ``2 k n**2`` messages a round.
+        cores: processors that the hosts share, as in a lab on one machine; by default each thread
+            of each host has its own. Ignored with ``crowd``.
+        measured: whether colayers are formed from measurements from the beginning on.
 
     Raises:
-        UsageError: a number or a name out of range.
+        UsageError: a number or a name is out of range.
     """
     if workers < 2 or gradients <= 0:
         raise UsageError(
@@ -105,7 +105,7 @@ def simulate_bounded(
 
 
 _Member = tuple[Machine, Callable[[], None], Callable[[Callable[[], None]], None]]
-"""A machine, what to call when it may have posts, and who is to be called when it has heard."""
+"""A machine, its callback after posting, and the trainer to notify after it has received."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Network cards and switch ports that know classes: strictly the most urgent first, in quanta."""
+"""Network interfaces and switch ports with strict priority classes, served in quanta."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from wingbeat.simulator.traffic import Traffic
 
 
 class Stream(NamedTuple):
-    """A connection in one direction: what it carries arrives in the order in which it was sent.
-
-    Attributes:
-        source: the number of who sends, and ``target`` of who receives.
-        urgency: the class, 0 the most urgent.
-        link: over which interface of both, where hosts have one path for each.
-    """
+    """One direction of a connection; frames arrive in order. Urgency 0 is the most urgent class."""
 
     source: int
     target: int
@@ -35,7 +29,7 @@ Action = Callable[[], None]
 
 @dataclass(slots=True)
 class _Frame:
-    """Bytes that wait at a port, and what is done when it begins a quantum and has carried all."""
+    """Bytes that wait at a port, with callbacks for the begin of a quantum and for the end."""
 
     left: int
     begun: Callable[[int, bool], None] | None
@@ -44,19 +38,16 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Class:
-    """The streams of one class that wait at a port, in turn, and their frames."""
+    """The waiting streams of one class, in round-robin order, and their frames."""
 
     turn: deque[Stream] = field(default_factory=deque)
     frames: dict[Stream, deque[_Frame]] = field(default_factory=dict)
 
 
 class Port:
-    """One direction of a card: serves the most urgent class that waits, and in it streams in turn.
+    """One direction of an interface: strict priority between classes, round-robin within a class.
 
-    What has begun is carried to the end of its quantum.
-
-    Args:
-        carried: told when each quantum begins and ends, and of how many bytes it is.
+    A quantum that has begun is completed.
     """
 
     def __init__(
@@ -80,12 +71,7 @@ class Port:
         begun: Callable[[int, bool], None] | None,
         over: Action | None,
     ) -> None:
-        """Carry so many bytes, behind what the stream has offered before.
-
-        Args:
-            begun: called when a quantum begins, with its bytes and whether it is the last.
-            over: called when all are carried.
-        """
+        """Queue bytes after the earlier frames of the stream."""
         urgency = 0 if self._blind else stream.urgency
         if urgency not in self._classes:
             self._classes[urgency] = _Class()
@@ -112,7 +98,7 @@ class Port:
         last = not frame.left
         if last:
             frames.popleft()
-        # Whoever comes meanwhile is before this stream's next quantum.
+        # Frames that arrive meanwhile precede this stream's next quantum.
         again = waiting.turn if frames else None
         if frame.begun is not None:
             frame.begun(nbytes, last)
@@ -131,16 +117,11 @@ class Port:
 
 
 class Cards:
-    """Cards at each host, on switches that are never the limit but where they send to a card.
+    """Interfaces of each host, on switches limited only at their ports towards a host.
 
-    A quantum begins to arrive one latency after it has begun to leave, if the receiver's port is
-    free by then; ports of a host carry what all its processes send and receive. What stays on a
-    host needs neither card nor time. A host that passes something on does so by quanta.
-
-    Args:
-        host: of each process, by number.
-        paths: which cards join two hosts; if it is not given, those of the stream's link.
-        traffic: where to note what leaves each host.
+    A quantum begins to arrive one latency after it begins to leave, if the receiver's port is free.
+    All processes of a host share its ports, and traffic within a host is free. Without ``paths`` a
+    frame uses the interfaces of its stream's link. Hosts forward by quanta.
     """
 
     def __init__(
@@ -157,9 +138,9 @@ class Cards:
         self._in: dict[Side, Port] = {}
 
     def carry(self, stream: Stream, nbytes: int, arrived: Action) -> None:
-        """Carry a frame, behind those of the same stream; ``arrived`` is called at its end.
+        """Carry a frame after those of the same stream; call ``arrived`` at its end.
 
-        Over several paths each carries an equal share of it.
+        Several paths carry equal shares of it.
         """
         source, target = self._host(stream.source), self._host(stream.target)
         if source == target:
@@ -197,7 +178,7 @@ class Cards:
 
 
 def _after(count: int, action: Action) -> Action:
-    """Return what is to be called so many times until ``action`` is."""
+    """Return a callback that calls ``action`` the ``count``-th time."""
     left = count
 
     def one() -> None:

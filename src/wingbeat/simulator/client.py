@@ -1,4 +1,4 @@
-"""A worker's side of the servers in virtual time: pushes slices, and waits for their sums."""
+"""A worker's parameter server client in virtual time: pushes slices and waits for their sums."""
 
 from __future__ import annotations
 
@@ -19,12 +19,9 @@ from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 
 
 class Part(NamedTuple):
-    """A slice as one request has it, see `wingbeat.methods.parameter_server.client.Transfer`.
+    """A slice within a request, see `wingbeat.methods.parameter_server.client.Transfer`.
 
-    Attributes:
-        nbytes: of what is pushed.
-        back: of its sum.
-        dense: of the gradients in float32.
+    Pushes have ``nbytes``, sums ``back``, and float32 gradients ``dense`` bytes.
     """
 
     server: int
@@ -38,12 +35,7 @@ class Part(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """Slices that were pushed, or pulled, together.
-
-    Attributes:
-        missing: how many sums have not come yet.
-        over: whether all have come, or were stored.
-    """
+    """Slices that were pushed or pulled together, and the number of their ``missing`` sums."""
 
     kind: Kind
     parts: Sequence[Part]
@@ -53,17 +45,12 @@ class Request:
     waiters: list[Callable[[], None]] = field(default_factory=list)
 
     def when_over(self, resume: Callable[[], None]) -> None:
-        """Have ``resume`` called when all sums are there."""
+        """Call ``resume`` when all sums have arrived."""
         self.waiters.append(resume)
 
 
 class Client(Messenger[tuple[Request, Part]]):
-    """The thread that a `wingbeat.methods.parameter_server.client.Client` has, by the same rules.
-
-    Args:
-        order: in which order slices are pushed that are ready at the same time.
-        coding: how gradients and sums travel.
-    """
+    """The thread of a `wingbeat.methods.parameter_server.client.Client`, with the same rules."""
 
     def __init__(
         self,
@@ -81,14 +68,14 @@ class Client(Messenger[tuple[Request, Part]]):
         self._storing: list[Request] = []
 
     def start(self, kind: Kind, parts: Sequence[Part]) -> Request:
-        """Push, store or pull slices; returns at once."""
+        """Start to push, store or pull slices."""
         request = Request(kind, parts, len(parts))
         self._new.append(request)
         self.wake()
         return request
 
     def take(self, message: Message) -> Iterator[float]:
-        """Note that a sum has come, when it is decoded."""
+        """Record an arrived sum after the time to decode it."""
         assert message.kind == Kind.SUM, message
         request, part = self._wanted.pop(Ids(*message.ids)[:3])
         assert (message.peer, len(message.payload)) == (part.server, part.back), message
@@ -100,11 +87,11 @@ class Client(Messenger[tuple[Request, Part]]):
         yield from ()
 
     def making(self, item: tuple[Request, Part]) -> float:
-        """Return the seconds that it takes to encode a slice."""
+        """Return the seconds to encode a slice."""
         return item[1].dense * self._coding.encode_s_per_byte if self.nbytes(item) else 0.0
 
     def begin(self) -> None:
-        """Let what the training thread has started wait in the send queue."""
+        """Move requests of the training thread to the send queue."""
         while self._new:
             request = self._new.popleft()
             pull = request.kind is Kind.PULL
@@ -119,7 +106,7 @@ class Client(Messenger[tuple[Request, Part]]):
                 self._storing.append(request)
 
     def nbytes(self, item: tuple[Request, Part]) -> int:
-        """Return the bytes of a slice that is pushed; none if it is pulled."""
+        """Return the bytes of a slice that is pushed, 0 if it is pulled."""
         request, part = item
         return 0 if request.kind is Kind.PULL else part.nbytes
 
@@ -132,7 +119,7 @@ class Client(Messenger[tuple[Request, Part]]):
         return posted
 
     def finish(self) -> None:
-        """End what was stored and has arrived."""
+        """Complete slices that were stored and have arrived."""
         for request in list(self._storing):
             if len(request.posted) == len(request.parts) and all(p.arrived for p in request.posted):
                 self._storing.remove(request)

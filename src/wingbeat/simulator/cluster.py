@@ -1,4 +1,4 @@
-"""What a simulated cluster is: links, and what the workers' processors need for communication."""
+"""The simulated cluster: network interfaces and the processor time of communication."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from wingbeat.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Every worker's network interfaces, all alike, on a switch that is never the limit.
+    """Network interfaces of every worker, all alike, on a switch that is never the bottleneck.
 
     Attributes:
-        bytes_per_s: what one interface carries in each direction, without headers.
-        latency_s: from the moment a chunk has left until the receiver has it.
-        count: interfaces of each worker, all of them used, by messages to and from servers too.
-        priorities: whether cards and the switch serve messages of an urgent class first. Only
+        bytes_per_s: payload rate of one interface in each direction, without headers.
+        latency_s: seconds from the end of sending a chunk to its arrival.
+        count: interfaces of each worker; messages to and from servers use all of them.
+        priorities: whether interfaces and the switch serve urgent classes first. Only messages of
             servers have classes.
-        quantum: bytes of a message that are carried before a more urgent one is.
+        quantum: bytes of a message that are sent before a more urgent one can preempt it.
 
     Raises:
         UsageError: a value is out of range.
@@ -43,25 +43,23 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What communication costs a worker's processors, in seconds.
+    """Processor time of communication, in seconds.
 
-    The defaults are those of one core of a server's CPU of 2023: over gloo, and those of messages
-    from "Messages" in ``docs/results.md`` (a trip of 136 microseconds passes four ends; 3.91 GB/s
-    in the clear, 1.65 encrypted).
+    The defaults are those of one core of a server CPU of 2023: over gloo, and for messages those of
+    "Messages" in ``docs/results.md`` (a round trip of 136 microseconds passes four ends; 3.91 GB/s
+    unencrypted, 1.65 GB/s encrypted).
 
     Attributes:
-        chunk_s: of the thread of a link, for each chunk that it hands over or takes.
-        add_s_per_byte: of that thread, for each byte that it adds to a sum; of a server too.
-        fill_s_per_byte: of the training thread, for each byte of a gradient put into a bucket.
-        update_s_per_byte: of the training thread, for each byte of a parameter that is updated.
-        message_s: of the thread that pushes and pulls, and of a server, for each message that it
-            posts or takes.
-        message_s_per_byte: of that thread, for each byte that it posts or takes.
-        encrypt_s_per_byte: the same, on top, if messages are encrypted.
-        meeting_s: until the members of a group are connected, where they do not keep connections
-            of before.
-        copy_s_per_byte: of the thread that averages, for each byte of parameters that it copies, or
-            divides by the members of a group.
+        chunk_s: thread of a link, for each chunk sent or received.
+        add_s_per_byte: the same thread, and a server, for each byte added to a sum.
+        fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
+        update_s_per_byte: training thread, for each parameter byte updated.
+        message_s: thread that pushes and pulls, and a server, for each message sent or received.
+        message_s_per_byte: the same, for each byte sent or received.
+        encrypt_s_per_byte: added to it if messages are encrypted.
+        meeting_s: until the members of a group are connected, unless connections are kept.
+        copy_s_per_byte: averaging thread, for each parameter byte copied or divided by the group
+            size.
     """
 
     chunk_s: float = 60e-6

@@ -1,4 +1,4 @@
-"""A model's colayers as a simulator sees them: when each is computed, and what it sends."""
+"""Colayers of a simulated model: compute times and message sizes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from wingbeat.transport.messages.frames import HEADER_BYTES
 from wingbeat.types import Fusion
 
 _TYPICAL = 100
-"""An iteration like most."""
+"""Number of a typical iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
-    """How gradients and their sums travel, dense float32 by default.
+    """Encoding of gradients and their sums; dense float32 by default.
 
     Attributes:
-        ratio: bytes on the wire for each byte of float32.
-        encode_s_per_byte: seconds for each byte of float32, of the training thread for its
-            gradients, and of an owner's courier for its sums.
-        decode_s_per_byte: the same, of an owner's courier for each contribution, and of the
-            training thread for sums.
+        ratio: encoded bytes for each byte of float32.
+        encode_s_per_byte: seconds for each byte of float32, on the training thread for gradients,
+            and on an owner's communication thread for sums.
+        decode_s_per_byte: the same, on an owner's communication thread for each contribution, and
+            on the training thread for sums.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     ratio: float = 1.0
@@ -44,11 +47,6 @@ class Coding:
     decode_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            UsageError: one is out of range.
-        """
         if not 0 < self.ratio <= 1:
             raise UsageError(f"Coding(ratio={self.ratio}): allowed are numbers above 0 up to 1")
         if min(self.encode_s_per_byte, self.decode_s_per_byte) < 0:
@@ -56,21 +54,21 @@ class Coding:
 
 
 SKETCH = Coding(ratio=0.251, encode_s_per_byte=1 / 3.43e9, decode_s_per_byte=1 / 5.78e9)
-"""A sketch of 8 bits on one core ("Codecs" in ``docs/results.md``)."""
+"""An 8-bit sketch on one core ("Codecs" in ``docs/results.md``)."""
 
 
 SKETCH_4 = Coding(ratio=0.126, encode_s_per_byte=1 / 2.74e9, decode_s_per_byte=1 / 3.91e9)
-"""The same with 4 bits."""
+"""A 4-bit sketch on one core."""
 
 _HALF = 0.5
 _FEW_BITS = 4
 
 
 def coding_of(wire: str | Coded) -> Coding:
-    """Return how gradients travel by a strategy's wire, on one core ("Codecs" in the results).
+    """Return the encoding of a strategy's ``wire`` on one core ("Codecs" in ``docs/results.md``).
 
     Raises:
-        UsageError: how small they become depends on their shapes, or differs between them.
+        UsageError: the encoded size depends on tensor shapes, or differs between tensors.
     """
     if not wire:
         return Coding()
@@ -87,14 +85,10 @@ def coding_of(wire: str | Coded) -> Coding:
 
 @dataclass(frozen=True, slots=True)
 class Bundled:
-    """A model in colayers, the last layers' first; times are a batch's, in seconds.
+    """A model in colayers, the last layers first; times in seconds for one batch.
 
-    Attributes:
-        forward_s: of forward.
-        backward_s: by colayer, from the end of the one before.
-        rest_s: of backward after the last colayer.
-        numel: elements by colayer.
-        tensors: parameters by colayer.
+    ``backward_s`` is by colayer, from the end of the previous one; ``rest_s`` is backward after the
+    last. ``numel`` and ``tensors`` count elements and parameters by colayer.
     """
 
     forward_s: float
@@ -105,20 +99,15 @@ class Bundled:
 
     @property
     def seconds(self) -> float:
-        """What an iteration takes that waits for nobody."""
+        """Seconds of an iteration without waiting."""
         return self.forward_s + sum(self.backward_s) + self.rest_s
 
 
 def bundled(model: Model, count: int, *, measured: bool = False) -> Bundled:
-    """Bundle a model's layers as training does, by the same rule and what it goes by.
-
-    Args:
-        model: layers and their times.
-        count: colayers, k.
-        measured: whether by what training measures, as after its first iterations.
+    """Group a model's layers into ``count`` colayers as training does.
 
     Raises:
-        UsageError: it has fewer layers with parameters.
+        UsageError: the model has fewer layers with parameters.
     """
     plan = plans.make_plan(
         Fusion(kind="colayers", layers=count),
@@ -148,33 +137,21 @@ def bundled(model: Model, count: int, *, measured: bool = False) -> Bundled:
 
 
 class Letter(NamedTuple):
-    """A message as it travels.
-
-    Attributes:
-        nbytes: all of them, headers too.
-        parts: in how many messages of the message layer.
-    """
+    """The size of a message in bytes, headers included, and in messages of the message layer."""
 
     nbytes: int
     parts: int
 
     def handled_s(self, work: Work) -> float:
-        """Return what a courier needs to post or to take it."""
+        """Return the seconds in which a communication thread sends or receives it."""
         return self.parts * work.message_s + self.nbytes * work.message_s_per_byte
 
 
 class Letters:
-    """Sizes of what couriers carry (`wingbeat.methods.bounded_staleness.courier`).
+    """Message sizes of `wingbeat.methods.bounded_staleness.courier`.
 
-    Args:
-        model: in colayers.
-        workers: how many there are; as many are the pieces.
-        coding: how gradients travel.
-
-    Attributes:
-        numel: elements of a piece, by colayer.
-        here: of a `Progress`.
-        pieces: of a `Piece`, by colayer.
+    ``numel`` and ``pieces`` are elements and size of a `Piece` by colayer, ``here`` the size of a
+    `Progress`.
     """
 
     def __init__(self, model: Bundled, workers: int, coding: Coding) -> None:
@@ -194,7 +171,7 @@ class Letters:
         self._empty = length([entry]) - self._entry
 
     def of(self, message: Message) -> Letter:
-        """Return how a message travels."""
+        """Return the size of a message."""
         match message:
             case PieceSum():
                 return self.round(message.colayer, len(message.entries))
@@ -203,7 +180,7 @@ class Letters:
         return self.here
 
     def round(self, colayer: int, entries: int) -> Letter:
-        """Return how the sum of so many contributions travels."""
+        """Return the size of the sum of ``entries`` contributions."""
         payload = self._payload(colayer) if entries else 0
         return _letter(self._empty + entries * self._entry, payload)
 

@@ -1,4 +1,4 @@
-"""Processors that all hosts share, as those of a lab on one machine do."""
+"""Processors that all hosts share, as in a lab on one machine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from wingbeat.simulator.agenda import Agenda
 
 
 class Busy(float):
-    """Seconds that need a processor; others pass by themselves."""
+    """Seconds that occupy a processor."""
 
 
 class Cores:
-    """Does work on so many processors, first come, first served.
-
-    Args:
-        count: of them; None if each thread has one of its own.
-    """
+    """Runs work on ``count`` processors in FIFO order; None: each thread has its own."""
 
     def __init__(self, agenda: Agenda, count: int | None = None) -> None:
         self._agenda, self._free = agenda, count
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
 
     def work(self, seconds: float, over: Callable[[], None]) -> None:
-        """Call ``over`` when so many seconds of work are done."""
+        """Call ``over`` when ``seconds`` of work are done."""
         if self._free is None:
             self._agenda.at(self._agenda.now + seconds, over)
         elif self._free:

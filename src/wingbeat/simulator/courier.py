@@ -1,4 +1,4 @@
-"""The thread that carries what a worker under bounded staleness says, in virtual time."""
+"""The communication thread of a worker under bounded staleness, in virtual time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,9 @@ from wingbeat.simulator.model import ITEMSIZE
 
 
 class Courier:
-    """Takes in all that has come, then sends all that is said, as the real one does.
+    """Receives all arrived messages, then sends all pending ones, as the real thread does.
 
-    Each message has its price, and so has a sum; between two it sees nothing of what happens.
-
-    Args:
-        machine: the real one.
-        letters: sizes of messages.
-        cores: that its thread runs on.
-        crew: the couriers of all workers, by rank.
-
-    Attributes:
-        heard: called when the machine has taken a message in.
+    Messages and sums take time, during which the thread processes no events.
     """
 
     def __init__(
@@ -54,7 +45,7 @@ class Courier:
         self.heard: Callable[[], None] = lambda: None
 
     def wake(self) -> None:
-        """Have the thread look at what there is to do."""
+        """Wake the thread to process pending work."""
         if self._resting and (self._arrived or self.machine.outbox):
             self._resting = False
             self._agenda.at(self._agenda.now, self._go)

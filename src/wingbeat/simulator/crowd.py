@@ -1,10 +1,10 @@
-"""Many workers under bounded staleness: one owner of pieces stands for all of them.
+"""Many workers under bounded staleness: one owner of pieces represents all of them.
 
-Owners do the same at about the same moments: each gets a piece of every colayer of every worker,
-and sums them by the same rule. So here a colayer's pieces arrive at all owners at once, when the
-last of them has, and all owners close a round at once. What is left of ``2 k n**2`` messages
-a round is ``2 k n`` steps. The staleness bound is the real one; the messages are those of
-`wingbeat.methods.bounded_staleness.worker` without workers that join or leave.
+Owners act at about the same times: each receives a piece of every colayer from every worker and
+sums them by the same rule. Here the pieces of a colayer arrive at all owners at once, when the last
+one has, and all owners close a round at once. This reduces ``2 k n**2`` messages a round to ``2 k
+n`` steps. The staleness bound is the real one; messages are those of
+`wingbeat.methods.bounded_staleness.worker`, without workers that join or leave.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_VIEW = View(())
 
 
 class Member:
-    """One worker's machine: what training calls of the real `Worker`."""
+    """One worker's machine: the methods of the real `Worker` that training calls."""
 
     def __init__(self, crowd: Crowd, rank: int, bound: StalenessBound) -> None:
         self._crowd, self._rank, self._bound = crowd, rank, bound
@@ -41,7 +41,7 @@ class Member:
         self.heard: Callable[[], None] = lambda: None
 
     def can_begin(self) -> bool:
-        """Whether the wanted iteration may be computed."""
+        """Whether the requested iteration may be computed."""
         if self.applied < self._bound.rounds_required(
             self.iteration, stragglers=self._stragglers.found
         ):
@@ -50,14 +50,14 @@ class Member:
         return s is None or self._crowd.reach(self._rank, self.iteration - s)
 
     def begin_iteration(self) -> int:
-        """Enter the wanted iteration, and return it."""
+        """Enter the requested iteration and return it."""
         self._out, self._computing, self._sent = False, True, 0
         self.zeta = max(self.zeta, self.iteration)
         self.go_on()
         return self.iteration
 
     def send_colayer(self, colayer: int, payloads: Sequence[Any]) -> bool:  # noqa: ARG002
-        """Send a colayer's pieces; return whether they were sent."""
+        """Send the pieces of a colayer; return whether they were sent."""
         if not self._computing:
             return False
         self._sent += 1
@@ -84,19 +84,19 @@ class Member:
         return parts
 
     def hear(self, zeta: int) -> None:
-        """Learn of the fastest worker."""
+        """Receive the iteration of the fastest worker."""
         if zeta > self.zeta:
             self.zeta = zeta
             self.go_on()
 
     def completed(self) -> None:
-        """Learn that one more round is here."""
+        """Count one more complete round."""
         self.complete += 1
         self.go_on()
         self.heard()
 
     def go_on(self) -> None:
-        """Drop what is out of date, and say what has changed."""
+        """Drop outdated iterations and announce changes."""
         if not self._out:
             self._out = self._bound.is_outdated(self.zeta - self.iteration, self._sent)
             if self._out and self._computing:
@@ -113,15 +113,10 @@ class Member:
 
 
 class Crowd:
-    """All workers, their couriers and their cards, by times until which they are busy.
+    """All workers, their communication threads and interfaces, as times until which each is busy.
 
-    Args:
-        hops: cards that a message leaves on its way, on average.
-
-    Attributes:
-        members: by rank, as `wingbeat.simulator.bounded` wants them.
-        rounds: that are complete at one worker at least: one part for all pieces of a colayer.
-        ranks: of all.
+    ``hops`` is the mean number of interfaces that a message leaves. ``rounds`` holds the rounds
+    that at least one worker has completed, with one part for all pieces of a colayer.
     """
 
     def __init__(
@@ -162,14 +157,14 @@ class Crowd:
             member.go_on()
 
     def reach(self, rank: int, iteration: int) -> bool:
-        """Whether no other worker is before ``iteration``, as far as has been heard."""
+        """Whether no other worker is known to be before ``iteration``."""
         before = int((self._at < iteration).sum())
         return before == 0 or (before == 1 and bool(self._at[rank] < iteration))
 
     # -- what one worker sends to all -----------------------------------------------------
 
     def say(self, rank: int, at: int, said: int, zeta: int) -> None:
-        """Tell all where a worker is, and up to which round it has sent all that it has."""
+        """Announce a worker's iteration, and the round up to which it has sent everything."""
         self._broadcast(rank, self._letters.here, lambda: self._hear(rank, at, said, zeta))
 
     def send_pieces(self, rank: int, iteration: int, colayer: int) -> None:
@@ -183,7 +178,7 @@ class Crowd:
         self._broadcast(rank, self._letters.pieces[colayer], arrived)
 
     def _broadcast(self, rank: int, letter: Letter, effect: Callable[[], None]) -> None:
-        """Have a worker's thread post, its card carry, and all threads take, then ``effect``."""
+        """Occupy a worker's thread and interface and all receiving threads; then run ``effect``."""
         handled_s, now, others = letter.handled_s(self._work), self._agenda.now, self._n - 1
         first = max(self._thread[rank], now) + handled_s
         self._thread[rank] = first + (others - 1) * handled_s
@@ -217,7 +212,7 @@ class Crowd:
         moved = at > self._at[rank]
         self._at[rank] = max(at, self._at[rank])
         np.maximum(self._said[:, rank], said, out=self._said[:, rank])
-        if max(zeta, at) > self._zeta:  # who wants an iteration is as good as in it
+        if max(zeta, at) > self._zeta:  # a requested iteration counts as entered
             self._zeta = max(zeta, at)
             for member in self._crew:
                 member.hear(self._zeta)
@@ -229,7 +224,7 @@ class Crowd:
                 member.heard()
 
     def _close(self, colayer: int) -> None:
-        """Sum a colayer's rounds for which all have answered (`OwnedPiece.close_rounds`)."""
+        """Sum a colayer's rounds that all workers have answered (`OwnedPiece.close_rounds`)."""
         limit = int(self._said[colayer].min())
         while self._next[colayer] <= limit:
             number = self._next[colayer]
@@ -241,7 +236,7 @@ class Crowd:
             self._spread(part)
 
     def _spread(self, part: PieceSum) -> None:
-        """Have each owner sum its piece and send it to all others, which take it."""
+        """Let each owner sum its piece and send it to all others."""
         letter = self._letters.round(part.colayer, len(part.entries))
         handled_s, others = letter.handled_s(self._work), self._n - 1
         np.maximum(self._thread, self._agenda.now, out=self._thread)
@@ -263,7 +258,7 @@ class Crowd:
         self._agenda.at(max(typical, self._agenda.now), arrive)
 
     def _complete(self, part: PieceSum, moments: Any) -> None:
-        """Have each worker learn when it has all colayers of a round."""
+        """Notify each worker when it has all colayers of a round."""
         parts, latest = self._here_at.setdefault(part.number, ([], np.zeros(self._n)))
         parts.append(part)
         np.maximum(latest, moments, out=latest)
@@ -275,4 +270,4 @@ class Crowd:
 
 
 def _nothing() -> None:
-    """What a member posts, it posts by itself."""
+    """Do nothing: members send immediately."""

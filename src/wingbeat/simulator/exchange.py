@@ -18,35 +18,30 @@ if TYPE_CHECKING:
 
 
 class Waitable(Protocol):
-    """Something under way that a training thread can wait for.
-
-    Attributes:
-        over: whether its result can be read.
-    """
+    """An operation in flight; ``over`` once its result can be read."""
 
     over: bool
 
     def when_over(self, resume: Callable[[], None]) -> None:
-        """Have ``resume`` called when it is over."""
+        """Call ``resume`` when the operation is complete."""
 
 
 class Exchange(Protocol):
-    """What a worker's schedule starts operations on."""
+    """The interface on which a worker's schedule starts operations."""
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
-        """Begin an operation on a bucket."""
+        """Start an operation on a bucket."""
 
     def under_way(self, bucket: int) -> Sequence[Waitable]:
-        """Return what was started last on a bucket."""
+        """Return the operation that was started last on a bucket."""
 
 
 class Collectives:
-    """Collectives of one worker, along a topology.
+    """Collectives of one worker along a topology.
 
-    Args:
-        alike: whether this worker stands for all others too.
-        partitions: of each bucket, of which one is gathered an iteration (`exchanges.partial`), 0
-            for as many as workers; None if buckets are summed.
+    With ``alike`` this worker represents all others. ``partitions`` is the number of partitions of
+    a bucket, of which each iteration gathers one (`exchanges.partial`): 0 for the number of
+    workers, None if buckets are summed.
     """
 
     def __init__(
@@ -73,7 +68,7 @@ class Collectives:
         self._last: dict[int, list[Collective]] = {}
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
-        """Begin an operation on a bucket."""
+        """Start an operation on a bucket."""
         what, numel = operation.value, self._buckets.numel[bucket]
         numel = -(-numel // self._workers) * self._workers
         if self._partitions is not None:
@@ -101,5 +96,5 @@ class Collectives:
         return -(-buckets.numel[bucket] // partitions) + buckets.members[bucket] + self._workers
 
     def under_way(self, bucket: int) -> Sequence[Waitable]:
-        """Return what was started last on a bucket."""
+        """Return the operation that was started last on a bucket."""
         return self._last.get(bucket, ())

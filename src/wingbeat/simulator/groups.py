@@ -1,4 +1,4 @@
-"""Training with averages over groups, in virtual time: generator, members and machine of a run."""
+"""Training with averages over groups in virtual time: generator, members and state machines."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
 from wingbeat.topologies import Ring
 
 _COPIES = 2
-"""Of the parameters before an average, and after it: into its own buffer, and by its members."""
+"""Copies of the parameters before and after an average: into the buffer, and by the members."""
 
 Pause = float | Callable[[Callable[[], None]], None]
-"""So many seconds, or something that calls back when it is over."""
+"""Seconds, or an object that calls back at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """What a simulated run did.
+    """The result of a simulated run.
 
     Attributes:
-        iteration_s: mean seconds of an iteration of a worker, over all iterations of all workers.
+        iteration_s: mean seconds of an iteration, over all iterations of all workers.
         waited: share of them in which the training thread did not compute.
-        steps: of each worker, what it has done.
+        steps: of each worker, the steps that it made.
         groups: the groups that have averaged, in the order in which they began.
     """
 
@@ -47,7 +47,7 @@ class GroupRun:
 
     @property
     def averages(self) -> float:
-        """In how many averages a worker takes part in each iteration."""
+        """Mean number of averages of a worker in each iteration."""
         return sum(len(group) for group in self.groups) / sum(self.steps)
 
 
@@ -69,26 +69,27 @@ def simulate_groups(
 ) -> GroupRun:
     """Train ``model`` with averages of parameters over groups, in virtual time (Ripples, Fig. 7).
 
-    A worker computes, updates, asks, takes part in averages and goes on. All parameters are one
-    flat buffer. The same arguments give the same run, to the last bit.
+    A worker computes, updates, requests a group, takes part in averages and continues. All
+    parameters are one flat buffer. Runs are deterministic: equal arguments give bit-identical
+    results.
 
     Args:
         model: layers and their times.
-        rules: the group generator's; None for the static schedule.
-        layout: which worker is on which host; those of a host share its cards.
-        links: of each host.
-        work: what communication costs the workers' processors, and messages the generator's.
-        local: between workers of a host.
-        slow: by rank, what a worker's times are multiplied by.
+        rules: rules of the group generator; None for the static schedule.
+        layout: hosts of the workers; workers of a host share its interfaces.
+        links: network interfaces of each host.
+        work: cost of communication in processor time, for workers and the generator.
+        local: connections between workers of a host.
+        slow: by rank, factor of a worker's compute times.
         jitter: standard deviation of an iteration's computation, as a share of it.
         overlap: whether a worker computes its next step while its parameters are averaged.
         every: steps from one average to the next.
-        iterations: how many are timed, of the workers' average.
-        warmup: how many come before these.
+        iterations: timed iterations, as the mean over workers.
+        warmup: iterations before these.
         seed: of groups and jitter.
 
     Raises:
-        UsageError: no such number.
+        UsageError: a number is out of range.
     """
     if iterations < 1 or every < 1 or warmup < 0 or jitter < 0:
         raise UsageError(
@@ -119,12 +120,7 @@ def simulate_groups(
 
 
 class _Scene:
-    """What the workers have in common.
-
-    Attributes:
-        ends: moments at which somebody has ended an iteration, in their order.
-        groups: those of two workers and more that have begun.
-    """
+    """State that the workers share, with the groups of two or more workers so far."""
 
     def __init__(
         self,
@@ -149,9 +145,9 @@ class _Scene:
         self._free = 0.0
 
     def tell(self, say: Callable[[Generator], list[Run]]) -> None:
-        """Tell the generator something; it arrives in a while, and is answered after those before.
+        """Send a message to the generator, which answers messages in order.
 
-        Every message costs the generator's processor time, in and out.
+        Each message, in or out, takes the generator's processor time.
         """
         self.agenda.at(self.agenda.now + self._trip_s, lambda: self._hear(say))
 
@@ -181,10 +177,10 @@ class _Scene:
         *,
         connected: bool,
     ) -> None:
-        """Take part in a P-Reduce, and call ``over`` when it is over here.
+        """Take part in a P-Reduce; call ``over`` when it is complete on this worker.
 
-        The parameters are copied before, and what has come is divided and copied back. Members
-        connect first, unless they have kept connections.
+        Members connect first, unless connections are kept. Parameters are copied before, and
+        divided and copied after.
         """
         copies_s = _COPIES * self.numel * ITEMSIZE * self.work.copy_s_per_byte
         begins = self.agenda.now + copies_s + (0.0 if connected else self.work.meeting_s)
@@ -218,7 +214,7 @@ class _Scene:
 
 
 class _Worker:
-    """A training thread, and the thread that averages beside it."""
+    """A training thread and its averaging thread."""
 
     def __init__(
         self,
@@ -243,12 +239,11 @@ class _Worker:
         self.steps, self.computed_s, self.trained_s = 0, 0.0, 0.0
 
     def begin(self) -> None:
-        """Start training now."""
         self._thread = self._train()
         self._scene.agenda.at(self._scene.agenda.now, self._go)
 
     def hear(self, run: Run, connection: int) -> None:
-        """Run a group of the generator, over the connections with this id."""
+        """Run a group of the generator over the connections with this id."""
         assert self._member is not None
         if not self._member.start(run):
             return
@@ -285,7 +280,7 @@ class _Worker:
         scene, agenda = self._scene, self._scene.agenda
         layers = scene.model.layers
         compute_s = self._slow * sum(layer.forward_s + layer.backward_s for layer in layers)
-        # Parameters go into the flat buffer and back.
+        # Parameters are copied to the flat buffer and back.
         update_s = scene.numel * ITEMSIZE * (
             scene.work.update_s_per_byte + 2 * scene.work.fill_s_per_byte
         )  # fmt: skip
@@ -312,7 +307,7 @@ class _Worker:
         self._resume = resume
 
     def _rest(self) -> None:
-        """Nothing is averaged any more that the training thread has asked for."""
+        """Continue once no average that the training thread requested is left."""
         self._busy = False
         resume, self._resume = self._resume, None
         if resume is not None:
@@ -329,10 +324,10 @@ class _Worker:
         if len(members) == 1:
             self._busy = False
             return
-        # All members count their meetings alike, as they meet in one order.
+        # All members count their meetings alike, because they meet in one order.
         self._met[members] += 1
         if members[0] == self._rank:
             self._scene.groups.append(members)
-        # Of an odd number of hosts each cycle has other pairs, which keep no connections.
+        # With an odd number of hosts pairs differ between cycles, and connections are not kept.
         odd = turn % PHASES == 2 and len(self._scene.layout.hosts) % 2
         self._average(self._met[members], members, self._rest, turn if odd else members)

@@ -1,4 +1,4 @@
-"""A link's thread in virtual time: the same machine that an executor drives."""
+"""A link's thread in virtual time, with the state machine of the real executor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class Collective(Task):
-    """One collective of one worker in one lane.
-
-    Attributes:
-        number: how many this lane was given before; the same on every worker.
-        itemsize: bytes of an element on the links.
-    """
+    """One collective of one worker in one lane; its ``number`` is equal on every worker."""
 
     def __init__(
         self, program: Program, number: int, itemsize: float, after: Collective | None
@@ -33,16 +28,15 @@ class Collective(Task):
         self.waiters: list[Callable[[], None]] = []
 
     def when_over(self, resume: Callable[[], None]) -> None:
-        """Have ``resume`` called when the result can be read."""
+        """Call ``resume`` when the result can be read."""
         self.waiters.append(resume)
 
 
 class Lane:
-    """Does what its machine says, each command at its price.
+    """Performs the commands of its machine at their costs.
 
-    Args:
-        alike: the number of workers that all do the same at the same moment: then what this one
-            sends to the k-th after it is what it gets from the k-th before it. 0: they do not.
+    ``alike`` is the number of workers that act identically; what this one sends to the k-th worker
+    after it then equals what it receives from the k-th before it. 0: workers differ.
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class Lane:
         return exchange
 
     def _go(self) -> None:
-        """Do all that takes no time, and begin what takes some."""
+        """Run all commands that take no time, and start one that does."""
         while True:
             command = self._blocked or next(self._commands)
             self._blocked = None

@@ -1,4 +1,4 @@
-"""A process's end of the message layer in virtual time: the real flows, on modelled cards."""
+"""A process's end of the message layer in virtual time: real flows over simulated interfaces."""
 
 from __future__ import annotations
 
@@ -15,22 +15,15 @@ from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, M
 from wingbeat.transport.messages.frames import NEVER, Posted, compose
 
 LIMITS = Limits(silence=1e9)
-"""Those of a real run; but nobody is lost here, however long a link takes."""
+"""Limits of a real run, except that no peer is considered lost, however slow."""
 
 _NOTHING = memoryview(bytes(LIMITS.message))
-"""What every payload is a part of: only sizes matter."""
+"""The content of all payloads; only sizes matter."""
 
 
 @dataclass(slots=True)
 class Room:
-    """All mailboxes of a job.
-
-    Attributes:
-        cards: carry what they send.
-        classes: how many classes of flows there are.
-        links: how many interfaces each process has.
-        members: by number.
-    """
+    """All mailboxes of a job."""
 
     agenda: Agenda
     cards: Cards
@@ -39,17 +32,17 @@ class Room:
     members: dict[int, Mailbox] = field(default_factory=dict)
 
     def open(self, number: int, peers: Iterable[int]) -> Mailbox:
-        """Make the mailbox of a process that has these peers."""
+        """Create the mailbox of a process that has these peers."""
         self.members[number] = Mailbox(self, number, peers)
         return self.members[number]
 
     @property
     def repeated(self) -> int:
-        """How many messages have come twice, as they were sent again."""
+        """Number of messages that arrived twice because they were sent again."""
         return sum(f.repeated for m in self.members.values() for f in m.endpoint.flows.values())
 
     def meet(self) -> None:
-        """Let all greet each other, which takes no time."""
+        """Exchange all greetings, in no time."""
         frames: list[tuple[Mailbox, Arrival]] = []
 
         def hand(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
@@ -65,12 +58,9 @@ class Room:
 
 
 class Mailbox:
-    """Posts and takes messages as a real mailbox does, but never waits.
+    """Sends and receives messages as a real mailbox does, but never blocks.
 
-    Attributes:
-        number: of its process.
-        endpoint: its flows.
-        wake: called when something has arrived: messages, or news of what was sent.
+    ``wake`` is called when messages or acknowledgements have arrived.
     """
 
     def __init__(self, room: Room, number: int, peers: Iterable[int]) -> None:
@@ -89,7 +79,7 @@ class Mailbox:
 
     @property
     def waiting(self) -> int:
-        """How many messages there are to be taken."""
+        """Number of received messages."""
         return self.endpoint.waiting
 
     def room(self, flow: Flow) -> int:
@@ -97,7 +87,7 @@ class Mailbox:
         return self.endpoint.flows[Route(flow.peer, flow.link, flow.urgency)].room
 
     def post(self, flow: Flow, kind: int, nbytes: int, ids: Sequence[int]) -> Posted:
-        """Send a message with a payload of so many bytes; the caller has looked for room."""
+        """Send a message with a payload of ``nbytes``; the caller has checked `room`."""
         dtype = "float32" if nbytes else ""
         message = compose(kind, _NOTHING[:nbytes], ids, dtype, (), most=LIMITS.message)
         route = Route(flow.peer, flow.link, flow.urgency)
@@ -106,7 +96,7 @@ class Mailbox:
         return message
 
     def poll(self) -> Message | None:
-        """Take the oldest message of the most urgent class that has one."""
+        """Return the oldest message of the most urgent class that has one."""
         message = self.endpoint.take(self._agenda.now)
         self._look()
         return message
@@ -128,7 +118,7 @@ class Mailbox:
         self.wake()
 
     def _look(self) -> None:
-        """Hand over what is to be sent now, and see when to look again."""
+        """Hand over due frames, and schedule the next poll."""
         now = self._agenda.now
         self.endpoint.tick(now)
         self.endpoint.flush(self._send, now)
@@ -144,6 +134,6 @@ class Mailbox:
 
 
 def _arrival(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> Arrival:
-    """Return what comes over the same interface of the receiver."""
+    """Return the callback for arrival over the receiver's same interface."""
     payload = parts[1] if len(parts) > 1 else None
     return Arrival(place._replace(name=sender), parts[0], payload, sender)

@@ -1,4 +1,4 @@
-"""A thread that serves a mailbox, in virtual time: takes messages, and sends what waits."""
+"""A thread that serves a mailbox in virtual time: receives messages and sends queued items."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ Item = TypeVar("Item")
 
 
 class Messenger(ABC, Generic[Item]):
-    """What a worker's client and a server have in common.
+    """The common part of a worker's client and a server.
 
-    It takes messages in, then sends what has room, one after the other, each at its price; so
-    between two it sees nothing of what happens.
-
-    Args:
-        mailbox: its own.
-        order: in which order it sends.
-        byte_s: seconds for each byte that it posts or takes.
+    It receives messages, then sends the items that have room, one after the other. Each takes time,
+    during which the thread processes no events.
     """
 
     at_once: int | None = None
-    """Messages that are taken in before something is sent; None: all."""
+    """Messages that are received before something is sent; None: all."""
 
     def __init__(
         self, agenda: Agenda, mailbox: Mailbox, work: Work, order: Order, byte_s: float
@@ -42,7 +37,7 @@ class Messenger(ABC, Generic[Item]):
         mailbox.wake = self.wake
 
     def wake(self) -> None:
-        """Have the thread look at what there is to do."""
+        """Wake the thread to process pending work."""
         self._woken = True
         if self._resting:
             self._resting = False
@@ -50,29 +45,29 @@ class Messenger(ABC, Generic[Item]):
 
     @abstractmethod
     def take(self, message: Message) -> Iterator[float]:
-        """Do what a message says; yields seconds that this takes."""
+        """Process a message; yield the seconds that this takes."""
 
     @abstractmethod
     def post(self, flow: Flow, item: Item) -> Posted:
-        """Post something to the mailbox."""
+        """Post an item to the mailbox."""
 
     @abstractmethod
     def nbytes(self, item: Item) -> int:
-        """Return the bytes of something's payload."""
+        """Return the bytes of an item's payload."""
 
     def making(self, item: Item) -> float:  # noqa: ARG002  not everything has to be made
-        """Return the seconds that it takes to make a payload."""
+        """Return the seconds to create a payload."""
         return 0.0
 
     def ready(self, item: Item) -> bool:  # noqa: ARG002  not every messenger has to wait
-        """Whether something can be sent."""
+        """Whether an item can be sent."""
         return True
 
     def begin(self) -> None:
-        """Let what is new wait in the send queue."""
+        """Move new items to the send queue."""
 
     def finish(self) -> None:
-        """See what has ended, after something was sent or has arrived."""
+        """Complete what has ended after a send or an arrival."""
 
     def _go(self) -> None:
         for pause in self._thread:
@@ -111,7 +106,7 @@ class Messenger(ABC, Generic[Item]):
             posted.append(self.post(flow, item))
 
     def _choose(self) -> tuple[Flow, Item, list[Posted]] | None:
-        """Take what is to be sent next out of the send queue."""
+        """Remove the next item from the send queue."""
         chosen: list[tuple[Flow, Item, list[Posted]]] = []
 
         def room(flow: Flow) -> int:

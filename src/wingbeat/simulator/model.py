@@ -1,4 +1,4 @@
-"""What is trained, as a simulator sees it: layers with times, and buckets of their gradients."""
+"""The simulated model: layers with times, and buckets of their gradients."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TimedLayer:
     """One layer.
 
     Attributes:
-        forward_s: its time for a batch, in seconds.
-        backward_s: the same.
-        tensors: its parameters, as numbers of tensors.
-        fully_connected: whether it is a fully connected layer, as training judges that.
+        forward_s: seconds of its forward for a batch.
+        backward_s: seconds of its backward for a batch.
+        tensors: indices of its parameters.
+        fully_connected: whether training classifies it as a fully connected layer.
     """
 
     forward_s: float
@@ -35,8 +35,8 @@ class TimedLayer:
 class Model:
     """Layers in the order of forward, and all their parameters.
 
-    Backward goes through the layers and each layer's tensors from the last to the first; a
-    layer's backward time is shared among its tensors by size, as paced models do.
+    Backward visits the layers, and each layer's tensors, from the last to the first. A layer's
+    backward time is divided among its tensors by size, as in paced models.
     """
 
     layers: tuple[TimedLayer, ...]
@@ -44,10 +44,7 @@ class Model:
 
     @property
     def measured(self) -> Measured:
-        """What training would measure: when gradients are ready, after the first.
-
-        How wide they are distributed is not known.
-        """
+        """Measurements that training would make: ready times, without distributions."""
         ready, now = [0.0] * len(self.tensors), 0.0
         for layer in reversed(self.layers):
             numel = sum(self.tensors[t].numel for t in layer.tensors)
@@ -69,13 +66,9 @@ class Model:
 class Buckets:
     """A plan's buckets, by number, first ready first.
 
-    Attributes:
-        of: each tensor's bucket.
-        members: how many tensors a bucket has.
-        numel: how many elements, padding and flags left out.
-        forward: the buckets, first needed first.
-        fully_connected: of each, whether it is of fully connected layers alone.
-        places: where they lie among the layers, first needed first.
+    ``of`` is the bucket of each tensor, and ``forward`` has the buckets, first needed first.
+    ``members`` and ``numel`` count tensors and elements by bucket, without padding and flags.
+    ``places`` has the positions among the layers, first needed first.
     """
 
     of: tuple[int, ...]
@@ -87,7 +80,7 @@ class Buckets:
 
 
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:
-    """Return the buckets that training would make of the model by this rule."""
+    """Return the buckets that training would make by this rule."""
     order = model.ready_order
     plan = plans.make_plan(fusion, model.tensors, order)
     of = [0] * len(model.tensors)

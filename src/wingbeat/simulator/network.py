@@ -1,4 +1,4 @@
-"""Chunks on their way: each direction of each interface carries one after the other."""
+"""Chunks in transit: each direction of each interface carries one at a time."""
 
 from __future__ import annotations
 
@@ -13,32 +13,29 @@ Side = tuple[int, int]
 """A worker and one of its interfaces."""
 
 Key = tuple[Hashable, ...]
-"""Tells a chunk from all others."""
+"""Unique key of a chunk."""
 
 
 class Carrier(Protocol):
-    """Carries chunks, as `Network` does."""
+    """The interface of `Network`."""
 
     def announce(self, key: Key) -> None:
-        """The receiver of the chunk ``key`` has room for it."""
+        """Announce that the receiver has a buffer for the chunk ``key``."""
 
     def hand(self, key: Key, source: Side, target: Side, nbytes: int) -> None:
-        """The sender of the chunk ``key`` has it ready."""
+        """Hand over the chunk ``key`` for sending."""
 
     def take(self, key: Key, resume: Callable[[], None]) -> bool:
-        """Whether the chunk is there, to be taken now; else ``resume`` is called when it is."""
+        """Receive the chunk ``key`` if it has arrived; otherwise call ``resume`` when it does."""
         ...
 
 
 class Network:
-    """Carries chunks between workers, in virtual time.
+    """Carries chunks between workers in virtual time.
 
-    A chunk leaves when it has been handed over, the receiver has announced room for it, and the
-    sender's interface is free. It arrives when the receiver's interface has had the time for it,
-    too: so several senders to one receiver wait for each other.
-
-    Args:
-        traffic: where to note what leaves each worker.
+    A chunk leaves when it has been handed over, its receiver has announced a buffer, and the
+    sender's interface is free. It arrives when the receiver's interface has had the time for it, so
+    senders to one receiver share its rate.
     """
 
     def __init__(self, agenda: Agenda, links: Links, traffic: Traffic | None = None) -> None:
@@ -53,7 +50,7 @@ class Network:
         self._waiting: dict[Hashable, Callable[[], None]] = {}
 
     def announce(self, key: Hashable) -> None:
-        """The receiver of the chunk ``key`` has room for it."""
+        """Announce that the receiver has a buffer for the chunk ``key``."""
         handed = self._handed.pop(key, None)
         if handed is None:
             self._announced.add(key)
@@ -61,7 +58,7 @@ class Network:
             self._send(key, *handed)
 
     def hand(self, key: Hashable, source: Side, target: Side, nbytes: int) -> None:
-        """The sender of the chunk ``key`` has it ready."""
+        """Hand over the chunk ``key`` for sending."""
         if key in self._announced:
             self._announced.remove(key)
             self._send(key, source, target, nbytes)
@@ -69,7 +66,7 @@ class Network:
             self._handed[key] = source, target, nbytes
 
     def take(self, key: Hashable, resume: Callable[[], None]) -> bool:
-        """Whether the chunk is there, to be taken now; else ``resume`` is called when it is."""
+        """Receive the chunk ``key`` if it has arrived; otherwise call ``resume`` when it does."""
         if key in self._arrived:
             self._arrived.remove(key)
             return True
@@ -82,7 +79,7 @@ class Network:
         self._out_free[source] = leaves
         if self._traffic is not None:
             self._traffic.carried(source[0], leaves - seconds, leaves, nbytes)
-        # Its first byte is there one latency after it has left; no sooner can the last one be.
+        # The first byte arrives one latency after it left; the last one no sooner.
         first = max(leaves - seconds + self._latency_s, self._in_free.get(target, 0.0))
         self._in_free[target] = first + seconds
         self._agenda.at(first + seconds, lambda: self._arrive(key))

@@ -1,4 +1,4 @@
-"""Which cards join two hosts: one switch for each interface, or a BCube's."""
+"""Interfaces that join two hosts: one switch for each interface, or the switches of a BCube."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from wingbeat.simulator.network import Side
 from wingbeat.topologies.bcube import BCube
 
 Path = Sequence[tuple[Side, Side]]
-"""From host to host, the card that sends and the card that receives."""
+"""Hops from host to host, each with the sending and the receiving interface."""
 
 Paths = Callable[[int, int], Sequence[Path]]
-"""From source and target to paths, each of which carries an equal share."""
+"""Maps source and target to paths that carry equal shares."""
 
 
 def first_interface(source: int, target: int) -> Sequence[Path]:
@@ -20,7 +20,7 @@ def first_interface(source: int, target: int) -> Sequence[Path]:
 
 
 def star(interfaces: int) -> Paths:
-    """Return the paths where each host's interface ``l`` is on the switch number ``l``."""
+    """Return the paths where interface ``l`` of each host is on switch ``l``."""
 
     def paths(source: int, target: int) -> Sequence[Path]:
         return [[((source, link), (target, link))] for link in range(interfaces)]
@@ -29,9 +29,9 @@ def star(interfaces: int) -> Paths:
 
 
 def bcube(cube: BCube) -> Paths:
-    """Return the paths of a BCube, where hosts pass on what is not for their own switch.
+    """Return the paths of a BCube, where hosts forward between switches.
 
-    One path, which corrects the lowest digit first, as the routes of a lab's BCube do.
+    There is one path, which corrects the lowest digit first, as the routes of a lab's BCube do.
     """
 
     def paths(source: int, target: int) -> Sequence[Path]:

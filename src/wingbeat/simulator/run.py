@@ -1,4 +1,4 @@
-"""Simulate training: the schedules and the machine of a real run, on a described cluster."""
+"""Simulate training with the schedules and state machines of a real run on a described cluster."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from wingbeat.simulator.worker import Sleeps, Worker
 from wingbeat.types import Choices
 
 Moment = tuple[float, int, str, int]
-"""When, at which rank, what, and to which bucket (-1: to none)."""
+"""Time, rank, action, and bucket (-1: none)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a simulated run did.
+    """The result of a simulated run.
 
     Attributes:
-        iterations_s: rank 0's iterations, one after the other, in seconds.
-        trace: what was started and updated where, in the order of time.
-        repeated: messages to and from servers that came twice: their sender had waited for an
-            answer for so long that it sent them again.
+        iterations_s: seconds of each iteration of rank 0.
+        trace: operations and updates, in order of time.
+        repeated: messages to and from servers that arrived twice because an acknowledgement was
+            late and the sender retransmitted.
     """
 
     iterations_s: tuple[float, ...]
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def median_s(self) -> float:
-        """The median iteration; the first, for which no update is due, does not count."""
+        """Median iteration, without the first, in which no update is due."""
         return statistics.median(self.iterations_s[1:] or self.iterations_s)
 
 
@@ -65,32 +65,32 @@ def simulate(
     local: Links = LOCAL,
     coding: Coding | None = None,
 ) -> Run:
-    """Train ``model`` for some iterations in virtual time.
+    """Train ``model`` for ``iterations`` iterations in virtual time.
 
-    The same arguments give the same run, to the last bit.
+    Runs are deterministic: equal arguments give bit-identical results.
 
     Args:
         model: layers and their times.
-        choices: a strategy's answers. Of codecs those of gradients to servers are simulated.
-        workers: how many.
-        links: what joins them.
-        work: what communication costs their processors.
-        slow: by rank, what a worker's times are multiplied by. Without it all do the same at
-            the same moments, so only rank 0 is simulated, whose messages come back to itself; with
-            servers all are.
-        sleeps: by rank and iteration, counted from 1, how many seconds a worker sleeps before it;
-            then all are simulated as well.
-        iterations: how many, one at least.
-        schedule: makes a worker's schedule, in place of the one that ``choices`` names.
-        traffic: where to note what leaves the workers that are simulated, servers beside them too.
-        layout: which worker is on which host, whose cards they share; each has its own without.
-        local: between workers of a host, if there is a ``layout``; servers are as fast to reach as
-            if nothing were in between.
-        coding: how gradients travel to servers, and what that takes; by default what the wire of
-            ``choices`` does on one core.
+        choices: choices of a strategy. Codecs are simulated for gradients to servers only.
+        workers: number of workers.
+        links: network interfaces.
+        work: cost of communication in processor time.
+        slow: by rank, factor of a worker's compute times. Without it all workers act identically,
+            and only rank 0 is simulated, exchanging messages with itself; with servers all workers
+            are simulated.
+        sleeps: by rank and iteration, counted from 1, seconds for which a worker sleeps before it;
+            all workers are then simulated.
+        iterations: number of iterations, at least 1.
+        schedule: creates a worker's schedule; by default the one that ``choices`` names.
+        traffic: records the bytes that simulated workers, and servers on their hosts, send.
+        layout: hosts of the workers, which share interfaces; by default one host for each worker.
+        local: connections between workers of a host, with ``layout``. Servers on the same host are
+            reached without delay.
+        coding: encoding of gradients to servers and its cost; by default the wire of ``choices`` on
+            one core.
 
     Raises:
-        UsageError: no such number, or a strategy that cannot be simulated.
+        UsageError: a number is out of range, or the strategy cannot be simulated.
     """
     if workers < 1 or iterations < 1:
         raise UsageError(f"simulate(workers={workers}, iterations={iterations}): 1 or more")
@@ -166,13 +166,13 @@ def _exchanges(
     traffic: Traffic | None,
     coding: Coding | None,
 ) -> tuple[Sequence[Exchange], Room | None]:
-    """Return what each worker exchanges by, of one alone if it stands for all, and mailboxes."""
+    """Return the exchange of each simulated worker, and the mailboxes."""
     if choices.servers is not None:
         coding = coding or coding_of(choices.wire)
         return hire(choices.servers, layout, buckets, links, work, agenda, traffic, coding)
     workers = layout.workers
     topology = topologies.get(choices.topology).fitted(workers, links.count)
-    # Where all are alike, each does at every moment what rank 0 does: one stands for all.
+    # Identical workers act as rank 0 does, so rank 0 represents all.
     alike = topology.symmetric and alike
     crew = [
         Collectives(

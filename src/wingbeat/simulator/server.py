@@ -1,4 +1,4 @@
-"""A server in virtual time: counts what workers push, and sends sums when the last has come."""
+"""A server in virtual time: counts pushes, and sends sums when the last has arrived."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """A sum that a worker is to have, of so many bytes once it is complete; None until then."""
+    """A sum for a worker, with its size in bytes once it is complete; None until then."""
 
     worker: int
     ids: Ids
@@ -27,15 +27,11 @@ class Answer:
 
 @dataclass(slots=True)
 class Total:
-    """One slice: `wingbeat.methods.parameter_server.aggregator.Accumulator` without the numbers.
+    """A slice: `wingbeat.methods.parameter_server.aggregator.Accumulator` without data.
 
-    Attributes:
-        round: the sum that is being made, or was made last.
-        added: how many workers' gradients are in it, in the order of their ranks.
-        waiting: whose have come before their turn.
-        done: the last that is complete, which can be pulled until the next one is.
-        nbytes: of a worker's gradients as they travel.
-        answers: who waits for it.
+    ``round`` is the current or latest sum, to which ``added`` workers were added in rank order;
+    ``waiting`` workers arrived before their turn. ``done`` is the last complete sum, which can be
+    pulled until the next one is complete.
     """
 
     round: int = -1
@@ -47,13 +43,10 @@ class Total:
 
 
 class Server(Messenger[Answer]):
-    """The loop that a `wingbeat.methods.parameter_server.server.Server` is, by the same rules.
+    """The loop of a `wingbeat.methods.parameter_server.server.Server`, with the same rules.
 
-    Args:
-        workers: how many push each slice.
-        order: in which order sums are sent.
-        sizes: of each slice, the bytes of its gradients in float32, and of its sum as it travels.
-        coding: how gradients, and sums smaller than that, travel.
+    ``sizes`` has for each slice the float32 bytes of its gradients, and the encoded bytes of its
+    sum.
     """
 
     at_once = 32
@@ -77,7 +70,7 @@ class Server(Messenger[Answer]):
         self._totals: dict[int, Total] = {}
 
     def take(self, message: Message) -> Iterator[float]:
-        """Add what a worker pushes; remember or answer what it pulls."""
+        """Add pushed gradients; record or answer a pull."""
         ids, worker = Ids(*message.ids), message.peer
         total = self._totals.setdefault(ids.slice, Total())
         if message.kind == Kind.PULL:
@@ -98,7 +91,7 @@ class Server(Messenger[Answer]):
                     self._enqueue(answer)
 
     def _push(self, total: Total, worker: int, ids: Ids, nbytes: int) -> int:
-        """Note what has come; return how many workers' gradients can be added now."""
+        """Record pushed gradients; return how many workers' gradients can be added now."""
         if ids.round == total.round + 1 and total.done == total.round:
             total.round, total.added, total.nbytes = ids.round, 0, nbytes
         assert (ids.round, nbytes) == (total.round, total.nbytes), (ids, total)

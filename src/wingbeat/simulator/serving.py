@@ -28,13 +28,7 @@ from wingbeat.types import Serving
 class ServerExchange:
     """One worker's pushes and pulls.
 
-    Args:
-        rank: its own; pulls in random order follow from it.
-        workers: how many there are; servers are numbered behind them.
-        serving: how gradients go to the servers.
-        servers: how many there are.
-        links: how many interfaces each host has.
-        coding: how gradients travel.
+    ``rank`` seeds the random order of pulls. Servers are numbered after the ``workers``.
     """
 
     def __init__(
@@ -52,7 +46,7 @@ class ServerExchange:
         self._coding, self._dense = coding, serving.dense
         self._planner = RequestPlanner(serving, servers, rank, (1 / links,) * links)
         largest = LIMITS.message // ITEMSIZE
-        if coding.ratio < 1:  # a header goes before, and sums may be sent as they are
+        if coding.ratio < 1:  # a header is added, and sums may be dense
             largest = (LIMITS.message - MAX_HEADER_BYTES) // ITEMSIZE
         self._planner.set_buckets(
             buckets.numel, buckets.forward, buckets.fully_connected, buckets.places, largest
@@ -60,7 +54,7 @@ class ServerExchange:
         self._last: dict[int, Request] = {}
 
     def sizes(self) -> list[tuple[int, int]]:
-        """Return of each slice the bytes of its gradients, and of its sum as it travels."""
+        """Return for each slice the bytes of its gradients, and the encoded bytes of its sum."""
         return [(len(each) * ITEMSIZE, self._back(each)) for each in self._planner.slices()]
 
     def _out(self, each: Slice) -> int:
@@ -70,12 +64,12 @@ class ServerExchange:
         return len(each) * ITEMSIZE if self._dense else self._out(each)
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:  # noqa: ARG002
-        """Begin to push or pull a bucket; servers keep the order by themselves."""
+        """Start to push or pull a bucket; servers maintain the order themselves."""
         for number in self._planner.begin(operation, bucket):
             self._begin(KIND_OF[operation], number)
 
     def under_way(self, bucket: int) -> Sequence[Request]:
-        """Return what was started last on a bucket."""
+        """Return the operation that was started last on a bucket."""
         return [self._last[bucket]] if bucket in self._last else []
 
     def _begin(self, kind: Kind, bucket: int) -> None:
@@ -104,14 +98,10 @@ def hire(
     traffic: Traffic | None = None,
     coding: Coding | None = None,
 ) -> tuple[list[ServerExchange], Room]:
-    """Start the servers, one worker's host after the other, and connect every worker to them.
-
-    Returns:
-        Each worker's exchange, by rank, and the mailboxes of all.
-    """
+    """Start the servers in host order, and connect every worker to them."""
     workers = layout.workers
     servers = serving.count or workers
-    # Servers sit beside the workers, in turn.
+    # Servers share the workers' hosts in turn.
     cards = Cards(agenda, links, lambda number: layout.host_of[number % workers], traffic=traffic)
     room = Room(agenda, cards, serving.classes, links.count)
     coding = coding or Coding()

@@ -1,4 +1,4 @@
-"""What a simulated run under bounded staleness did: who was how far behind, what was applied."""
+"""The result of a simulated run under bounded staleness."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from wingbeat.simulator.agenda import Agenda
 
 @dataclass(frozen=True, slots=True)
 class StaleRun:
-    """A run until all replicas have as many contributions as were asked for.
+    """A run until all replicas have applied the requested number of contributions.
 
-    A contribution is what one worker has computed in one iteration; one of which only some
-    colayers were sent counts for these.
+    A contribution is the gradients of one worker in one iteration; if only some colayers were sent,
+    it counts for these.
 
     Attributes:
-        seconds: until the last replica had them.
-        iterations: by worker, how many it has begun.
-        dropped: by worker, iterations that the rule has ended before all colayers were sent.
+        seconds: until the last replica had applied them.
+        iterations: by worker, iterations begun.
+        dropped: by worker, iterations that ended by the rule before all colayers were sent.
         lost: contributions that these have not sent.
-        rounds: that worker 0 has applied: steps of its optimizer.
-        waited_s: by worker, how long its training has waited for others.
-        lags: by iterations that the fastest, as far as is known, is ahead when a worker ends one,
-            how many were ended that were not dropped.
-        delays: by steps that the parameters were ahead of those a contribution was computed on,
-            when worker 0 applied it, how many contributions. 0 in BSP.
-        begun: by worker, of each iteration that it has begun: when, and how many iterations' worth
-            of all workers' contributions it had applied by then.
+        rounds: rounds applied by worker 0: steps of its optimizer.
+        waited_s: by worker, seconds for which its training waited for others.
+        lags: histogram of the iterations by which the fastest known worker is ahead at the end of
+            an iteration that was not dropped.
+        delays: histogram of staleness in steps: of contributions that worker 0 applied, the steps
+            by which its parameters were ahead of those used to compute them. 0 in BSP.
+        begun: by worker and begun iteration, its time, and the contributions applied by then, in
+            iterations of all workers.
     """
 
     seconds: float
@@ -44,20 +44,14 @@ class StaleRun:
 
 
 class Log:
-    """What workers tell while they train.
-
-    Args:
-        agenda: is stopped when all have what was asked for.
-        colayers: k.
-        target: contributions.
-    """
+    """Records the progress of workers, and stops the agenda at ``target`` contributions."""
 
     def __init__(self, agenda: Agenda, workers: int, colayers: int, target: float) -> None:
         self._agenda, self._colayers, self._target = agenda, colayers, target
         self.iterations = [0] * workers
         self.rounds = [0] * workers
         self.waited_s = [0.0] * workers
-        self._applied = [0] * workers  # entries: a piece of a colayer of a contribution
+        self._applied = [0] * workers  # in entries: a piece of a colayer of a contribution
         self._reached = [False] * workers
         self._lags: Counter[int] = Counter()
         self._delays: Counter[int] = Counter()
@@ -67,21 +61,21 @@ class Log:
 
     @property
     def whole(self) -> bool:
-        """Whether all replicas have what was asked for."""
+        """Whether all replicas have applied the requested contributions."""
         return all(self._reached)
 
     def began(self, worker: int, iteration: int) -> None:
-        """Note that a worker begins an iteration."""
+        """Record the begin of an iteration."""
         self.iterations[worker] += 1
         self._begun[iteration, worker] = self.rounds[worker]
         self._moments[worker].append((self._agenda.now, self._applied[worker]))
 
     def ended(self, lag: int) -> None:
-        """Note that a worker ends an iteration so many behind the fastest."""
+        """Record the end of an iteration, ``lag`` iterations behind the fastest."""
         self._lags[lag] += 1
 
     def applied(self, worker: int, parts: Sequence[PieceSum]) -> None:
-        """Note that a worker has applied a round."""
+        """Record an applied round."""
         self._pieces = len(parts) // self._colayers
         self._applied[worker] += sum(len(part.entries) for part in parts)
         if worker == 0:
@@ -97,11 +91,7 @@ class Log:
                 self._agenda.stop()
 
     def run(self, dropped: Sequence[Sequence[tuple[int, int]]]) -> StaleRun:
-        """Return what has been.
-
-        Args:
-            dropped: by worker, iterations, and how many colayers of each were sent.
-        """
+        """Return the result; ``dropped`` has iterations and their colayers sent, by worker."""
         k = self._colayers
         unit = k * self._pieces
         return StaleRun(

@@ -1,4 +1,4 @@
-"""Thresholds in virtual time: what each would do, and which the tuner of real runs would keep."""
+"""Thresholds in virtual time: the effect of each, and the choice of the tuner of real runs."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from wingbeat.types import Choices
 
 
 class Thresholds:
-    """Iteration times of a strategy with servers, by what divides its classes.
+    """Iteration times of a strategy with servers, by the thresholds between its classes.
 
     Each division is simulated once.
 
     Args:
         model: layers and their times.
-        choices: a strategy's answers; the number of its classes counts, its thresholds do not.
-        workers: how many.
-        links: what joins them.
-        work: what communication costs their processors.
-        iterations: of each run; the first does not count.
+        choices: choices of a strategy; the number of its classes matters, its thresholds do not.
+        workers: number of workers.
+        links: network interfaces.
+        work: cost of communication in processor time.
+        iterations: iterations of each run; the first does not count.
 
     Attributes:
-        layers: how many layers there are; 1 if all of them are one bucket.
-        classes: how many classes.
+        layers: number of layers; 1 if all are one bucket.
+        classes: number of classes.
 
     Raises:
-        UsageError: no servers, or classes that thresholds do not divide.
+        UsageError: the strategy has no servers, or no classes that thresholds divide.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Thresholds:
         self._simulated = cache(simulated)
 
     def seconds(self, thresholds: Sequence[float]) -> float:
-        """Return the median iteration with these thresholds."""
+        """Return the median iteration in seconds with these thresholds."""
         return self._simulated(cuts_from_thresholds(thresholds, self.layers))
 
     def sweep(self, thresholds: Iterable[float]) -> dict[float, float]:
@@ -87,7 +87,7 @@ class Thresholds:
         ]
 
     def tuned(self) -> ThresholdResult:
-        """Return what the tuner of a real run makes of these times, which do not scatter."""
+        """Return the choice of a real run's tuner for these times, which have no noise."""
         if self.layers < 2:
             return untuned(self.layers, self.classes)
         start = thresholds_from_cuts((), self.layers, self.classes)

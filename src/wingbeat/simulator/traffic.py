@@ -1,13 +1,13 @@
-"""What leaves each host while time passes, as a monitor of its interfaces would show it."""
+"""Bytes that leave each host over time, as a monitor of its interfaces would show them."""
 
 from __future__ import annotations
 
 
 class Traffic:
-    """Bytes that have left hosts, by spans of time.
+    """Bytes sent by hosts, by intervals of time.
 
     Args:
-        span_s: seconds of a span.
+        span_s: seconds of an interval.
 
     Attributes:
         sent: bytes by host.
@@ -19,7 +19,7 @@ class Traffic:
         self._spans: dict[int, list[float]] = {}
 
     def carried(self, host: int, start: float, end: float, nbytes: int) -> None:
-        """Note what an interface of a host carries evenly from one moment to another."""
+        """Record that an interface of a host sends bytes evenly from ``start`` to ``end``."""
         self.sent[host] = self.sent.get(host, 0) + nbytes
         spans = self._spans.setdefault(host, [])
         first, last = int(start / self.span_s), int(end / self.span_s)
@@ -33,11 +33,11 @@ class Traffic:
             spans[number] += nbytes * (min(end, stop) - max(start, begin)) / (end - start)
 
     def utilisation(self, bytes_per_s: float, seconds: float) -> list[float]:
-        """Return which part of the interfaces is used in each span, the mean of the hosts noted.
+        """Return the utilisation of the interfaces in each interval, the mean over the hosts.
 
         Args:
-            bytes_per_s: what all interfaces of a host carry.
-            seconds: until when; a span that is not over by then is left out.
+            bytes_per_s: rate of all interfaces of a host together.
+            seconds: end of the run; an incomplete interval at its end is omitted.
         """
         whole = bytes_per_s * self.span_s * max(len(self._spans), 1)
         return [

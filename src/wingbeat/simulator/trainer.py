@@ -16,12 +16,11 @@ from wingbeat.simulator.worker import Sleeps
 
 
 class Machine(Protocol):
-    """What training calls, see `wingbeat.methods.bounded_staleness.worker.Worker`.
+    """The methods of `wingbeat.methods.bounded_staleness.worker.Worker` that training calls.
 
-    Attributes:
-        iteration: the iteration that is computed, or wanted.
-        zeta: the latest iteration that any worker has entered.
-        dropped: iterations that the rule has ended, with the number of colayers that were sent.
+    ``iteration`` is the current or requested iteration, ``zeta`` the latest that any worker has
+    entered. ``dropped`` has iterations ended by the rule, and the number of their colayers that
+    were sent.
     """
 
     iteration: int
@@ -29,13 +28,13 @@ class Machine(Protocol):
     dropped: list[tuple[int, int]]
 
     def can_begin(self) -> bool:
-        """Whether the wanted iteration may be computed."""
+        """Whether the requested iteration may be computed."""
 
     def begin_iteration(self) -> int:
-        """Enter the wanted iteration, and return it."""
+        """Enter the requested iteration and return it."""
 
     def send_colayer(self, colayer: int, payloads: Sequence[Any]) -> bool:
-        """Send a colayer's pieces; return whether they were sent."""
+        """Send the pieces of a colayer; return whether they were sent."""
 
     def end_iteration(self) -> None:
         """End the iteration."""
@@ -45,17 +44,10 @@ class Machine(Protocol):
 
 
 class Trainer:
-    """Iterations, one after the other, as the machine lets them begin.
+    """Runs iterations as the machine permits.
 
-    The backward of an iteration that is dropped goes on to its end: autograd cannot be stopped.
-
-    Args:
-        rank: this worker's number.
-        machine: says what may begin.
-        posted: called when the machine may have something to be sent.
-        workers: how many there are.
-        cores: that it copies gradients and updates parameters on; the model has a device.
-        sleeps: how long it sleeps before the forward of each of its own iterations.
+    The backward of a dropped iteration runs to its end, because autograd cannot be stopped.
+    ``cores`` run the copying of gradients and the updates; the model itself runs on a device.
     """
 
     def __init__(
@@ -85,7 +77,7 @@ class Trainer:
         agenda.at(agenda.now, self._go)
 
     def heard(self) -> None:
-        """Look again whether an iteration may begin, if one waits for that."""
+        """Check again whether a waiting iteration may begin."""
         if self._since is not None:
             self._log.waited_s[self._rank] += self._agenda.now - self._since
             self._since = None
@@ -115,7 +107,7 @@ class Trainer:
             yield from self._backward()
 
     def _between(self) -> Iterator[float | None]:
-        """Apply what has come, and wait until nobody is left behind."""
+        """Apply arrived rounds, and wait until the staleness bound permits the next iteration."""
         while True:
             while (parts := self._machine.take_round()) is not None:
                 yield self._step_s

@@ -24,23 +24,19 @@ from wingbeat.simulator.exchange import Exchange, Waitable
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
 
 Pause = float | Waitable
-"""What a training thread waits for: so many seconds, or something under way."""
+"""What a training thread waits for: seconds, or an operation."""
 
 Sleeps = Callable[[int, int], float]
-"""From a worker and one of its iterations, counted from 1, to seconds that it sleeps before it."""
+"""Maps a worker and an iteration, counted from 1, to the seconds of sleep before it."""
 
 Note = Callable[[float, int, str, int], None]
-"""Called with a moment, a rank, what happens there, and to which bucket (-1: to none)."""
+"""Called with time, rank, action, and bucket (-1: none)."""
 
 
 class Worker:
-    """Runs iterations of forward, backward and step, as the schedule has it.
+    """Runs iterations of forward, backward and step with its schedule.
 
-    Args:
-        rank: this worker's number.
-        exchange: what its schedule starts operations on.
-        slow: what its layers' times are multiplied by.
-        sleeps: how long it sleeps before each iteration.
+    ``slow`` is a factor of the layers' times.
     """
 
     def __init__(
@@ -64,12 +60,12 @@ class Worker:
         self._thread: Iterator[Pause] = iter(())
 
     def begin(self, iterations: int) -> None:
-        """Start training at this moment."""
+        """Start training now."""
         self._thread = self._train(iterations)
         self._agenda.at(self._agenda.now, self._go)
 
     def check_through(self, iterations: int) -> None:
-        """Make sure that nothing is left that this worker waits for."""
+        """Validate that this worker waits for nothing."""
         assert len(self.ends) == iterations, (
             f"rank {self._rank} waits for ever in iteration {len(self.ends)}: the workers' "
             "collectives do not match"
@@ -123,7 +119,7 @@ class Worker:
         yield from self._tell(BackwardEnds())
 
     def _tell(self, event: Event) -> Iterator[Pause]:
-        """Do what the schedule has to say to ``event``."""
+        """Perform the commands of the schedule for ``event``."""
         for command in self._schedule.react(event):
             match command:
                 case Start():

@@ -1,4 +1,4 @@
-"""Compositions of parts, the presets that return them, and how both are spelled.
+"""Strategies: the composition of parts, the presets, and their textual form.
 
 >>> from wingbeat import DeAR
 >>> DeAR(mb=10).compose()

@@ -1,4 +1,4 @@
-"""What the presets have in common whose options say how buckets are chosen."""
+"""Base class of the presets with options for the choice of buckets."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _OF_PLANS = (
     "tune_topology",
     "plan_file",
 )
-"""Those options that a plan by its name alone may have; and those of the edges."""
+"""Options that apply only to a plan given by its plain name, as the options for edges do."""
 
 _WITH_FILE = (*plans.SEARCHES, "merged")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Bucketed(Preset):
-    """A preset that takes any plan, and options for those by name.
+    """A preset that accepts any plan, with options for plans given by name.
 
     Attributes:
-        edges: the preset's own options for the sizes of the buckets at the edges.
+        edges: names of the preset's options for the sizes of the first and the last bucket.
     """
 
     edges: ClassVar[tuple[str, ...]]
@@ -53,7 +53,7 @@ class Bucketed(Preset):
 
     @abstractmethod
     def edge_sizes(self) -> Mapping[str, float]:
-        """Return ``first_mb`` and ``last_mb`` of the plans that have them."""
+        """Return ``first_mb`` and ``last_mb`` of the plan."""
 
     def check_buckets(self) -> None:
         """Raise a `UsageError` for an option of plans that is out of range."""
@@ -73,11 +73,7 @@ class Bucketed(Preset):
             plans.check_range(self)
 
     def plan_part(self) -> PlanPart:
-        """Return the plan that the options stand for.
-
-        Raises:
-            UsageError: there is none of that name, or an option that it does not have.
-        """
+        """Return the plan that the options describe."""
         plan = self.plan
         self._check_unused()
         if isinstance(plan, PlanPart):
@@ -104,10 +100,7 @@ class Bucketed(Preset):
         return named("plan", str(plan), plans.BY_NAME)
 
     def _check_unused(self) -> None:
-        """Raise a `UsageError` where an option stands beside a plan that has options of its own.
-
-        Those that a plan by name has no use for are let be: one may change the name alone.
-        """
+        """Reject options that a plan with its own options ignores; a plain name keeps them all."""
         name = type(self).__name__
         by_name = not isinstance(self.plan, PlanPart) and "@" not in str(self.plan)
         if by_name and self.plan_file and self.plan not in _WITH_FILE:

@@ -1,4 +1,4 @@
-"""The preset whose workers make iterations of their own: Canary."""
+"""The preset with bounded staleness: Canary."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ from wingbeat.strategies.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Canary(Preset):
-    """Bounded staleness: workers make iterations of their own, and exchange gradients piecewise.
+    """Bounded staleness: workers run their own iterations and exchange gradients in pieces.
 
-    Canary (Zhou et al., 2023), sections 4.3 to 5.3. The gradients of a colayer leave in pieces as
-    its backward is done; each worker sums one piece of what has come of all, and all apply these
-    sums in the same order. A slow worker does not hold up the others, as far as ``s`` and ``p``
-    allow:
+    Canary (Zhou et al., 2023), sections 4.3 to 5.3. When the backward of a colayer is complete, its
+    gradients are sent in pieces. Each worker sums one piece of the gradients that have arrived, and
+    all workers apply these sums in the same order. ``s`` and ``p`` bound how far a slow worker may
+    fall behind before the others wait:
 
-    - ``s=0``: nobody is ahead (BSP). Exact: the weights equal DDP's. Gradients are whole when
-      backward returns, so any optimizer and whatever changes gradients works as under `AllReduce`.
-    - ``s=2, p=None``: who would be more than 2 iterations ahead of the slowest waits (SSP).
-    - ``s=18, p=6``, the defaults, as in the paper: who is more than 18 behind drops what it
-      computes and goes on from the fastest's iteration, unless it has sent 6 of its colayers
-      already.
-    - ``s=None``: nobody waits for a slow worker and nothing is dropped (ASP).
+    - ``s=0``: no worker runs ahead (BSP). Exact: the weights equal DDP's. Gradients are complete
+      when backward returns, so any optimizer and any code that changes gradients works as with
+      `AllReduce`.
+    - ``s=2, p=None``: a worker waits if it is more than 2 iterations ahead of the slowest (SSP).
+    - ``s=18, p=6``, the defaults, as in the paper: a worker that is more than 18 iterations behind
+      drops its iteration and continues from the fastest worker's, unless it has already sent 6 of
+      its colayers.
+    - ``s=None``: workers never wait for a slow worker, and nothing is dropped (ASP).
 
     Replicas differ by the rounds that they have applied, until `wingbeat.synchronize`.
 
     Args:
-        s: iterations that a worker may be behind the fastest; None (``none`` on the command line):
-            any number.
-        p: colayers that a worker must have sent for its iteration not to be dropped; ``"auto"``: 6
-            of 10, and as many in proportion of others, where ``s`` is 1 or more; None (``none``):
-            nothing is dropped, and the others wait for it.
-        colayers: into how many bundles layers are put, k; a model with fewer layers has as many.
-            ``"auto"``: 10 at first, and from 4 to 10 by what is ``measured``.
-        measured: whether layers are bundled anew, once, by what the first iterations have measured:
-            how long backward takes for each parameter, and how wide gradients are distributed. All
-            workers settle for it. Not with ``s=0``.
-        compression: what pieces travel as: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
-            ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``; it
-            is not tried whether that is faster. All but fp32 are not exact. ``"auto"``: the sketch
-            of 8 bits, as in the paper; ``"fp32"`` where nobody is ahead (``s=0``).
-        encrypted: whether messages between workers, gradients and the model for a worker that
-            comes back among them, are. Without it whoever is on the network can read them, and
-            send in their place; what it costs is in ``docs/how-to/staleness.md``.
-        in_flight: rounds that a worker may be ahead of the sums, as far as ``s`` allows, while
-            another is slow; one while nobody is, so that what waits for links makes no gradients
-            late. None (``none``): as many as ``s``, as in the paper; with ``s=None`` there is then
-            no bound to what waits to be sent.
+        s: iterations that a worker may be behind the fastest. None (``none`` on the command line):
+            no bound.
+        p: colayers that a worker must have sent for its iteration to be kept. ``"auto"``: 6 of 10,
+            in proportion for other counts, if ``s`` is 1 or more. None (``none``): nothing is
+            dropped, and the others wait.
+        colayers: number of bundles of layers, k; a model with fewer layers has one per layer.
+            ``"auto"``: 10 at first, then 4 to 10 as ``measured``.
+        measured: bundle layers again, once, by the backward time of each parameter and the width of
+            the distribution of its gradients, measured in the first iterations. All workers use the
+            same bundles. Not allowed with ``s=0``.
+        compression: encoding of the pieces: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
+            ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``.
+            Whether it is faster is not measured. All but fp32 are not exact. ``"auto"``: the 8-bit
+            sketch, as in the paper; ``"fp32"`` with ``s=0``.
+        encrypted: encrypt messages between workers: gradients, and the model that a rejoining
+            worker copies. Without encryption, anyone on the network can read and forge them. For
+            its cost, see ``docs/how-to/staleness.md``.
+        in_flight: rounds of sums that may be outstanding when an iteration begins while another
+            worker is slow, at most ``s``. If no worker is slow, one round may be outstanding, so
+            that slow connections do not delay gradients. None (``none``): as many as ``s``, as in
+            the paper; with ``s=None`` the amount of unsent data is then unbounded.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     s: int | None = field(default=18, metadata={READ: count_of})
@@ -82,21 +83,21 @@ class Canary(Preset):
 
     @property
     def _most(self) -> int:
-        """How many colayers at most."""
+        """The largest number of colayers."""
         return self.colayers if isinstance(self.colayers, int) else DEFAULT_COUNT
 
     @property
     def _least(self) -> int:
-        """How many at least, where their number is chosen; 0 where it is not."""
+        """The smallest number of colayers if it is chosen automatically, else 0."""
         if self.colayers != AUTO:
             return 0
         return max(MIN_COUNT, self.p) if isinstance(self.p, int) else MIN_COUNT
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         exchange = parts.Bounded(
             s=self.s,
-            # All colayers, however many the model has.
+            # None means all colayers, also in a model with fewer.
             p=None if self.p == self._most else self.p,
             encrypted=self.encrypted,
             in_flight=self.in_flight,

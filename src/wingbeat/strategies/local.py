@@ -1,4 +1,4 @@
-"""Presets whose workers step on their own gradients and average models: Ripples and its kin."""
+"""Presets that average models between local steps: Ripples, AD-PSGD, local SGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -18,35 +18,33 @@ from wingbeat.strategies.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Ripples(Preset):
-    """Partial all-reduce: after a step, models are averaged in a group of the moment.
+    """Partial all-reduce: after a local step, models are averaged within dynamic groups.
 
-    Ripples (Luo et al., 2020). Each worker steps on its own gradients and asks a group generator
-    with whom to average, so that slow workers hold nobody back. Not exact: models differ until
-    `wingbeat.synchronize`.
+    Ripples (Luo et al., 2020). Each worker updates its model with its own gradients and requests a
+    group from the group generator, so that slow workers do not delay the others. Not exact: models
+    differ until `wingbeat.synchronize`.
 
     Args:
-        policy: ``"smart"``, the paper's smart groups (section 5) with what was found missing;
-            ``"paper"``, these exactly as published: whoever fell behind once stays out, and nothing
-            keeps parts of the workers from going on without each other; ``"random"``, the paper's
-            random groups (section 4.1); steps from there to ``"smart"``, ``"buffered"`` (+ Group
-            Buffer), ``"divided"`` (+ Global Division) and ``"inter-intra"``, each with all before
-            it; or ``"static"``, a schedule that needs no generator (section 4.2).
-        size: members of a random group.
-        threshold: C_thres of the slowdown filter (section 5.3), of ``"smart"`` and ``"paper"``;
+        policy: ``"smart"``, the paper's smart groups (section 5) with corrections. ``"paper"``, the
+            same exactly as published: a worker that has fallen behind once stays excluded, and
+            subsets of workers may train without exchanging models with the rest. ``"random"``, the
+            paper's random groups (section 4.1). ``"buffered"`` (+ Group Buffer), ``"divided"`` (+
+            Global Division) and ``"inter-intra"`` each add one step from ``"random"`` to
+            ``"smart"``. ``"static"``, a schedule without a generator (section 4.2).
+        size: number of members of a random group.
+        threshold: C_thres of the slowdown filter (section 5.3), for ``"smart"`` and ``"paper"``.
             None (``none`` on the command line): no filter.
         every: steps from one average to the next.
-        overlap: whether an average is made under the next forward and backward, and taken over in
-            the next step; otherwise each step waits for its own.
-        compression: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
-        average_state: whether what the optimizer remembers of each element of a parameter (a
-            momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
-            own.
-        encrypted: whether requests to the generator, and its answers, are. Parameters never are:
-            they travel over links that are neither authenticated nor encrypted. Without effect for
-            ``"static"``.
+        overlap: compute an average during the next forward and backward and apply it in the next
+            step; otherwise each step waits for its average.
+        compression: encoding of parameters: ``"fp32"`` (unchanged) or ``"bf16"``.
+        average_state: average the optimizer's state per element (momentum, the two moments of Adam)
+            together with the parameters; otherwise each worker keeps its own.
+        encrypted: encrypt messages to and from the generator. Parameters are sent over connections
+            that are neither authenticated nor encrypted. No effect with ``"static"``.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     policy: str = "smart"
@@ -66,7 +64,7 @@ class Ripples(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         return Strategy(
             plan=parts.OneBucket(),
             compression=self.compression,
@@ -83,24 +81,24 @@ class Ripples(Preset):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ADPSGD(Preset):
-    """Asynchronous decentralised SGD: after a step, a worker averages with one other.
+    """Asynchronous decentralised SGD: after a local step, a worker averages with one other worker.
 
-    AD-PSGD (Lian et al., 2018), as Ripples compares itself with it (sections 2.3 and 7). Workers of
-    even rank choose a random one of odd rank, which averages at once, whatever it computes; without
-    these two halves there are deadlocks (Fig. 2a). The same without halves, on groups of two, is
-    ``Ripples(policy="random", size=2)``. Not exact: models differ until `wingbeat.synchronize`.
+    AD-PSGD (Lian et al., 2018), as compared in the Ripples paper (sections 2.3 and 7). A worker of
+    even rank selects a random worker of odd rank, which averages at once, independent of its
+    computation; without these two halves there are deadlocks (Fig. 2a). For pairs without halves,
+    use ``Ripples(policy="random", size=2)``. Not exact: models differ until
+    `wingbeat.synchronize`.
 
     Args:
-        overlap: whether averages are made under the next forward and backward.
-        compression: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``.
-        average_state: whether what the optimizer remembers of each element of a parameter (a
-            momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
-            own.
-        encrypted: whether messages between workers, parameters among them, are.
-            `wingbeat.synchronize` is not: it goes over the links of collectives.
+        overlap: compute averages during the next forward and backward.
+        compression: encoding of parameters: ``"fp32"`` (unchanged) or ``"bf16"``.
+        average_state: average the optimizer's state per element (momentum, the two moments of Adam)
+            together with the parameters; otherwise each worker keeps its own.
+        encrypted: encrypt messages between workers, including parameters. `wingbeat.synchronize` is
+            not encrypted: it uses the connections of collectives.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     overlap: bool = True
@@ -114,7 +112,7 @@ class ADPSGD(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         return Strategy(
             plan=parts.OneBucket(),
             compression=self.compression,
@@ -126,26 +124,25 @@ class ADPSGD(Preset):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSGD(Preset):
-    """Steps on each worker's own gradients; every so many, all models become their mean.
+    """Local steps; all models are averaged periodically.
 
-    Local SGD (Stich, 2019). With ``every=1`` and SGD, with momentum or without, weights are those
-    of DDP. Not exact otherwise.
+    Local SGD (Stich, 2019). With ``every=1`` and SGD, with or without momentum, the weights equal
+    DDP's. Otherwise not exact.
 
     Args:
         every: steps from one average to the next, H.
-        overlap: whether an average is made under the next forward and backward, and taken over in
-            the next step; otherwise its step waits for it.
-        compression: what parameters travel as: ``"fp32"`` (as they are) or ``"bf16"``; or a codec,
-            through which goes how far each has come, and what that loses goes along the next time.
-        average_state: whether what the optimizer remembers of each element of a parameter (a
-            momentum, the two moments of Adam) is averaged with it; otherwise each worker keeps its
-            own.
-        encrypted: whether messages to the generator, which knows the workers that are there, are.
-            Parameters never are: they travel over links that are neither authenticated nor
-            encrypted.
+        overlap: compute an average during the next forward and backward and apply it in the next
+            step; otherwise the step waits for it.
+        compression: encoding of parameters: ``"fp32"`` (unchanged), ``"bf16"``, or a codec. A codec
+            encodes each worker's change since the last average and adds its error to the next
+            change.
+        average_state: average the optimizer's state per element (momentum, the two moments of Adam)
+            together with the parameters; otherwise each worker keeps its own.
+        encrypted: encrypt messages to and from the generator, which tracks the membership.
+            Parameters are sent over connections that are neither authenticated nor encrypted.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     every: int = 8
@@ -161,10 +158,10 @@ class LocalSGD(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for.
+        """Return the strategy's parts.
 
         Raises:
-            UsageError: the optimizer's state cannot go through the codec of ``compression``.
+            UsageError: ``compression`` is a codec, and ``average_state`` is set.
         """
         update: parts.UpdatePart = parts.Averaged(state=self.average_state)
         if self.compression not in DTYPES:
@@ -186,28 +183,27 @@ class LocalSGD(Preset):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DiLoCo(Preset):
-    """Local steps; how far workers have come is averaged, and is an outer optimizer's gradient.
+    """Local steps; the average change of the models is the gradient of an outer optimizer.
 
-    DiLoCo (Douillard et al., 2023); with ``fragments`` and ``delay`` Streaming DiLoCo (Douillard et
-    al., 2025): fragments of the model take turns, each averaged under training. The inner
-    optimizer is the user's, of any kind. Not exact.
+    DiLoCo (Douillard et al., 2023). With ``fragments`` and ``delay`` it is Streaming DiLoCo
+    (Douillard et al., 2025): fragments of the model are averaged in turn, each during training. Any
+    inner optimizer can be used. Not exact.
 
     Args:
         every: steps from one average of a fragment to its next, H.
-        fragments: into how many the model's layers are put.
-        delay: steps after which a fragment's average is taken over, under which it is made; 0: its
-            step waits for it.
+        fragments: number of fragments into which the model's layers are divided.
+        delay: steps during which an average is computed before it is applied; 0: the step waits for
+            it.
         outer_lr: learning rate of the outer optimizer.
         outer_momentum: Nesterov momentum of the outer optimizer.
-        compression: what differences travel as: ``"fp32"`` (as they are), ``"bf16"``, or a codec,
-            such as ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al.,
-            2025); what that loses goes along the next time.
-        encrypted: whether messages to the generator, which knows the workers that are there, are.
-            Parameters never are: they travel over links that are neither authenticated nor
-            encrypted.
+        compression: encoding of the changes: ``"fp32"`` (unchanged), ``"bf16"``, or a codec, such
+            as ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al., 2025),
+            whose error is added to the next change.
+        encrypted: encrypt messages to and from the generator, which tracks the membership.
+            Parameters are sent over connections that are neither authenticated nor encrypted.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     every: int = 30
@@ -226,7 +222,7 @@ class DiLoCo(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         plan = parts.OneBucket() if self.fragments == 1 else parts.Colayers(count=self.fragments)
         return Strategy(
             plan=plan,

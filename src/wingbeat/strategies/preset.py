@@ -1,4 +1,4 @@
-"""What all presets have in common."""
+"""Base class of all presets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from wingbeat.types import Choices
 
 
 class Preset(Settings, ABC):
-    """A strategy under a name of its own, with the options that belong to it."""
+    """A named strategy with its own options."""
 
     @abstractmethod
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
 
     @property
     def traits(self) -> Traits:
-        """What may be relied on, with these options."""
+        """The strategy's guarantees with these options."""
         return self.compose().traits
 
     def choices(self) -> Choices:
-        """Return the answers to the five questions of the design, for the engine."""
+        """Return the strategy in the form that the engine reads."""
         return self.compose().choices()

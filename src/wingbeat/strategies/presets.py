@@ -1,7 +1,4 @@
-"""The presets: the papers' systems, each a frozen, keyword-only dataclass of its own options.
-
-What a preset stands for, ``compose()`` returns as a `Strategy`.
-"""
+"""The presets: frozen, keyword-only dataclasses whose ``compose()`` returns a `Strategy`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ TOPOLOGIES = tuple(topologies.BY_NAME)
 
 
 def check_topology(preset: AllReduce | DeAR | OMGS) -> None:
-    """Raise a `UsageError` unless the option is a topology's name, maybe with its size."""
+    """Raise a `UsageError` unless ``topology`` is a topology's name, optionally with its size."""
     if str(preset.topology).startswith("bcube@"):
         topologies.get(str(preset.topology))
     else:
@@ -38,38 +35,38 @@ _TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name not in ("auto
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AllReduce(Bucketed):
-    """Wait-free backpropagation: buckets are all-reduced while backward goes on, as DDP does.
+    """Wait-free backpropagation: buckets are all-reduced during backward, as in DDP.
 
-    Gradients are whole when ``backward()`` returns. Exact: the weights equal DDP's.
+    Gradients are complete when ``backward()`` returns. Exact: the weights equal DDP's.
 
     Args:
-        plan: how buckets are chosen: ``"fixed"``, up to a size, as DDP's are; ``"bo"``,
-            ``"random"``, ``"grid"``: their size is tuned while training goes on, as in `DeAR`;
-            ``"layers"`` puts ``layers`` nearby layers together; ``"none"`` sends every tensor
-            alone; ``"merged"`` merges layers by what is measured, as `MGWFBP` does. Or a plan of
-            `wingbeat.parts`.
-        mb: bucket size in MB (1 MB = 2**20 bytes), or where tuning starts; a parameter that is
-            larger travels alone.
-        first_mb: size of the bucket that is ready first, small so that the links start early.
-        min_mb: smallest size that tuning tries.
-        max_mb: largest size that tuning tries.
-        layers: nearby layers in a bucket, with ``plan="layers"``.
-        trials: sizes that tuning tries before it decides.
-        steps: iterations in a trial, or in which backward is measured.
-        drift: tune or measure anew when iterations take this many times as long, or as short, as
-            right after.
-        tune_topology: whether tuning looks for the best of ``"ring"``, ``"mesh"`` and
-            ``"doubling"`` together with the size, beginning with ``topology``.
-        plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
-        compression: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or
-            ``"fp16"``, which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their
-            settings, such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
+        plan: the rule for buckets. ``"fixed"``: up to a size, as in DDP. ``"bo"``, ``"random"``,
+            ``"grid"``: the size is tuned during training, as in `DeAR`. ``"layers"``: ``layers``
+            adjacent layers each. ``"none"``: one tensor each. ``"merged"``: layers are merged by
+            measured costs, as in `MGWFBP`. Or a plan of `wingbeat.parts`.
+        mb: bucket size, or initial size of tuning, in MB (1 MB = 2**20 bytes); a larger parameter
+            is sent alone.
+        first_mb: size in MB of the bucket that is ready first; a small one starts communication
+            early.
+        min_mb: smallest size that tuning tries, in MB.
+        max_mb: largest size that tuning tries, in MB.
+        layers: adjacent layers in a bucket, with ``plan="layers"``.
+        trials: number of sizes that tuning tries.
+        steps: iterations of a trial, or of the measurement of backward.
+        drift: tune or measure again when iterations become slower or faster by this factor.
+        tune_topology: tune the topology, one of ``"ring"``, ``"mesh"`` and ``"doubling"``, together
+            with the size, starting with ``topology``.
+        plan_file: file in which rank 0 stores the result; a run that finds the file does not tune
+            or measure.
+        compression: encoding of gradients: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
+            which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
+            such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop), ``"doubling"``
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
-            network interface for each level of a BCube; ``"bcube@3x2"``: of this size).
+            network interface for each level of a BCube; ``"bcube@3x2"`` sets its size).
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     edges: ClassVar[tuple[str, ...]] = ("first_mb",)
@@ -85,11 +82,11 @@ class AllReduce(Bucketed):
         self.compose()
 
     def edge_sizes(self) -> Mapping[str, float]:
-        """Return the size of the bucket that is ready first; the last one is as any."""
+        """Return ``first_mb``; the last bucket has no size of its own."""
         return {"first_mb": self.first_mb, "last_mb": 0.0}
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         return Strategy(
             plan=self.plan_part(),
             compression=self.compression,
@@ -102,27 +99,17 @@ class AllReduce(Bucketed):
 class BML(AllReduce):
     """BML: all-reduces over all interfaces of a BCube at once (Wang et al., NeurIPS 2018).
 
-    The buckets and the order of `AllReduce`, along ``topology="bcube"``. Exact: the weights equal
-    DDP's.
+    `AllReduce` with ``topology="bcube"``. Exact: the weights equal DDP's.
 
     Args:
-        plan: as for `AllReduce`, and so are its options.
-        mb: as for `AllReduce`.
-        first_mb: as for `AllReduce`.
-        min_mb: as for `AllReduce`.
-        max_mb: as for `AllReduce`.
-        layers: as for `AllReduce`.
-        trials: as for `AllReduce`.
-        steps: as for `AllReduce`.
-        drift: as for `AllReduce`.
-        tune_topology: as for `AllReduce`.
-        plan_file: as for `AllReduce`.
+        plan, mb, first_mb, min_mb, max_mb, layers, trials, steps, drift, tune_topology, plan_file:
+            as for `AllReduce`.
         compression: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
-        topology: ``"bcube"``, found from the workers and their network interfaces, or with its
-            size, as in ``"bcube@3x2"``: switches of 3 ports, 2 levels, 9 workers.
+        topology: ``"bcube"``, sized by the workers and their network interfaces, or with its size:
+            ``"bcube@3x2"`` has switches of 3 ports, 2 levels and 9 workers.
 
     Raises:
-        UsageError: a value out of range, or another topology.
+        UsageError: a value is out of range, or the topology is not a BCube.
     """
 
     topology: str = "bcube"
@@ -138,44 +125,44 @@ class BML(AllReduce):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DeAR(Bucketed):
-    """All-reduce split in two: reduce-scatter under backward, all-gather under the next forward.
+    """All-reduce in two halves: reduce-scatter during backward, all-gather during the next forward.
 
-    DeAR (Zhang et al., 2023), section III: BackPipe starts a bucket's reduce-scatter as soon as
-    its gradients are ready; FeedPipe gathers buckets in forward order and updates each one's
-    parameters just before the layer that needs them. Exact: the weights equal DDP's.
+    DeAR (Zhang et al., 2023), section III: BackPipe starts a bucket's reduce-scatter as soon as its
+    gradients are ready; FeedPipe gathers buckets in forward order and updates each bucket's
+    parameters just before the layer that uses them. Exact: the weights equal DDP's.
 
     Args:
-        plan: how buckets are chosen. ``"bo"`` tunes their size while training goes on, by
-            Bayesian optimisation (DeAR-BO, section IV-B), ``"random"`` and ``"grid"`` by those
-            searches; ``"fixed"`` is a fixed buffer (DeAR-FB); ``"layers"`` puts ``layers`` nearby
-            layers together (DeAR-NL); ``"none"`` sends every tensor alone; ``"merged"`` merges
-            layers by what is measured. Or a plan of `wingbeat.parts`.
-        mb: bucket size in MB (1 MB = 2**20 bytes); where tuning starts, as in the paper.
-        edge_mb: size of the buckets that are ready first and last; towards the middle sizes
-            double until ``mb``. 0: ``mb``, as in the paper. With a few workers and large fixed
-            buckets 1 is some per cent faster; with many, or a tuned size, it is not.
-        min_mb: smallest size that tuning tries.
-        max_mb: largest size that tuning tries.
-        layers: nearby layers in a bucket, with ``plan="layers"``.
-        trials: sizes that tuning tries before it decides.
-        steps: iterations in a trial, or in which backward is measured.
-        drift: tune or measure anew when iterations take this many times as long, or as short, as
-            right after.
-        tune_topology: whether tuning looks for the best of ``"ring"``, ``"mesh"`` and
-            ``"doubling"`` together with the size, beginning with ``topology``.
-        plan_file: where rank 0 keeps what was found; a run that finds it there does not look.
-        compression: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or
-            ``"fp16"``, which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their
-            settings, such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
-        shard_optimizer: each worker updates only the part of the parameters whose gradients it
-            reduced, and the all-gather carries parameters: the optimizer's state and arithmetic
-            are divided among the workers.
+        plan: the rule for buckets. ``"bo"``: the size is tuned during training by Bayesian
+            optimisation (DeAR-BO, section IV-B); ``"random"`` and ``"grid"``: by these searches.
+            ``"fixed"``: up to a size (DeAR-FB). ``"layers"``: ``layers`` adjacent layers each
+            (DeAR-NL). ``"none"``: one tensor each. ``"merged"``: layers are merged by measured
+            costs. Or a plan of `wingbeat.parts`.
+        mb: bucket size in MB (1 MB = 2**20 bytes); the initial size of tuning, as in the paper.
+        edge_mb: size in MB of the buckets that are ready first and last; sizes double towards the
+            middle up to ``mb``. 0: ``mb``, as in the paper. With few workers and large fixed
+            buckets, 1 is a few per cent faster; with many workers or a tuned size it is not.
+        min_mb: smallest size that tuning tries, in MB.
+        max_mb: largest size that tuning tries, in MB.
+        layers: adjacent layers in a bucket, with ``plan="layers"``.
+        trials: number of sizes that tuning tries.
+        steps: iterations of a trial, or of the measurement of backward.
+        drift: tune or measure again when iterations become slower or faster by this factor.
+        tune_topology: tune the topology, one of ``"ring"``, ``"mesh"`` and ``"doubling"``, together
+            with the size, starting with ``topology``.
+        plan_file: file in which rank 0 stores the result; a run that finds the file does not tune
+            or measure.
+        compression: encoding of gradients: ``"fp32"`` (their own dtype); ``"bf16"`` or ``"fp16"``,
+            which halve the bytes; ``"sketch"``, ``"topk"`` or ``"lowrank"``, or their settings,
+            such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
+        shard_optimizer: each worker updates only the parameters whose gradients it reduced, and the
+            all-gather sends parameters. The optimizer's state and arithmetic are divided among the
+            workers.
         topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop), ``"doubling"``
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
-            network interface for each level of a BCube; ``"bcube@3x2"``: of this size).
+            network interface for each level of a BCube; ``"bcube@3x2"`` sets its size).
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     edges: ClassVar[tuple[str, ...]] = ("edge_mb",)
@@ -194,11 +181,11 @@ class DeAR(Bucketed):
         self.compose()
 
     def edge_sizes(self) -> Mapping[str, float]:
-        """Return the size of the buckets that are ready first and last."""
+        """Return ``edge_mb`` for both edges."""
         return {"first_mb": self.edge_mb, "last_mb": self.edge_mb}
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         return Strategy(
             plan=self.plan_part(),
             compression=self.compression,
@@ -210,38 +197,39 @@ class DeAR(Bucketed):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OMGS(Preset):
-    """Top-k gradients of layers that are merged by what they are measured to cost.
+    """Top-k gradients of layers that are merged by measured costs.
 
-    OMGS-SGD (Shi et al., INFOCOM 2020): each merged layer is sparsified as its last gradient
-    arrives, and its largest values are gathered while backward goes on. Few merged layers have few
-    startup times; many hide more of the exchange. The first iterations measure backward, the codec
-    and the links; then layers are merged so that the iteration is shortest, and whole iterations
-    with each plan decide which stays. Not exact: what does not travel waits in a residual, by
-    parameter, and comes later.
+    OMGS-SGD (Shi et al., INFOCOM 2020): each merged layer is sparsified when its last gradient is
+    ready, and its largest values are gathered during backward. Few merged layers have low startup
+    costs; many overlap more of the exchange with backward. The first iterations measure backward,
+    the codec and the network. Layers are then merged to minimise the iteration time, and a trial of
+    whole iterations selects the plan. Not exact: gradients that are not sent are kept in a residual
+    per parameter and sent later.
 
     Args:
-        merge: which layers are merged: ``"tried"``, the fastest of what ``"exact"``, ``"paper"``
-            and ``"one"`` make, by a trial of whole iterations. Without a trial: ``"exact"``, the
-            plan with the shortest iteration of all, as predicted; ``"paper"``, Algorithm 1 with its
-            lines put right by the equations that it stands for; ``"printed"``, Algorithm 1 line by
-            line; ``"wfbp"``, MG-WFBP, which knows no codec; ``"size"``, until there are
-            ``elements`` elements; ``"none"``; or ``"one"``, all into one.
-        compression: what gradients travel as; any codec can be merged.
-        density: share of the gradients that travel, with ``compression="topk"``; the paper's is
+        merge: which layers are merged. ``"tried"``: the fastest of ``"exact"``, ``"paper"`` and
+            ``"one"`` in a trial of whole iterations. ``"exact"``: the plan with the shortest
+            predicted iteration. ``"paper"``: Algorithm 1, corrected by the equations that it
+            implements. ``"printed"``: Algorithm 1 line by line. ``"wfbp"``: MG-WFBP, which ignores
+            the codec. ``"size"``: up to ``elements`` elements. ``"none"``: no layers. ``"one"``:
+            all layers.
+        compression: encoding of gradients; every codec can be used.
+        density: fraction of the gradients that is sent, with ``compression="topk"``; the paper's is
             0.001.
         warmup: steps in which the density falls from 0.25 to ``density``; the paper has none.
-        momentum: momentum correction, in place of the optimizer's momentum.
+        momentum: momentum correction; replaces the optimizer's momentum.
         groups: densities of parameters by name pattern, such as ``{"embedding.*": 0.01}``.
-        elements: elements of a merged layer at least, with ``merge="size"``.
+        elements: least number of elements of a merged layer, with ``merge="size"``.
         steps: iterations in which backward is measured.
-        drift: measure and merge anew when iterations take this many times as long, or as short,
-            as right after planning.
-        plan_file: where rank 0 keeps what was measured; a run that finds it there measures nothing.
-        topology: ``"ring"``, ``"mesh"``, ``"doubling"`` or ``"bcube"``; payloads that are
-            small together are gathered by doubling in any case.
+        drift: measure and merge again when iterations become slower or faster than after planning
+            by this factor.
+        plan_file: file in which rank 0 stores the measurements; a run that finds the file measures
+            nothing.
+        topology: ``"ring"``, ``"mesh"``, ``"doubling"`` or ``"bcube"``; payloads that are small in
+            total are always gathered by doubling.
 
     Raises:
-        UsageError: a value out of range, or options of top-k with another compression.
+        UsageError: a value is out of range, or an option of top-k is set for another compression.
     """
 
     merge: str = "tried"
@@ -270,7 +258,7 @@ class OMGS(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         return Strategy(
             plan=self._plan(),
             compression=self._coded(),
@@ -293,7 +281,7 @@ class OMGS(Preset):
         return parts.OneBucket() if self.merge == "one" else parts.PerTensor()
 
     def _coded(self) -> Compression:
-        """Return the compression with the options of top-k in it."""
+        """Return the compression with the options of top-k."""
         given = {key: getattr(self, key) for key in _TOPK_OPTIONS}
         if self.compression == "topk":
             return TopK(**given, auto_disable=False)
@@ -307,13 +295,13 @@ class OMGS(Preset):
         coded = compression.parse(self.compression)
         if isinstance(coded, str) or not isinstance(self.compression, str):
             return self.compression
-        # Whoever merges encoded layers by a codec's name has chosen to encode them.
+        # Merging by a codec's costs presumes the codec, so it must not disable itself.
         return replace(coded, auto_disable=False)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MGWFBP(OMGS):
-    """MG-WFBP: dense gradients, merged by what links cost (Shi et al., INFOCOM 2019).
+    """MG-WFBP: dense gradients, merged by network costs (Shi et al., INFOCOM 2019).
 
     Exact: the weights equal DDP's.
     """
@@ -339,4 +327,4 @@ PRESETS: dict[str, type[Preset]] = {
         DiLoCo,
     )
 }
-"""All of them, by their names on the command line."""
+"""All presets by their names on the command line."""

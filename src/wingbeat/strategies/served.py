@@ -16,45 +16,45 @@ UPDATES = ("worker", "server")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ParameterServer(Preset):
-    """Servers sum the gradients; sums come back in time for the layers that need them.
+    """Servers sum the gradients and return the sums before the layers that need them run.
 
-    Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers, and ends them with
-    the job. Each worker updates a layer's parameters just before the layer runs, or the servers do.
-    Exact with ``compression="fp32"``: the weights equal DDP's.
+    Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers and stops them with
+    the job. Parameters of a layer are updated just before the layer runs, by each worker or by the
+    servers. Exact with ``compression="fp32"``: the weights equal DDP's.
 
     Args:
-        servers: how many; 0: one on each host.
-        placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``.
-        slice: the most elements of what a server sums at a time; 0: shards are not cut. Whole
+        servers: number of servers; 0: one on each host.
+        placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``, each bucket
+            on one server.
+        slice: largest number of elements that a server sums at a time; 0: shards are not cut. Whole
             buckets are not cut either.
-        update: who applies the optimizer: ``"worker"``, each worker to what it needs next; or
-            ``"server"``, as in the paper: servers to their slices, with its state there alone, and
-            parameters come back in place of sums. For optimizers that treat each element alone.
-        pull: ``"ready"``, a sum comes back as soon as it is complete; or ``"start"``, when the next
-            iteration starts, as in the paper.
-        classes: of flows, 1 to 4, which the network tells apart (DSCP); 1: none.
-        threshold: a bucket is in a more urgent class if the urgency of its first layer, ``1 - l/L``
-            for the ``l``-th of ``L`` in the order of forward, is above this; falling numbers for
-            several classes.
-            ``"tuned"`` finds them out while training goes on; ``"coarse"`` has fully connected
-            layers in the second of two classes, and all others in the first.
-        steps: iterations in which each threshold is tried, with ``threshold="tuned"``.
-        plan_file: where rank 0 keeps thresholds that were found; a run that finds it there does
-            not tune.
-        pushes: whether gradients go to the servers in these classes too.
-        order: which sum a sender sends first: ``"ready"``, ``"urgent"``, and with
-            ``pull="start"`` also ``"forward"`` or ``"random"``; see `wingbeat.parts.Servers`.
-        mb: bucket size in MB (1 MB = 2**20 bytes); a parameter that is larger travels alone.
-        compression: what gradients travel as: ``"fp32"`` (their own dtype); ``"bf16"`` or
-            ``"fp16"``, ``"sketch"`` or ``"lowrank"``; or such a codec with its settings, as
+        update: where the optimizer runs. ``"worker"``: on each worker, for the parameters that it
+            needs next. ``"server"``, as in the paper: on the servers, which hold its state and
+            return parameters in place of sums; for element-wise optimizers.
+        pull: when a sum is sent to the workers: ``"ready"``, as soon as it is complete; or
+            ``"start"``, when the next iteration starts, as in the paper.
+        classes: number of traffic classes that the network distinguishes (DSCP), 1 to 4; 1: no
+            priorities.
+        threshold: a bucket is sent in a more urgent class if the urgency of its first layer,
+            ``1 - l/L`` for the ``l``-th of ``L`` layers in forward order, exceeds this; decreasing
+            numbers for several classes. ``"tuned"``: tuned during training. ``"coarse"``: fully
+            connected layers in the second of two classes, all others in the first.
+        steps: iterations for which each threshold is tried, with ``threshold="tuned"``.
+        plan_file: file in which rank 0 stores tuned thresholds; a run that finds the file does not
+            tune.
+        pushes: send gradients to the servers in these classes too.
+        order: which sum is sent first: ``"ready"``, ``"urgent"``, and with ``pull="start"`` also
+            ``"forward"`` or ``"random"``; see `wingbeat.parts.Servers`.
+        mb: bucket size in MB (1 MB = 2**20 bytes); a larger parameter is sent alone.
+        compression: encoding of gradients: ``"fp32"`` (their own dtype), ``"bf16"``, ``"fp16"``,
+            ``"sketch"`` or ``"lowrank"``, or a codec's settings, such as
             ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
-        back: what sums come back as then: ``"wire"``, the same; or ``"dense"``, in float32. With
-            ``update="server"`` parameters do, always in their own dtype.
-        encrypted: whether messages between workers and servers, gradients and what comes back
-            among them, are.
+        back: encoding of the sums: ``"wire"``, as the gradients; or ``"dense"``, float32. With
+            ``update="server"`` parameters are returned, always in their own dtype.
+        encrypted: encrypt all messages between workers and servers.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
 
     servers: int = 0
@@ -79,7 +79,7 @@ class ParameterServer(Preset):
         self.compose()
 
     def compose(self) -> Strategy:
-        """Return the parts that it stands for."""
+        """Return the strategy's parts."""
         return Strategy(
             plan=parts.FixedBuckets(mb=self.mb, first_mb=0.0),
             compression=self.compression,
@@ -103,6 +103,6 @@ class ParameterServer(Preset):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Geryon(ParameterServer):
-    """Servers whose urgent sums travel in flows that the network itself prefers (section III)."""
+    """Parameter servers whose urgent sums are sent in prioritised network flows (section III)."""
 
     classes: int = 2

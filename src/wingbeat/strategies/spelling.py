@@ -1,7 +1,7 @@
-"""How a strategy is written on the command line: ``name`` or ``name:key=value,key=value``.
+"""The textual form of strategies: ``name`` or ``name:key=value,key=value``.
 
-The name is the class's in lower case and the keys are its fields, so that there is one list of
-both; ``strategy`` is a composition of one's own:
+The name is that of the class in lower case, and the keys are its fields. ``strategy`` is a custom
+composition:
 
 >>> parse("dear:mb=10")
 DeAR(mb=10.0)
@@ -24,19 +24,19 @@ Presets = Mapping[str, type[Preset]]
 
 
 def names(presets: Presets = PRESETS) -> list[str]:
-    """Return the strategies' names as the command line spells them."""
+    """Return the names of all strategies on the command line."""
     return list(_classes(presets))
 
 
 def parse(text: str, presets: Presets = PRESETS) -> Preset | Strategy:
-    """Turn ``name`` or ``name:key=value,key=value`` into the dataclass that Python users write.
+    """Convert ``name`` or ``name:key=value,key=value`` to a strategy.
 
     Args:
-        text: what the command line has.
-        presets: the presets that ``text`` may name, by their names in lower case.
+        text: the textual form.
+        presets: the allowed presets by their names in lower case.
 
     Raises:
-        UsageError: an unknown name or key, or a value of the wrong kind; names the nearest match.
+        UsageError: an unknown name or key, or a value of the wrong type; gives the nearest match.
     """
     name, _, rest = text.partition(":")
     classes = _classes(presets)

@@ -1,4 +1,4 @@
-"""A strategy: five parts, one for each question of the design, and what follows from them."""
+"""A strategy: a composition of five parts, and the properties that follow from them."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ _ANY_EXCHANGE = (Topology, Servers, Partial, Bounded, PartnersPart)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy(Settings):
-    """A composition of parts, for ``distribute``; the presets return one by ``compose()``.
+    """A composition of parts for ``distribute``; ``compose()`` of a preset returns one.
 
-    Every part may be given as a value of `wingbeat.parts` or by its name, with ``@`` and its main
-    option: ``plan="merged@paper"``, ``compression="sketch@4"``.
+    Each part is given as a value of `wingbeat.parts` or by its name, optionally with ``@`` and its
+    main option: ``plan="merged@paper"``, ``compression="sketch@4"``.
 
     Args:
-        plan: which tensors travel together.
-        compression: what gradients travel as: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
-        exchange: along which links: a topology, `wingbeat.parts.Servers`,
-            `wingbeat.parts.Partial` or `wingbeat.parts.Bounded`; or with whom models are
-            averaged, `wingbeat.parts.Groups` or `wingbeat.parts.Pairs`.
-        schedule: when, relative to forward and backward.
-        update: who applies the optimizer; empty: as the schedule has it.
+        plan: which tensors are sent together.
+        compression: encoding of gradients: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
+        exchange: how gradients are exchanged: a topology, `wingbeat.parts.Servers`,
+            `wingbeat.parts.Partial` or `wingbeat.parts.Bounded`; or with which workers models are
+            averaged: `wingbeat.parts.Groups` or `wingbeat.parts.Pairs`.
+        schedule: when buckets are sent, relative to forward and backward.
+        update: where and when the optimizer is applied; empty: the schedule's default.
 
     Raises:
-        UsageError: a part that does not exist, or parts that do not fit together.
+        UsageError: a part does not exist, or parts are incompatible.
     """
 
     plan: PlanPart | str = "fixed"
@@ -78,8 +78,8 @@ class Strategy(Settings):
         }
         if self.update != "":
             update = _part("update", self.update, UpdatePart, updates.BY_NAME)
-            # One spelling: what the schedule does anyway is equal to what is left out, and another
-            # schedule put in its place brings its own.
+            # The schedule's default equals an omitted update, and does not outlive a change of
+            # schedule.
             found["update"] = "" if update == schedule.update else update
         for key, part in found.items():
             object.__setattr__(self, key, part)
@@ -114,11 +114,11 @@ class Strategy(Settings):
 
     @property
     def traits(self) -> Traits:
-        """What follows from all parts together."""
+        """Properties that follow from all parts together."""
         parts, schedule = self._parts(), cast(SchedulePart, self.schedule)
         codec = self.compression if isinstance(self.compression, CodecOptions) else None
         return Traits(
-            # Another dtype is no part of its own.
+            # A dtype is not a `Part`, so it is not in the list.
             exact=all(part.exact for part in parts)
             and (codec is not None or not compression.parse(self.compression)),
             synchronous=all(part.synchronous for part in parts),
@@ -129,7 +129,7 @@ class Strategy(Settings):
         )
 
     def choices(self) -> Choices:
-        """Return the answers to the five questions of the design, for the engine."""
+        """Return the strategy in the form that the engine reads."""
         plan, schedule = cast(PlanPart, self.plan), cast(SchedulePart, self.schedule)
         exchange = self.exchange
         served = exchange.serving() if isinstance(exchange, Servers) else None
@@ -162,14 +162,11 @@ class Strategy(Settings):
         )
 
     def compose(self) -> Strategy:
-        """Return itself, as a preset returns what it stands for."""
+        """Return this strategy, so that presets and strategies have the same interface."""
         return self
 
     def scaled(self, factor: float) -> Strategy:
-        """Return the same for a model of ``factor`` times the size.
-
-        Sizes of buckets follow it, and of slices where there are servers.
-        """
+        """Return the strategy for a model of ``factor`` the size; buckets and slices scale."""
         plan, exchange = cast(PlanPart, self.plan).scaled(factor), self.exchange
         if isinstance(exchange, Servers):
             exchange = exchange.scaled(factor)
@@ -177,11 +174,7 @@ class Strategy(Settings):
 
 
 def _part(question: str, value: Any, kind: Any, by_name: Mapping[str, Named[T]]) -> T:
-    """Return the part that is meant, given itself or by name.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Return the part itself, or the one of that name."""
     if isinstance(value, kind):
         part: T = value
         return part
@@ -196,7 +189,7 @@ def _part(question: str, value: Any, kind: Any, by_name: Mapping[str, Named[T]])
 
 
 def _check_needs(parts: list[Part]) -> None:
-    """Raise a `UsageError` unless every part has in another what it needs."""
+    """Raise a `UsageError` if a part needs something that no other part provides."""
     offered = frozenset().union(*(part.has for part in parts))
     for part in parts:
         for need in sorted(part.needs - offered):
@@ -215,7 +208,7 @@ def _check_needs(parts: list[Part]) -> None:
 
 
 def _check_spanning(strategy: Strategy) -> None:
-    """Raise a `UsageError` for a codec whose payloads would not go along the topology."""
+    """Raise a `UsageError` for a codec whose payloads cannot be sent along the topology."""
     topology, wire = cast(Topology, strategy.exchange), compression.parse(strategy.compression)
     codec = isinstance(wire, CodecOptions) and not wire.summed
     if topology.spans_links and codec and not strategy.traits.gathered:
@@ -227,7 +220,7 @@ def _check_spanning(strategy: Strategy) -> None:
 
 
 def _check_merged(strategy: Strategy) -> None:
-    """Raise a `UsageError` where what a plan measures is not what travels."""
+    """Raise a `UsageError` for a compression whose cost a measured plan cannot model."""
     wire, plan = strategy.compression, cast(PlanPart, strategy.plan)
     if plan.merging() is None or not isinstance(wire, Sketch | LowRank):
         return
@@ -247,7 +240,7 @@ def _topology_of(exchange: Any) -> str:
 
 
 def _check_partial(strategy: Strategy) -> None:
-    """Raise a `UsageError` for what is no part of a bucket."""
+    """Raise a `UsageError` for parts that partial exchange does not support."""
     where = f"Strategy(exchange={strategy.exchange!r}"
     if strategy.compression not in compression.DTYPES:
         raise UsageError(
@@ -263,7 +256,7 @@ def _check_partial(strategy: Strategy) -> None:
 
 
 def _wire_of(wire: Compression, exchange: Any) -> str | compression.Coded:
-    """Return what gradients travel as; a codec is not on trial where workers share no iteration."""
+    """Return the encoding of gradients; only workers in lockstep can disable a codec together."""
     found = compression.parse(wire)
     if isinstance(found, str) or not isinstance(exchange, Bounded | PartnersPart):
         return found
@@ -273,7 +266,7 @@ def _wire_of(wire: Compression, exchange: Any) -> str | compression.Coded:
 
 
 def _check_bounded(strategy: Strategy) -> None:
-    """Raise a `UsageError` for what takes lockstep, or cannot be summed piece by piece."""
+    """Raise a `UsageError` for parts that require lockstep or cannot be summed in pieces."""
     where, wire = f"Strategy(exchange={strategy.exchange!r}", strategy.compression
     if wire == "bf16" or isinstance(wire, TopK):
         raise UsageError(
@@ -300,7 +293,7 @@ def _check_bounded(strategy: Strategy) -> None:
 
 
 def _check_averaged(strategy: Strategy) -> None:
-    """Raise a `UsageError` for what cannot be averaged so."""
+    """Raise a `UsageError` for parts that model averaging does not support."""
     exchange, wire = strategy.exchange, strategy.compression
     where = f"Strategy(exchange={exchange!r}"
     plan, update = cast(PlanPart, strategy.plan), strategy._update
@@ -331,7 +324,7 @@ def _check_averaged(strategy: Strategy) -> None:
 
 
 def _check_differences(where: str, wire: CodecOptions) -> None:
-    """Raise a `UsageError` for a codec's options that are of gradients alone."""
+    """Raise a `UsageError` for options of a codec that apply to gradients only."""
     if wire.ends_after is not None:
         raise UsageError(
             f"{where}, compression={wire!r}): iterations are not counted by averages; leave share "
@@ -350,7 +343,7 @@ def _check_differences(where: str, wire: CodecOptions) -> None:
 
 
 def _check_served(strategy: Strategy) -> None:
-    """Raise a `UsageError` for what servers cannot do."""
+    """Raise a `UsageError` for parts that parameter servers do not support."""
     if isinstance(strategy.compression, TopK):
         raise UsageError(
             f"Strategy(exchange={strategy.exchange!r}, compression={strategy.compression!r}): each "

@@ -1,6 +1,6 @@
-"""Topologies: frozen values with pure functions from (rank, blocks) to rounds of hops.
+"""Topologies: frozen dataclasses with pure functions from (rank, blocks) to rounds of hops.
 
-``collectives`` executes the rounds on links and a simulator computes their cost; nothing here does
+``collectives`` executes the rounds on links, and a simulator computes their cost. Topologies do no
 I/O.
 """
 
@@ -31,10 +31,10 @@ BY_NAME: dict[str, Topology] = {
 
 
 def get(name: str) -> Topology:
-    """Return the topology of that name; a BCube may have its size, as in ``"bcube@3x2"``.
+    """Return the topology called ``name``; a BCube may include its size, as in ``"bcube@3x2"``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the name is unknown.
     """
     kind, at, size = name.partition("@")
     if kind == "bcube" and at:
@@ -48,7 +48,7 @@ def name_of(topology: Topology) -> str:
     """Return the topology's name.
 
     Raises:
-        UsageError: it has none, so it cannot be sent to workers.
+        UsageError: the topology has no name, so it cannot be sent to workers.
     """
     if type(topology) is BCube and topology.levels:
         return f"bcube@{topology.size}"

@@ -1,9 +1,9 @@
 """BCube: hosts with one network interface for each level of a recursive network of small switches.
 
-In BCube(alpha, beta) (Guo et al., SIGCOMM 2009; Canary, section 4.4.1) there are alpha**beta
-workers. Written in base alpha, a worker's rank has one digit for each level: interface ``l`` is
-plugged into port ``digit l`` of the switch that joins the alpha workers whose other digits are the
-same, its level-``l`` cube.
+BCube(alpha, beta) (Guo et al., SIGCOMM 2009; Canary, section 4.4.1) has alpha**beta workers. In
+base alpha, a worker's rank has one digit for each level. Interface ``l`` is connected to port
+``digit l`` of the switch that connects the alpha workers with equal other digits, its level-``l``
+cube.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ MOST_LEVELS = 16
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BCube(Topology):
-    """Synchronous all-reduce over all interfaces of a BCube at once, as BML does it.
+    """Synchronous all-reduce over all interfaces of a BCube concurrently, as in BML.
 
-    Every block is cut into ``levels`` equal parts. Part ``t`` is reduced along level ``t`` first,
-    then along level ``t + 1`` and so on, modulo ``levels``; so in each of the ``levels`` rounds
-    every interface carries one part. The all-gather is the same backwards. Each half sends
-    ``1 - 1/n`` of the buffer, in equal shares on all interfaces: 1.78 buffers an all-reduce for
-    BCube(3, 2), as many as a ring sends over one. Every worker gets the owner's sum, bit for bit.
+    Every block is divided into ``levels`` equal parts. Part ``t`` is reduced along level ``t``
+    first, then along level ``t + 1`` and so on, modulo ``levels``; in each of the ``levels`` rounds
+    every interface carries one part. The all-gather is the reverse. Reduce-scatter and all-gather
+    each send ``1 - 1/n`` of the buffer, equally on all interfaces: 1.78 buffers per all-reduce for
+    BCube(3, 2), as many as a ring sends over one interface. The result is bitwise equal on all
+    workers.
 
     Attributes:
-        ports: of each switch; the papers' alpha. 0: found from the workers and their interfaces.
+        ports: ports of each switch; the papers' alpha. 0: derived from the numbers of workers and
+            interfaces.
         levels: interfaces of each worker; the papers' beta. 0: as for ``ports``.
 
     Raises:
@@ -55,20 +57,20 @@ class BCube(Topology):
 
     @property
     def size(self) -> str:
-        """Both numbers, as in ``3x2``; empty where they are to be found."""
+        """Ports and levels, as in ``3x2``; empty if not yet known."""
         return f"{self.ports}x{self.levels}" if self.levels else ""
 
     @property
     def workers(self) -> int:
-        """How many workers there are, ``ports ** levels``."""
+        """The number of workers, ``ports ** levels``."""
         count: int = self.ports**self.levels
         return count
 
     def fitted(self, workers: int, interfaces: int) -> BCube:
-        """Return the BCube of so many workers with so many interfaces each.
+        """Return the BCube of ``workers`` with ``interfaces`` each.
 
         Raises:
-            UsageError: there is none, or another one is asked for.
+            UsageError: there is none, or its size differs from this one's.
         """
         if workers == 1:
             return self
@@ -93,21 +95,21 @@ class BCube(Topology):
         return f"BCube({self.ports}, {self.levels})" if self.levels else "BCube()"
 
     def digit(self, rank: int, level: int) -> int:
-        """Return which port of its level-``level`` switch a worker is plugged into."""
+        """Return the port of a worker on its level-``level`` switch."""
         low: int = self.ports**level
         return rank // low % self.ports
 
     def cube(self, rank: int, level: int) -> list[int]:
-        """Return the workers on a worker's level-``level`` switch by port, itself among them."""
+        """Return the workers on a worker's level-``level`` switch by port, including itself."""
         low: int = self.ports**level
         first = rank - self.digit(rank, level) * low
         return [first + port * low for port in range(self.ports)]
 
     def check_networks(self, networks: Sequence[Sequence[str]]) -> None:
-        """Check each level's workers to be joined directly by that level's interface.
+        """Check that the interfaces of each cube are in one network.
 
         Raises:
-            UsageError: the ranks are not wired so.
+            UsageError: the interfaces of a cube are in several networks.
         """
         if len(networks) == 1:
             return
@@ -123,15 +125,12 @@ class BCube(Topology):
                 )
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
-        """Sum all workers' buffers; afterwards ``blocks[rank]`` holds it, the rest is scratch."""
+        """As `Topology.reduce_scatter`."""
         parts = self._parts(blocks)
         return [self._scatter(rank, parts, step) for step in range(len(parts) and self.levels)]
 
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
-        """Spread every worker's ``blocks[rank]`` to all the others: the reduce-scatter backwards.
-
-        Where a block would have come from, its sum goes to.
-        """
+        """As `Topology.all_gather`; the reverse of the reduce-scatter."""
         parts = self._parts(blocks)
         steps = reversed(range(len(parts) and self.levels))
         return [self._gather(rank, parts, step) for step in steps]
@@ -143,9 +142,9 @@ class BCube(Topology):
         blocks: Sequence[Span],
         interface: int = 0,  # noqa: ARG002
     ) -> list[Round]:
-        """Spread ``root``'s blocks level by level: who has a block sends it along the next level.
+        """Send ``root``'s blocks level by level: workers that have a block send it along the next.
 
-        Each block begins at another level, so that all interfaces are busy.
+        Blocks begin at different levels, so that all interfaces are used.
         """
         if not self._parts(blocks):
             return []
@@ -154,7 +153,7 @@ class BCube(Topology):
             order = self._order(number)
             far = [self.digit(rank, at) != self.digit(root, at) for at in order]
             wrong = [step for step, differs in enumerate(far) if differs]
-            # Whoever differs from the root last at some level has it along that level.
+            # A worker receives a block along the last level at which it differs from the root.
             begin = wrong[-1] + 1 if wrong else 0
             if wrong:
                 level = order[wrong[-1]]
@@ -169,11 +168,7 @@ class BCube(Topology):
         return rounds
 
     def _parts(self, blocks: Sequence[Span]) -> list[list[Span]]:
-        """Return each block's parts; nothing where a worker is alone.
-
-        Raises:
-            UsageError: there are not as many blocks as workers.
-        """
+        """Return each block's parts, or nothing for a single worker."""
         if len(blocks) == 1:
             return []
         if not self.levels or len(blocks) != self.workers:
@@ -181,12 +176,12 @@ class BCube(Topology):
         return [split(block, [1] * self.levels) for block in blocks]
 
     def _others(self, rank: int, level: int, way: int = 1) -> list[int]:
-        """Return the others of a cube, from the next one on (``way`` = -1: from the one before)."""
+        """Return a cube's other workers, from the next one upwards, or downwards if way is -1."""
         cube, own = self.cube(rank, level), self.digit(rank, level)
         return [cube[(own + way * k) % self.ports] for k in range(1, self.ports)]
 
     def _scatter(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
-        """One round, in which each part loses one digit: what is left to sum is 1/ports of it."""
+        """Return one round, which divides the span still to be summed of each part by ``ports``."""
         return interleave(
             self._scatter_part(rank, parts, part, step) for part in range(self.levels)
         )
@@ -204,13 +199,13 @@ class BCube(Topology):
                 yield Recv(peer, parts[block][part], True, level)
 
     def _gather(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
-        """One round, in which each worker has ``ports`` times as much of each part as before."""
+        """Return one round, which multiplies the held span of each part by ``ports``."""
         return interleave(self._gather_part(rank, parts, part, step) for part in range(self.levels))
 
     def _gather_part(
         self, rank: int, parts: Sequence[Sequence[Span]], part: int, step: int
     ) -> Iterator[Hop]:
-        """What a worker has had for longest comes first."""
+        """Yield hops; the blocks that a worker has held for longest are sent first."""
         order = self._order(part)
         level, later = order[step], order[step + 1 :]
         for peer in self._others(rank, level, -1):
@@ -221,14 +216,12 @@ class BCube(Topology):
                 yield Recv(peer, parts[block][part], False, level)
 
     def _order(self, part: int) -> list[int]:
-        """Return the levels in the order in which a part is reduced along them."""
         return [(part + step) % self.levels for step in range(self.levels)]
 
     def _around(self, rank: int, levels: Sequence[int]) -> Iterator[int]:
-        """Yield the blocks whose owners differ from ``rank`` at these levels at most.
+        """Yield the blocks whose owners differ from ``rank`` only at these levels.
 
-        In the order of how far they are from it, the same seen from every rank: so all workers do
-        the same at the same time, and no two of them wait for one receiver.
+        The order of distances is equal for all ranks, so that no two workers send to one receiver.
         """
         for moves in itertools.product(range(self.ports), repeat=len(levels)):
             block = rank
@@ -238,10 +231,10 @@ class BCube(Topology):
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Read ``3x2`` as ports and levels.
+    """Parse ``3x2`` as ports and levels.
 
     Raises:
-        UsageError: it is no such text.
+        UsageError: the text is malformed.
     """
     ports, _, levels = text.partition("x")
     fine = ports.isdecimal() and levels.isdecimal() and len(text) < 9
@@ -254,16 +247,16 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def interleave(parts: Iterable[Iterable[Hop]]) -> Round:
-    """Put the parts' hops in turn, so that all interfaces have something to carry from the start.
+    """Alternate the parts' hops, so that all interfaces are used from the start.
 
-    Between two workers all hops of a round are of one part, so both see them in the same order.
+    All hops of a round between two workers belong to one part, so both have the same order.
     """
     turns = itertools.zip_longest(*parts)
     return tuple(hop for turn in turns for hop in turn if hop is not None)
 
 
 def _root(workers: int, levels: int) -> int:
-    """Return the most ports with which a BCube of so many levels has no more than ``workers``."""
+    """Return the largest number of ports with which a BCube has at most ``workers`` workers."""
     ports = 1
     while levels and (ports + 1) ** levels <= workers:
         ports += 1
@@ -276,7 +269,7 @@ def _said(workers: int, interfaces: int) -> str:
 
 
 def _none_text(workers: int, interfaces: int, ports: int) -> str:
-    """Say what would make a BCube where this does not; ``ports`` is from `_root`."""
+    """List the numbers of workers that form a BCube; ``ports`` is the result of `_root`."""
     near = [p for p in (ports, ports + 1) if p > 1 and interfaces]
     fit = [f"{_said(p**interfaces, interfaces)} are BCube({p}, {interfaces})" for p in near]
     fit += [

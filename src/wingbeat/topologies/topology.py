@@ -1,4 +1,4 @@
-"""Topologies: frozen values that give each rank its rounds of hops. Ring, mesh and doubling."""
+"""The interface of topologies, and ring, mesh and doubling."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from wingbeat.types import Recv, Round, Send, Span
 
 @dataclass(frozen=True, slots=True)
 class Topology(Part, ABC):
-    """The connections along which the blocks of a buffer travel.
+    """The connections over which the blocks of a buffer are sent.
 
-    Implementations are frozen dataclasses, so they can be compared and used as keys. Their methods
-    are pure. ``blocks[i]`` is the span that rank ``i`` owns; ``interface`` is the number of the
-    network interface that is used; of several interfaces each carries a share.
+    Implementations are frozen dataclasses, so that they can be compared and hashed, with pure
+    methods. ``blocks[i]`` is the span that rank ``i`` owns. ``interface`` is the index of the
+    network interface; each interface carries a part of every block.
 
     Attributes:
-        spans_links: whether its hops name interfaces themselves, so that one program uses all of
-            them and data may arrive on one and leave on another; ``interface`` is 0 then.
-        symmetric: whether each rank's rounds are rank 0's with all peers shifted by its number,
-            for blocks of equal length.
-        in_place: whether sent data stays unchanged until it has arrived; otherwise copies are
+        spans_links: whether one program uses all interfaces: each hop has its interface, data may
+            arrive on one and leave on another, and ``interface`` is 0.
+        symmetric: whether each rank's rounds are those of rank 0 with all peers shifted by the
+            rank, for blocks of equal length.
+        in_place: whether sent data does not change until it has arrived; otherwise copies are
             sent.
     """
 
@@ -33,26 +33,26 @@ class Topology(Part, ABC):
     in_place: ClassVar[bool] = True
 
     def fitted(self, workers: int, interfaces: int) -> Topology:  # noqa: ARG002
-        """Return the topology for so many workers and interfaces: usually itself.
+        """Return the topology for the given numbers of workers and interfaces, usually itself.
 
         Raises:
-            UsageError: it does not fit.
+            UsageError: the topology does not support these numbers.
         """
         return self
 
     def check_networks(self, networks: Sequence[Sequence[str]]) -> None:
-        """Check that the workers are wired as required.
+        """Check that the network connects the workers as required.
 
         Args:
-            networks: for each rank, the subnet of each of its interfaces.
+            networks: for each rank, the subnet of each interface.
 
         Raises:
-            UsageError: they are not.
+            UsageError: the network does not fit the topology.
         """
 
     @abstractmethod
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-        """Sum all workers' buffers; then ``blocks[rank]`` holds the sum, the rest is undefined."""
+        """Sum all buffers into ``blocks[rank]`` of each rank; other elements become undefined."""
 
     @abstractmethod
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
@@ -68,10 +68,7 @@ class Topology(Part, ABC):
     def broadcast(
         self, rank: int, root: int, blocks: Sequence[Span], interface: int = 0
     ) -> list[Round]:
-        """Forward all blocks from ``root`` from rank to rank, one by one, so that hops overlap.
-
-        The blocks are merely pieces of the buffer here.
-        """
+        """Forward all blocks from ``root`` from rank to rank, one by one, so that hops overlap."""
         size = len(blocks)
         position = (rank - root) % size
         rounds: list[Round] = []
@@ -85,10 +82,10 @@ class Topology(Part, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Ring(Topology):
-    """Ring: each worker sends to the next and receives from the one before.
+    """Ring: each worker sends to the next rank and receives from the previous one.
 
-    Every worker sends ``(P-1)/P`` of the buffer in ``P-1`` rounds, for reduce-scatter and for
-    all-gather: DeAR (Zhang et al., 2023), Eqs. 3 and 4.
+    Reduce-scatter and all-gather each send ``(P-1)/P`` of the buffer in ``P-1`` rounds: DeAR (Zhang
+    et al., 2023), Eqs. 3 and 4.
     """
 
     symmetric: ClassVar[bool] = True
@@ -122,20 +119,17 @@ def _exchange(
 
 @dataclass(frozen=True, slots=True)
 class Mesh(Topology):
-    """Mesh: direct exchange between every two workers.
+    """Mesh: direct exchange between all pairs of workers.
 
-    As many bytes as the ring, ``(P-1)/P`` of the buffer each way, but one hop instead of ``P-1``
-    (Canary, section 4.2). All peers are served at once, chunk by chunk, each worker beginning with
-    the next rank: a block's first chunk is complete long before its last, and can be sent on.
+    Sends as many bytes as the ring, ``(P-1)/P`` of the buffer each way, but in one hop instead of
+    ``P-1`` (Canary, section 4.2). Each worker sends to all peers concurrently, chunk by chunk,
+    starting with the next rank, so that the first chunks can be forwarded before the last arrive.
     """
 
     symmetric: ClassVar[bool] = True
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-        """Send each worker its block; afterwards ``blocks[rank]`` holds the sum.
-
-        Contributions are added in the order of the hops, so every run gives the same bits.
-        """
+        """Send each worker its block; the owner adds contributions in a deterministic order."""
         size = len(blocks)
         after = [(rank + k) % size for k in range(1, size)]
         before = [(rank - k) % size for k in range(1, size)]
@@ -147,7 +141,7 @@ class Mesh(Topology):
         ]
 
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-        """As `Topology.all_gather`, directly."""
+        """As `Topology.all_gather`."""
         size = len(blocks)
         after = [(rank + k) % size for k in range(1, size)]
         before = [(rank - k) % size for k in range(1, size)]
@@ -161,7 +155,7 @@ class Mesh(Topology):
     def broadcast(
         self, rank: int, root: int, blocks: Sequence[Span], interface: int = 0
     ) -> list[Round]:
-        """Send all blocks from ``root`` directly to the others: one hop, for small buffers."""
+        """Send all blocks from ``root`` directly to all others, in one hop."""
         size = len(blocks)
         pieces = [block for block in blocks if block]
         if rank != root:
@@ -172,16 +166,16 @@ class Mesh(Topology):
 
 @dataclass(frozen=True, slots=True)
 class Doubling(Topology):
-    """Doubling: the held blocks double with each round, so there are ``log2 P`` rounds, rounded up.
+    """Doubling: the number of received blocks doubles in each of ``ceil(log2 P)`` rounds.
 
-    As many bytes as the ring, ``(P-1)/P`` of the buffer each way, in the fewest possible rounds:
-    for small payloads, where latency dominates (OMGS-SGD, section II-F). This is Bruck's variant of
-    recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4.1), which works for every
-    number of workers.
+    Sends as many bytes as the ring, ``(P-1)/P`` of the buffer each way, in the minimum number of
+    rounds, for small payloads, where latency dominates (OMGS-SGD, section II-F). This is Bruck's
+    variant of recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4.1), which supports
+    any number of workers.
     """
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
-        """As `Topology.reduce_scatter`: the all-gather reversed."""
+        """As `Topology.reduce_scatter`; the reverse of the all-gather."""
         size = len(blocks)
         return [
             _round(
@@ -208,7 +202,7 @@ class Doubling(Topology):
 
 
 def _steps(size: int) -> Iterator[tuple[int, int]]:
-    """Yield each round's distance to the peer, and the number of blocks sent."""
+    """Yield each round's distance to the peer and number of blocks."""
     step = 1
     while step < size:
         yield step, min(step, size - step)
@@ -216,7 +210,7 @@ def _steps(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _spans(blocks: Sequence[Span], last: int, count: int) -> list[Span]:
-    """Return the ``count`` blocks that end with ``last``; adjacent ones are merged."""
+    """Return the ``count`` blocks that end with ``last``; adjacent blocks are merged."""
     size = len(blocks)
     out: list[Span] = []
     for index in sorted((last - k) % size for k in range(count)):

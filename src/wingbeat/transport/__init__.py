@@ -1,4 +1,4 @@
-"""Over what: process groups, messages, NCCL on GPUs; loopback for tests.
+"""Transport layer: process groups, messages, NCCL on GPUs, and an in-memory loopback for tests.
 
 Names are loaded on first use, so that `wingbeat.transport.messages` needs no torch.
 """

@@ -1,7 +1,7 @@
 """Background threads whose failure is an error of the job.
 
-A thread that only reports events looks healthy after it has died. Its owner checks `failure` in the
-training thread and raises it.
+A thread that has ended is not visible to its owner. The owner checks `failure` in the training
+thread and raises it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundThread(threading.Thread):
-    """A daemon thread that stores the exception that ended it.
+    """A daemon thread that runs ``work`` and stores the exception that ended it.
 
-    Args:
-        work: the function to run; it handles the errors that it expects.
-        name: name of the thread; part of the failure's text.
-        died: called in this thread after ``work`` raised, for example to end a wait.
-
-    Attributes:
-        failure: one line about the exception that ended it; empty while ``work`` has not raised.
+    ``died`` is called in this thread after ``work`` raised, for example to end a wait. ``failure``
+    is one line about the exception; empty while ``work`` has not raised.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Checks that enough file descriptors are available before sockets are opened.
 
 gloo and libzmq abort the process when they get no file descriptor. These checks raise a
-`UsageError` before that.
+`UsageError` instead.
 """
 
 from __future__ import annotations
@@ -16,44 +16,34 @@ FD_DIRECTORY = "/dev/fd"
 """Lists the open descriptors of this process."""
 
 GLOO_DEVICE_DESCRIPTORS = 4
-"""Descriptors of a gloo device: its listening socket, its epoll and a pipe. Each connected peer
-takes one more.
-"""
+"""Descriptors of a gloo device: listening socket, epoll, pipe. Each connected peer adds one."""
 
 _RESERVED = 4
-"""Descriptors kept free for others: files that are read, modules that are imported."""
+"""Descriptors kept free for other uses, such as files and imports."""
 
 
 def raise_limit() -> None:
     """Raise the soft limit of open descriptors, RLIMIT_NOFILE, to the hard one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):  # a hard limit that is above fs.nr_open
+    with contextlib.suppress(ValueError, OSError):  # the hard limit may exceed fs.nr_open
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def require(count: int, what: str) -> None:
-    """Check that ``count`` more descriptors can be opened.
-
-    Args:
-        count: descriptors needed.
-        what: what they are for, as the beginning of the error text.
-
-    Raises:
-        UsageError: the limit is too low; names it and the number needed.
-    """
+    """Check that ``count`` more descriptors can be opened for ``what``; else a `UsageError`."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return
     try:
         used = len(os.listdir(FD_DIRECTORY)) - 1  # the directory itself
     except OSError:
-        used = limit  # none is left to read the directory with
+        used = limit  # none is left to open the directory
     if used + count + _RESERVED > limit:
         raise too_few_error(what, used + count + _RESERVED)
 
 
 def too_few_error(what: str, needed: int | None = None) -> UsageError:
-    """Return the error for a process that has no descriptor left for ``what``."""
+    """Return the error of a process that has no descriptor left for ``what``."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     number = "more" if needed is None else f"at least {needed}"
     return UsageError(

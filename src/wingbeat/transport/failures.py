@@ -1,8 +1,8 @@
 """Failure attribution and liveness: which worker failed first, and how long to wait for a peer.
 
-When one worker is lost its neighbours fail too, and theirs after them. A worker publishes in the
-store how it exits, and a worker that fails publishes which peer it was waiting for, before it
-closes its connections. A worker that finds a closed connection reads these.
+When one worker is lost, its neighbours fail too, and theirs after them. Each worker publishes in
+the store how it exits. A worker that fails publishes the peer that it was waiting for, before it
+closes its connections. A worker that finds a closed connection reads these values.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from wingbeat.transport.store import Store
 
 ANSWER_TIMEOUT_S = 2.0
-"""Seconds to wait for another worker to publish that it, too, was waiting."""
+"""Seconds to wait for another worker to publish its own wait."""
 
 TERMINATED = 128 + signal.SIGTERM
-"""The exit status of a process that ends after SIGTERM in good order."""
+"""Exit status of a graceful shutdown after SIGTERM."""
 
 _POLL_S = 0.02
-"""Seconds between two reads of the store. The store's own wait logs a warning for each miss."""
+"""Seconds between two reads of the store. The store's own wait logs a warning on each timeout."""
 
 _MAX_OPERATION_CHARS = 80
-"""Characters of the operation that a peer publishes."""
+"""Maximum characters of the operation that a peer publishes."""
 
 _FINISHED, _FAILED = "finished", "failed"
 _ABORTED = "given up"
@@ -38,12 +38,12 @@ _ABORTED = "given up"
 
 def publish_exit(store: Store, rank: int, finished: bool) -> None:
     """Publish that ``rank`` exits: normally if ``finished``, else with an exception."""
-    with contextlib.suppress(RuntimeError):  # the store may have ended with rank 0
+    with contextlib.suppress(RuntimeError):  # the store may be unavailable with rank 0
         store.set(f"left/{rank}", _FINISHED if finished else _FAILED)
 
 
 def publish_failure(store: Store, rank: int, error: BaseException) -> None:
-    """Publish the exception that ends ``rank``. Call this before any connection is closed."""
+    """Publish the exception that ends ``rank``. Call it before any connection is closed."""
     with contextlib.suppress(RuntimeError):
         store.set(f"failed/{rank}", describe_error(error))
 
@@ -53,16 +53,16 @@ def published_failure(store: Store, rank: int) -> str:
     if not store.has(f"failed/{rank}"):
         return ""
     try:
-        # The text goes into a one-line message and may come from any process.
+        # Any process may have written the text, and it becomes part of a one-line message.
         return printable(store.get(f"failed/{rank}", ANSWER_TIMEOUT_S), MAX_ERROR_CHARS)
     except TimeoutError:
         return ""
 
 
 def first_failed(store: Store, ranks: Iterable[int]) -> tuple[int, str] | None:
-    """Return the first of ``ranks`` that failed by itself, with its exception; None if none did.
+    """Return the first of ``ranks`` that failed by itself, with its exception, or None.
 
-    A worker that ended with a `PeerError` was waiting for another one.
+    A worker that exited with a `PeerError` was waiting for another one.
     """
     failures = ((rank, published_failure(store, rank)) for rank in ranks)
     own = (each for each in failures if each[1] and not each[1].startswith("PeerError"))
@@ -85,7 +85,7 @@ def has_finished(store: Store, rank: int) -> bool:
 
 
 def finished_peer_text(rank: int, finished: int, waiting_in: str) -> str:
-    """Return the error of ``rank`` that waits for a peer that has finished."""
+    """Return the error text of ``rank``, which waits for a peer that has finished."""
     return (
         f"rank {rank}: rank {finished} has finished (its script ended, or called sys.exit() or "
         f"wingbeat.shutdown()) while this rank still trains and waits for it in {waiting_in}: "
@@ -97,15 +97,10 @@ def finished_peer_text(rank: int, finished: int, waiting_in: str) -> str:
 class FailureAttribution:
     """Finds the root cause of a failure: the worker at the end of the chain of waits.
 
-    Each worker that fails publishes the peer it was waiting for. A worker that was itself waiting
-    is not the cause; the first one that published nothing is.
-
-    Args:
-        store: where the workers publish.
-        rank: this worker's rank in the world. All ranks here are ranks in the world.
-        size: number of workers in the world.
-        timeout: upper limit of each wait here, in seconds.
-        prefix: prefix of the keys, where only the members of a group are concerned.
+    Each worker that fails publishes the peer that it was waiting for. A worker that was itself
+    waiting is not the cause; the first worker in the chain that published nothing is. All ranks are
+    ranks in the world of ``size`` workers. ``timeout`` is the upper limit of each wait here, in
+    seconds. ``prefix`` is the prefix of a group's keys.
     """
 
     def __init__(
@@ -119,7 +114,7 @@ class FailureAttribution:
 
     def publish_wait(self, peer: int, operation: str = "") -> None:
         """Publish that this rank failed while it waited for ``peer`` in ``operation``."""
-        with contextlib.suppress(RuntimeError):  # the store may have ended
+        with contextlib.suppress(RuntimeError):  # the store may be unavailable
             self._store.set(f"{self._prefix}waited/{self._rank}", f"{peer} {operation}")
             if self._prefix:
                 self.abort()
@@ -131,7 +126,7 @@ class FailureAttribution:
                 self._store.set(f"{self._prefix}{_ABORTED}", str(self._rank))
 
     def aborted_by(self) -> int | None:
-        """Return the rank that aborted this group first; None if no rank has."""
+        """Return the rank that aborted this group first, or None."""
         if not self._store.has(f"{self._prefix}{_ABORTED}"):
             return None
         try:
@@ -141,15 +136,15 @@ class FailureAttribution:
         return rank if 0 <= rank < self._size else None
 
     def awaited_by(self, rank: int) -> int | None:
-        """Return the peer that ``rank`` waited for when it failed; None if it published none."""
+        """Return the peer for which ``rank`` waited when it failed, or None."""
         return self._read("waited", rank)
 
     def has_exited(self, rank: int) -> bool:
-        """Whether ``rank`` has published that it exits, normally or not."""
+        """As `has_exited`."""
         return has_exited(self._store, rank)
 
     def operation(self, rank: int) -> str:
-        """Return the operation in which ``rank`` was waiting when it failed, or an empty text."""
+        """Return the operation in which ``rank`` was waiting when it failed; empty if unknown."""
         if not self._store.has(f"{self._prefix}waited/{rank}"):
             return ""
         try:
@@ -161,9 +156,8 @@ class FailureAttribution:
     def root_cause(self, peer: int) -> int:
         """Return the rank that caused the failure of this rank, which waited for ``peer``.
 
-        If the chain of waits leads back to this rank, every rank in it waited for another one and
-        no cause can be told apart; then ``peer`` is returned. In a group the first result is stored
-        and returned again by later calls.
+        If the chain of waits is a cycle through this rank, no cause can be identified and ``peer``
+        is returned. In a group the first result is stored and returned by later calls.
         """
         if self._prefix and (found := self._read("culprit", self._rank)) is not None:
             return found
@@ -174,7 +168,6 @@ class FailureAttribution:
         return found
 
     def _end_of_chain(self, peer: int) -> int:
-        """Return the end of the chain of waits that begins with this rank's wait for ``peer``."""
         first, seen = peer, {self._rank}
         while peer not in seen:
             seen.add(peer)
@@ -185,7 +178,7 @@ class FailureAttribution:
         return first if peer == self._rank else peer
 
     def failure(self, rank: int) -> str:
-        """Return the exception that ended ``rank``, as it published it; empty if it did not."""
+        """As `published_failure`."""
         return published_failure(self._store, rank)
 
     def has_finished(self, rank: int) -> bool:
@@ -193,10 +186,10 @@ class FailureAttribution:
         return has_finished(self._store, rank) and self.awaited_by(rank) is None
 
     def _poll_awaited(self, peer: int) -> int | None:
-        """Return the peer that ``peer`` was waiting for; None if it publishes none in time."""
+        """Return the peer for which ``peer`` was waiting; None if it publishes none in time."""
         deadline = time.monotonic() + self._timeout_s
         while True:
-            # A worker publishes its wait before it exits: read in this order.
+            # In this order: a worker publishes its wait before it exits.
             is_final = has_exited(self._store, peer) or time.monotonic() >= deadline
             if self._store.has(f"{self._prefix}waited/{peer}"):
                 return self._read("waited", peer)
@@ -218,20 +211,17 @@ class FailureAttribution:
 
 
 _READ_TIMEOUT_S = 2.0
-"""Seconds that the store may take to return a value that exists."""
+"""Seconds for the store to return a value that exists."""
 
 
 def publish_wait(store: Store, rank: int, peer: int | None) -> None:
-    """Publish the peer that ``rank`` has been waiting for; None if it is not waiting any more."""
-    with contextlib.suppress(RuntimeError, TimeoutError):  # the store may have ended
+    """Publish the peer for which ``rank`` is waiting; None if it is not waiting any more."""
+    with contextlib.suppress(RuntimeError, TimeoutError):  # the store may be unavailable
         store.set(f"waiting/{rank}", "" if peer is None else str(peer))
 
 
 def last_awaited(store: Store, rank: int, peer: int) -> int | None:
-    """Return the worker at the end of the chain of waits of ``rank`` for ``peer``.
-
-    None if the chain is a cycle, whether or not it contains ``rank``.
-    """
+    """Return the end of the chain of waits of ``rank`` for ``peer``; None for a cycle."""
     seen = {rank}
     while peer not in seen:
         seen.add(peer)
@@ -261,14 +251,14 @@ def _read_awaited(store: Store, rank: int) -> int | None:
 
 
 MAX_WAIT_FACTOR = 10.0
-"""Timeouts of `init` for which a live peer is waited for. After that it counts as stuck."""
+"""Multiple of the timeout of `init` after which a live peer counts as stuck."""
 
 LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about one wait, and before the first one."""
 
 
 def stuck_peer_text(me: str, peer: str, what: str, timeout: float) -> str:
-    """Return the error of a wait for a peer that is alive and does not respond."""
+    """Return the error text of a wait for a peer that is alive and does not respond."""
     return (
         f"{me}: {peer} is alive, but {what} did not come from it for "
         f"{MAX_WAIT_FACTOR * timeout:g} s ({MAX_WAIT_FACTOR:g} times the timeout of "
@@ -278,15 +268,10 @@ def stuck_peer_text(me: str, peer: str, what: str, timeout: float) -> str:
 
 
 class WaitLog:
-    """Logs a long wait every 30 s.
+    """Logs a long wait of ``me`` for ``what`` every 30 s.
 
-    A peer that evaluates, saves or compiles is silent for long and alive. A wait ends after the
-    timeout of `init` only if the process of the peer has ended or its host cannot be reached.
-
-    Args:
-        me: name of this worker in log lines.
-        what: what it waits for.
-        clock: returns seconds.
+    A peer that evaluates, saves or compiles sends nothing for long and is alive. A wait ends after
+    the timeout of `init` only if the peer's process has exited or its host is unreachable.
     """
 
     def __init__(self, me: str, what: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,10 +1,10 @@
 """Links over gloo: one process group for each network interface, and its listening sockets.
 
-gloo never closes an idle incoming connection, aborts the process when it has no descriptor for
-another one, and cannot stop listening. So once all peers are connected, a socket filter is attached
-that drops every packet: the kernel then drops each connection attempt and gloo sees none of them.
-Existing connections have sockets of their own and are not affected. Without the filter the members
-of another group can connect again.
+gloo never closes an idle incoming connection, aborts the process if it has no descriptor for
+another one, and cannot stop listening. Once all peers are connected, a socket filter therefore
+drops every packet to the listening socket, so the kernel drops each connection attempt before gloo
+sees it. Existing connections have their own sockets and are not affected. Removing the filter lets
+the members of another group connect.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ _DROP_ALL = _Program(1, ctypes.pointer(_Instruction(_BPF_RET_K, 0, 0, 0)))
 
 
 class DeviceListener:
-    """The listening sockets of a gloo device. Used only while the device exists.
-
-    Args:
-        sockets: their descriptors, owned by gloo; empty if unknown.
-    """
+    """The listening sockets of a gloo device, owned by gloo; empty if unknown."""
 
     def __init__(self, sockets: Sequence[int]) -> None:
         self._sockets = sockets
@@ -101,7 +97,7 @@ class DeviceListener:
 def open_device(address: str) -> tuple[dist.ProcessGroupGloo.Device, DeviceListener]:
     """Create a gloo device that listens on an address of this host.
 
-    Lazy connections are off whatever TORCH_GLOO_LAZY_INIT says: all peers connect at once, so the
+    Lazy connections are off regardless of TORCH_GLOO_LAZY_INIT: all peers connect at once, so the
     device need not listen later.
     """
     return watch_listeners(
@@ -112,8 +108,8 @@ def open_device(address: str) -> tuple[dist.ProcessGroupGloo.Device, DeviceListe
 def watch_listeners(make: Callable[[], T], count: int = 1) -> tuple[T, DeviceListener]:
     """Return the result of ``make`` and the ``count`` sockets that started to listen in it.
 
-    If another thread started to listen meanwhile, the sockets cannot be told apart: then the
-    `DeviceListener` has none, and a warning says that the port stays open.
+    If another thread started to listen meanwhile, the sockets cannot be distinguished. Then the
+    `DeviceListener` has none, and a warning is logged.
     """
     with _creating_device:
         before = _open_sockets()
@@ -137,7 +133,7 @@ def _open_sockets() -> set[tuple[int, int]]:
     for name in os.listdir(descriptors.FD_DIRECTORY):
         try:
             status = os.fstat(int(name))
-        except OSError:  # closed meanwhile, like the directory itself
+        except OSError:  # closed meanwhile, as the directory itself
             continue
         if stat.S_ISSOCK(status.st_mode):
             found.add((int(name), status.st_ino))
@@ -166,12 +162,11 @@ _MIN_WAIT_S = 0.001
 
 
 class GlooLink:
-    """Connections to all peers over one interface, one TCP connection each.
+    """One TCP connection to each peer over one interface.
 
-    ``device`` is a gloo device that the caller owns. It listens until all peers are connected.
-
-    Raises:
-        RendezvousError: a peer could not be reached; names rank, address, interface and duration.
+    The caller owns ``device``, a gloo device that listens until all peers are connected. A
+    `RendezvousError` names the rank, address, interface and duration if a peer could not be
+    reached.
     """
 
     def __init__(
@@ -191,7 +186,7 @@ class GlooLink:
             if device is None:
                 device = open_device(interface.address)
             else:
-                options._threads = 0  # for gloo's own collectives
+                options._threads = 0  # only gloo's own collectives use them
             options._devices = [device[0]]
             self._group = dist.ProcessGroupGloo(store, rank, size, options)
             device[1].block()  # this rank is now connected to all others
@@ -204,7 +199,8 @@ class GlooLink:
                 "check that every host can reach this address, or name other interfaces"
             ) from None
         finally:
-            # An exception keeps this frame alive, which must not keep gloo listening.
+            # An exception keeps this frame alive, and the frame's variables would keep gloo
+            # listening.
             del device, options
 
     @property
@@ -213,11 +209,11 @@ class GlooLink:
         return self._name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooPending:
-        """Start sending. The tensor must not change until the wait returns."""
+        """As `Link.send`."""
         return GlooPending(self._open_group().send([tensor], peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooPending:
-        """Start receiving. If posted early, the peer can send without a round trip."""
+        """As `Link.recv`. If posted early, the peer can send without a round trip."""
         return GlooPending(self._open_group().recv([tensor], peer, tag))
 
     def _open_group(self) -> dist.ProcessGroupGloo:
@@ -241,11 +237,7 @@ class GlooPending:
         self._work = work
 
     def wait(self, seconds: float) -> None:
-        """Block until it is done, without the GIL.
-
-        Raises:
-            RuntimeError: the connection broke, or ``seconds`` passed.
-        """
+        """Block without the GIL; a `RuntimeError` if the connection broke or ``seconds`` passed."""
         self._work.wait(_timedelta(seconds))
 
 
@@ -257,5 +249,5 @@ def abort_waits(link: Link, peer: int) -> None:
 
 @lru_cache(maxsize=8)
 def _timedelta(seconds: float) -> timedelta:
-    """Cached: one object for each timeout rather than for each message."""
+    """Cached: one object per timeout rather than per message."""
     return timedelta(seconds=seconds)

@@ -1,8 +1,8 @@
 """Links of groups over gloo. Members find each other through the store.
 
-A gloo group fails as a whole, and single transfers in it cannot be cancelled. So each group of
-workers has a gloo group of its own, which is closed when the group fails or ends, with all
-transfers in it.
+A gloo group fails as a whole, and single transfers in it cannot be cancelled. Each group of workers
+therefore has its own gloo group, which is closed with all its transfers when the group fails or
+ends.
 """
 
 from __future__ import annotations
@@ -35,24 +35,22 @@ from wingbeat.transport.torch_store import Authenticator, PollingStore, TorchSto
 from wingbeat.types import Group
 
 _MIN_POLL_S, _MID_POLL_S, _MAX_POLL_S = 0.0001, 0.01, 0.1
-"""Seconds between two reads of the store: at first, after some time, and after a long time."""
+"""Seconds between two reads of the store: first, after some time, and after a long time."""
 
 _SLOW_POLL_AFTER_S = 1.0
-"""Seconds after which a member polls slowly: many groups may wait at the same time."""
+"""Seconds after which a member polls slowly, as many groups may wait at the same time."""
 
 _CHECK_INTERVAL_S = 0.1
-"""Seconds between two checks whether an awaited member can still come."""
+"""Seconds between two checks whether an awaited member can still join."""
 
 _CONNECT_TIMEOUT_S = 30.0
-"""Seconds to connect members that have all arrived. This takes milliseconds, but gloo sometimes
-blocks both ends of a connection forever.
-"""
+"""Seconds to connect present members: normally milliseconds, but gloo sometimes blocks forever."""
 
 _MAX_IDLE_DEVICES = 8
-"""For each interface; each device is a thread and a socket."""
+"""Maximum for each interface. Each device is a thread and a socket."""
 
 _BARRIER_TAG = (1 << 31) - 1
-"""Tag of the messages of the barrier after connection setup."""
+"""Tag of the barrier after connection setup."""
 
 
 _UNUSED_TAG = _BARRIER_TAG - 1
@@ -64,15 +62,11 @@ _Device: TypeAlias = tuple[dist.ProcessGroupGloo.Device, DeviceListener]
 
 
 class GlooGroups:
-    """Makes the links of one worker's groups.
+    """Creates the links of one worker's groups.
 
-    Args:
-        store: the members find each other through it. It is polled: a blocking wait would lock
-            it for all other groups of this process.
-        rank: this worker's rank.
-        size: number of workers in the world.
-        interfaces: interfaces that the world uses on this host.
-        authenticator: for the values that workers write; gloo's own values have no tag.
+    Members find each other through ``store``, which is polled: a blocking wait would lock it for
+    all other groups of this process. ``interfaces`` are those that the world uses on this host.
+    ``authenticator`` signs the values that workers write; gloo's own values have no tag.
     """
 
     def __init__(
@@ -92,10 +86,7 @@ class GlooGroups:
         self._closed = False
 
     def links(self, group: Group, timeout: float) -> tuple[Link, ...]:
-        """Return the group's links, one per interface, which connect on first use.
-
-        Members wait for each other for ``timeout`` seconds.
-        """
+        """Return one link per interface; they connect on first use within ``timeout`` seconds."""
         return tuple(
             self._link(interface.name, group, index, timeout)
             for index, interface in enumerate(self._interfaces)
@@ -108,10 +99,10 @@ class GlooGroups:
         )
 
     def store(self) -> TorchStore:
-        """Return the groups' connection to the store, which other users do not block."""
+        """Return the groups' own connection to the store, which other users do not block."""
         try:
             return PollingStore(self._start(), self._authenticator)
-        except RuntimeError:  # the groups' links report it
+        except RuntimeError:  # the groups' links report the error
             return TorchStore(self._world_store, self._authenticator)
 
     def close(self) -> None:
@@ -164,12 +155,12 @@ class GlooGroups:
 
 
 class _DevicePool:
-    """The gloo devices of one interface: each open group has one of its own.
+    """The gloo devices of one interface, one per open group.
 
     A member that arrives after this one has aborted the setup must find no listener: gloo would
-    report a connection that no longer exists, which aborts the process. So the device of a failed
-    setup is never used again. Other devices are reused, as ending one takes 10 ms. A device listens
-    only during a connection setup.
+    report a connection that no longer exists and abort the process. The device of a failed setup is
+    therefore never reused. Other devices are, as closing one takes 10 ms. A device listens only
+    during a connection setup.
     """
 
     def __init__(self, interface: Interface) -> None:
@@ -188,13 +179,12 @@ class _DevicePool:
         return open_device(self.interface.address)
 
     def release(self, device: _Device) -> None:
-        """Return a device whose group was connected to the pool."""
+        """Return the device of a group that was connected."""
         with self._lock:
             if not self._closed and len(self._idle) < _MAX_IDLE_DEVICES:
                 self._idle.append(device)
 
     def close(self) -> None:
-        """Keep no devices from now on."""
         with self._lock:
             self._closed = True
             self._idle.clear()
@@ -215,7 +205,7 @@ class _GroupLink(GlooLink):
             del device
 
     def discard(self) -> None:
-        """Close after a failed setup; the device is discarded."""
+        """Close after a failed setup, without returning the device."""
         self._own.clear()
         self.close()
 
@@ -227,13 +217,11 @@ class _GroupLink(GlooLink):
         with contextlib.suppress(RuntimeError):
             self.recv(torch.zeros(1), self._any_peer, _UNUSED_TAG).wait(_MIN_WAIT_S)
         super().close()
-        with contextlib.suppress(IndexError):  # the first caller returns it
+        with contextlib.suppress(IndexError):  # another call has returned it
             self._devices.release(self._own.pop())
 
 
 class _SetupWait:
-    """Waits for the other members during connection setup."""
-
     def __init__(
         self,
         group: Group,
@@ -274,7 +262,7 @@ class _SetupWait:
 
 
 class _GroupStore(dist.Store):  # type: ignore[misc]
-    """The store as gloo sees it during a connection setup; records the keys to delete."""
+    """The store that gloo uses during a connection setup; records the keys to delete."""
 
     def __init__(
         self,
@@ -290,14 +278,13 @@ class _GroupStore(dist.Store):  # type: ignore[misc]
         self._written: list[str] = []
 
     def clear(self) -> None:
-        """Delete this member's keys. The others have read them or will never come."""
-        with contextlib.suppress(RuntimeError):  # the store may have ended
+        """Delete this member's keys. The others have read them or will never join."""
+        with contextlib.suppress(RuntimeError):  # the store may be unavailable
             for key in self._written:
                 self._store.delete_key(self._prefix + key)
         self._written.clear()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """As `dist.Store.set`."""
         self._written.append(key)
         with self._store_errors():
             self._store.set(self._prefix + key, value)
@@ -316,7 +303,6 @@ class _GroupStore(dist.Store):  # type: ignore[misc]
         return found[0]
 
     def check(self, keys: list[str]) -> bool:
-        """As `dist.Store.check`."""
         with self._store_errors():
             return bool(self._store.check([self._prefix + key for key in keys]))
 
@@ -326,13 +312,13 @@ class _GroupStore(dist.Store):  # type: ignore[misc]
             self._wait_until(functools.partial(self.check, [key]), self._peer(key))
 
     def _peer(self, key: str) -> int:
-        member = key.rpartition("/")[2]  # keys of gloo end with a member's index
+        member = key.rpartition("/")[2]  # gloo's keys end with a member's index
         known = member.isdigit() and int(member) < len(self._ranks)
         return self._ranks[int(member) if known else 0]
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Turn a failure of the store into a `GroupSetupError` that accuses no member."""
+        """Convert a failure of the store into a `GroupSetupError` that names no other member."""
         try:
             yield
         except RuntimeError as err:
@@ -340,7 +326,7 @@ class _GroupStore(dist.Store):  # type: ignore[misc]
             raise GroupSetupError(self._rank, text) from None
 
     def has_extended_api(self) -> bool:
-        """Return False: gloo then uses the methods above alone."""
+        """Return False, so that gloo uses only the methods above."""
         return False
 
 
@@ -361,8 +347,8 @@ def _barrier(link: _GroupLink, mine: int, group: Group, timeout: float) -> None:
     except RuntimeError as err:
         lost = first_line(err)
     if lost:
-        # Not earlier: the exception's frames hold a transfer, and gloo closes nothing while one is
-        # held.
+        # Not in the handler: the exception's frames hold a transfer, and gloo closes nothing while
+        # one is held.
         pending.clear()
         link.discard()
         who = group.ranks[peer]

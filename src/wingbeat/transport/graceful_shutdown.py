@@ -34,19 +34,19 @@ from wingbeat.transport.text import parse_number
 from wingbeat.transport.world import World, current
 
 STORE_LINGER_S = 10.0
-"""Seconds for which rank 0, when it is done, serves the store to workers that still train."""
+"""Seconds for which rank 0 serves the store to workers that still train after rank 0 is done."""
 
 _EXIT_POLL_S = 0.02
 
 
 def close_world(world: World) -> None:
-    """Close a world. Before that, publish whether this rank has finished or failed."""
+    """Publish whether this rank has finished or failed, then close the world."""
     error = pending_exception()
     if error is not None:
-        # Before anything is closed: a peer that loses this rank reads it.
+        # A peer that loses this rank reads the failure, so publish it before closing anything.
         publish_failure(world.store, world.rank, error)
-    # The last callback: all queued messages are sent, and nothing is closed yet. A rank stopped by
-    # SIGTERM has not finished: it had no fewer batches than its peers.
+    # The last callback runs when all queued messages are sent and nothing is closed yet. A rank
+    # stopped by SIGTERM has not finished: it had no fewer batches than its peers.
     world.on_close(
         lambda: publish_exit(
             world.store, world.rank, not is_failing() and not _ExitHandler.terminated
@@ -58,21 +58,21 @@ def close_world(world: World) -> None:
 def close_at_exit(world: World, shutdown: Callable[[], None]) -> None:
     """Call ``shutdown`` when this process exits.
 
-    Threads that still use gloo's sockets while the interpreter exits would crash it. ``shutdown``
-    runs before pyzmq ends the thread that releases zero-copy buffers: atexit runs functions in
-    reverse order, and pyzmq's module is imported first.
+    The interpreter would crash if threads still used gloo's sockets while it exits. atexit runs
+    functions in reverse order, and pyzmq's module is imported first, so ``shutdown`` runs before
+    pyzmq ends the thread that releases zero-copy buffers.
     """
     _ExitHandler.of = _ExitHandler(world, shutdown)
     atexit.unregister(_run_at_exit)
     atexit.register(_run_at_exit)
     if multiprocessing.parent_process() is not None:
-        # A forked child of multiprocessing does not run atexit functions. At these finalizers the
-        # exception that ends it is still visible.
+        # A forked child of multiprocessing does not run atexit functions. Its finalizers still see
+        # the exception that ends the process.
         multiprocessing.util.Finalize(None, _run_at_exit, exitpriority=1)
 
 
 class _ExitHandler:
-    """What to do when this process exits. Only the last `init` counts."""
+    """What this process does when it exits. A later `init` replaces it."""
 
     of: _ExitHandler | None = None
     begun = False
@@ -87,15 +87,15 @@ class _ExitHandler:
 
 def _run_at_exit() -> None:
     this, _ExitHandler.of = _ExitHandler.of, None
-    if this is None or this.pid != os.getpid():  # threads are not inherited by a fork
+    if this is None or this.pid != os.getpid():  # threads do not survive a fork
         return
     _ExitHandler.begun = True
     failed = is_failing()
     this.shutdown()
     if not this.serves:
         return
-    # A peer that finds a closed connection reads the reason in the store, which ends with this
-    # process.
+    # A peer that finds a closed connection reads the reason in the store, which this process
+    # serves.
     deadline = time.monotonic() + (ANSWER_TIMEOUT_S if failed else STORE_LINGER_S)
     with contextlib.suppress(KeyboardInterrupt):
         for rank in range(1, this.size):
@@ -104,18 +104,18 @@ def _run_at_exit() -> None:
 
 
 def exit_after_sigterm() -> NoReturn:
-    """Exit in good order after SIGTERM, once all state is saved."""
+    """Exit with status 143. Called after all state is saved."""
     _ExitHandler.terminated = True
     raise SystemExit(TERMINATED)
 
 
 def is_failing() -> bool:
-    """Whether an exception is about to end this process or the block that shuts down."""
+    """Whether an exception is about to end this process."""
     return pending_exception() is not None
 
 
 def pending_exception() -> BaseException | None:
-    """Return the exception that is about to end this process or the block that shuts down."""
+    """Return the exception that is about to end this process, or None."""
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         if error.code in (None, 0, TERMINATED):
@@ -128,10 +128,10 @@ def pending_exception() -> BaseException | None:
 
 
 GRACE_S = 25.0
-"""Seconds after SIGTERM: below the 30 that torchrun, SLURM and Kubernetes wait before SIGKILL."""
+"""Default seconds from SIGTERM to exit: torchrun, SLURM and Kubernetes send SIGKILL after 30."""
 
 _CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks whether another rank received the signal."""
+"""Seconds between two checks for a signal on another rank."""
 
 _AGREEMENT_S = 5.0
 """Seconds in which all ranks publish their step counts."""
@@ -139,7 +139,7 @@ _AGREEMENT_S = 5.0
 _POLL_S = 0.02
 
 _MAX_DIGITS = 15
-"""Decimal digits of a step count that another rank may publish."""
+"""Maximum decimal digits of a step count from another rank."""
 
 
 def on_terminate(save: Callable[[], object], *, grace: float = GRACE_S) -> None:
@@ -147,21 +147,21 @@ def on_terminate(save: Callable[[], object], *, grace: float = GRACE_S) -> None:
 
     When any rank receives SIGTERM, every rank finishes a step, calls ``save()``, and exits with
     ``SystemExit(143)``, 128 plus the signal's number. ``save`` runs in the training thread, before
-    the next forward of a model in training: after ``optimizer.step()`` and what follows it in the
-    loop. Where each step needs all workers, it runs after the same step on all ranks; with
-    `Canary`, `Ripples`, `ADPSGD`, `LocalSGD` and `DiLoCo` after the current step of each rank. So
-    it may call what all ranks have to call, such as ``optimizer.state_dict()`` of a sharded
-    optimizer or `consensus`.
+    the next forward of a model in training mode: after ``optimizer.step()`` and the code that
+    follows it in the loop. If each step needs all workers, ``save`` runs after the same step on all
+    ranks. With `Canary`, `Ripples`, `ADPSGD`, `LocalSGD` and `DiLoCo` it runs after the current
+    step of each rank. ``save`` may therefore call functions that all ranks must call, such as
+    ``optimizer.state_dict()`` of a sharded optimizer or `consensus`.
 
-    All ranks have to call this in the main thread after `init`; a second call replaces ``save`` and
-    ``grace``. A signal handler that was installed before is called too. Without this call SIGTERM
+    All ranks must call this in the main thread after `init`. A second call replaces ``save`` and
+    ``grace``. A signal handler that was installed before is called too. Without this call, SIGTERM
     ends the process at once.
 
     Args:
-        save: takes no arguments.
-        grace: seconds after SIGTERM within which the step and ``save`` have to end. Then the
-            process exits with status 143 in any case and writes so to standard error. Set less
-            than the scheduler waits before SIGKILL.
+        save: a function without arguments.
+        grace: seconds after SIGTERM within which the step and ``save`` must end. After that the
+            process writes a line to standard error and exits with status 143. Set less than the
+            scheduler's delay before SIGKILL.
 
     Raises:
         UsageError: called before `init`, outside of the main thread, or with invalid arguments.
@@ -188,17 +188,11 @@ class SigtermHandler:
     """Handles SIGTERM in one process.
 
     The first rank that receives the signal publishes it in the store, which all ranks check once a
-    second. Each rank then publishes its step count and completes no step until all have. The job
-    stops after one step more than the highest count. So no rank stops before a step for which
-    others need it, and without a signal nothing is exchanged.
+    second. Each rank then publishes its step count and completes no step until all ranks have. The
+    job stops one step after the highest count, so no rank stops before a step for which others need
+    it. Without a signal the ranks exchange nothing.
 
-    Args:
-        world: all workers.
-        save: saves the state.
-        grace: seconds after the signal until this process exits.
-
-    Attributes:
-        after: step count after which the job stops; None while no rank received the signal.
+    ``after`` is the step count after which the job stops; None while no rank received the signal.
     """
 
     def __init__(self, world: World, save: Callable[[], object], grace: float) -> None:
@@ -226,7 +220,7 @@ class SigtermHandler:
         if self.after is not None:
             return
         self._closed.set()
-        self._signalled.set()  # ends the thread's wait
+        self._signalled.set()  # wakes the thread
         ours = signal.getsignal(signal.SIGTERM) == self._on_signal
         if ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._former)
@@ -247,14 +241,7 @@ class SigtermHandler:
         self._is_between = True
 
     def stop_if_due(self, *, lockstep: bool) -> None:
-        """Exit here if the job stops. Called between two steps.
-
-        Args:
-            lockstep: whether all ranks have to stop after the same step.
-
-        Raises:
-            SystemExit: the job stops and the state is saved; the code is 143.
-        """
+        """Exit here with code 143 if the job stops; ``lockstep`` ranks stop after the same step."""
         if not self._is_between:
             return
         self._is_between = False
@@ -281,7 +268,7 @@ class SigtermHandler:
             self.after = self._agree()
         if self._closed.wait(max(0.0, deadline - time.monotonic())):
             return
-        # As bytes: the thread that hangs may hold the lock of `sys.stderr`.
+        # Written as bytes: a blocked thread may hold the lock of `sys.stderr`.
         os.write(
             2,
             f"wingbeat: rank {self.world.rank} ends {self.grace:g} s after SIGTERM, while "
@@ -308,7 +295,7 @@ class SigtermHandler:
         return most + 1
 
     def _read(self, text: str, who: str) -> int:
-        """Parse a step count. If it is invalid, return this rank's own count, or the next one."""
+        """Parse a step count; fall back to this rank's own count, or the next one."""
         if (steps := parse_number(text, _MAX_DIGITS)) is not None:
             return steps
         log.warning(
@@ -322,12 +309,12 @@ _installed: SigtermHandler | None = None
 
 
 def count_step() -> None:
-    """Count a completed step, if `on_terminate` was called."""
+    """Count a completed step if `on_terminate` was called."""
     if _installed is not None:
         _installed.count_step()
 
 
 def stop_if_due(*, lockstep: bool) -> None:
-    """Exit here if the job stops and `on_terminate` was called. Called between two steps."""
+    """Exit between two steps if the job stops and `on_terminate` was called."""
     if _installed is not None:
         _installed.stop_if_due(lockstep=lockstep)

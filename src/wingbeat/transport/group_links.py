@@ -1,7 +1,7 @@
 """Links of groups, which connect on first use.
 
-The members of a group connect in the thread that runs the group's collectives. So opening a group
-does not block, and groups may be opened in a different order on every member.
+The members of a group connect in the thread that runs the group's collectives. Opening a group
+therefore does not block, and members may open groups in different orders.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def group_prefix(group: Group) -> str:
 
 
 def member_waiting_for(rank: int, group: Group, attribution: FailureAttribution) -> int | None:
-    """Return a member that failed while it waited for ``rank``; None if no member published so."""
+    """Return a member that failed while it waited for ``rank``, or None."""
     others = (member for member in group.ranks if member != rank)
     return next((member for member in others if attribution.awaited_by(member) == rank), None)
 
 
 def aborted_text(group: Group, rank: int, who: int, attribution: FailureAttribution) -> str:
-    """Return the error of ``rank`` for a group that rank ``who`` aborted."""
+    """Return the error text of ``rank`` for a group that rank ``who`` aborted."""
     awaited, operation = attribution.awaited_by(who), attribution.operation(who)
     why = ""
     if awaited is not None:
@@ -60,9 +60,9 @@ def check_not_aborted(group: Group, rank: int, attribution: FailureAttribution) 
 
 
 class LazyLink:
-    """A group's link over one interface; ``connect`` makes it on first use.
+    """A group's link over one interface; ``connect`` creates it on first use.
 
-    ``cancelled`` is set when it is closed, to cancel a connection setup in progress.
+    Closing it sets ``cancelled``, to cancel a connection setup in progress.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Incarnations: whether the process that held a rank before is still running.
 
 Each process of a job listens on a port and sends its token to every client. The kernel closes the
-port when the process ends, in whatever way, but not while it is only stopped. So no clock and no
+port when the process exits for any reason, but not while it is only stopped. No clock and no
 heartbeat is needed.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from wingbeat.transport.torch_store import TorchStore
 
 GRACE_S = 5.0
-"""Seconds that a process may take to end before the next process of its rank is refused."""
+"""Seconds for a process to exit before the next process of its rank is refused."""
 
 _PROBE_TIMEOUT_S = 3.0
 """Seconds to connect to a process and to read its token."""
@@ -36,33 +36,23 @@ _RETRY_S = 0.2
 _TOKEN_CHARS = 32
 
 _PROBES = 3
-"""Attempts before any outcome other than a refused connection counts as an ended process."""
+"""Attempts before an outcome other than a refused connection counts as an exited process."""
 
 
 class ProcessAddress(NamedTuple):
-    """Where a process answers liveness probes.
-
-    Attributes:
-        host: an address.
-        port: its TCP port.
-        token: what it sends to clients.
-    """
+    """Address, TCP port and token of a process that answers liveness probes."""
 
     host: str
     port: int
     token: str
 
     def to_text(self) -> str:
-        """Return it as stored in the rendezvous store."""
+        """Return its form in the rendezvous store."""
         return json.dumps(self)
 
     @staticmethod
     def from_text(text: str) -> ProcessAddress:
-        """Parse what `to_text` returned.
-
-        Raises:
-            ValueError: the text is something else.
-        """
+        """Parse the result of `to_text`; a `ValueError` if it is malformed."""
         try:
             match json.loads(text):
                 case [str(host), int(port), str(token)] if (
@@ -77,11 +67,8 @@ class ProcessAddress(NamedTuple):
 class LivenessListener:
     """Answers liveness probes while this process holds its rank.
 
-    Args:
-        remote_host: host of the store; the port is opened on the interface that reaches it.
-
-    Raises:
-        OSError: this host has no address that reaches it, or no port is free.
+    It listens on the interface that reaches ``remote_host``, the host of the store. An `OSError` if
+    no address of this host reaches it, or no port is free.
     """
 
     def __init__(self, remote_host: str) -> None:
@@ -94,10 +81,10 @@ class LivenessListener:
         threading.Thread(target=self._serve, name="wingbeat-incarnation", daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering. May be called again."""
+        """Stop answering. Idempotent."""
         self._closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() does not
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; close() does not
         self._socket.close()
 
     def _close_copy(self) -> None:
@@ -131,15 +118,15 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def is_running(address: ProcessAddress) -> bool:
-    """Whether the process is still running. A process on an unreachable host is not."""
+    """Whether the process is still running. A process on an unreachable host counts as exited."""
     return _probe(address, _PROBES) is not False
 
 
 def _probe(address: ProcessAddress, attempts: int) -> bool | None:
     """Whether the process answers; None if it is stopped or too busy.
 
-    Only a refused connection or another process's token is conclusive; any other failure may be
-    temporary, so it is probed again.
+    Only a refused connection or another process's token is conclusive; other failures may be
+    temporary and are probed again.
     """
     for attempt in range(attempts):
         if attempt:
@@ -165,7 +152,7 @@ def _probe(address: ProcessAddress, attempts: int) -> bool | None:
 
 
 def _read_token(connection: socket.socket) -> bytes | None:
-    """Return what a process sends; None if it is stopped and only its kernel has accepted."""
+    """Return the token of a process; None if it is stopped and only its kernel has accepted."""
     reply = b""
     try:
         while len(reply) < _TOKEN_CHARS and (more := connection.recv(_TOKEN_CHARS - len(reply))):
@@ -190,20 +177,10 @@ def is_alive(store: Store, rank: int) -> bool:
 def claim_rank(
     store: TorchStore, rank: int, own: ProcessAddress, seconds: float, where: str
 ) -> bool:
-    """Claim a rank, unless a running process holds it.
+    """Claim a rank, and return whether a former process has exited.
 
-    Args:
-        store: the job's store.
-        rank: the rank.
-        own: address of this process.
-        seconds: upper limit of the wait for a process that is ending.
-        where: the store's address in messages.
-
-    Returns:
-        Whether this process replaces one that has ended.
-
-    Raises:
-        RendezvousError: the rank is taken; names the address of its process.
+    Waits up to ``seconds`` for a process that is exiting. A `RendezvousError` names the address of
+    a running process that holds the rank. ``where`` is the store's address for error messages.
     """
     key, text = f"here/{rank}", own.to_text()
     deadline = time.monotonic() + min(seconds, GRACE_S)
@@ -241,11 +218,11 @@ def _own_address(remote: str) -> tuple[socket.AddressFamily, str]:
     """Return this host's address on the interface that reaches another host."""
     family, _, _, _, target = socket.getaddrinfo(remote, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket sends nothing here
+        probe.connect(target)  # connecting a datagram socket sends nothing
         address: str = probe.getsockname()[0]
     own = nic.local().interfaces
     if _is_loopback(address) and not (remote == "localhost" or _is_loopback(remote)) and own:
-        # A host's own name often resolves to 127.0.1.1, which other hosts cannot reach.
+        # A host's name often resolves to 127.0.1.1, which other hosts cannot reach.
         address = own[0].address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return family, address

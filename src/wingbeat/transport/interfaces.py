@@ -1,4 +1,4 @@
-"""Network interfaces: which ones connect the workers, and which pairs of them connect two hosts."""
+"""Network interfaces: which ones connect the workers, and which pairs connect two hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wingbeat.errors import UsageError, unknown
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface of a host and one of its addresses. ``subnet`` as in ``10.0.0.0/24``."""
+    """A network interface of a host with one address; ``subnet`` as in ``10.0.0.0/24``."""
 
     name: str
     address: str
@@ -27,7 +27,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """An identity of a rank's host, and the host's interfaces."""
+    """The host of a rank: its identity and its interfaces."""
 
     identity: str
     interfaces: tuple[Interface, ...]
@@ -38,11 +38,7 @@ class Host:
 
     @staticmethod
     def from_json(data: Any) -> Host:
-        """Check and rebuild what a peer sent.
-
-        Raises:
-            ValueError: it is not the result of `to_json`.
-        """
+        """Parse a peer's `to_json`; a `ValueError` if it is malformed."""
         try:
             interfaces = [
                 Interface(
@@ -60,8 +56,8 @@ class Host:
 def local() -> Host:
     """Return this host: interfaces that are up and have an address, loopback last.
 
-    An interface counts once: with its IPv4 addresses, or, if it has none, with its IPv6 addresses
-    that are not link-local.
+    An interface is listed with its IPv4 addresses, or, if it has none, with its IPv6 addresses that
+    are not link-local.
     """
     stats = psutil.net_if_stats()
     found = []
@@ -80,7 +76,7 @@ def _addresses(name: str, entries: Sequence[Any], family: int) -> list[Interface
         if entry.family == family and entry.netmask:
             address = ipaddress.ip_address(entry.address.partition("%")[0])
             if not (address.version == 6 and address.is_link_local):
-                # ipaddress takes the prefix length of an IPv6 network; psutil gives a mask.
+                # ipaddress requires a prefix length for IPv6; psutil returns a mask.
                 length = int(ipaddress.ip_address(entry.netmask)).bit_count()
                 net = ipaddress.ip_network(f"{address}/{length}", strict=False)
                 found.append(Interface(name, str(address), str(net)))
@@ -100,14 +96,12 @@ def _host_identity() -> str:
 def choose(hosts: Sequence[Host], rank: int, named: Sequence[str] | None) -> list[Interface]:
     """Choose this rank's interfaces: the same networks in the same order on every rank.
 
-    Named interfaces are used as they are, on each host its own. Otherwise every subnet counts in
-    which all hosts have an address of their own; this excludes container bridges, which have the
-    same address on each host. If there is none, but the hosts form a BCube in the order of their
-    ranks, each host's interfaces count in the order of the levels. Workers of a single host use
-    loopback.
-
-    Raises:
-        UsageError: a named interface does not exist here, or no network connects all hosts.
+    Named interfaces are used as given, separately on each host. Otherwise all subnets are used in
+    which every host has a distinct address. This excludes container bridges, which have the same
+    address on each host. If there is none, but the hosts form a BCube in the order of their ranks,
+    each host's interfaces are used in the order of the levels. Workers of a single host use
+    loopback. A `UsageError` if a named interface does not exist here, or no network connects all
+    hosts.
     """
     if named is not None:
         return [_find(hosts[rank], name) for name in named]
@@ -141,7 +135,7 @@ def _find(host: Host, name: str) -> Interface:
 
 
 def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
-    """Return the subnets in which all hosts have an address of their own, sorted."""
+    """Return the subnets in which every host has a distinct address, sorted."""
     address_of: dict[str, dict[str, str]] = defaultdict(dict)
     for host in hosts:
         for interface in host.interfaces:
@@ -159,7 +153,7 @@ def _shared_subnets(hosts: Sequence[Host]) -> list[str]:
 def _bcube_levels(hosts: Sequence[Host]) -> Iterator[list[list[Interface]]]:
     """Yield each host's interfaces by level, for every BCube that the hosts form in this order.
 
-    In a BCube the hosts on a level-l switch differ in digit l of their numbers, in base ports.
+    Hosts on one level-l switch differ only in digit l of their numbers, in base ``ports``.
     """
     for levels in range(2, len(hosts).bit_length()):
         ports = round(len(hosts) ** (1 / levels))
@@ -176,7 +170,7 @@ def _bcube_levels(hosts: Sequence[Host]) -> Iterator[list[list[Interface]]]:
 
 
 def _add_level(cube: Sequence[Host], found: Sequence[list[Interface]]) -> None:
-    """Add to each host of a cube its interface in the first subnet that connects them, if any."""
+    """Append to each host its interface in the first subnet that connects this cube, if any."""
     for subnet in _shared_subnets(cube):
         own = [next(i for i in host.interfaces if i.subnet == subnet) for host in cube]
         if not any(one in known for one, known in zip(own, found, strict=True)):
@@ -192,20 +186,19 @@ def subnet_order(subnet: str) -> tuple[int, Any]:
 
 
 def is_loopback(interface: Interface) -> bool:
-    """Whether an interface is the loopback interface of its host."""
+    """Whether the address of an interface is a loopback address."""
     return ipaddress.ip_address(interface.address).is_loopback
 
 
 def bracketed(address: str) -> str:
-    """Return an address as in an endpoint: IPv6 addresses in brackets, before the port."""
+    """Return an address in the form that precedes a port: IPv6 addresses in brackets."""
     return f"[{address}]" if ":" in address else address
 
 
 def listen_interfaces(own: Host, named: Sequence[str] | None) -> list[Interface]:
     """Return the interfaces to listen on, in the order of their networks, loopback last.
 
-    Hosts that share networks number them alike; in a BCube, the number of an interface is its
-    level.
+    Hosts that share networks number them equally; in a BCube the number is the level.
     """
     chosen = [i for i in own.interfaces if named is None or i.name in named]
     return sorted(chosen, key=lambda i: (is_loopback(i), subnet_order(i.subnet)))
@@ -216,8 +209,8 @@ def interface_pairs(
 ) -> list[tuple[int, int]]:
     """Return (own, peer's) numbers of interfaces that reach each other, in the order of networks.
 
-    Two processes of one host use loopback. Hosts use every network in which each has an address of
-    its own. If there is none they use their first interfaces, which may be routed.
+    Two processes of one host use loopback. Two hosts use every network in which both have distinct
+    addresses. Without such a network they use their first interfaces, which may be routed.
     """
     if own.identity == peer.identity:
         return [_loopback_pair(mine, theirs)]

@@ -1,4 +1,4 @@
-"""Launchers: rank, address and job as set by torchrun, srun and mpirun."""
+"""Rank, address and job as set by the launchers torchrun, srun and mpirun."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from pathlib import Path
 from wingbeat.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What ``torch.distributed`` reads; torchrun sets all of them."""
+"""Variables that ``torch.distributed`` reads; torchrun sets all of them."""
 
 JOB = "WINGBEAT_JOB_ID"
-"""Names a job, so that two jobs that use one address and port by mistake are told apart."""
+"""Variable that names a job, to distinguish two jobs that use one address and port by mistake."""
 
 _PORTS = range(15000, 25000)
-"""Below the range that systems use for outgoing connections."""
+"""Ports below the range of outgoing connections."""
 
 _MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
-"""Variables that hold mpirun's job name on all hosts: Open MPI 5, Open MPI 4, MPICH and relatives.
-"""
+"""Variables with mpirun's job name, equal on all hosts: Open MPI 5, Open MPI 4, MPICH."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The environment variables of one launcher."""
-
     name: str
     rank: str
     size: str
@@ -39,7 +36,7 @@ class _Launcher:
 
 _LAUNCHERS = (
     # A batch script has SLURM_PROCID too but is not a task of a step. Only srun sets the number of
-    # the step's tasks.
+    # tasks of the step.
     _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     _Launcher(
         "mpirun",
@@ -55,10 +52,8 @@ _LAUNCHERS = (
 def launcher_process(variable: str) -> str:
     """Return a name of the process that started all ranks of this host; empty if not found.
 
-    It is the nearest ancestor that has no rank in its environment: shells in between have one.
-
-    Args:
-        variable: the environment variable that holds the rank.
+    It is the nearest ancestor without the rank ``variable`` in its environment; shells in between
+    have it.
     """
     pid = os.getppid()
     try:
@@ -76,7 +71,7 @@ def launcher_process(variable: str) -> str:
 def _has_variable(pid: int, variable: str) -> bool:
     try:
         lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except PermissionError:  # another user's process, such as the launcher, is not a rank
+    except PermissionError:  # a process of another user, such as the launcher, is not a rank
         return False
     return any(line.startswith(f"{variable}=".encode()) for line in lines)
 
@@ -84,7 +79,7 @@ def _has_variable(pid: int, variable: str) -> bool:
 def job_name(env: Mapping[str, str]) -> str:
     """Return the job's name; empty if the environment has none."""
     run = env.get("TORCHELASTIC_RUN_ID", "")
-    return env.get(JOB) or ("" if run == "none" else run)  # torchrun's name of a job without one
+    return env.get(JOB) or ("" if run == "none" else run)  # torchrun's default name
 
 
 def from_environment(
@@ -92,22 +87,11 @@ def from_environment(
 ) -> dict[str, str]:
     """Return the variables that `wingbeat.init` needs and that are not set yet.
 
-    Variables that are set win: torchrun's, or an address that a batch script exported. srun gives
-    the host of the first task; mpirun gives no address unless all workers are on one host. The port
-    is derived from the job's name, so that two jobs seldom share one.
-
-    Args:
-        env: the environment of a process.
-        find_launcher: returns the name of the launcher's process, given the variable of a rank.
-
-    Returns:
-        The missing ones of ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
-        ``MASTER_PORT`` and ``WINGBEAT_JOB_ID``, as far as the launcher gives them; nothing for a
-        process that was started alone.
-
-    Raises:
-        UsageError: the launcher does not give rank 0's address, only some of the variables are
-            set, or a value is not a number.
+    Variables that are set take precedence: torchrun's, or an address that a batch script exported.
+    srun provides the host of the first task. mpirun provides an address only if all workers are on
+    one host. The port is derived from the job's name, so that two jobs seldom share one. The result
+    is empty for a process without a launcher. A `UsageError` if rank 0's address is missing, only
+    some of the variables are set, or a value is not a number.
     """
     found = {} if "RANK" in env or "WORLD_SIZE" in env else _launcher_variables(env, find_launcher)
     if not found and "RANK" not in env and "WORLD_SIZE" not in env:
@@ -140,7 +124,7 @@ def _launcher_variables(
 def _job_id(
     env: Mapping[str, str], launcher: _Launcher, size: int, find_launcher: Callable[[str], str]
 ) -> str:
-    """Return a job name that is equal on all hosts of the job and on no others; empty if none."""
+    """Return a job name that is equal on all hosts of this job only; empty if none."""
     if launcher.name == "srun":
         job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
         return f"slurm {job}.{step}" if job and step else ""
@@ -153,7 +137,6 @@ def _job_id(
 
 
 def _address(env: Mapping[str, str], launcher: _Launcher, size: int, job: str) -> dict[str, str]:
-    """Return the address of the rendezvous."""
     port = {"MASTER_PORT": str(_job_port(job))} if job else {}
     if launcher.name == "srun":
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
@@ -175,7 +158,7 @@ def _job_port(job: str) -> int:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first host of a node list of SLURM.
+    """Return the first host of a SLURM node list.
 
     >>> first_node("gpu[07-09,12],login1")
     'gpu07'

@@ -1,4 +1,4 @@
-"""Links carry tensors between ranks over one network interface; channels divide them."""
+"""Links carry tensors between ranks over one network interface; channels share a link."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ class Pending(Protocol):
     """A transfer in progress."""
 
     def wait(self, seconds: float) -> None:
-        """Block until the transfer is done.
-
-        Raises:
-            RuntimeError: the peer is gone, or ``seconds`` have passed.
-        """
+        """Block until it is done; a `RuntimeError` if the peer is lost or ``seconds`` pass."""
 
 
 class Link(Protocol):
@@ -40,10 +36,9 @@ class Link(Protocol):
         """Start receiving into ``tensor`` from rank ``peer``."""
 
     def close(self) -> None:
-        """Close every connection. Transfers of the peers fail, and so do new transfers here.
+        """Close every connection, so that transfers fail on both ends. Idempotent.
 
-        Release this end's pending transfers first: a library may keep what they refer to. May be
-        called again.
+        Release this end's pending transfers first: a library may keep their tensors.
         """
 
 
@@ -55,15 +50,15 @@ BITS_BELOW = TAG_BITS - CHANNEL_BITS
 """Bits available for the tags inside a channel."""
 
 MAX_CHANNELS = (1 << CHANNEL_BITS) - 1
-"""Channels open at once, besides channel 0 of the world."""
+"""Maximum open channels, in addition to channel 0 of the world."""
 
 
 class ChannelLink:
-    """A link as seen by one channel.
+    """A link restricted to one channel.
 
     Two models in one process launch their buckets independently, in an order that may differ
     between workers. Each model has a channel: a part of every tag, with its own threads and
-    counters, so messages of two models never match.
+    counters. Messages of two models therefore never match.
     """
 
     def __init__(self, link: Link, channel: int) -> None:
@@ -72,7 +67,7 @@ class ChannelLink:
 
     @property
     def name(self) -> str:
-        """The interface's name."""
+        """Name of the interface."""
         return self._link.name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -89,10 +84,7 @@ class ChannelLink:
 
 
 def lowest_free(taken: Iterable[int]) -> int:
-    """Return the lowest channel number from 1 on that is not in ``taken``.
-
-    Raises:
-        UsageError: all channels are in use.
+    """Return the lowest channel number from 1 that is not taken; a `UsageError` if all are in use.
 
     >>> lowest_free([1, 2, 4])
     3

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Switchboard:
-    """Holds the messages between all ranks. ``fail(rank)`` simulates the loss of a rank."""
+    """The messages between all ranks. ``fail(rank)`` simulates the loss of a rank."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -41,7 +41,7 @@ class Switchboard:
             self.leave(key, rank)
 
     def enter(self, key: str, ranks: tuple[int, ...]) -> Switchboard:
-        """Return the switchboard of a group's members, numbered from 0 on."""
+        """Return the switchboard of a group's members, numbered from 0."""
         with self.changed:
             members = self._groups.get(key)
             if members is None:
@@ -52,7 +52,7 @@ class Switchboard:
         return members.board
 
     def leave(self, key: str, rank: int) -> None:
-        """Make every further transfer with ``rank`` fail in the group of that ``key``."""
+        """Make every further transfer with ``rank`` fail in the group of ``key``."""
         with self.changed:
             members = self._groups.get(key)
             if members is None:
@@ -84,46 +84,40 @@ class Switchboard:
             out.copy_(self._messages[key].popleft())
 
     def set(self, key: str, value: str) -> None:
-        """Store interface: publish ``value`` under ``key``."""
+        """As `Store.set`."""
         with self.changed:
             self._values[key] = value
             self.changed.notify_all()
 
     def get(self, key: str, seconds: float) -> str:
-        """Store interface: wait for ``key``.
-
-        Raises:
-            TimeoutError: the key was not published within ``seconds``.
-        """
+        """As `Store.get`."""
         with self.changed:
             if not self.changed.wait_for(lambda: key in self._values, seconds):
                 raise TimeoutError(key)
             return self._values[key]
 
     def claim(self, key: str, value: str) -> str:
-        """Store interface: publish ``value`` unless the key exists; return the published value."""
+        """As `AtomicStore.claim`."""
         with self.changed:
             found = self._values.setdefault(key, value)
             self.changed.notify_all()
             return found
 
     def has(self, key: str) -> bool:
-        """Store interface: whether ``key`` is published."""
+        """As `Store.has`."""
         with self.changed:
             return key in self._values
 
 
 @dataclass
 class _GroupBoard:
-    """The switchboard of a group, its members, and the members that left."""
-
     board: Switchboard
     ranks: tuple[int, ...]
     gone: set[int] = field(default_factory=set)
 
 
 class LoopbackLink:
-    """One rank's end of the switchboard, with an interface's name."""
+    """One rank's end of the switchboard, named as an interface."""
 
     def __init__(self, board: Switchboard, rank: int, name: str) -> None:
         self._board, self._rank, self._name = board, rank, name
@@ -139,7 +133,7 @@ class LoopbackLink:
         return _Done()
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Received:
-        """Copy the message when it is waited for."""
+        """Copy the message in `wait`."""
         return _Received(self._board, (self._name, peer, self._rank, tag), tensor)
 
     def close(self) -> None:
@@ -148,14 +142,11 @@ class LoopbackLink:
 
 
 class _GroupLink(LoopbackLink):
-    """One member's end of its group's switchboard."""
-
     def __init__(self, board: Switchboard, key: str, group: Group, rank: int, name: str) -> None:
         super().__init__(board.enter(key, group.ranks), group.ranks.index(rank), name)
         self._all, self._key, self._member = board, key, rank
 
     def close(self) -> None:
-        """Fail all transfers with this member."""
         self._all.leave(self._key, self._member)
 
 
@@ -175,7 +166,7 @@ class _Received:
 
 
 def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[World]:
-    """Make ``size`` connected worlds in this process, one for each thread."""
+    """Return ``size`` connected worlds in this process, one per thread."""
     return worlds_on(Switchboard(), size, interfaces=interfaces, timeout=timeout)
 
 
@@ -209,10 +200,9 @@ def _group_links(
 
 
 def run(members: list[World], body: Callable[[World], T]) -> list[T]:
-    """Run ``body`` for each world in a thread of its own; return the results by rank.
+    """Run ``body`` for each world in its own thread; return the results by rank.
 
-    Raises:
-        Exception: the exception of ``body`` on the lowest rank that failed.
+    The exception of ``body`` on the lowest rank that failed is raised.
     """
     futures: list[Future[T]] = [Future() for _ in members]
 
@@ -223,7 +213,7 @@ def run(members: list[World], body: Callable[[World], T]) -> list[T]:
             future.set_exception(err)
 
     for pair in zip(members, futures, strict=True):
-        # Daemons: a hanging thread must not keep an interrupted caller from exiting.
+        # Daemon threads, so that a blocked one does not prevent an interrupted caller from exiting.
         threading.Thread(target=work, args=pair, daemon=True).start()
     wait(futures)
     return [future.result() for future in futures]

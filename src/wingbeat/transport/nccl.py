@@ -1,7 +1,7 @@
 """NCCL groups for tensors on GPUs.
 
-NCCL schedules its own chunks over all NICs on its own streams, so it runs whole collectives.
-Waiting orders streams and never blocks the host.
+NCCL schedules its own chunks over all NICs on its own streams, so it runs whole collectives. A wait
+orders streams and never blocks the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from wingbeat.transport.text import first_line
 class NcclGroup:
     """In-place collectives of one ``torch.distributed`` group.
 
-    Buffers are flat and a multiple of ``size`` long; rank ``r`` owns the r-th of the equal blocks.
+    Buffers are flat and their length is a multiple of ``size``; rank ``r`` owns the r-th of the
+    equal blocks.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -56,16 +57,11 @@ class NcclGroup:
 
 
 def nccl_group(rank: int, size: int, traffic_class: int | None = None) -> NcclGroup:
-    """Make an NCCL group of all ranks. Every rank must call it.
+    """Create an NCCL group of all ranks. Every rank must call it.
 
-    Args:
-        rank: this worker's rank.
-        size: number of workers.
-        traffic_class: TOS byte of its traffic on InfiniBand and RoCE; None: NCCL's setting.
-
-    Raises:
-        RendezvousError: this build of torch has no NCCL, or the ranks did not connect.
-        UsageError: this build of torch cannot set traffic classes.
+    ``traffic_class`` is the TOS byte of its traffic on InfiniBand and RoCE; None: NCCL's setting. A
+    `RendezvousError` if this build of torch has no NCCL, or the ranks did not connect; a
+    `UsageError` if it cannot set traffic classes.
     """
     try:
         options = None if traffic_class is None else _options(traffic_class)

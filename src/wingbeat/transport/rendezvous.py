@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Its functions have the default group as a default argument. Imported after the group exists, as
-# the first optimizer does, the module would keep the group and its open port forever.
+# Imported before the group exists: the default group is a default argument of its functions. A
+# later import, as by the first optimizer, would keep the group and its open port.
 import torch.distributed.nn.functional
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
@@ -48,21 +48,13 @@ _JOB_KEY = "job"
 _MAX_NAME_CHARS = 256
 
 _OVERWRITE_S = 2.0
-"""Seconds in which rank 0 overwrites a rejected value, before it counts as written by rank 0 with
-another key.
-"""
+"""Seconds for rank 0 to overwrite a rejected value; after that it has another key."""
 
 _POLL_S = 0.05
 
 
 class JobIdentity(NamedTuple):
-    """The job's identity, as rank 0 publishes it.
-
-    Attributes:
-        name: set by the launcher or the user; else random.
-        drawn: whether rank 0 drew a random name.
-        size: number of workers.
-    """
+    """The job's identity, as published by rank 0; ``drawn`` means that ``name`` is random."""
 
     name: str
     drawn: bool
@@ -70,11 +62,7 @@ class JobIdentity(NamedTuple):
 
     @staticmethod
     def from_text(text: str) -> JobIdentity:
-        """Parse what rank 0 published.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Parse what rank 0 published; a `ValueError` if it is malformed."""
         try:
             match json.loads(text):
                 case [str(name), bool(drawn), int(size)] if (
@@ -94,16 +82,9 @@ def check_job(
 ) -> str:
     """Check that the store belongs to this worker's job; return the job's name.
 
-    Args:
-        store: the rendezvous store.
-        rank: this worker's rank.
-        size: number of workers according to the launcher.
-        name: the job's name according to the launcher; empty if it has none.
-        seconds: timeout of the wait for rank 0.
-        where: the store's address in messages.
-
-    Raises:
-        RendezvousError: the store is another job's, or rank 0 has published nothing.
+    ``size`` and ``name`` are the launcher's; ``name`` is empty if it has none. ``where`` is the
+    store's address for error messages. A `RendezvousError` if the store is another job's, or rank 0
+    published nothing within ``seconds``.
     """
     own = (
         JobIdentity(name[:_MAX_NAME_CHARS], False, size)
@@ -144,7 +125,7 @@ def check_job(
 
 
 def _read_job(store: TorchStore, seconds: float) -> str:
-    """Return the job's identity as rank 0 published it, or raise a `TimeoutError`."""
+    """Return the job's identity as published by rank 0, or raise a `TimeoutError`."""
     if store.authenticator is None:
         return store.get(_JOB_KEY, seconds)
     deadline, refused_since = time.monotonic() + seconds, float("inf")
@@ -169,19 +150,15 @@ _PROBE_S = 0.04
 _MAX_PROBE_BYTES = 16 << 20
 
 _PROBE_REPEATS = 3
-"""Repetitions of a measurement that counts. A busy host delays messages; nothing makes one early.
-"""
+"""Repetitions of the final measurement; the best one counts, as a busy host only adds delay."""
 
 
 def measure_speeds(world: World) -> tuple[float, ...]:
     """Measure all links; return the bytes per second of each, equal on every rank.
 
-    Each rank sends to the next one while it receives from the one before, on one link after the
-    other, with messages that grow until one takes 40 ms; that one is measured three times. The
-    speed of a link is that of its slowest rank, in the best of the three.
-
-    Raises:
-        PeerError: a transfer failed or took longer than the world's timeout.
+    Each rank sends to the next rank and receives from the previous one, on one link at a time. The
+    message size doubles until a transfer takes 40 ms; that transfer is measured three times. The
+    speed of a link is that of its slowest rank in the best of the three.
     """
     speeds = []
     for link in world.links:
@@ -226,27 +203,31 @@ DEFAULT_TIMEOUT = 300.0
 _generation = itertools.count()
 
 _stores: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
-"""The store of this process, kept for the next `init`. If it were closed, a worker that is ahead
-could connect to rank 0's old store shortly before that ends.
+"""The store of this process, kept for the next `init`.
+
+If it were closed, a worker that is ahead could connect to rank 0's old store shortly before that
+closes.
 """
 
 _listeners: weakref.WeakKeyDictionary[World, LivenessListener] = weakref.WeakKeyDictionary()
 
 
 def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
-    """Connect to the other workers of the job, as started by torchrun, srun, mpirun or ``wingbeat
-    lab run``.
+    """Connect to the other workers of the job.
 
-    Makes one process group for each network interface, measures the interfaces' speed, and starts
-    ``torch.distributed``'s default group if the script has not. srun and mpirun do not set the
-    variables that ``torch.distributed`` reads: this sets them in ``os.environ``. Without a launcher
-    the world has one worker. A worker that is restarted alone, while the others continue and the
-    store still exists, connects to no other worker: `World.returned`; it may open groups.
+    The job is started by torchrun, srun, mpirun or ``wingbeat lab run``. `init` creates one process
+    group for each network interface, measures the speed of the interfaces, and starts the default
+    group of ``torch.distributed`` if the script has not. srun and mpirun do not set the variables
+    that ``torch.distributed`` reads; `init` sets them in ``os.environ``. Without a launcher the
+    world has one worker.
+
+    A worker may be restarted alone while the others continue and the store still exists. It
+    connects to no other worker, `World.returned` is True, and it can open groups.
 
     Args:
         timeout: seconds without a sign of life from a worker's process after which a wait for it
-            fails, here and in training. A worker that is alive and not waiting itself is waited
-            for up to 10 times as long.
+            fails, here and in training. For a worker that is alive and not itself waiting, the wait
+            lasts up to 10 times as long.
         interfaces: names of the interfaces to use on this host, in the same order of networks on
             all hosts; default: all networks that connect all hosts, or in a BCube one per level.
 
@@ -254,21 +235,21 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         The world, which `distribute` uses by default.
 
     Raises:
-        UsageError: the environment is incomplete, an interface does not exist, or a spawned
-            process imports the main script.
+        UsageError: the environment is incomplete, an interface does not exist, or a spawned process
+            imports the main script.
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
     _check_arguments(timeout)
     descriptors.raise_limit()
     before = world_module.set_current(None)
     if before is not None:
-        world_module.set_current(before)  # the caller may continue with it
+        world_module.set_current(before)  # the caller may continue to use it
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
     key = job_key(os.environ)
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
-    # A world may be closed and made again in one process: its keys are kept apart. torchrun
-    # restarts all workers with the same store: they must not read old keys.
+    # The prefix separates the keys of successive worlds in one process, and of a restart by
+    # torchrun, which reuses the store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     place = f"{attempt}/{next(_generation)}"
     store = dist.PrefixStore(f"wingbeat/{place}", store)
@@ -301,7 +282,7 @@ def _check_arguments(timeout: float) -> None:
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # multiprocessing detects it the same way; this process would join the job in place of its
+        # multiprocessing uses the same check. This process would join the job in place of its
         # parent.
         raise UsageError(
             "wingbeat.init() was called while a process spawned by multiprocessing, such as a "
@@ -313,19 +294,19 @@ def _check_arguments(timeout: float) -> None:
 def shutdown() -> None:
     """Stop wingbeat's threads and close its connections. Does nothing before `init`.
 
-    Also ends ``torch.distributed``'s default group if `init` started it and it still exists: call
-    either ``destroy_process_group()`` and then this, or only this.
+    Also destroys the default group of ``torch.distributed`` if `init` started it and it still
+    exists. Call either ``destroy_process_group()`` and then this function, or only this function.
     """
     world = world_module.set_current(None)
     if world is not None:
         graceful_shutdown.close_world(world)
         incarnation = _listeners.pop(world, None)
-        if incarnation is not None:  # another process may claim its rank after this
+        if incarnation is not None:  # another process may then claim its rank
             incarnation.close()
 
 
 def _end_default_group(group: dist.ProcessGroup) -> None:
-    """Destroy the group that `init` made, unless the script did."""
+    """Destroy the group that `init` started, unless the script did."""
     if dist.is_initialized() and dist.group.WORLD is group:
         dist.destroy_process_group()
 
@@ -368,7 +349,6 @@ def _open_store(timeout: float) -> tuple[int, int, dist.Store]:
 
 
 def _store_address() -> str:
-    """Return the store's address, for messages."""
     if "MASTER_PORT" not in os.environ:
         return "the address of torch.distributed's default group"
     env = os.environ
@@ -376,9 +356,9 @@ def _store_address() -> str:
 
 
 def _claim_rank(world: World, *, alone: bool) -> LivenessListener:
-    """Claim this worker's rank, and find out whether it replaces another process.
+    """Claim this worker's rank, and detect whether it replaces another process.
 
-    ``alone`` is whether it may be restarted alone: groups of torch accept no late members.
+    ``alone`` is whether the worker may be restarted alone: groups of torch accept no late members.
     """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
@@ -407,7 +387,7 @@ def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
     if not world.returned:
         _connect(world, store, named)
         return
-    # The others have connected to the former process.
+    # The others are connected to the former process.
     chosen = _choose_interfaces(world, world.replay_exchange("interfaces"), named)
     world.networks = _check_networks(world, world.replay_exchange("networks"))
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -415,7 +395,7 @@ def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
     _join_groups(world, store, chosen)
     with contextlib.suppress(RuntimeError):  # an append-only store
         for said in ("left", "failed"):
-            store.delete_key(f"{said}/{world.rank}")  # the rank is present again
+            store.delete_key(f"{said}/{world.rank}")  # the rank has rejoined
 
 
 def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
@@ -424,7 +404,7 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
     descriptors.require(
-        # Includes the default group's device. On rank 0 each rank has a second connection to the
+        # Includes the default group's device. Rank 0 has a second connection of each rank, to the
         # store.
         (1 + len(chosen)) * (descriptors.GLOO_DEVICE_DESCRIPTORS + size - 1)
         + 1
@@ -436,8 +416,8 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
         GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, world.timeout)
         for i, interface in enumerate(chosen)
     )
-    # gloo reports success when its own pairs are connected. A worker that leaves at once would
-    # break peers that still connect.
+    # gloo returns when this rank's own pairs are connected. A worker that left now would break
+    # peers that are still connecting.
     world.exchange("connected", True)
     world.speeds = measure_speeds(world)
     world.publish("speeds", world.speeds)
@@ -446,7 +426,6 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
 
 
 def _join_groups(world: World, store: dist.Store, chosen: Sequence[nic.Interface]) -> None:
-    """Enable groups of workers."""
     assert isinstance(world.store, TorchStore)
     groups = GlooGroups(store, world.rank, world.size, chosen, world.store.authenticator)
     world.make_links, world.group_store = groups.links, groups.store
@@ -454,7 +433,7 @@ def _join_groups(world: World, store: dist.Store, chosen: Sequence[nic.Interface
 
 
 def _read_speeds(world: World, links: int) -> tuple[float, ...]:
-    """Return the speeds that were measured when all workers connected."""
+    """Return the speeds measured when all workers connected."""
     answer = world.read("speeds", 0)
     if (
         not isinstance(answer, list)
@@ -470,7 +449,6 @@ def _read_speeds(world: World, links: int) -> tuple[float, ...]:
 def _choose_interfaces(
     world: World, answers: Sequence[Any], named: Sequence[str] | None
 ) -> list[nic.Interface]:
-    """Return this host's interfaces to use, given those of all hosts."""
     try:
         hosts = [nic.Host.from_json(answer) for answer in answers]
     except ValueError as err:
@@ -481,7 +459,6 @@ def _choose_interfaces(
 def _exchange_networks(
     world: World, chosen: Sequence[nic.Interface]
 ) -> tuple[tuple[str, ...], ...]:
-    """Exchange the networks in use."""
     return _check_networks(world, world.exchange("networks", [each.subnet for each in chosen]))
 
 
@@ -504,8 +481,7 @@ def _check_networks(world: World, answers: Sequence[Any]) -> tuple[tuple[str, ..
 def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.Interface]) -> None:
     """Start torch's default group on an interface that connects the hosts.
 
-    By default gloo listens on the address that the host's name resolves to, often a loopback
-    address.
+    By default gloo listens on the address of the host's name, often a loopback address.
     """
     if dist.is_initialized():
         return
@@ -529,8 +505,8 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
 def _init_default_group(world: World, **options: Any) -> None:
     """Start torch's default group, which listens only until its ranks are connected.
 
-    `torch.distributed.split_group` would use the same port and block until its timeout: without a
-    device it fails at once. `torch.distributed.new_group` listens on a port of its own.
+    `torch.distributed.split_group` would use the same port and block until its timeout; without a
+    device it fails at once. `torch.distributed.new_group` listens on its own port.
     """
     devices = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     _, listener = watch_listeners(

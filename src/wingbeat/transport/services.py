@@ -1,7 +1,7 @@
 """Service processes that a worker starts, and their access to the rendezvous store. No torch.
 
-A service imports no torch, and the store is torch's. So a service sends its requests to the worker
-that started it over pipes, as lines of JSON.
+The rendezvous store needs torch and services do not import it. A service sends its store requests
+over pipes, as lines of JSON, to the worker that started it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ _POLL_S = 0.02
 
 
 class PipeStore:
-    """`Store` of a service, for one thread at a time.
-
-    Args:
-        requests: requests are written here.
-        answers: answers are read from here.
-    """
+    """`Store` of a service, over a pipe for requests and one for answers. Not thread-safe."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests, self._answers = requests, answers
@@ -41,11 +36,7 @@ class PipeStore:
         self._request({"set": key, "value": value})
 
     def get(self, key: str, seconds: float) -> str:
-        """Wait for ``key``.
-
-        Raises:
-            TimeoutError: the key was not published within ``seconds``.
-        """
+        """Wait for ``key``; a `TimeoutError` after ``seconds``."""
         deadline = time.monotonic() + seconds
         while (value := self._request({"read": key})) is None:
             if time.monotonic() >= deadline:
@@ -54,11 +45,11 @@ class PipeStore:
         return str(value)
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is published; does not wait."""
+        """Whether ``key`` is published. Does not wait."""
         return self._request({"read": key}) is not None
 
     def ready(self) -> None:
-        """Tell the worker that no further request follows."""
+        """Notify the worker that no further request follows."""
         self._request({"ready": True})
 
     def _request(self, request: dict[str, Any]) -> Any:
@@ -73,16 +64,12 @@ class PipeStore:
 def _read(key: str, store: Store) -> str | None:
     try:
         return store.get(key, 1.0) if store.has(key) else None
-    except TimeoutError:  # rejected, or deleted since: treated as missing
+    except TimeoutError:  # rejected or deleted: treated as missing
         return None
 
 
 def answer_request(line: str, store: Store) -> tuple[str, bool]:
-    """Return the answer to a request, and whether it was the last one.
-
-    Raises:
-        ValueError: the line is not a request.
-    """
+    """Return the answer to a request and whether it was the last; a `ValueError` if malformed."""
     try:
         request = json.loads(line)
     except RecursionError:
@@ -99,15 +86,13 @@ def answer_request(line: str, store: Store) -> tuple[str, bool]:
 
 
 _PIPE_DESCRIPTORS = 6
-"""File descriptors that are open while a process is started: both ends of three pipes."""
+"""Descriptors that are open while a process is started: both ends of three pipes."""
 
 
 class ServiceConfig(Protocol):
-    """Configuration of a service.
+    """Configuration of a service, which runs as ``python -m module`` with `to_json` as argument.
 
-    Attributes:
-        module: the service is ``python -m`` of it, with `to_json` as its argument.
-        uses_store_later: whether it uses the store after it has connected to all workers.
+    ``uses_store_later`` is whether it uses the store after it has connected to all workers.
     """
 
     module: ClassVar[str]
@@ -120,7 +105,7 @@ class ServiceConfig(Protocol):
 
     @property
     def timeout(self) -> float:
-        """Upper limit of each wait in seconds, also of the wait for workers after SIGTERM."""
+        """Upper limit of each wait in seconds, including the wait for workers after SIGTERM."""
         ...
 
     def to_json(self) -> str:
@@ -128,9 +113,7 @@ class ServiceConfig(Protocol):
         ...
 
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
-        """Connect to all workers; return a function that serves them while its argument returns
-        True.
-        """
+        """Connect to all workers; return a function that serves while its argument returns True."""
         ...
 
 
@@ -138,25 +121,17 @@ class Service(Protocol):
     """A running service that this worker started."""
 
     def ended(self) -> str | None:
-        """Return how it ended; None while it is running."""
+        """Return how it exited; None while it is running."""
 
     def close(self, seconds: float) -> None:
-        """Wait until it has ended, after all workers have left; kill it after ``seconds``."""
+        """Wait until it exits, after all workers have left; kill it after ``seconds``."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it at once."""
 
 
 class ProcessService:
-    """A service in a process of its own.
-
-    Args:
-        config: the configuration.
-        store: the rendezvous store; a thread forwards the service's requests to it.
-
-    Raises:
-        UsageError: too few file descriptors.
-    """
+    """A service in its own process; a thread forwards its requests to ``store``."""
 
     def __init__(self, config: ServiceConfig, store: Store) -> None:
         self._config, self._store = config, store
@@ -174,7 +149,7 @@ class ProcessService:
         self._store_thread.start()
 
     def ended(self) -> str | None:
-        """Return how it ended; None while it is running."""
+        """As `Service.ended`."""
         code = self._process.poll()
         if code is None:
             return None
@@ -182,7 +157,7 @@ class ProcessService:
         return f"{self._config.me} has ended {how}"
 
     def close(self, seconds: float) -> None:
-        """Wait until it has ended, after all workers have left; kill it after ``seconds``."""
+        """As `Service.close`."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -195,19 +170,18 @@ class ProcessService:
                 pipe.close()
 
     def kill(self) -> None:
-        """End it at once."""
+        """As `Service.kill`."""
         self._process.kill()
         self.close(1.0)
 
     def _serve_store(self) -> None:
-        """Forward the service's requests to the store."""
         requests, answers = self._process.stdout, self._process.stdin
         assert requests is not None
         assert answers is not None
         try:
             with contextlib.suppress(OSError, ValueError, TimeoutError, RuntimeError):
                 self._answer_requests(requests, answers)
-        finally:  # end the wait of a service that expects an answer
+        finally:  # unblock a service that waits for an answer
             with contextlib.suppress(OSError):
                 answers.close()
 
@@ -221,10 +195,10 @@ class ProcessService:
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which modules are found as in this process.
+    """Return an environment in which the service imports the same modules as this process.
 
-    ``python -m`` itself searches the working directory first, before Python 3.11 in any case, and
-    not the script's directory.
+    ``python -m`` searches the working directory first, always before Python 3.11, and not the
+    script's directory.
     """
     places = os.pathsep.join(place or os.getcwd() for place in sys.path)
     return {**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1"}
@@ -241,14 +215,11 @@ class ThreadService:
         self._thread.start()
 
     def ended(self) -> str | None:
-        """Return how it ended; None while it is running."""
+        """As `Service.ended`."""
         return self._outcome
 
     def close(self, seconds: float) -> None:
-        """Let it end when all workers have left, or after ``seconds``.
-
-        This does not block: the worker that leaves next may be a thread that waits here.
-        """
+        """As `Service.close`, without blocking: the calling thread may be the next to leave."""
         timer = threading.Timer(seconds, self.kill)
         timer.daemon = True
         timer.start()
@@ -262,7 +233,7 @@ class ThreadService:
             serve = self._config.connect(self._store)
             with contextlib.suppress(RendezvousError):
                 serve(lambda: not self._stopping)
-        except Exception as error:  # nobody answers it here: the workers do
+        except Exception as error:  # the workers report it
             self._outcome = f"{self._config.me} has ended: {error}"
 
 
@@ -271,15 +242,15 @@ _PARENT_POLL_S = 0.25
 
 def run_service(config: ServiceConfig) -> None:
     """Connect to the workers and serve them while the parent process is alive."""
-    # An interrupt goes to the whole terminal. Workers end on it, and this process follows them.
+    # The terminal sends an interrupt to all processes. This one exits after its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A scheduler sends SIGTERM to all processes of a job. Workers need this one until they have
-    # saved its state and left.
+    # saved the state and left.
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     parent = os.getppid()
     store = PipeStore(sys.stdout, sys.stdin)
-    sys.stdout = sys.stderr  # prints must not be read as requests
+    sys.stdout = sys.stderr  # prints must not be parsed as requests
     met = threading.Event()
     threading.Thread(target=_exit_with_parent, args=(parent, met), daemon=True).start()
     threading.Thread(target=_exit_after_timeout, args=(config, terminated), daemon=True).start()
@@ -301,7 +272,7 @@ def _exit_with_parent(parent: int, met: threading.Event) -> None:
 
 
 def _exit_after_timeout(config: ServiceConfig, terminated: threading.Event) -> None:
-    """Exit if the workers have not left within the timeout after SIGTERM."""
+    """Exit if workers are still connected ``timeout`` seconds after SIGTERM."""
     terminated.wait()
     time.sleep(config.timeout)
     sys.stderr.write(

@@ -1,4 +1,4 @@
-"""The interface of the rendezvous store, through which workers exchange short texts (no torch)."""
+"""The interface of the rendezvous store, through which workers exchange short texts. No torch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,21 @@ from typing import Protocol, runtime_checkable
 
 
 class Store(Protocol):
-    """A key-value store that all workers reach. It holds text only, never pickles."""
+    """A key-value store that all workers reach. Values are text, never pickles."""
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
 
     def get(self, key: str, seconds: float) -> str:
-        """Wait for ``key``.
-
-        Raises:
-            TimeoutError: the key was not published within ``seconds``.
-        """
+        """Wait for ``key``; a `TimeoutError` after ``seconds``."""
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is published. Does not wait; False if the store has ended."""
+        """Whether ``key`` is published. Does not wait; False if the store is unavailable."""
 
 
 @runtime_checkable
 class AtomicStore(Store, Protocol):
-    """A store with compare-and-set: of several writers of one key, the first one wins."""
+    """A store with compare-and-set: the first of several writers of a key wins."""
 
     def claim(self, key: str, value: str) -> str:
-        """Publish ``value`` unless the key exists; return the published value.
-
-        Raises:
-            TimeoutError: the store does not answer.
-        """
+        """Publish ``value`` unless the key exists; return the published value."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 MAX_ERROR_CHARS = 200
-"""Characters of an exception that are sent to other workers."""
+"""Maximum characters of an exception that are sent to other workers."""
 
 
 def first_line(err: BaseException) -> str:
     """Return an exception's message without the stack trace and advice that torch may append."""
     text = str(err).strip().splitlines()
     line = text[0].partition(". This is typically")[0] if text else type(err).__name__
-    # "[/path/to/gloo/file.cc:123] what happened": the path is of no use to the reader.
+    # The path in "[/path/to/gloo/file.cc:123] what happened" does not help the user.
     return line.partition("] ")[2] if line.startswith("[") and "] " in line else line
 
 
 def parse_number(text: str, digits: int) -> int | None:
-    """Parse a number of at most ``digits`` digits that a peer sent; None if it is invalid."""
+    """Parse a peer's number of at most ``digits`` digits; None if it is invalid."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None
 
 

@@ -27,28 +27,23 @@ _TAG_DIGITS = 64
 
 
 class Authenticator:
-    """Adds an authentication tag (HMAC-SHA256) to each value, over a context, the key and the
-    value.
+    """Adds an HMAC-SHA256 tag over a context, the key and the value to each value.
 
-    A value that is copied to another key, another job or another `init` is rejected. An earlier
-    value of the same key is not: its tag is valid.
-
-    Args:
-        key: the job's key.
-        context: what the values belong to.
+    A value copied from another key, job or `init` is rejected. An earlier value of the same key has
+    a valid tag and is accepted.
     """
 
     def __init__(self, key: bytes, context: str) -> None:
         self._key, self._context = key, context
 
     def sign(self, name: str, value: str) -> str:
-        """Return ``value`` with its tag, as stored under ``name``."""
+        """Return ``value`` with its tag, in the form stored under ``name``."""
         return f"{TAG_PREFIX}{self._tag(name, value)}:{value}"
 
     def verify(self, name: str, text: str) -> str | None:
-        """Return the value stored under ``name``; None if its tag is not valid."""
+        """Return the value stored under ``name``; None if its tag is invalid."""
         value = text[len(TAG_PREFIX) + _TAG_DIGITS + 1 :]
-        # Compares the prefix and the tag too: both are in what `sign` returns.
+        # `sign` returns the prefix and the tag too, so this compares them as well.
         expected = self.sign(name, value)
         return value if hmac.compare_digest(expected.encode(), text.encode()) else None
 
@@ -58,11 +53,7 @@ class Authenticator:
 
 
 def job_key(env: Mapping[str, str]) -> bytes | None:
-    """Return the job's key from an environment; None if it has none.
-
-    Raises:
-        UsageError: the key is too short.
-    """
+    """Return the job's key from an environment, or None; a `UsageError` if it is too short."""
     key = env.get(KEY_VARIABLE)
     if key is None:
         return None
@@ -75,22 +66,20 @@ def job_key(env: Mapping[str, str]) -> bytes | None:
 
 
 _MISSING = "?"
-"""The value of no key."""
+"""The value of a missing key."""
 
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.1
-"""Seconds between two reads of the store: at first, and after some time."""
+"""Minimum and maximum seconds between two reads of the store."""
 
 MAX_VALUE_BYTES = 16 << 20
-"""Bytes of the largest value that is read. The largest values written are lists of a model's
-tensors.
-"""
+"""Maximum bytes of a value. The largest values are lists of a model's tensors."""
 
 _REPLACE_ATTEMPTS = 16
 """Attempts to replace a rejected value while another process keeps writing it."""
 
 
 class RejectedValue(TimeoutError):
-    """A value in the store was not written with the job's key, or is too large."""
+    """A value in the store lacks a valid tag or is too large."""
 
 
 class TorchStore:
@@ -98,10 +87,6 @@ class TorchStore:
 
     With an authenticator, a value that was not written with the job's key counts as missing: it is
     not returned, `has` is False, and `claim` and `replace` overwrite it.
-
-    Args:
-        store: torch's store.
-        authenticator: signs and verifies values; None if the job has no key.
     """
 
     def __init__(self, store: dist.Store, authenticator: Authenticator | None = None) -> None:
@@ -113,11 +98,7 @@ class TorchStore:
         self._store.set(key, self._signed(key, value))
 
     def get(self, key: str, seconds: float) -> str:
-        """Wait for ``key``.
-
-        Raises:
-            TimeoutError: the key was not published within ``seconds``.
-        """
+        """Wait for ``key``; a `TimeoutError` after ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
             self._store.wait([key], timedelta(seconds=seconds))
@@ -129,10 +110,10 @@ class TorchStore:
         except RejectedValue:
             if self.authenticator is None:
                 raise
-        return self._poll_until(key, deadline, seconds)  # the valid value may still come
+        return self._poll_until(key, deadline, seconds)  # the valid value may still arrive
 
     def has(self, key: str) -> bool:
-        """Whether ``key`` is published. Does not wait; False if the store has ended."""
+        """Whether ``key`` is published. Does not wait; False if the store is unavailable."""
         try:
             if self.authenticator is None:
                 return bool(self._store.check([key]))
@@ -141,29 +122,16 @@ class TorchStore:
             return False
 
     def peek(self, key: str) -> str | None:
-        """Return the value of ``key`` without waiting; None if it is missing.
-
-        Raises:
-            RejectedValue: the value is not of this job.
-            RuntimeError: the store has ended.
-        """
+        """Return a value without waiting, or None; a `RejectedValue` if it is invalid."""
         found = read_key(self._store, key)
         return None if found is None else self._verified(key, found)
 
     def claim(self, key: str, value: str) -> str:
-        """Publish ``value`` unless the key exists; return the published value.
-
-        Raises:
-            TimeoutError: the store does not answer.
-        """
+        """Publish ``value`` unless the key exists; return the published value."""
         return self.replace(key, "", value)
 
     def replace(self, key: str, before: str, value: str) -> str:
-        """Publish ``value`` if ``before`` is the published value; return the value published then.
-
-        Raises:
-            TimeoutError: the store does not answer, or another process keeps writing the key.
-        """
+        """Publish ``value`` if ``before`` is published; return the value published afterwards."""
         new = self._signed(key, value)
         expected: str | bytes = self._signed(key, before) if before else ""
         for _ in range(_REPLACE_ATTEMPTS):
@@ -182,7 +150,6 @@ class TorchStore:
         return value if self.authenticator is None else self.authenticator.sign(key, value)
 
     def _verified(self, key: str, found: bytes) -> str:
-        """Return the value in ``found``, or raise `RejectedValue`."""
         if len(found) > MAX_VALUE_BYTES:
             why = f"{len(found)} bytes, more than {MAX_VALUE_BYTES}"
         else:
@@ -203,7 +170,6 @@ class TorchStore:
         raise RejectedValue(f"{key}: {why}")
 
     def _poll_until(self, key: str, deadline: float, seconds: float) -> str:
-        """As `get`, by polling."""
         pause = _MIN_POLL_S
         while True:
             try:
@@ -221,9 +187,7 @@ class TorchStore:
 
 
 class PollingStore(TorchStore):
-    """As `TorchStore`, for many threads: a blocking wait inside torch's store locks it for all
-    others.
-    """
+    """A `TorchStore` for many threads: a blocking wait would lock torch's store for the others."""
 
     def get(self, key: str, seconds: float) -> str:
         """As `TorchStore.get`, by polling."""
@@ -231,9 +195,7 @@ class PollingStore(TorchStore):
 
 
 def is_append_only(store: Store) -> bool:
-    """Whether deleted or replaced values remain in the store, as in a file that is only appended
-    to.
-    """
+    """Whether deleted or replaced values remain in the store, as in torch's ``FileStore``."""
     inner = store._store if isinstance(store, TorchStore) else None
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
@@ -241,11 +203,7 @@ def is_append_only(store: Store) -> bool:
 
 
 def read_key(store: dist.Store, key: str) -> bytes | None:
-    """Return the value of ``key`` without waiting; None if it is missing.
-
-    Raises:
-        RuntimeError: the store has ended.
-    """
-    # Another process may delete it between a check and a read, so both are one operation.
+    """Return a value without waiting, or None; a `RuntimeError` if the store is unavailable."""
+    # One operation: another process may delete the key between a check and a read.
     value: bytes = store.compare_set(key, _MISSING, _MISSING)
     return None if value == _MISSING.encode() else value

@@ -1,4 +1,4 @@
-"""The workers of a job, or of a group, and the links between them."""
+"""`World`: the workers of a job or of a group, and the links between them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from wingbeat.transport.nccl import NcclGroup
 
 MAX_OPEN_GROUPS = 64
-"""Groups open at once in a process. Each may use a thread and connections to its members."""
+"""Maximum open groups of a process. Each may use a thread and connections to its members."""
 
 MAX_REMEMBERED_EPOCHS = 4096
-"""Sets of ranks whose last epoch is remembered, least recently used first out."""
+"""Maximum sets of ranks whose last epoch is stored; the least recently used is evicted first."""
 
 
 class OpenGroups:
@@ -45,12 +45,7 @@ class OpenGroups:
         self._last: OrderedDict[tuple[int, tuple[int, ...]], int] = OrderedDict()
 
     def add(self, group: Any, rank: int, size: int) -> None:
-        """Record ``group`` as open in the process of ``rank``, one of ``size``.
-
-        Raises:
-            UsageError: it is not a group, has members that do not exist, lacks this rank, was
-                opened with this epoch before, or too many groups are open.
-        """
+        """Record ``group`` as open; a `UsageError` if it is invalid or the limit is reached."""
         if not isinstance(group, Group):
             raise UsageError(f"open_group({group!r}): allowed is a wingbeat.Group(ranks, epoch)")
         if group.ranks[-1] >= size:
@@ -86,7 +81,7 @@ class OpenGroups:
 
 @dataclass(eq=False)
 class World:
-    """All workers of a job as seen by one of them, or a group or channel of them.
+    """The workers of a job, or of a group or channel of them, as seen by one worker.
 
     Attributes:
         rank: this worker's number, 0 to ``size - 1``.
@@ -95,25 +90,25 @@ class World:
         speeds: measured bytes per second of each link, equal on all workers.
         timeout: seconds without a sign of life from a peer after which a wait for it fails.
         store: the rendezvous store.
-        make_nccl_group: makes the group that runs whole collectives, given the TOS byte of its
-            traffic (None: the default); None where there is none.
-        nccl_devices: device types whose tensors go to that group.
+        make_nccl_group: creates the NCCL group, given the TOS byte of its traffic (None: the
+            default); None without NCCL.
+        nccl_devices: device types whose tensors use the NCCL group.
         channel: the channel of the links that this world uses.
-        make_links: makes the links of a group, given the timeout of the connection setup in
-            seconds; None where there are no links.
+        make_links: creates the links of a group, given the timeout of the connection setup in
+            seconds; None without links.
         group: the members, if this is the world of a group; else None. In a group, ``rank`` and
-            ``size`` count its members, and `ranks` has their numbers in the job.
-        group_store: returns a connection to the store for the use of groups, in which nothing
-            blocks; None: groups use ``store``.
+            ``size`` count its members, and `ranks` has their ranks in the job.
+        group_store: returns a non-blocking connection to the store for groups; None: groups use
+            ``store``.
         threads: whether the workers are threads of one process.
         networks: for each rank, the subnet of each of its links; empty if all ranks are directly
             connected.
         interfaces: names of this host's interfaces in use; empty if the system chooses.
         returned: whether this worker was restarted alone while the others continue. It has no
-            links; only strategies whose workers come and go accept it.
-        serial: number of channels opened before this one. A restarted worker finds its channel
-            by it.
-        parent: the world that this channel was opened in.
+            links; only strategies with dynamic membership accept it.
+        serial: number of channels opened before this one, by which a restarted worker finds its
+            channel.
+        parent: the world in which this channel was opened.
     """
 
     rank: int
@@ -146,29 +141,29 @@ class World:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The number of each of these workers in the job, as used in messages."""
+        """The rank of each of these workers in the job, as used in messages."""
         return tuple(range(self.size)) if self.group is None else self.group.ranks
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The share of each tensor that each link carries, in proportion to its speed."""
+        """Fraction of each tensor that each link carries, proportional to the link's speed."""
         return tuple(speed / sum(self.speeds) for speed in self.speeds)
 
     @property
     def path(self) -> str:
-        """A prefix that is unique among the worlds of this job, for keys in the store."""
+        """A prefix for keys in the store, unique among the worlds of this job."""
         return f"{self._prefix}{self._exchanges}"
 
     def open_group(self, group: Group, *, interface: int | None = None) -> World:
-        """Make a world of the group's members. Only they call it, and it does not block.
+        """Create a world of the group's members. Only members call it, and it does not block.
 
-        Its collectives sum over the members, over connections of their own that the first
-        collective makes. They can be in any order relative to those of this world and of other
-        groups, and each group runs independently. If a member fails, its group fails on all
-        members; the others then open another group, of the same ranks in a later epoch or of other
-        ranks.
+        The collectives of a group sum over its members. The first collective opens the group's own
+        connections. Collectives of different groups and of this world can run in any order relative
+        to each other. If a member fails, the group fails on all members. The others can then open
+        another group, with the same ranks in a later epoch or with other ranks.
 
-        Close the group after use, or open it in ``with``; this world closes it too.
+        Close the group after use, or open it in a ``with`` block. Closing this world also closes
+        its groups.
 
         Args:
             group: the members.
@@ -214,17 +209,17 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            # Cancel a connection setup: pending operations will not be waited for.
+            # Cancel a connection setup in progress.
             for link in self.links:
                 if isinstance(link, LazyLink) and not link.connected:
                     link.close()
         self.close()
 
     def open_channel(self) -> World:
-        """Make a world of the same workers with independent order. Every worker must call it.
+        """Create a world of the same workers with an independent order. Every worker must call it.
 
-        Its collectives and exchanges can be in any order relative to those of this world and of its
-        other channels. Close it after use; this world closes it too.
+        Collectives and exchanges of a channel can run in any order relative to those of this world
+        and of its other channels. Close the channel after use; closing this world also closes it.
 
         Raises:
             UsageError: all channels are in use, or this is the world of a group.
@@ -258,7 +253,7 @@ class World:
         )
         self._opened += 1
         self._children.add(inner)
-        # Released once, when it is closed or collected: another world may use the number then.
+        # Another world may use the number after this one is closed or collected.
         inner._close = weakref.finalize(inner, self._channels.discard, number)
         return inner
 
@@ -284,7 +279,7 @@ class World:
         Raises:
             RendezvousError: a rank published nothing within the timeout, or invalid JSON; names the
                 rank and ``what``.
-            UsageError: this worker was restarted alone, so the others are past this exchange.
+            UsageError: this worker was restarted alone, so the others have completed this exchange.
         """
         if self.returned:
             raise UsageError(
@@ -296,7 +291,7 @@ class World:
         return self.replay_exchange(what)
 
     def replay_exchange(self, what: str) -> list[Any]:
-        """Return the result of an `exchange` that this rank's former process took part in.
+        """Return the result of an `exchange` in which this rank's former process took part.
 
         Raises:
             RendezvousError: as `exchange`.
@@ -306,7 +301,7 @@ class World:
         return [self._fetch(what, prefix, peer) for peer in range(self.size)]
 
     def publish(self, what: str, value: Any) -> None:
-        """Publish this worker's ``value`` as JSON, for `read`; once for each name."""
+        """Publish this worker's ``value`` as JSON for `read`, once per name."""
         self.store.set(f"{self._prefix}said/{what}/{self.rank}", json.dumps(value))
 
     def read(self, what: str, peer: int) -> Any:
@@ -337,9 +332,7 @@ class World:
             ) from None
 
     def _get_extended(self, key: str, what: str, peer: int) -> str:
-        """Return the value of ``key``, waiting beyond the timeout while ``peer`` is alive and
-        progressing.
-        """
+        """Return the value of ``key``; wait beyond the timeout while ``peer`` is progressing."""
         mine, theirs = self.ranks[self.rank], self.ranks[peer]
         wait = WaitLog(f"rank {mine}", f"the value of {what!r}")
         try:
@@ -358,7 +351,7 @@ class World:
 
     @property
     def nccl(self) -> NcclGroup:
-        """The group for tensors on GPUs. The first call makes it and must come on every rank.
+        """The group for tensors on GPUs. The first call creates it and must run on every rank.
 
         Raises:
             UsageError: this world has none.
@@ -366,7 +359,7 @@ class World:
         return self.nccl_in(None)
 
     def nccl_in(self, traffic_class: int | None) -> NcclGroup:
-        """Return the group whose traffic has this TOS byte. Its first call must come on every rank.
+        """Return the group whose traffic has this TOS byte. Its first call must run on every rank.
 
         Raises:
             UsageError: this world has none, or traffic classes are not supported.
@@ -380,11 +373,11 @@ class World:
         return self._nccl_groups[traffic_class]
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, before the links are closed."""
+        """Register ``callback``, called once before the links are closed."""
         self._users.append(callback)
 
     def close(self) -> None:
-        """Stop the threads that use the links, then close the links. May be called again."""
+        """Stop the threads that use the links, then close the links. Idempotent."""
         for inner in list(self._children):
             inner.close()
         users, self._users = self._users, []
@@ -411,7 +404,7 @@ _current: World | None = None
 
 
 def current() -> World:
-    """Return the world made by `init`.
+    """Return the world that `init` created.
 
     Raises:
         UsageError: `init` has not been called.
@@ -422,7 +415,7 @@ def current() -> World:
 
 
 def set_current(world: World | None) -> World | None:
-    """Install ``world`` as the current one and return the former one."""
+    """Install ``world`` as the current one and return the previous one."""
     global _current
     before, _current = _current, world
     return before

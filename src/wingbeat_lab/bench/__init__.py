@@ -1,6 +1,6 @@
-"""Measuring strategies against each other and against what PyTorch brings, in one run.
+"""Benchmarks of strategies against each other and against PyTorch's own, in one run.
 
-``config`` checks what the user asked for, ``runner`` starts the workers on a lab and collects,
-``worker`` is what runs on each host, ``bound`` says how fast any schedule could be. Only ``worker``
-and what it calls import torch.
+``config`` checks the user's input, ``runner`` starts the workers on a lab and collects results,
+``worker`` runs on each host, ``bound`` computes lower bounds of the iteration time. Only ``worker``
+and the modules that it imports import torch.
 """

@@ -1,4 +1,4 @@
-"""Making a row real inside a worker: the model wrapped, its optimizer made, and a way back."""
+"""Set up a row inside a worker: wrap the model, create its optimizer, and undo both later."""
 
 from __future__ import annotations
 
@@ -27,14 +27,9 @@ def attach(
 ) -> Attached:
     """Wrap ``model`` for ``contender``; the default process group must exist.
 
-    Args:
-        contender: the row.
-        model: on the CPU.
-        make_optimizer: called with the parameters, after they have their final form.
-        recorded: put DDP's collectives on the event stream too, which takes a hook in Python.
-
-    Raises:
-        UsageError: wingbeat refuses the model (``distribute``).
+    ``make_optimizer`` is called with the final parameters. ``recorded`` also records DDP's
+    collectives on the event stream, which needs a Python hook. UsageError if wingbeat refuses the
+    model.
     """
     if contender.strategy is not None:
         return _attach_strategy(contender, model, make_optimizer)
@@ -42,8 +37,8 @@ def attach(
         return Attached(model, make_optimizer(model.parameters()), _nothing, _nothing)
     if contender.name == "fsdp":
         return _attach_fsdp(model, make_optimizer)
-    # PowerSGD's hook waits inside gloo's two worker threads, so that two buckets at once would wait
-    # for each other for ever: everything goes into one.
+    # PowerSGD's hook blocks gloo's two worker threads: two buckets at once would deadlock.
+    # All gradients go into one bucket.
     mb = contender.options.get("mb", ddp.ONE_BUCKET_MB)
     wrapped = ddp.wrap(model, mb=mb, scale=contender.scale)
     _register_hook(contender, wrapped, recorded=recorded)
@@ -51,7 +46,7 @@ def attach(
 
 
 def _nothing() -> None:
-    """DDP and plain models put nothing off, and end with their last reference."""
+    """DDP and plain models defer no work, and need no explicit shutdown."""
 
 
 def _attach_strategy(
@@ -75,7 +70,7 @@ def _attach_strategy(
 
 
 def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
-    """Shard each child that has parameters and then the root, as FSDP's guide does by block."""
+    """Shard each child that has parameters and then the root, as in FSDP's guide."""
     from torch.distributed.device_mesh import init_device_mesh
 
     fsdp: Any = importlib.import_module("torch.distributed.fsdp")
@@ -88,7 +83,7 @@ def _attach_fsdp(model: nn.Module, make_optimizer: MakeOptimizer) -> Attached:
 
 
 def _register_hook(contender: Contender, model: DistributedDataParallel, *, recorded: bool) -> None:
-    """Give DDP the contender's hook; DDP as it is has none, unless its collectives are recorded."""
+    """Register the contender's hook with DDP; plain DDP has one only for recording."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = None
@@ -111,7 +106,7 @@ def _register_hook(contender: Contender, model: DistributedDataParallel, *, reco
 
 
 def step(made: Attached, next_loss: Callable[[nn.Module], torch.Tensor]) -> float:
-    """One iteration, as a user writes it; returns the loss."""
+    """Run one iteration as a user would write it; return the loss."""
     made.optimizer.zero_grad()
     loss = next_loss(made.model)
     torch.autograd.backward(loss)
@@ -127,16 +122,16 @@ def attached(
     made = attach(contender, model, make_optimizer, recorded=recorded)
     try:
         yield made
-    except BaseException:  # what has failed is to be said, and not what follows from that
+    except BaseException:  # report the original failure, not its consequences
         abandon(made.model, made.optimizer)
         raise
     made.detach()
 
 
 def optimizer_maker(name: str, *, paced: bool) -> MakeOptimizer:
-    """What builds the optimizer called ``name`` (``sgd`` or ``adamw``).
+    """Return the factory of the optimizer called ``name`` (``sgd`` or ``adamw``).
 
-    A paced model's loss falls by a steady share, so its rate is small enough for any length.
+    A paced model's loss falls at a constant rate; a small learning rate allows any length.
     """
     settings: dict[str, Any]
     if name == "adamw":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Bar = tuple[str, Parts]
-"""What stands left of a bar, and the bar."""
+"""The label of a bar, and the bar."""
 
 _SEGMENTS = (
     ("forward", ("forward_s",)),
@@ -41,11 +41,11 @@ _INK, _FAINT, _GRID = "#2b2f36", "#7d848e", "#e4e7eb"
 _STEP, _NARROW_STEP = 1.0, 0.74
 _HEIGHT, _NARROW_HEIGHT = 0.72, 0.5
 _LEGIBLE = 0.045
-"""A segment shorter than this share of the longest bar has no room for its number."""
+"""A segment shorter than this share of the longest bar has no number."""
 
 
 def groups(report: Report) -> list[list[Bar]]:
-    """Each row's bars: the row itself, and what its parts would take alone."""
+    """Return each row's bars: the row itself, and the duration of its parts alone."""
     out = []
     for run in report.runs:
         if run.breakdown:
@@ -57,8 +57,7 @@ def groups(report: Report) -> list[list[Bar]]:
 def draw_png(report: Report, path: Path) -> None:
     """Draw all rows that have a breakdown.
 
-    Raises:
-        UsageError: no row has one, matplotlib is missing, or the file cannot be written.
+    UsageError if no row has one, matplotlib is missing, or the file cannot be written.
     """
     drawn = groups(report)
     if not drawn:
@@ -77,7 +76,7 @@ def draw_png(report: Report, path: Path) -> None:
 
 
 def _draw(axes: Axes, drawn: Sequence[Sequence[Bar]]) -> None:
-    """Draw every bar from top to bottom, and the axes around them."""
+    """Draw the bars from top to bottom, and the axes."""
     longest = 1e3 * max(parts.total_s for bars in drawn for _, parts in bars)
     at = 0.0
     ticks: list[tuple[float, str, bool]] = []

@@ -1,12 +1,13 @@
-"""How short an iteration can be at all: for each kind of schedule, a floor no tuning gets under.
+"""Lower bounds of the iteration time, one for each kind of schedule.
 
-Links are taken as perfect (no latency, no header, all of the line rate) and messages as fluid
-(cut anywhere, sent in the best order), so a real run stays above the floor by what headers and
-latency cost. Shards are taken as equal: every worker reduces 1/P of the gradients.
+Links are assumed perfect (no latency, no headers, the full line rate) and messages fluid (divisible
+anywhere, sent in the best order). A real run exceeds the bound by the cost of headers and latency.
+Shards are assumed equal: every worker reduces 1/P of the gradients.
 
-Layers are in the order of execution. The floors are layer by layer: a gradient cannot travel
-before backward has made it, and a layer cannot run before its parameters are there. Dropping that
-gives the formula of DeAR (Zhang et al., 2023), the denominator of Eq. 6, in ``simple``.
+Layers are in the order of execution. The bounds are layer by layer: a gradient cannot be sent
+before backward has computed it, and a layer cannot run before its parameters have arrived. Without
+this constraint the result is the formula of DeAR (Zhang et al., 2023), the denominator of Eq. 6:
+``simple``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from wingbeat_lab.layer_costs import LayerCosts, backward_floor, forward_floor
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The floor of one kind of exchange.
+    """The bound of one kind of exchange.
 
     Attributes:
-        formula: in words, as the report prints it.
+        formula: as text for the report.
         floor: seconds of the shortest iteration, layer by layer.
-        simple: the same when only sums count.
+        simple: the same from the sums over layers only.
     """
 
     formula: str
@@ -37,17 +38,17 @@ TERMS = (
     "t_ff, t_bp: forward and backward time; t_rs = t_ag = t_ar/2 = (H-1)/H * bytes / rate of the"
     " slowest of the H hosts (all its rails together), or of a trunk where that takes longer"
 )
-"""What the letters in a formula mean."""
+"""The symbols in a formula."""
 
 
 def seconds_per_byte(
     host_rates: Sequence[float], trunks: Sequence[tuple[int, float]] = ()
 ) -> float:
-    """Seconds that a perfect reduce-scatter (or all-gather) needs for each byte of its input.
+    """Seconds of a perfect reduce-scatter (or all-gather) for each byte of its input.
 
-    With H hosts, whatever the number of workers on each, a host must send its sum for all shards
-    that live elsewhere: (H-1)/H of the bytes. A group of h hosts behind a trunk must send the
-    (H-h)/H that live outside and receive the h/H that live inside.
+    With H hosts, whatever the number of workers on each, a host sends its sums for all shards on
+    other hosts: (H-1)/H of the bytes. A group of h hosts behind a trunk sends the (H-h)/H outside
+    of the group and receives the h/H inside.
 
     Args:
         host_rates: each host's rate over all its interfaces, bytes per second, each direction.
@@ -70,28 +71,25 @@ def seconds_per_byte(
 
 
 def floor(kind: str, layers: Sequence[LayerCosts], per_byte: float) -> float | None:
-    """Shortest iteration in seconds with a bound of this kind; None where none is known.
+    """Shortest iteration in seconds with a bound of this kind; None if the kind has no bound.
 
-    Args:
-        kind: a key of ``BOUNDS``, or anything else for None.
-        layers: in the order in which forward runs them.
-        per_byte: from ``seconds_per_byte``.
+    ``layers`` are in forward order; ``per_byte`` is from ``seconds_per_byte``.
     """
     return BOUNDS[kind].floor(layers, per_byte) if kind in BOUNDS else None
 
 
 def simple(kind: str, layers: Sequence[LayerCosts], per_byte: float) -> float | None:
-    """The floor when only sums count: DeAR's Eq. 6, and its form for whole all-reduces."""
+    """The bound from sums only: DeAR's Eq. 6, and its form for whole all-reduces."""
     return BOUNDS[kind].simple(layers, per_byte) if kind in BOUNDS else None
 
 
 def three_cases(forward_s: float, gather_s: float) -> tuple[int, float]:
     """What DeAR saves of an iteration over whole all-reduces: Eq. 9 (section VI-I).
 
-    ``simple`` of "whole" (Eq. 8) less that of "halves" (Eq. 7), as the paper assumes: t_rs = t_ag
-    and t_bp = 2 t_ff. The paper's words and its formula contradict each other: "can always
-    outperform" is not so in the first case, where both hide everything. The formula is right. With
-    other ratios of backward to forward DeAR may save less than nothing, which ``simple`` knows.
+    This is ``simple`` of "whole" (Eq. 8) minus that of "halves" (Eq. 7), under the paper's
+    assumptions t_rs = t_ag and t_bp = 2 t_ff. The paper's "can always outperform" contradicts its
+    formula: in the first case both hide everything. The formula is correct. With other ratios of
+    backward to forward DeAR may be slower, which ``simple`` accounts for.
 
     Args:
         forward_s: t_ff in seconds.
@@ -99,10 +97,10 @@ def three_cases(forward_s: float, gather_s: float) -> tuple[int, float]:
 
     Returns:
         Which case holds, from 1 (t_ag <= t_ff) to 3 (t_ag > 2 t_ff), and the seconds saved: none,
-        t_ag - t_ff, or t_ff, which is the most there is to save.
+        t_ag - t_ff, or t_ff, the maximum.
 
     Raises:
-        UsageError: a time is negative or no number.
+        UsageError: a time is negative or not a number.
 
     >>> three_cases(2.0, 1.0), three_cases(2.0, 3.0), three_cases(2.0, 5.0)
     ((1, 0.0), (2, 1.0), (3, 2.0))
@@ -131,9 +129,9 @@ def _halves(layers: Sequence[LayerCosts], per_byte: float) -> float:
 
 
 def _late(layers: Sequence[LayerCosts], per_byte: float) -> float:
-    """Pushes may begin when backward has made them, and sums must be there when forward reads them.
+    """Pushes start when backward has computed them, sums must arrive before forward needs them.
 
-    A host's card carries its worker's pushes and its server's sums in the same direction.
+    A host's interface carries its worker's pushes and its server's sums in the same direction.
     """
     worst = max(_compute(layers, per_byte), 2 * per_byte * sum(layer.nbytes for layer in layers))
     behind = 0.0
@@ -203,13 +201,13 @@ BOUNDS = {
         _simple_halves,
     ),
 }
-"""What `wingbeat.traits.Traits.bound` may be: each kind's floor."""
+"""The bound of each value of `wingbeat.traits.Traits.bound`."""
 
 
 def low_rank_bytes(shape: Sequence[int], rank: int, itemsize: int = 4) -> int:
     """Bytes of one tensor under PyTorch's PowerSGD hook: two factors, if those halve it.
 
-    The hook views a tensor as a matrix of ``shape[0]`` rows; vectors always travel whole
+    The hook views a tensor as a matrix of ``shape[0]`` rows and never compresses vectors
     (``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook._should_compress``).
     """
     numel = 1

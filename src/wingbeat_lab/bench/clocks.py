@@ -1,7 +1,6 @@
-"""Each worker's own clock, and the processors' time: from a row's blocks to rates and shares.
+"""Rates and CPU shares of a row, from each worker's clock and the processes' CPU time.
 
-Every process of a bench stands under its role: those that train, and the servers that these have
-started.
+Every process of a bench has a role: it trains, or it is a server that a training process started.
 """
 
 from __future__ import annotations
@@ -14,21 +13,22 @@ WORKER = "worker"
 """The role of a process that trains."""
 
 SERVER = "server"
-"""The role of the parameter servers that a worker has started, all in one."""
+"""The role of the parameter servers that a worker has started, combined."""
 
 CORES_FULL = 0.8
-"""Share of the cores' time from which a row is said to be limited by them.
+"""Share of the cores' time from which a row counts as limited by them.
 
-Not 1: between the bursts of an exchange processes wait for each other, and what the kernel does for
-the links outside of any process is not counted."""
+Less than 1: processes wait for each other between the bursts of an exchange, and the kernel's work
+for the links outside of any process is not counted.
+"""
 
 Stamps = Sequence[Sequence[float]]
-"""For each worker, when each iteration began and when the last one was over; seconds."""
+"""For each worker, when each iteration began and when the last one ended; seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Iterations a second: of all workers together, and of each by its rank."""
+    """Iterations per second: of all workers together, and of each by its rank."""
 
     total: float
     by_rank: list[float]
@@ -43,7 +43,7 @@ def samples_by_rank_s(blocks: Sequence[Stamps]) -> list[list[float]]:
 
 
 def rates(samples: Sequence[Sequence[float]]) -> Rates:
-    """Iterations a second of workers that made these, in so many seconds each."""
+    """Iterations per second of workers whose iterations took so many seconds each."""
     by_rank = [len(own) / sum(own) for own in samples]
     return Rates(sum(by_rank), by_rank)
 
@@ -51,12 +51,7 @@ def rates(samples: Sequence[Sequence[float]]) -> Rates:
 def cpu_s_per_iteration(
     blocks: Sequence[Mapping[str, Sequence[float]]], iterations: int
 ) -> dict[str, list[float]]:
-    """CPU seconds of each process an iteration, by role and rank; of each worker's servers in one.
-
-    Args:
-        blocks: by role, the seconds that each process took in a block.
-        iterations: timed ones of all blocks together.
-    """
+    """CPU seconds per iteration of each process, by role and rank; servers by their worker."""
     roles = {role: len(own) for block in blocks for role, own in block.items()}
     return {
         role: [
@@ -70,12 +65,9 @@ def cpu_s_per_iteration(
 def cores_share(
     stamps: Sequence[Stamps], cpu_s: Sequence[Mapping[str, Sequence[float]]], cores: int
 ) -> float:
-    """Share of the cores' time, 0 to 1, that the bench's processes took over the timed iterations.
+    """Share of the cores' time, 0 to 1, that the bench's processes used in the timed iterations.
 
-    Args:
-        stamps: of each block.
-        cpu_s: of each block, by role, the seconds that each process took.
-        cores: that all of them share.
+    ``stamps`` and ``cpu_s`` (seconds, by role) are those of each block.
     """
     wall = sum(max(own[-1] for own in each) - min(own[0] for own in each) for each in stamps)
     used = sum(sum(own) for block in cpu_s for own in block.values())

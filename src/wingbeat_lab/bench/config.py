@@ -1,4 +1,4 @@
-"""What one bench measures: checked in the parent, before any worker starts, without torch."""
+"""The configuration of one bench, checked in the parent before any worker starts. No torch."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from wingbeat_lab.lab.spec import LabSpec
 OPTIMIZERS = ("adamw", "sgd")
 
 LOSSES = 10
-"""Iterations whose mean loss is compared with a target."""
+"""Number of iterations whose mean loss is compared with a target."""
 
 LONGEST_SLEEP_S = 60.0
-"""Of a slow worker: the others wait 120 s for it."""
+"""Limit for a slow worker: the others time out after 120 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """One bench, as plain values; ``check`` turns the texts into what they mean.
+    """One bench as plain values; ``check`` parses the texts.
 
     Attributes:
         lab: the lab's spec, before scaling.
         model: ``digits``, or ``paced:NAME`` with ``@SCALE``.
-        strategies: the rows; the first is what the others are compared with.
+        strategies: the rows; the first is the reference.
         iterations: timed iterations of each row, over all rounds.
         rounds: how often the rows take turns.
         warmup: iterations before the timed ones, in each round.
         per_host: workers on each host.
         optimizer: ``sgd`` (momentum 0.9, weight decay 1e-4) or ``adamw``.
-        stretch: slows a paced model's compute and the lab's links by this factor, so that a
-            machine with few cores has time to carry the traffic.
+        stretch: factor that slows a paced model's compute and the lab's links, so that a machine
+            with few cores can carry the traffic.
         seed: of the model and of the data's order.
         trace: whether to record a few iterations of each row after the timed ones.
         breakdown: whether to record each row for its breakdown, and rows of DeAR twice more with
             half of their exchange.
         measure: whether to measure forward, backward and both halves of the exchange alone, once
-            a round, for the speed-up and its bound.
-        slow: which workers are slow on purpose, as `slow.parse` reads it.
-        traffic: whether to look at what each host sends over time.
-        target_loss: the loss to which training is timed; None for no such figure.
+            per round, for the speed-up and its bound.
+        slow: workers that are slowed down, in the format of `slow.parse`.
+        traffic: whether to sample each host's sent bytes over time.
+        target_loss: the loss to which training is timed; None to omit the figure.
 
     Raises:
         UsageError: a number is out of range, or a name does not exist.
@@ -88,11 +88,7 @@ class BenchConfig:
             raise unknown("optimizer", self.optimizer, OPTIMIZERS)
 
     def check(self) -> Checked:
-        """Parse every text.
-
-        Raises:
-            UsageError: the first that cannot work, in one line.
-        """
+        """Parse every text; UsageError for the first invalid one."""
         spec = LabSpec.parse(self.lab)
         model = models.parse(self.model, stretch=self.stretch)
         rows = tuple(contenders.parse(text) for text in self.strategies)
@@ -119,7 +115,7 @@ class BenchConfig:
         )
 
     def _slow(self, spec: LabSpec, model: BenchModel) -> tuple[Slow, ...]:
-        """Who is slow; refused if the others would give up waiting."""
+        """Parse the slow workers; refuse sleeps that exceed the other workers' timeout."""
         workers = spec.hosts * self.per_host
         found = slow.parse(self.slow, workers=workers, iterations=self.iterations)
         normal_s = sum(model.compute_s() or ())
@@ -132,7 +128,7 @@ class BenchConfig:
         return found
 
     def _check_target(self, model: BenchModel) -> None:
-        """Refuse a target that no run can reach, or that would say nothing."""
+        """Refuse a target that no run can reach, or that is meaningless."""
         target = self.target_loss
         if target is None:
             return
@@ -151,7 +147,7 @@ class BenchConfig:
             )
 
     def _check_row(self, row: Contender, model: BenchModel) -> None:
-        """Refuse what would run and measure something else than it says."""
+        """Refuse a row that would measure something other than its name."""
         if row.name == "ddp+powersgd" and self.warmup < 3:
             raise UsageError(
                 f"warmup = {self.warmup}; {row.name} compresses from its third iteration on: "
@@ -164,14 +160,14 @@ class BenchConfig:
             )
 
     def _check_topology(self, row: Contender, spec: LabSpec) -> None:
-        """Refuse a topology that is not for so many workers, or for their interfaces."""
+        """Refuse a topology that does not fit the number of workers or interfaces."""
         if row.strategy is not None:
-            interfaces = spec.rails if spec.hosts > 1 else 1  # else a host's own loopback
+            interfaces = spec.rails if spec.hosts > 1 else 1  # a single host uses its loopback
             topology = topologies.get(row.strategy.choices().topology)
             topology.fitted(spec.hosts * self.per_host, interfaces)
 
     def share(self, round_: int) -> int:
-        """Timed iterations of each row in this round: ``iterations`` split as evenly as can be."""
+        """Timed iterations of each row in this round; ``iterations`` are split evenly."""
         each, more = divmod(self.iterations, self.rounds)
         return each + (round_ < more)
 
@@ -180,12 +176,12 @@ class BenchConfig:
         return sum(self.share(earlier) for earlier in range(round_))
 
     def to_json(self) -> str:
-        """The values as text, for the workers."""
+        """The values as JSON, for the workers."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> BenchConfig:
-        """Read what ``to_json`` wrote."""
+        """Parse the result of ``to_json``."""
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         return cls(**{**values, **lists})
@@ -193,15 +189,13 @@ class BenchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A config and what its texts mean.
+    """A config with its parsed texts.
 
     Attributes:
-        config: the plain values.
-        asked: the lab as the user wrote it.
-        lab: the lab as it is built: its rates follow the model's scale and the stretch.
-        model: what is trained.
+        asked: the lab as specified by the user.
+        lab: the lab as built: its rates follow the model's scale and the stretch.
         rows: what is compared, in the user's order.
-        slow: which workers are slow on purpose, and when.
+        slow: which workers are slowed down, and when.
     """
 
     config: BenchConfig
@@ -213,12 +207,12 @@ class Checked:
 
     @property
     def workers(self) -> int:
-        """Workers in all."""
+        """Total number of workers."""
         return self.lab.hosts * self.config.per_host
 
     @property
     def recorded(self) -> list[tuple[int, str]]:
-        """What is recorded after the timed iterations: rows, and which of their variants."""
+        """What is recorded after the timed iterations: rows and their variants."""
         out = []
         if self.config.trace or self.config.breakdown:
             for number, row in enumerate(self.rows):
@@ -228,12 +222,12 @@ class Checked:
 
     @property
     def bucket_bytes(self) -> int:
-        """25 MB (2**20 bytes), the usual bucket, at the model's scale."""
+        """The usual bucket size, 25 MB (2**20 bytes), at the model's scale."""
         scale = 1.0 if self.model.profile is None else self.model.profile.scale
         return int(25 * 2**20 * scale)
 
     @property
     def total_iterations(self) -> int:
-        """Iterations of the whole bench, warm-up included; deciding and tracing not."""
+        """Iterations of the whole bench with warm-up, without tuning and tracing."""
         config = self.config
         return len(self.rows) * (config.iterations + config.rounds * config.warmup)

@@ -1,7 +1,7 @@
-"""What stands in a bench's rows: wingbeat's strategies and what PyTorch itself offers.
+"""The rows of a bench: wingbeat's strategies and PyTorch's own methods.
 
-A row is written ``name`` or ``name:key=value,key=value``. Nothing here imports torch: a row is
-checked before any worker starts. ``attach`` makes it real inside a worker.
+A row is written ``name`` or ``name:key=value,key=value``. This module does not import torch: a row
+is checked before any worker starts. ``attach`` sets it up inside a worker.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _traits(bound: str, *, exact: bool, synchronous: bool = True) -> Traits:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What PyTorch offers, to be compared with: its traits, what it is, its options' defaults.
+    """A method of PyTorch to compare with: traits, description, default options.
 
-    ``ddp`` says whether it is a form of DistributedDataParallel.
+    ``ddp`` is whether it is a form of DistributedDataParallel.
     """
 
     traits: Traits
@@ -68,7 +68,7 @@ COMPOSED = "strategy:plan=merged,compression=sketch,schedule=dear"
 """How a row is written that is no preset."""
 
 _HALVED = ("ddp+fp16", "ddp+bf16")
-"""Rows whose gradients travel with 16 bits."""
+"""Rows whose gradients are sent with 16 bits."""
 
 _HALF_BYTES = 2
 """Bytes of an element in fp16 and bf16."""
@@ -79,10 +79,9 @@ class Contender:
     """One row of the table.
 
     Attributes:
-        text: as the user wrote it.
         name: a key of ``BASELINES`` or a strategy's name.
-        traits: what may be relied on, and which bound holds.
-        options: a baseline's options, defaults filled in; empty for strategies.
+        traits: its guarantees, and which bound holds.
+        options: a baseline's options with defaults; empty for strategies.
         strategy: wingbeat's composition, or None for a baseline.
         scale: factor on every bucket size, the model's scale.
     """
@@ -95,17 +94,17 @@ class Contender:
     scale: float = 1.0
 
     def at_scale(self, scale: float) -> Contender:
-        """The same row for a model of ``scale`` of its size: buckets shrink with the model.
+        """The same row for a model of ``scale`` of its size, with buckets scaled alike.
 
-        Otherwise a model of eight buckets would become one of two, and lose its overlap.
+        Otherwise a model of eight buckets would have two, and lose its overlap.
         """
         strategy = None if self.strategy is None else self.strategy.scaled(scale)
         return replace(self, strategy=strategy, scale=scale)
 
     def settled(self) -> Contender:
-        """The same row without the warm-up of top-k that it has by default.
+        """The same row without top-k's default warm-up, for models that do not learn.
 
-        For a model that does not learn: what is timed is to be what training settles to.
+        The timed iterations are then those of the steady state.
         """
         strategy = self.strategy
         if (
@@ -119,15 +118,15 @@ class Contender:
 
     @property
     def wire(self) -> str | compression.Coded:
-        """What gradients travel as; empty for their own dtype."""
+        """The encoding of gradients; empty for their own dtype."""
         return "" if self.strategy is None else self.strategy.choices().wire
 
     def wire_bytes(
         self, shapes: Sequence[Sequence[int]], itemsize: int = 4, names: Sequence[str] = ()
     ) -> int:
-        """Bytes of the gradients of tensors of these shapes, as they travel here.
+        """Bytes of the encoded gradients of tensors of these shapes.
 
-        ``names`` are the tensors', where groups of them travel in different ways.
+        ``names`` are the tensors' names, for rows that treat groups of them differently.
         """
         if self.name == "ddp+powersgd":
             return sum(low_rank_bytes(shape, self.options["rank"], itemsize) for shape in shapes)
@@ -141,12 +140,12 @@ class Contender:
 
     @property
     def ddp(self) -> bool:
-        """Whether it is DistributedDataParallel, with whatever hook."""
+        """Whether it is DistributedDataParallel, with any hook."""
         return self.name in BASELINES and BASELINES[self.name].ddp
 
     @property
     def decides(self) -> bool:
-        """Whether it finds out by measuring how it trains, before it can be timed."""
+        """Whether it tunes itself by measuring, before it can be timed."""
         if self.strategy is None:
             return False
         choices = self.strategy.choices()
@@ -156,7 +155,7 @@ class Contender:
 
     @property
     def averages(self) -> bool:
-        """Whether workers average their models, and make steps of their own in between."""
+        """Whether workers average their models and make local steps in between."""
         return self.traits.bound == "local"
 
     @property
@@ -166,12 +165,12 @@ class Contender:
 
 
 def names() -> list[str]:
-    """Every name that a row may have."""
+    """All valid names of rows."""
     return [*BASELINES, *baselines.names()]
 
 
 def about() -> dict[str, str]:
-    """Say of every name what it is, in one line, and what may be relied on without options."""
+    """Return a one-line description of every name, and its traits without options."""
     said = {name: f"{known.note} ({known.traits.words()})" for name, known in BASELINES.items()}
     for name, preset in baselines.PRESETS.items():
         what = (preset.__doc__ or "").partition("\n")[0]
@@ -180,13 +179,12 @@ def about() -> dict[str, str]:
 
 
 def parse(text: str) -> Contender:
-    """Read one row.
+    """Parse one row.
 
     >>> parse("ddp+powersgd:rank=4").options
     {'rank': 4}
 
-    Raises:
-        UsageError: an unknown name or option, or a value that cannot work; names the nearest.
+    UsageError for an unknown name or option (the nearest is named), or an invalid value.
     """
     name, _, rest = text.partition(":")
     name = name.lower()

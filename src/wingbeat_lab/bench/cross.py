@@ -1,4 +1,4 @@
-"""How much cross-traffic there was while a row was timed, from the kernel's counters. Pure."""
+"""The measured cross-traffic while a row was timed, from the kernel's counters. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wingbeat_lab.lab.spec import LabSpec
 from wingbeat_lab.lab.units import format_rate
 
 Seen = Mapping[str, Sequence[Sample]]
-"""By host that it flows to, samples in order."""
+"""Samples in order, by receiving host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class CrossTraffic:
     """Cross-traffic in the timed iterations of one row.
 
     Attributes:
-        bytes: received by all of its hosts together.
-        bit_per_s: for each iteration, what one direction of one trunk carried of it.
-        cores: that its generators used, 1 is one core.
+        bytes: received by all hosts together.
+        bit_per_s: for each iteration, the mean rate in one direction of one trunk.
+        cores: CPU usage of its generators, 1 is one core.
     """
 
     bytes: float
@@ -32,13 +32,13 @@ class CrossTraffic:
 
 
 def during(seen: Seen, rounds: Sequence[Sequence[float]], directions: int) -> CrossTraffic:
-    """Return what there was in the iterations of a row.
+    """Return the cross-traffic in the iterations of a row.
 
     Args:
         seen: all samples of the bench.
         rounds: for each round, when its iterations began and the last ended, in seconds of the
-            clock of the samples.
-        directions: of all trunks together that carry cross-traffic to another host.
+            samples' clock.
+        directions: total over all trunks that carry cross-traffic to another host.
     """
     total, cores, rates = 0.0, [], []
     for stamps in rounds:
@@ -54,7 +54,7 @@ def during(seen: Seen, rounds: Sequence[Sequence[float]], directions: int) -> Cr
 
 
 def _at(samples: Sequence[Sample], when: float, name: str) -> float:
-    """A counter's value at a time between two looks; the first or last one outside of them."""
+    """A counter's value at a time, interpolated between two samples and clamped to the ends."""
     after = bisect.bisect_right(samples, when, key=lambda sample: sample.when)
     if not after or after == len(samples):
         return float(getattr(samples[min(after, len(samples) - 1)], name))
@@ -65,7 +65,7 @@ def _at(samples: Sequence[Sample], when: float, name: str) -> float:
 
 
 def notes(lab: LabSpec, rows: Sequence[tuple[str, CrossTraffic]]) -> list[str]:
-    """Say what was asked for, and what there was while each row was timed."""
+    """Describe the requested cross-traffic, and what was measured for each row."""
     if not rows:
         return []
     flows = f"{lab.cross_flows} flow{'s' * (lab.cross_flows > 1)}"
@@ -78,7 +78,7 @@ def notes(lab: LabSpec, rows: Sequence[tuple[str, CrossTraffic]]) -> list[str]:
 
 
 def said(own: CrossTraffic) -> str:
-    """Say how much there was.
+    """Format the amount.
 
     >>> said(CrossTraffic(3e9, [2e8] * 9 + [1e8], 0.05))
     '3000 MB; each way 200 Mbit/s (p10 .. p90 of iterations: 190 .. 200), 0.05 cores'

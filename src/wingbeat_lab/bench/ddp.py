@@ -1,7 +1,7 @@
 """DistributedDataParallel with its default buckets at a scale.
 
-A paced model at scale 0.25 has a quarter of the bytes on links of a quarter of the rate. Buckets
-must shrink with it, or a model of eight buckets would become one of two and lose its overlap.
+A paced model at scale 0.25 has a quarter of the bytes on links of a quarter of the rate. Unless its
+buckets shrink alike, a model of eight buckets has two and loses its overlap.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 DEFAULT_MB = 25.0
-"""DDP's own bucket size; its first bucket is smaller, 1 MB, only where this is left alone."""
+"""DDP's default bucket size. Only with this default is its first bucket smaller, 1 MB."""
 
 ONE_BUCKET_MB = 1_000_000.0
-"""More than any model: all gradients travel together."""
+"""Larger than any model: all gradients are in one bucket."""
 
 
 class ScaledDDP(DistributedDataParallel):
-    """DDP as it is by default, with both of its bucket sizes multiplied by ``scale``.
+    """Default DDP with both of its bucket sizes multiplied by ``scale``.
 
-    The size of the first bucket is no argument of DDP's, so it is set where DDP reads it.
+    The size of the first bucket is no argument of DDP, so it is set where DDP reads it.
     """
 
     def __init__(self, model: nn.Module, scale: float) -> None:
@@ -31,10 +31,10 @@ class ScaledDDP(DistributedDataParallel):
         super().__init__(model)
 
     def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> Any:
-        dist: Any = torch.distributed  # the name is private, but no other way leads to the value
+        dist: Any = torch.distributed  # the only access to this value is by a private name
         first = int(dist._DEFAULT_FIRST_BUCKET_BYTES * self._scale)
         self.bucket_bytes_cap = int(self.bucket_bytes_cap * self._scale)
-        config = getattr(self, "_bucket_config", None)  # since torch 2.12 or so
+        config = getattr(self, "_bucket_config", None)  # from about torch 2.12 on
         if config is not None:
             self._bucket_config = dataclasses.replace(
                 config, bucket_bytes_cap=self.bucket_bytes_cap, first_bucket_bytes_cap=first
@@ -56,7 +56,7 @@ def wrap(model: nn.Module, *, mb: float, scale: float) -> DistributedDataParalle
 
 
 def buckets(model: DistributedDataParallel) -> list[int]:
-    """Bytes of each bucket as DDP reports them: the rebuilt ones once there are, in their order."""
+    """Bytes of each bucket, in DDP's order; those of the rebuilt buckets if they exist."""
     untyped: Any = model
     data = untyped._get_ddp_logging_data()
     text = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", ""))

@@ -1,7 +1,7 @@
 """What ``wingbeat demo`` measures and shows: real training, and the speed of a larger network.
 
-A network for 8 x 8 images is too small for its gradients to fill a link, so what the strategies
-are worth shows on a paced ResNet-50; that they are *right* shows on the digits.
+A network for 8 x 8 images is too small for its gradients to fill a link. A paced ResNet-50
+therefore shows the strategies' speed; the digits show their *correctness*.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from wingbeat_lab.bench.table import MISSING, megabytes, milliseconds
 from wingbeat_lab.lab.spec import LabSpec
 
 ROWS = ("ddp", "allreduce", "dear")
-"""What the demo compares; the first is the reference."""
+"""The compared rows; the first is the reference."""
 
 SCALE = 0.25
-"""Of the paced ResNet-50, so that its links, which shrink with it, are the 1 Gbit/s ones."""
+"""Of the paced ResNet-50: its links are scaled as well, and equal 1 Gbit/s."""
 
 EPOCH = 11
-"""Iterations that four workers need for all training images."""
+"""Iterations of four workers that cover all training images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,9 @@ class Plan:
 
 
 def plan(unshaped: str | None, *, quick: bool = False) -> Plan:
-    """Decide what to run.
-
-    Args:
-        unshaped: why this machine cannot emulate links, from ``lab.available()``, or None.
-        quick: a few iterations only, to see that everything works.
-    """
+    """Plan the benches; ``unshaped`` is from ``lab.available()``, ``quick`` is a smoke test."""
     on = "loopback:4" if unshaped else "star:4@1gbit"
-    # Tuning takes more iterations than there are here.
+    # These iterations are too few to tune.
     rows = (*ROWS[:-1], f"{ROWS[-1]}:plan=fixed") if quick else ROWS
     before_scaling = "loopback:4" if unshaped else "star:4@4gbit"
     digits = BenchConfig(
@@ -56,7 +51,7 @@ def plan(unshaped: str | None, *, quick: bool = False) -> Plan:
         model="digits",
         strategies=ROWS,
         iterations=(2 if quick else 14) * EPOCH,
-        rounds=1,  # one training from start to end for each row, as the accuracy needs
+        rounds=1,  # accuracy needs one complete training for each row
         measure=False,
     )
     paced = BenchConfig(
@@ -73,7 +68,7 @@ def plan(unshaped: str | None, *, quick: bool = False) -> Plan:
 
 
 def about(demo: Plan) -> list[str]:
-    """What is going to happen, as lines of text."""
+    """Describe the run in advance, as lines of text."""
     if demo.unshaped:
         where = [
             "Four workers on this machine's loopback. LINKS ARE UNSHAPED: they are as fast as",
@@ -103,7 +98,7 @@ _COLUMNS = (
 
 
 def printed(digits: Report, paced: Report) -> Printed:
-    """Return both benches in one table, as the documentation has it."""
+    """Return both benches in one table, for the documentation."""
     rows = [
         (
             label,
@@ -142,7 +137,7 @@ def render(made: Printed) -> Table:
 
 
 def to_json(demo: Plan, digits: Report, paced: Report) -> dict[str, Any]:
-    """Everything the demo measured, as plain values."""
+    """Return the demo's results as plain values."""
     return {
         "links": "unshaped" if demo.unshaped else "shaped",
         "unshaped_because": demo.unshaped,

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 BATCH = 32
 """Images in a worker's batch."""
 TEST_IMAGES = 360
-"""Images kept for the test set, of 1797."""
+"""Images in the test set, of 1797."""
 
 
 def network(seed: int) -> nn.Module:
-    """A network of two convolutions and two linear layers, the same for the same seed."""
+    """A network of two convolutions and two linear layers; weights depend on the seed only."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -45,9 +45,9 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def batches(
     images: Tensor, digits: Tensor, *, rank: int, workers: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This worker's batches, without end: each epoch a new order, its every ``workers``-th image.
+    """This worker's batches, infinite: each epoch has a new order, split over workers.
 
-    The order depends on ``seed`` and the epoch only, so every strategy sees the same batches.
+    The order depends on ``seed`` and the epoch only, so every strategy gets the same batches.
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(BATCH, len(images) // workers)
@@ -61,7 +61,7 @@ def batches(
 
 
 def accuracy(model: nn.Module, images: Tensor, digits: Tensor) -> float:
-    """Share of ``images`` that ``model`` names right, 0 to 1."""
+    """Share of ``images`` that ``model`` classifies correctly, 0 to 1."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

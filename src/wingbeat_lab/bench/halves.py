@@ -1,6 +1,6 @@
-"""DeAR with one half of each exchange left out, to see what the other half costs (Fig. 8).
+"""DeAR without one half of each exchange, to measure the cost of the other half (Fig. 8).
 
-Without a half the weights are wrong: this is for timing only, and no strategy.
+The resulting weights are wrong: for timing only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wingbeat_lab.bench import protocol
 
 
 class ReduceScatterOnly(Collectives):
-    """Leaves out the all-gathers of buckets."""
+    """Omits the all-gathers of buckets."""
 
     def all_gather(
         self,
@@ -27,17 +27,17 @@ class ReduceScatterOnly(Collectives):
         after: Handle | None = None,
         **options: Any,
     ) -> Handle:
-        """Be done as soon as ``after`` is, so that the reduce-scatter is still waited for."""
+        """Complete as soon as ``after`` does, so that the reduce-scatter is still waited for."""
         if bucket < 0:
             return super().all_gather(buffer, bucket=bucket, after=after, **options)
         return after or Handle([])
 
 
 class AllGatherOnly(Collectives):
-    """Leaves out the reduce-scatters of buckets."""
+    """Omits the reduce-scatters of buckets."""
 
     def reduce_scatter(self, buffer: torch.Tensor, *, bucket: int = -1, **options: Any) -> Handle:
-        """Be done at once."""
+        """Complete at once."""
         if bucket < 0:
             return super().reduce_scatter(buffer, bucket=bucket, **options)
         return Handle([])
@@ -50,7 +50,7 @@ class AllGatherOnly(Collectives):
         after: Handle | None = None,
         **options: Any,
     ) -> Handle:
-        """Gather after ``after``, unless that was left out."""
+        """Gather after ``after``, unless that was omitted."""
         kept = after if after is not None and after.jobs else None
         return super().all_gather(buffer, bucket=bucket, after=kept, **options)
 
@@ -59,7 +59,7 @@ _CLASSES = dict(zip(protocol.ONLY, (ReduceScatterOnly, AllGatherOnly), strict=Tr
 
 
 def use_only(only: str, model: torch.nn.Module, world: World, topology: str) -> None:
-    """Make a distributed model's engine exchange one half of each bucket, of ``protocol.ONLY``."""
+    """Make a distributed model's engine exchange one half of each bucket (``protocol.ONLY``)."""
     engine = engine_of(model)
     assert engine is not None, "the model is not distributed"
     halves = _CLASSES[only](world, topology)

@@ -1,4 +1,4 @@
-"""What a lab's links mean for a bench: their rates after scaling, and how fast they can reduce."""
+"""A lab's links in a bench: their rates after scaling, and their reduction speed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from wingbeat_lab.lab.units import MIN_RATE, format_rate
 
 
 def scaled(spec: LabSpec, factor: float) -> LabSpec:
-    """Return the lab with every rate multiplied by ``factor``; loopback, unshaped, stays as it is.
+    """Return the lab with every rate multiplied by ``factor``; loopback is unshaped and unchanged.
 
     >>> str(scaled(LabSpec.parse("star:4@1gbit,h3@200mbit"), 0.25))
     'star:4@250mbit,h3@50mbit'
 
-    Raises:
-        UsageError: a rate would fall under what the kernel shapes.
+    UsageError if a rate would be below the kernel's minimum.
     """
     if not spec.shaped or factor == 1:
         return spec
@@ -38,7 +37,7 @@ def scaled(spec: LabSpec, factor: float) -> LabSpec:
 
 
 def reduce_seconds_per_byte(spec: LabSpec) -> float | None:
-    """Seconds a perfect reduce-scatter needs for each byte on this lab; None if links are unshaped.
+    """Seconds per byte of a perfect reduce-scatter on this lab; None if links are unshaped.
 
     >>> reduce_seconds_per_byte(LabSpec.parse("star:4x2@1gbit")) * 250e6
     0.75

@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 
 STOLEN_MUCH = 0.03
-"""Share of the processors' time from which a table says so."""
+"""Share of the processors' stolen time from which a table warns."""
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, memory in bytes, kernel, and how busy the machine was (1 minute load)."""
+    """Processor, cores, memory in bytes, kernel, and 1-minute load."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -26,30 +26,29 @@ def describe() -> dict[str, Any]:
 
 
 def stolen_seconds() -> float:
-    """Since boot, over all processors: time this machine wanted and its host gave to others.
+    """Stolen CPU seconds since boot: time that this machine requested and its host gave to others.
 
-    Nothing runs then and no timer fires. 0 where the kernel does not say.
+    Nothing runs during stolen time and no timer fires. 0 if the kernel does not report it.
     """
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 class StolenShare:
-    """Share of the processors' time that others had since this was made, from 0 to 1."""
+    """Share of stolen CPU time since this object was created, from 0 to 1."""
 
     def __init__(self) -> None:
         self._began, self._stolen = time.monotonic(), stolen_seconds()
 
     def __call__(self) -> float:
-        """Return it."""
+        """Return the share."""
         wall = (time.monotonic() - self._began) * (psutil.cpu_count() or 1)
         return min(1.0, max(0.0, stolen_seconds() - self._stolen) / max(wall, 1e-9))
 
 
 def disturbed(*abouts: dict[str, Any]) -> str:
-    """Return a line about figures that others have spoiled; empty where they have not.
+    """Return a warning if stolen time has disturbed the figures; empty otherwise.
 
-    Args:
-        abouts: what `describe` said, and with it ``stolen_share``, of each run that is shown.
+    ``abouts`` has, for each shown run, the result of `describe` and its ``stolen_share``.
     """
     share = max(about.get("stolen_share", 0.0) for about in abouts)
     if share < STOLEN_MUCH:
@@ -61,7 +60,7 @@ def disturbed(*abouts: dict[str, Any]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides a figure, without importing any of it."""
+    """Versions of the packages that affect a figure, without importing them."""
     out = {"python": platform.python_version()}
     for name in ("wingbeat", "torch", "numpy"):
         try:

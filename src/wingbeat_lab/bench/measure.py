@@ -1,4 +1,4 @@
-"""A worker's side of ``speedup``: the model alone, and then the links alone."""
+"""A worker's measurements for ``speedup``: the model alone, and then the links alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.speedup import HALVES, WAYS, Span, Timings
 
 PASSES = 2
-"""Timed forward and backward passes in a round, after one that is not."""
+"""Timed forward and backward passes in a round, after one untimed pass."""
 
 NORMAL_PASSES = 20
-"""The same for what a normal iteration takes, measured once: a real model's are short."""
+"""Passes for the duration of a normal iteration, measured once: a real model's are short."""
 
 REPETITIONS = 2
 """Timed runs of each collective in each way in a round."""
@@ -28,11 +28,8 @@ REPETITIONS = 2
 def normal_s(checked: Checked, world: World) -> float:
     """Return the seconds that a normal iteration computes, the same for all rows and workers.
 
-    Forward and backward of the model alone: as a paced model states them, or for a real one as
-    they are measured with all workers at once, the slowest one's median.
-
-    Raises:
-        PeerError: a worker failed meanwhile.
+    A paced model specifies forward and backward. For a real one, all workers measure them at once;
+    the result is the slowest worker's median. PeerError if a worker fails.
     """
     stated = checked.model.compute_s()
     if stated is not None:
@@ -47,7 +44,7 @@ def timings(checked: Checked, world: World) -> Timings:
     forward, backward, nbytes = _compute(checked, world, PASSES)
     gc.collect()
     direct = checked.lab.kind == "bcube" and checked.config.per_host == 1
-    topology = "bcube" if direct else "ring"  # through hosts in between it would be slower
+    topology = "bcube" if direct else "ring"  # a ring over intermediate hosts would be slower
     spans = _communicate(world, nbytes, checked.bucket_bytes, topology)
     return Timings(forward, backward, spans, nbytes)
 
@@ -77,12 +74,12 @@ def _compute(checked: Checked, world: World, passes: int) -> tuple[list[float], 
 def _communicate(
     world: World, nbytes: int, bucket_bytes: int, topology: str
 ) -> dict[str, list[Span]]:
-    """When each half began and ended, in each way, by half and way."""
+    """Begin and end of each collective, by half and way."""
     collectives = Collectives(world, topology)
     flat = torch.ones(-(-nbytes // 4))
     buckets = list(flat.split(max(1, bucket_bytes // 4)))
     pieces = {"whole": [flat], "buckets": buckets}
-    for half in HALVES:  # the first messages meet links that were idle, and cold memory
+    for half in HALVES:  # the first messages warm up connections and memory
         _run(collectives, half, buckets[:1])
     spans: dict[str, list[Span]] = {}
     for _ in range(REPETITIONS):
@@ -93,7 +90,7 @@ def _communicate(
 
 
 def _run(collectives: Collectives, half: str, pieces: list[torch.Tensor]) -> Span:
-    """Hand over everything at once; the result counts, not when the last send has drained."""
+    """Submit everything at once; wait for the results, not until the last send has drained."""
     start = collectives.reduce_scatter if half == "reduce_scatter" else collectives.all_gather
     dist.barrier()
     begin = time.monotonic()

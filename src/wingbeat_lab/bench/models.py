@@ -1,4 +1,4 @@
-"""What a bench trains: a paced model, or a small real one on real data."""
+"""The models of a bench: a paced model, or a small real one on real data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class BenchModel:
     """A model by name.
 
     Attributes:
-        name: as the report prints it.
         profile: the paced model's profile; None for ``digits``.
         stretch: factor on a paced model's times.
     """
@@ -33,12 +32,12 @@ class BenchModel:
 
     @property
     def link_scale(self) -> float:
-        """Factor on the lab's rates that keeps communication over computation as it was."""
+        """Factor on the lab's rates that preserves the ratio of communication to computation."""
         return 1.0 if self.profile is None else self.profile.scale / self.stretch
 
     @property
     def codec_factor(self) -> float:
-        """How many times as long codec work takes on the whole model, at the bench's pace."""
+        """Factor on codec time: whole model over scaled model, at the bench's pace."""
         return 1.0 / self.link_scale
 
     def compute_s(self) -> tuple[float, float] | None:
@@ -49,7 +48,7 @@ class BenchModel:
         return self.profile.forward_ms * factor, self.profile.backward_ms * factor
 
     def layers(self, contender: Contender) -> list[LayerCosts] | None:
-        """Each layer's seconds and wire bytes under ``contender``; None for a real model."""
+        """Each layer's seconds and encoded bytes under ``contender``; None for a real model."""
         if self.profile is None:
             return None
         factor = self.stretch / 1e3
@@ -67,15 +66,14 @@ class BenchModel:
 
 
 def names() -> list[str]:
-    """Every model that a bench can train."""
+    """All valid names of models."""
     return ["digits", *(paced.profile.PREFIX + name for name in paced.names())]
 
 
 def parse(text: str, *, stretch: float = 1.0) -> BenchModel:
-    """Read ``digits``, ``paced:NAME`` or ``paced:NAME@SCALE``.
+    """Parse ``digits``, ``paced:NAME`` or ``paced:NAME@SCALE``.
 
-    Raises:
-        UsageError: no such model, a scale or a stretch that cannot work.
+    UsageError for an unknown model, or an invalid scale or stretch.
     """
     if not (math.isfinite(stretch) and 0.01 <= stretch <= 100.0):
         raise UsageError(f"stretch = {stretch:g}; allowed: 0.01 to 100")
@@ -99,7 +97,7 @@ class Built:
     Attributes:
         model: on the CPU, the same weights on every worker.
         loss: runs the wrapped model on the next batch and returns the loss to differentiate.
-        accuracy: the wrapped model's share of right answers on the test set, or None.
+        accuracy: the wrapped model's accuracy on the test set, 0 to 1, or None.
     """
 
     model: nn.Module
@@ -108,7 +106,7 @@ class Built:
 
 
 def build(spec: BenchModel, *, rank: int, workers: int, seed: int) -> Built:
-    """Make the model and its data; the same for every row, so that rows can be compared."""
+    """Build the model and its data; they are the same for every row."""
     if spec.profile is not None:
         model = paced.PacedModel(spec.profile, rank=rank, time_scale=spec.stretch)
         return Built(model, lambda wrapped: _tensor(wrapped(None)), lambda _: None)

@@ -1,4 +1,4 @@
-"""What each figure in a report is, in words: the JSON carries them along."""
+"""Descriptions of each figure of a report, included in its JSON."""
 
 from __future__ import annotations
 
@@ -142,4 +142,4 @@ NOTES = {
     ),
     "final_loss": "loss of the last timed iteration, mean over workers",
 }
-"""What each field of a run is."""
+"""The description of each field of a run."""

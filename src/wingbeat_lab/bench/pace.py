@@ -1,18 +1,18 @@
 """Codec work at the pace of a bench's links and computation.
 
 A paced model at scale 0.05 has a twentieth of the parameters on links of a twentieth of the rate,
-and a bench in slow motion stretches links and computation once more. A codec has a twentieth of
-the work then, at the processor's own pace: its share of an iteration would be far too small. Here
-each piece of codec work is followed by a sleep, so that it takes as long as its share of the whole
-model would. The processor is free meanwhile, as that of another host would be.
+and slow motion stretches links and computation once more. A codec then has a twentieth of the work
+at the processor's real pace: its share of an iteration would be far too small. A sleep after each
+piece of codec work therefore extends it to its share on the whole model. The processor is idle
+meanwhile, as that of another host would be.
 
-A part of each call does not grow with the model: Python, a kernel's start, one of the few
-operations for each matrix. Slow motion stretches it, the scale does not. How large it is follows
-from the same calls on a smaller model (`fixed_costs`). Without that all of a call grows, which
-takes too much for many small calls.
+A part of each call is independent of the model's size: Python, the start of a kernel, one of the
+few operations for each matrix. Slow motion stretches this part, the scale does not. `fixed_costs`
+derives it from the same calls on a smaller model. Without it the whole call is scaled, which
+overestimates many small calls.
 
-The codecs of wingbeat and the hooks of DDP are treated alike. What a processor does beside them
-(copies into buckets, sums, TCP) keeps its own pace.
+wingbeat's codecs and DDP's hooks are treated alike. Other work of the processor (copies into
+buckets, sums, TCP) keeps its real pace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wingbeat.codecs.coding import Coding
 from wingbeat.codecs.lowrank import Round
 
 SHORTEST_S = 0.2e-3
-"""Shorter sleeps end much too late. What is shorter is added to a later one of the thread."""
+"""Shorter sleeps overshoot. They are added to a later sleep of the thread."""
 
 WORK: tuple[tuple[Any, str], ...] = (
     (Coding, "encode"),
@@ -45,31 +45,32 @@ WORK: tuple[tuple[Any, str], ...] = (
     (default_hooks, "bf16_compress_hook"),
     (powerSGD_hook, "powerSGD_hook"),
 )
-"""Where codec work is done: the owner and the name of each function."""
+"""The functions that do codec work: owner and name of each."""
 
 SMALLER = 0.25
-"""Of the model's parameters: the model beside which fixed costs are measured."""
+"""Share of the model's parameters in the model that serves to measure fixed costs."""
 
 PRICED = 3
-"""Iterations before calls are measured, as PowerSGD begins with its third, and meanwhile."""
+"""Iterations before and during the measurement of calls; PowerSGD starts with its third."""
 
 Open = Callable[[float], contextlib.AbstractContextManager[Callable[[int], object]]]
-"""Makes a model of a share of the bench's parameters; what it yields makes an iteration by number,
-0 and below."""
+"""Creates a model with a share of the bench's parameters; yields a function that runs an iteration
+by number, 0 and below.
+"""
 
 _owed = threading.local()
 
 
 @dataclass
 class Calls:
-    """CPU seconds of all calls of one function, and how many there were."""
+    """CPU seconds and number of all calls of one function."""
 
     seconds: float = 0.0
     count: int = 0
 
     @property
     def mean(self) -> float:
-        """Seconds of a call; 0 if there was none."""
+        """Seconds per call; 0 without calls."""
         return self.seconds / self.count if self.count else 0.0
 
 
@@ -79,8 +80,8 @@ class Pace:
 
     Attributes:
         stretch: factor on the times of links and computation.
-        scale: of the model: its share of the whole one's parameters.
-        fixed: CPU seconds of a call that do not grow with the model, by function.
+        scale: the model's share of the whole model's parameters.
+        fixed: CPU seconds of a call that are independent of the model's size, by function.
     """
 
     stretch: float = 1.0
@@ -90,14 +91,13 @@ class Pace:
 
     @property
     def slows(self) -> bool:
-        """Whether the whole model at this pace takes longer than the work does here."""
+        """Whether the work takes longer on the whole model at this pace than here."""
         return self.stretch > self.scale
 
     def install(self) -> Callable[[], None]:
-        """Slow all codec work of this process from now on; return what undoes it.
+        """Slow all codec work of this process; return a function that undoes it.
 
-        Where the whole model at this pace would take less time than the work does here, nothing is
-        changed: no processor can be made faster.
+        Without effect if the whole model at this pace takes less time than the work here.
         """
         if not self.slows:
             return lambda: None
@@ -107,7 +107,7 @@ class Pace:
         future: Any = torch._C.Future
         then = future.then
 
-        # The second half of a hook of DDP's, such as the cast back to float32, is a callback.
+        # The second half of DDP's hooks, such as the cast back to float32, is a callback.
         def slowed_then(awaited: Any, callback: Callable[[Any], Any]) -> Any:
             return then(awaited, self.slowed(callback, f"then {callback.__qualname__}"))
 
@@ -121,11 +121,11 @@ class Pace:
         return undo
 
     def slowed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return ``work`` followed by a sleep for what the whole model would take longer."""
+        """Return ``work`` followed by a sleep for the additional time of the whole model."""
 
         @functools.wraps(work)
         def run(*args: Any, **options: Any) -> Any:
-            if getattr(_owed, "inside", False):  # one codec that uses another is slowed once
+            if getattr(_owed, "inside", False):  # a codec inside another codec is slowed once
                 return work(*args, **options)
             _owed.inside, began = True, time.thread_time()
             try:
@@ -143,7 +143,7 @@ class Pace:
         return run
 
     def owed(self, spent: float, name: str) -> float:
-        """Return how many seconds longer the whole model would take at this pace."""
+        """Return the additional seconds of the whole model at this pace."""
         fixed = min(spent, self.fixed.get(name, 0.0))
         return self.stretch * (fixed + (spent - fixed) / self.scale) - spent
 
@@ -156,7 +156,7 @@ class Pace:
         _owed.seconds = debt
 
     def price(self, opened: Open) -> dict[str, float]:
-        """Return what `fixed` is to be for one model, by iterations of it and of a smaller one."""
+        """Return `fixed` for one model, from iterations of it and of a smaller one."""
         found = []
         for share in (1.0, SMALLER):
             with opened(share) as iterate:
@@ -170,7 +170,7 @@ class Pace:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[dict[str, Calls]]:
-        """Slow nothing inside, and count what calls take, by function."""
+        """Measure calls by function in the body, without slowing them."""
         self._measured = {}
         try:
             yield self._measured
@@ -181,14 +181,10 @@ class Pace:
 def fixed_costs(
     here: Mapping[str, Calls], smaller: Mapping[str, Calls], share: float
 ) -> dict[str, float]:
-    """Return what of a call does not grow with the model, in CPU seconds by function.
+    """Return the CPU seconds of a call that are independent of the model's size, by function.
 
-    Args:
-        here: what calls take on the bench's model.
-        smaller: the same on a model of a ``share`` of its parameters, in as many calls.
-        share: below 1.
-
-    A line through both is taken; times scatter, so it is kept between 0 and what a call takes.
+    ``here`` are calls on the bench's model, ``smaller`` as many on a model of a ``share`` of its
+    parameters. The result is the intercept of a line, limited to 0 to the time of a call.
     """
     made = {}
     for name in here.keys() & smaller.keys():

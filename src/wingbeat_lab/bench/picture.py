@@ -1,4 +1,4 @@
-"""All rows of a bench in one picture and one trace, on one scale, so that they can be compared."""
+"""All rows of a bench in one picture and one trace, on a common scale."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def draw_png(
     title: str,
     last: int = 2,
 ) -> None:
-    """Draw worker 0's ``last`` iterations of each row, one row under the other.
+    """Draw worker 0's ``last`` iterations of each row, one row below the other.
 
-    Raises:
-        UsageError: matplotlib is missing, or the file cannot be written.
+    UsageError if matplotlib is missing, or the file cannot be written.
     """
     figure = blank("timeline", (13, 1.9 + 1.25 * len(names)), 130)
     axes = figure.add_subplot()
@@ -49,7 +48,7 @@ def draw_png(
 
 
 def write_trace(names: Sequence[str], events: Sequence[Sequence[Event]], path: Path) -> None:
-    """Write every row's workers as processes of one Perfetto trace, all rows starting at zero."""
+    """Write every row's workers as processes of one Perfetto trace; all rows start at zero."""
     workers = 1 + max((event.worker for own in events for event in own), default=0)
     joined = []
     for row, own in enumerate(events):
@@ -74,7 +73,7 @@ def write_trace(names: Sequence[str], events: Sequence[Sequence[Event]], path: P
 
 
 def _draw_row(axes: Axes, row: int, name: str, events: Sequence[Event], last: int) -> float:
-    """Draw one strategy; returns the length of what is shown, in milliseconds."""
+    """Draw one strategy; return the length in milliseconds."""
     own = [event for event in events if event.worker == 0]
     shown = iterations(own)[-last:]
     if not shown:
@@ -106,7 +105,7 @@ def _draw_row(axes: Axes, row: int, name: str, events: Sequence[Event], last: in
 
 
 def _beside(axes: Axes) -> dict[str, Any]:
-    """Places text left of the axes, at a height in data units."""
+    """Write text left of the axes, at a height in data units."""
     return {"transform": axes.get_yaxis_transform(), "fontsize": 10}
 
 

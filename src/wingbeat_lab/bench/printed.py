@@ -1,4 +1,4 @@
-"""A table of figures in the one form that is printed, kept as JSON and set into the docs."""
+"""A table of figures that can be printed, saved as JSON and included in the docs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A table whose cells are text, as a benchmark prints them.
+    """A table with text cells.
 
     Attributes:
         title: what is compared, and where.
         columns: one label for each column, with the unit. The first column names the row.
         rows: one cell for each column. An empty cell has no figure.
-        notes: lines below the table: what the figures are, and what spoils them.
+        notes: lines below the table: the meaning of the figures, and what disturbed them.
     """
 
     title: str
@@ -31,11 +31,7 @@ class Printed:
         rows: Iterable[Sequence[str]],
         notes: Iterable[str] = (),
     ) -> Printed:
-        """Make one from any sequences.
-
-        Raises:
-            ValueError: a row has another number of cells than there are columns.
-        """
+        """Build a table from any sequences; ValueError if a row has the wrong number of cells."""
         made = tuple(tuple(row) for row in rows)
         for row in made:
             if len(row) != len(columns):
@@ -44,20 +40,20 @@ class Printed:
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> Printed:
-        """Return the table that `to_json` gave.
+        """Build a table from the result of `to_json`.
 
         Raises:
-            ValueError: a row has another number of cells than there are columns.
+            ValueError: a row has the wrong number of cells.
             KeyError: a part is missing.
         """
         return cls.of(kept["title"], kept["columns"], kept["rows"], kept.get("notes", ()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the table as JSON has it."""
+        """Return the table for JSON."""
         return asdict(self)
 
     def text(self) -> str:
-        """Return the table for a terminal: the first column to the left, the others to the right.
+        """Return the table for a terminal: the first column is left-aligned, others right-aligned.
 
         >>> print(Printed.of("codecs", ("codec", "ms"), [("sketch", "9.1"), ("none", "12")]).text())
         codecs
@@ -77,14 +73,14 @@ class Printed:
         return "\n".join([self.title, *shown, *self.notes])
 
     def markdown(self) -> str:
-        """Return the table as the docs have it, under its title.
+        r"""Return the table in Markdown, below its title.
 
         >>> print(Printed.of("codecs", ("codec", "ms"), [("sketch|8", "9.1")]).markdown())
         codecs
         <BLANKLINE>
         | codec | ms |
         |---|---|
-        | sketch\\|8 | 9.1 |
+        | sketch\|8 | 9.1 |
         """
         head = [_line(self.columns), "|" + "---|" * len(self.columns)]
         notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []

@@ -1,4 +1,4 @@
-"""Processor time of a worker and of the processes that it has started."""
+"""CPU time of a worker and of the processes that it has started."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def own_cpu_s() -> float:
-    """CPU seconds of this process so far, all threads, in user mode and in the kernel."""
+    """CPU seconds of this process, all threads, user and system."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def children_cpu_s() -> float:
-    """CPU seconds so far of the children that this process has now, to a hundredth or so."""
+    """CPU seconds of the current children of this process, to about a hundredth."""
     return sum(_cpu_s(fields) for fields in _stats() if int(fields[1]) == os.getpid())
 
 
 def _stats() -> list[list[str]]:
-    """What ``/proc/PID/stat`` says of each process behind its name: state, parent, ..."""
+    """The fields of ``/proc/PID/stat`` after the name, for each process: state, parent, ..."""
     found = []
     for each in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = each.read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         found.append(text.rpartition(")")[2].split())
     return found

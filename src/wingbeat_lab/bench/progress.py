@@ -1,4 +1,4 @@
-"""Where a bench is: a live bar on a terminal, one line for each turn elsewhere."""
+"""The progress of a bench: a live bar on a terminal, else one line for each turn."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from wingbeat_lab.bench.config import Checked
 
 
 class Progress:
-    """Shows how long it will take, then strategy, round, iteration and the time left.
+    """Shows the expected duration, then strategy, round, iteration and the time left.
 
-    All on standard error. What is left is what the estimate says is left, times what the part that
-    is over took in place of its estimate.
+    Output goes to standard error. The time left is the estimate's, times the ratio of the elapsed
+    time to its estimate.
     """
 
     def __init__(self, checked: Checked, *, quiet: bool = False) -> None:
@@ -52,7 +52,7 @@ class Progress:
         self._view.close()
 
     def at(self, done: int, row: int, round_: int, iteration: int) -> None:
-        """``done`` iterations of all are over; ``iteration`` is below 0 while warming up."""
+        """Report that ``done`` iterations are complete; ``iteration`` is below 0 in warm-up."""
         config = self._checked.config
         turn = f"{self._checked.rows[row].text}, round {round_ + 1}/{config.rounds}"
         if (row, round_) != self._turn:
@@ -64,13 +64,13 @@ class Progress:
         self._view.at(self._estimate.done_s(row, round_, iteration), f"{turn}, {what}")
 
     def left_s(self, row: int, round_: int, iteration: int) -> float:
-        """Seconds from the end of this iteration to the end of the bench, as things go."""
+        """Seconds from the end of this iteration to the end of the bench, at the current pace."""
         over = self._estimate.done_s(row, round_, iteration)
         pace = (time.monotonic() - self._began) / over
         return pace * max(0.0, self._estimate.total_s - over)
 
     def phase(self, text: str) -> None:
-        """Something else than iterations is going on."""
+        """Show a phase that consists of no iterations."""
         self._view.say(text)
 
 

@@ -1,4 +1,4 @@
-"""What workers and parent agree on: marked JSON lines on standard output, and files' names."""
+"""The protocol of workers and parent: marked JSON lines on standard output, and file names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "@wingbeat-bench "
-"""What a message starts with; every other line is the worker's own output."""
+"""The prefix of a message; every other line is the worker's own output."""
 
 
 def say(kind: str, **values: Any) -> None:
@@ -16,7 +16,7 @@ def say(kind: str, **values: Any) -> None:
 
 
 def hear(line: str) -> dict[str, Any] | None:
-    """Read a message, or None if the line is none (a worker's output, or cut short)."""
+    """Parse a message; None for other output and for truncated lines."""
     if not line.startswith(MARK):
         return None
     try:
@@ -27,12 +27,12 @@ def hear(line: str) -> dict[str, Any] | None:
 
 
 WHOLE = "whole"
-"""A row as it is, as opposed to ``ONLY``."""
+"""A complete row, as opposed to ``ONLY``."""
 
 ONLY = ("RS-only", "AG-only")
-"""A row of DeAR with one half of its exchange left out, by the names of the paper's Fig. 8."""
+"""A row of DeAR without one half of its exchange, by the names of the paper's Fig. 8."""
 
 
 def part(folder: Path, row: int, worker: int, variant: str = WHOLE) -> Path:
-    """Where one worker's events of one row are kept until the parent merges them."""
+    """The file of one worker's events of one row, until the parent merges them."""
     return folder / f"row{row}-{variant}-worker{worker}.json"

@@ -1,4 +1,4 @@
-"""The median of repeated measurements, and how far they lie apart."""
+"""Median and spread of repeated measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Median and the range that 80% of the values lie in, in the values' own unit."""
+    """The median and the range of the middle 80% of the values, in their unit."""
 
     median: float
     p10: float
@@ -16,7 +16,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Quantiles:
-        """Quantiles of ``values``, between neighbours by linear interpolation."""
+        """Quantiles of ``values``, with linear interpolation."""
         ordered = sorted(values)
         return cls(*(_quantile(ordered, share) for share in (0.5, 0.1, 0.9)))
 

@@ -1,4 +1,4 @@
-"""From the workers' stamps to the figures: pure arithmetic, and the JSON that holds them."""
+"""Compute the figures from the workers' time stamps, and the JSON report. Pure."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ from wingbeat_lab.bench.traffic import Samples, Traffic
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one row did in one round.
+    """The results of one row in one round.
 
     Attributes:
         row: index into the rows.
         starts: for each worker, when each timed iteration began and, last, when the one after
             them began; seconds of the machine's monotonic clock, one for all workers.
         sent_bytes: for each worker, what its host's interfaces sent in each iteration, over the
-            timed ones and the last warm-up, with nothing under way before and after.
+            timed ones and the last warm-up, with no traffic in flight before and after.
         cpu_s: by role, the CPU seconds of each of its processes over the timed iterations.
         loss: of the last timed iteration, mean over workers.
         accuracy: on the test set after the block, 0 to 1; None for a paced model.
-        coded: whether gradients went through the row's codec; None where it has none.
-        merge: what the row's plan says of itself; None where it plans nothing.
+        coded: whether gradients went through the row's codec; None without one.
+        merge: what the row's plan reports; None without one.
         curves: for each worker, seconds and loss of each iteration, warm-up included; None
             unless the bench has a target loss.
-        sent_by_class: for each worker, ``sent_bytes`` by class of the lab's links, as on the wire;
+        sent_by_class: for each worker, ``sent_bytes`` by class of the lab's links, on the wire;
             empty without classes.
-        traffic: for each worker, what its host had sent when; None unless it was looked at.
-        steps_by_rank: of models that are averaged: the steps of each worker in the timed
-            iterations.
-        fired_by_rank: under bounded staleness: how often the bound has acted on each worker in the
-            timed iterations, by what it did.
+        traffic: for each worker, its host's sent bytes over time; None unless sampled.
+        steps_by_rank: for averaged models, the steps of each worker in the timed iterations.
+        fired_by_rank: under bounded staleness, how often the bound acted on each worker in the
+            timed iterations, by action.
     """
 
     row: int
@@ -75,7 +74,7 @@ class Block:
         return statistics.fmean(self.sent_bytes) / sharing
 
     def class_bytes_per_iteration(self, sharing: int) -> dict[str, float]:
-        """The same by class; empty where the lab has none."""
+        """The same by class; empty if the lab has none."""
         names = self.sent_by_class[0] if self.sent_by_class else {}
         sent = {name: [each[name] for each in self.sent_by_class] for name in names}
         return {name: statistics.fmean(each) / sharing for name, each in sent.items()}
@@ -83,12 +82,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Deciding:
-    """What it took until a row knew how it trains, before its first turn.
+    """The tuning of a row, before its first turn.
 
     Attributes:
-        iterations: of training.
-        seconds: that they took, by rank 0's clock.
-        decision: what was found, as `wingbeat.planning.control.Decisions` says it.
+        seconds: of the training, by rank 0's clock.
+        decision: the result, as in `wingbeat.planning.control.Decisions`.
     """
 
     iterations: int
@@ -98,7 +96,7 @@ class Deciding:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One row's figures; ``notes.NOTES`` says what each is."""
+    """One row's figures; ``notes.NOTES`` describes each."""
 
     strategy: str
     iteration_s: Quantiles
@@ -137,7 +135,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole bench: what was asked, where it ran, and what came out."""
+    """A whole bench: configuration, environment and results."""
 
     lab: str
     model: str
@@ -155,7 +153,7 @@ class Report:
     normal_iteration_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; ``lab, model, machine, runs`` first."""
+        """Return plain values; ``lab, model, machine, runs`` come first."""
         return asdict(self)
 
 
@@ -170,19 +168,14 @@ def runs(
 ) -> list[Run]:
     """Turn the blocks into one run for each row, in the rows' order.
 
-    Args:
-        checked: what was measured.
-        blocks: of all rows and rounds.
-        measured: computation and links alone, if they were.
-        cores: that all workers share.
-        deciding: for each row, what it took to decide; empty for none.
-        cross: what cross-traffic there was at which time; empty or None for none.
+    ``measured`` has the times of computation and links alone, ``deciding`` the tuning of each row,
+    ``cross`` the samples of cross-traffic.
     """
     by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
     samples = [[s for block in own for s in block.iterations_s()] for own in by_row]
     quantiles = [Quantiles.of(own) for own in samples]
-    # Without lockstep several gradients or steps may come at once after a long wait. A median that
-    # leaves the waits out would be too good.
+    # Without lockstep several gradients or steps may complete at once after a long wait, so a
+    # median would omit the waits.
     typical = [
         times.median if row.traits.synchronous else statistics.fmean(own)
         for row, own, times in zip(checked.rows, samples, quantiles, strict=True)
@@ -262,7 +255,7 @@ def _run(
 
 
 def _of_clocks(frame: _Frame, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Those fields of a run that come from each worker's own clock and processor time."""
+    """The fields of a run that derive from each worker's clock and CPU time."""
     stamps, cpu_s = [b.starts for b in blocks], [b.cpu_s for b in blocks]
     by_rank = clocks.samples_by_rank_s(stamps)
     busy = clocks.cores_share(stamps, cpu_s, frame.cores)
@@ -288,7 +281,7 @@ def _steps_by_rank(blocks: Sequence[Block]) -> list[int] | None:
 
 
 def all_fired(blocks: Iterable[list[dict[str, int]] | None]) -> list[dict[str, int]] | None:
-    """Add up by rank how often a bound has acted; None where there is none."""
+    """Sum by rank how often a bound has acted; None without a bound."""
     fired = [by_rank for by_rank in blocks if by_rank is not None]
     if not fired:
         return None
@@ -299,7 +292,7 @@ def all_fired(blocks: Iterable[list[dict[str, int]] | None]) -> list[dict[str, i
 
 
 def _traffic(checked: Checked, blocks: Sequence[Block]) -> Traffic | None:
-    """What hosts have sent over time; workers of one host have seen the same."""
+    """Traffic of hosts over time; workers of one host have the same samples."""
     each = checked.config.per_host if checked.lab.shaped else checked.workers
     rounds = [block.traffic[::each] for block in blocks if block.traffic is not None]
     if not rounds:
@@ -324,7 +317,7 @@ def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _codec(blocks: Sequence[Block]) -> str | None:
-    """Whether the row's codec was on, as was found out before; None without one."""
+    """Whether the row's codec was on, by the earlier decision; None without a codec."""
     return {None: None, True: "on", False: "off"}[blocks[-1].coded]
 
 
@@ -341,7 +334,7 @@ def _compute_s(checked: Checked, quantiles: Sequence[Quantiles]) -> float | None
 def _bounds(
     checked: Checked, row: Contender, per_byte: float | None
 ) -> tuple[float | None, float | None, str]:
-    """The floor, its simple form, and the formula or why there is none."""
+    """The bound, its simple form, and the formula or the reason why there is none."""
     layers = checked.model.layers(row)
     if layers is None:
         return None, None, f"none: {checked.model.name} has no stated compute time"

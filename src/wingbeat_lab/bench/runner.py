@@ -1,4 +1,4 @@
-"""The parent's side of a bench: workers on a lab, progress while they work, a report at the end."""
+"""The parent of a bench: starts workers on a lab, shows progress, builds the report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEPT_LINES = 8
 
 
 class WorkerError(WingbeatError):
-    """A bench's worker failed; ``exit_code`` is its own, to be passed on."""
+    """A bench's worker failed; ``exit_code`` is the worker's."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -43,13 +43,13 @@ class WorkerError(WingbeatError):
 
 @dataclass
 class Listener:
-    """Sorts what workers print: messages to the progress, the rest kept for a failure."""
+    """Sorts the workers' output: messages go to the progress; the rest is kept for a failure."""
 
     progress: Progress
     last: dict[int, deque[str]] = field(default_factory=dict)
 
     def __call__(self, rank: int, line: str) -> None:
-        """Take one line of a worker's output."""
+        """Process one line of a worker's output."""
         message = protocol.hear(line)
         if message is None:
             self.last.setdefault(rank, deque(maxlen=KEPT_LINES)).append(line)
@@ -70,17 +70,17 @@ class Outcome:
 
 
 def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False) -> Outcome:
-    """Measure. Nothing is left running or on disk.
+    """Run a bench; leave no process or file behind.
 
     Args:
         config: what to measure.
-        command: what the user typed, for the report.
+        command: the user's command, for the report.
         quiet: no progress on standard error.
 
     Raises:
-        UsageError: a value in ``config`` cannot work; nothing was started.
-        LabError: this machine cannot make the lab.
-        WorkerError: a worker failed; names it and shows its last lines.
+        UsageError: a value in ``config`` is invalid; nothing was started.
+        LabError: this machine cannot create the lab.
+        WorkerError: a worker failed; the message has its rank and its last lines.
     """
     checked = config.check()
     about, stolen_share = machine.describe(), machine.StolenShare()
@@ -112,9 +112,9 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
 
 
 def _environment() -> dict[str, str]:
-    """Workers import the same wingbeat as this process, installed or not.
+    """Have workers import the same wingbeat as this process, installed or not.
 
-    Nobody watches what is measured, unless asked to: a supervisor's time would count as a server's.
+    Monitoring is off unless requested: a supervisor's CPU time would count as a server's.
     """
     source = str(Path(wingbeat.__file__).parents[1])
     inherited = os.environ.get("PYTHONPATH", "")
@@ -148,7 +148,7 @@ def _events(checked: Checked, folder: Path) -> Events:
 
 
 def _broken_down(checked: Checked, runs: Sequence[Run], events: Events) -> list[Run]:
-    """Add the breakdowns; FSDP has none, because its waits cannot be seen from outside."""
+    """Add the breakdowns; FSDP has none, because its waits cannot be observed from outside."""
     out = []
     for row, run in enumerate(runs):
         own = {variant: breakdown(e) for (number, variant), e in events.items() if number == row}

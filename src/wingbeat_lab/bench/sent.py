@@ -1,4 +1,4 @@
-"""Bytes that a worker's host has sent, by the kernel's counters."""
+"""Bytes sent by a worker's host, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wingbeat_lab.lab.spec import LabSpec
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a host has sent; all processes of the host, whatever their role.
+    """Bytes sent by all processes of a host.
 
     Attributes:
         sent: by its interfaces; without a lab, over the loopback.
@@ -23,12 +23,9 @@ class Sent:
 
     @classmethod
     def read(cls, lab: LabSpec, *, classes: bool = True) -> Sent:
-        """Read the counters of the host that this process is on.
+        """Read the counters of this process's host; LabError if the system has none.
 
-        Those of ``classes`` take a process of their own to read.
-
-        Raises:
-            LabError: this system has no counters.
+        Reading those of ``classes`` starts a process.
         """
         sent = sum(c.tx_bytes for n, c in counters.read().items() if (n != "lo") == lab.shaped)
         found: Counter[str] = Counter()
@@ -38,12 +35,12 @@ class Sent:
         return cls(sent, dict(found))
 
     def and_again(self, later: Sent) -> Sent:
-        """Return ``later``, and on top of it what came between the two once more."""
+        """Return ``later`` plus the difference of the two."""
         twice = {name: 2 * n - self.classes[name] for name, n in later.classes.items()}
         return Sent(2 * later.sent - self.sent, twice)
 
     def since(self, before: Sent, iterations: float) -> Sent:
-        """Return what came after ``before``, an iteration."""
+        """Return the difference to ``before``, an iteration."""
         sent = (self.sent - before.sent) / iterations
         passed = {name: n - before.classes[name] for name, n in self.classes.items()}
         return Sent(sent, {name: n / iterations for name, n in passed.items()})

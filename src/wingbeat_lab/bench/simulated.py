@@ -1,4 +1,4 @@
-"""What a bench's rows would take in virtual time, on the lab's links."""
+"""The duration of a bench's rows in virtual time, on the lab's links."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
 
 GOODPUT = 1448 / 1538
-"""Payload in what a full frame takes on the wire: preamble, Ethernet, IP and TCP headers with time
-stamps, checksum and the gap between frames."""
+"""Payload share of a full frame on the wire: preamble, Ethernet, IP and TCP headers with time
+stamps, checksum and the gap between frames are subtracted.
+"""
 
 
 def median_s(checked: Checked, row: Contender) -> float:
     """Seconds of the row's median iteration.
 
-    Same plan, schedule and machine as in the lab, links of the same rate less headers, and the
-    simulator's defaults for what communication costs processors.
+    Plan, schedule and machine are those of the lab, links have the same rate less headers, and
+    communication has the simulator's default CPU costs.
 
-    Raises:
-        UsageError: the model or the strategy cannot be simulated.
+    UsageError if the model or the strategy cannot be simulated.
     """
     if checked.model.profile is None or row.strategy is None:
         raise UsageError(

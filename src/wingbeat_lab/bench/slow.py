@@ -1,7 +1,7 @@
-"""Workers that are slow on purpose: who sleeps before which iteration, and for how long.
+"""Deliberately slow workers: which one sleeps before which iteration, and for how long. Pure.
 
-As in Ripples (Luo et al., 2019), section 7.4: a slow worker sleeps between two iterations, a number
-of times as long as a normal iteration takes, in addition to its work. Nothing here sleeps.
+As in Ripples (Luo et al., 2019), section 7.4, a slow worker sleeps between two iterations for a
+multiple of a normal iteration's time, in addition to its work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from wingbeat.errors import UsageError
 
 LARGEST = 1000.0
-"""The most normal iterations that may be slept."""
+"""Maximum sleep, in normal iterations."""
 
 ALLOWED = (
     "RANK=+2x (that worker sleeps twice a normal iteration before each of its own), RANK=+2x@20-60"
@@ -31,14 +31,13 @@ _LINK = re.compile(r"h\d+(\.eth\d+)?@\S+")
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """One way in which a worker is slow.
+    """One kind of slowness.
 
     Attributes:
-        text: as the user wrote it.
         rank: the worker; None for one that is drawn for each iteration.
-        factor: how long it sleeps before an iteration, in normal iterations.
-        span: first and last of the timed iterations in which it does, counted from 1 over all
-            rounds of a row; None for all iterations, those before the timed ones too.
+        factor: the sleep before an iteration, in normal iterations.
+        span: first and last timed iterations with a sleep, counted from 1 over all rounds of a
+            row; None for all iterations, including those before the timed ones.
     """
 
     text: str
@@ -47,11 +46,11 @@ class Slow:
     span: tuple[int, int] | None
 
     def holds(self, iteration: int) -> bool:
-        """Whether a worker is slow in this iteration; what is not timed is below 1."""
+        """Whether a worker is slow in this iteration; untimed iterations are below 1."""
         return self.span is None or self.span[0] <= iteration <= self.span[1]
 
     def meets(self, other: Slow) -> bool:
-        """Whether both may hold for one worker in one iteration."""
+        """Whether both may apply to one worker in one iteration."""
         if self.rank is not None and other.rank is not None and self.rank != other.rank:
             return False
         if self.span is None or other.span is None:
@@ -60,18 +59,12 @@ class Slow:
 
 
 def parse(texts: Sequence[str], *, workers: int, iterations: int) -> tuple[Slow, ...]:
-    """Read what ``--slow`` was given.
-
-    Args:
-        texts: one for each ``--slow``.
-        workers: of the bench.
-        iterations: timed ones of each row.
+    """Parse the values of ``--slow``.
 
     >>> parse(["3=+2x@20-60"], workers=4, iterations=60)
     (Slow(text='3=+2x@20-60', rank=3, factor=2.0, span=(20, 60)),)
 
-    Raises:
-        UsageError: what cannot be read or cannot happen, or two that may meet in one worker.
+    UsageError for an invalid or impossible value, or two that may apply to one worker at once.
     """
     found: list[Slow] = []
     for text in texts:
@@ -121,12 +114,7 @@ def _factor(text: str, spec: str) -> float:
 def factor(slows: Iterable[Slow], *, rank: int, iteration: int, workers: int, seed: int) -> float:
     """How many normal iterations this worker sleeps before this iteration; mostly 0.
 
-    Args:
-        slows: from `parse`.
-        rank: the worker.
-        iteration: its number; timed ones from 1 on.
-        workers: of the bench.
-        seed: the same draws the same workers, in every row.
+    Timed iterations start at 1. The ``seed`` determines the drawn workers, in every row.
     """
     for slow in slows:
         if slow.holds(iteration):
@@ -147,5 +135,5 @@ def longest(slows: Sequence[Slow], *, iterations: int) -> float:
 
 
 def _drawn(iteration: int, workers: int, seed: int) -> int:
-    # A generator for each draw: workers need not have made the same iterations to agree.
+    # One generator per draw: workers agree even if they have made different iterations.
     return random.Random(f"{seed}:{iteration}").randrange(workers)

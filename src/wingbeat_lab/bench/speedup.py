@@ -1,4 +1,4 @@
-"""How many times faster P workers are than one, and the most that could be: S and S_max.
+"""The speed-up of P workers over one, and its upper bound: S and S_max.
 
 DeAR (Zhang et al., 2023), Eq. 6 and Table II, with all four times measured in the same run:
 
@@ -6,8 +6,8 @@ DeAR (Zhang et al., 2023), Eq. 6 and Table II, with all four times measured in t
     S_max = P (t_ff + t_bp) / bound         S = P (t_ff + t_bp) / iteration
 
 so that S / S_max = bound / iteration. t_ff and t_bp are those of the model alone; t_rs and t_ag
-are what exchanging all its gradients takes when nothing else runs and all is handed over at once.
-Unlike ``bound.floor`` this bound knows what the links really carry, and no layers.
+are the times to exchange all its gradients, submitted at once, with nothing else running. Unlike
+``bound.floor`` this bound uses the measured throughput of the links, and ignores layers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 HALVES = ("reduce_scatter", "all_gather")
-"""The collectives that are measured: the two halves of an all-reduce."""
+"""The measured collectives: the two halves of an all-reduce."""
 
 WAYS = ("whole", "buckets")
-"""How all the gradients are handed over: as one buffer, or as buckets one after the other."""
+"""How all gradients are submitted: as one buffer, or as a sequence of buckets."""
 
 Span = tuple[float, float]
 """When one worker began and when it had the result, in seconds of the machine's monotonic clock."""
@@ -29,12 +29,12 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """What one worker measured in one round.
+    """The measurements of one worker in one round.
 
     Attributes:
         forward_s: seconds of each forward of the model alone.
         backward_s: seconds of each backward of the model alone.
-        spans: by half and way, as in ``reduce_scatter/whole``, each repetition's begin and end.
+        spans: by half and way, as in ``reduce_scatter/whole``, begin and end of each repetition.
         nbytes: bytes of all the gradients.
     """
 
@@ -46,11 +46,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured times of a bench and what follows from them.
+    """The measured times of a bench and the derived figures.
 
     Attributes:
         workers: P.
-        nbytes: bytes of all gradients, which each half of the exchange works on.
+        nbytes: bytes of all gradients, the input of each half of the exchange.
         bucket_bytes: size of a bucket of the way ``buckets``.
         t_ff_s: forward, the slowest worker's median.
         t_bp_s: backward, the slowest worker's median.
@@ -58,9 +58,9 @@ class Measured:
         t_ag_s: all-gather, likewise.
         bound_s: max(t_ff, t_ag) + max(t_bp, t_rs).
         s_max: P (t_ff + t_bp) / bound_s.
-        faster: which way was the faster, by half.
-        samples_s: what the medians are of: ``forward`` and ``backward`` (all workers'), and each
-            half and way.
+        faster: the faster way, by half.
+        samples_s: the samples of the medians: ``forward`` and ``backward`` (all workers'), and
+            each half and way.
     """
 
     workers: int
@@ -76,14 +76,14 @@ class Measured:
     samples_s: dict[str, list[float]]
 
     def speedup(self, iteration_s: float) -> float:
-        """S: how many times faster than one worker with the same batch size each."""
+        """S: the speed-up over one worker with the same batch size per worker."""
         return self.workers * (self.t_ff_s + self.t_bp_s) / iteration_s
 
 
 def measured(rounds: Sequence[Sequence[Timings]], *, bucket_bytes: int) -> Measured | None:
-    """Put the rounds together; each holds one ``Timings`` for each worker. None without rounds.
+    """Combine the rounds; each holds one ``Timings`` for each worker. None without rounds.
 
-    Of each repetition the last begin and the last end count, as for an iteration.
+    The last begin and the last end of each repetition count, as for an iteration.
     """
     if not rounds:
         return None

@@ -1,7 +1,7 @@
-"""Steps of all workers where none waits for all: counted in a file that they have in common.
+"""Count the steps of workers that do not wait for each other, in a shared file.
 
-A bench's workers are processes of one machine, so a step is counted without a message: none of the
-lab's links carries it, and no worker waits to be counted.
+A bench's workers are processes of one machine. Counting needs no message, so it adds no traffic to
+the lab's links and no wait to a worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from wingbeat.errors import WingbeatError
 
 ROOM = 100_000
-"""Steps of a worker that can be counted; the file has no more blocks on disk than steps need."""
+"""Maximum number of steps of a worker; the file is sparse."""
 
 _BYTES = 8
 
@@ -21,11 +21,7 @@ _BYTES = 8
 class SharedSteps:
     """When each worker has made each of its steps.
 
-    Args:
-        path: of the file, the same for all workers; it is made by the first.
-        rank: this worker.
-        workers: in all.
-        room: steps of a worker that can be counted.
+    The first worker creates the file at ``path``. A worker may make up to ``room`` steps.
     """
 
     def __init__(self, path: Path, rank: int, workers: int, room: int = ROOM) -> None:
@@ -33,20 +29,16 @@ class SharedSteps:
         size = workers * (1 + room) * _BYTES
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(handle, size)  # what is there stays, what is new is 0
+            os.ftruncate(handle, size)  # existing content stays, new bytes are 0
             self._map = mmap.mmap(handle, size)
         finally:
             os.close(handle)
         self._cells = memoryview(self._map).cast("d")
 
     def add(self, now: float) -> None:
-        """Count a step of this worker.
+        """Count a step of this worker that ended at ``now``, in seconds of the monotonic clock.
 
-        Args:
-            now: when it was over: seconds of the machine's monotonic clock, one for all workers.
-
-        Raises:
-            WingbeatError: there were too many.
+        WingbeatError if the maximum is exceeded.
         """
         count = int(self._cells[self._rank * (1 + self._room)])
         if count == self._room:
@@ -54,20 +46,20 @@ class SharedSteps:
                 f"rank {self._rank} has made {count} steps in one turn; a bench counts up to "
                 f"{self._room}: ask for fewer iterations or more rounds"
             )
-        # Each worker writes in its own part alone. The time stands there before it counts.
+        # Each worker writes only its own part, and the time before the count.
         self._cells[self._rank * (1 + self._room) + 1 + count] = now
         self._cells[self._rank * (1 + self._room)] = count + 1
 
     def by_rank(self) -> list[int]:
-        """Return how many steps each worker has made."""
+        """Return the number of steps of each worker."""
         return [int(self._cells[rank * (1 + self._room)]) for rank in range(self._workers)]
 
     def total(self) -> int:
-        """Return how many steps all workers have made."""
+        """Return the number of steps of all workers."""
         return sum(self.by_rank())
 
     def made(self) -> list[tuple[float, int]]:
-        """Return when each step was over and who made it, in this order."""
+        """Return when each step ended and its worker, in this order."""
         found = []
         for rank, count in enumerate(self.by_rank()):
             first = rank * (1 + self._room) + 1
@@ -75,7 +67,7 @@ class SharedSteps:
         return sorted(found)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._cells.release()
         self._map.close()
 
@@ -83,18 +75,10 @@ class SharedSteps:
 def iterations(
     made: list[tuple[float, int]], workers: int, *, before: int, count: int, begin: float
 ) -> tuple[list[float], list[int]]:
-    """Cut steps into iterations: each is as many steps as there are workers, whoever made them.
+    """Split steps into iterations: each has as many steps as there are workers, of any of them.
 
-    Args:
-        made: as of `SharedSteps.made`.
-        workers: in all.
-        before: iterations before the first one.
-        count: how many there are.
-        begin: when the first one began, if there were none before.
-
-    Returns:
-        When the one before them was over, and each of them; and how many steps each worker has
-        made in them.
+    ``begin`` is when the first one began, if ``before`` is 0. Returns when the previous iteration
+    and each iteration ended; and the steps of each worker in them.
 
     >>> iterations([(1.0, 0), (1.5, 1), (2.0, 0), (3.0, 0)], 2, before=1, count=1, begin=0.0)
     ([1.5, 3.0], [2, 0])

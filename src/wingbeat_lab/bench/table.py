@@ -19,7 +19,7 @@ from wingbeat_lab.bench.speedup import Measured
 from wingbeat_lab.lab.spec import LabSpec
 
 MISSING = "-"
-"""Stands where there is no figure; the JSON says why."""
+"""The cell of a missing figure; the JSON has the reason."""
 
 _COLUMNS = (
     "strategy",
@@ -77,7 +77,7 @@ def printed(report: Report) -> Printed:
 
 
 def _caption(report: Report) -> list[str]:
-    """What the figures are, and what is to be known before they are believed."""
+    """The meaning of the figures, and warnings about them."""
     lines = [
         "time: of an iteration, the median; the mean of strategies without lockstep; sent: by one "
         "worker in an iteration"
@@ -140,7 +140,7 @@ def _caption(report: Report) -> list[str]:
 
 
 def decided(decision: dict[str, Any]) -> str:
-    """Say what a row has found out.
+    """Describe the decisions of a row.
 
     >>> decided({"codec": "off", "bucket_bytes": 2_726_297})
     'codec off, buckets of 2.6 MB'
@@ -159,7 +159,7 @@ def decided(decision: dict[str, Any]) -> str:
 
 
 def acted(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Say how often the bound of staleness has acted, and on how many workers.
+    """Describe how often the bound of staleness has acted, and on how many workers.
 
     >>> acted([{"dropped": 0, "pulled": 0}, {"dropped": 3, "pulled": 1}])
     'dropped 3 iterations of 1 worker; parameters pulled: 1'
@@ -172,7 +172,7 @@ def acted(by_rank: Sequence[Mapping[str, int]]) -> str:
 
 
 def s_max(measured: Measured) -> str:
-    """The largest possible speed-up, and the measured times that it comes from."""
+    """The maximum speed-up, and the measured times that it derives from."""
     times = {
         "forward": measured.t_ff_s,
         "backward": measured.t_bp_s,
@@ -184,7 +184,7 @@ def s_max(measured: Measured) -> str:
 
 
 def cells(run: Run) -> list[str]:
-    """The run as text, one string a column."""
+    """The run as text, one string for each column."""
     times = run.iteration_s
     shown = [
         run.strategy,
@@ -219,6 +219,6 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def megabytes(count: float) -> str:
-    """Bytes as MB (10**6), with as many decimals as make sense."""
+    """Bytes as MB (10**6), with a suitable number of decimals."""
     value = count / 1e6
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"

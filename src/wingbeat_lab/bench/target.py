@@ -1,4 +1,4 @@
-"""How long training takes until the loss is low enough."""
+"""Training time until a target loss."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from wingbeat_lab.bench.config import LOSSES
 
 Curve = Sequence[tuple[float, float]]
-"""Seconds that each iteration took and its loss, in order, warm-up included; one worker's."""
+"""Seconds and loss of each iteration, in order, warm-up included; of one worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeToLoss:
-    """When a row's loss was below a target.
+    """When a row's loss fell below a target.
 
     Attributes:
-        target: the loss.
-        seconds: median over the rounds; None unless it was reached in each of them.
+        seconds: median over the rounds; None unless every round reached it.
         by_round: seconds of each round, None where it was not reached.
     """
 
@@ -29,7 +28,7 @@ class TimeToLoss:
 
 
 def time_to_loss(target: float, rounds: Sequence[Sequence[Curve]]) -> TimeToLoss:
-    """Put the rounds of a row together; each holds one curve for each worker."""
+    """Combine the rounds of a row; each holds one curve for each worker."""
     by_round = [seconds_to(target, curves) for curves in rounds]
     reached = [seconds for seconds in by_round if seconds is not None]
     median = statistics.median(reached) if len(reached) == len(by_round) else None
@@ -39,8 +38,8 @@ def time_to_loss(target: float, rounds: Sequence[Sequence[Curve]]) -> TimeToLoss
 def seconds_to(target: float, curves: Sequence[Curve]) -> float | None:
     """Seconds until the mean loss of the last `LOSSES` iterations is below the target, or None.
 
-    An iteration's loss is the mean over the workers; it is over when its last worker has made it.
-    Workers that have not made as many are not in lockstep: their steps count as they come.
+    An iteration's loss is the mean over the workers; it ends with its last worker. Workers whose
+    numbers of iterations differ are not in lockstep: their steps count in order of time.
     """
     if len({len(curve) for curve in curves}) > 1:
         return _of_steps(target, curves)
@@ -55,7 +54,7 @@ def seconds_to(target: float, curves: Sequence[Curve]) -> float | None:
 
 
 def _of_steps(target: float, curves: Sequence[Curve]) -> float | None:
-    """The same for the last `LOSSES` steps times the number of workers, whoever made them."""
+    """The same for the last `LOSSES` steps times the number of workers, of any worker."""
     steps: list[tuple[float, float]] = []
     for curve in curves:
         ends = itertools.accumulate(seconds for seconds, _ in curve)

@@ -1,4 +1,4 @@
-"""Recording a few iterations of a row on wingbeat's event stream, DDP's as well as its own."""
+"""Record a few iterations of a row on wingbeat's event stream, for DDP as well."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CommHook = Callable[[Any, Any], Any]
 """A DDP communication hook: state and bucket in, future of the bucket's mean out."""
 
 LANE = "ddp"
-"""DDP does not say which interface a bucket takes."""
+"""DDP does not report a bucket's interface."""
 
 _last_bucket_ns = 0
 
 
 def recording(hook: CommHook) -> CommHook:
-    """The same hook, with each bucket's time on the wire recorded as an ``all_reduce``."""
+    """The same hook, with each bucket's communication recorded as an ``all_reduce``."""
 
     def recorded(state: Any, bucket: Any) -> Any:
         global _last_bucket_ns
@@ -44,7 +44,7 @@ def recording(hook: CommHook) -> CommHook:
 
         return hook(state, bucket).then(done)
 
-    # DDP looks at the annotations by identity, which postponed annotations (strings) are not.
+    # DDP compares the annotations by identity, so they must not be strings (postponed).
     recorded.__annotations__ = {}
     return recorded
 
@@ -58,12 +58,11 @@ def record(
     iterations: int,
     pause: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Run ``iterations`` with the stream on. ``save`` writes what came of it.
+    """Run ``iterations`` with recording on. ``save`` writes the events.
 
     ``pause`` is called with each iteration's number, from 0 on, before it begins.
 
-    wingbeat records its collectives and waits itself, and updates that are made in parts; where
-    the rest begins and ends is seen from the loop.
+    wingbeat records its collectives, waits and partial updates itself; the loop records the rest.
     """
     stream.start(worker)
     for i in range(iterations):
@@ -82,7 +81,7 @@ def record(
         if not contender.traits.in_parts:
             stream.record("update", end, stepped)
         if middle < _last_bucket_ns < end:
-            # Once DDP has its last bucket, backward has nothing to do but wait.
+            # After DDP's last bucket, backward only waits.
             stream.record("wait", _last_bucket_ns, end)
 
 

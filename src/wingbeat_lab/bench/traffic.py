@@ -1,4 +1,4 @@
-"""What each host sends over time, as a share of its links: Canary (Zhou et al., 2020), Fig. 21."""
+"""Each host's traffic over time, as a share of its links: Canary (Zhou et al., 2020), Fig. 21."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from wingbeat_lab.bench.sent import Sent
 from wingbeat_lab.lab.spec import LabSpec
 
 WINDOW_S = 0.5
-"""Seconds over which traffic is averaged, of a cluster without slow motion: as `nload` does, with
-which the paper's figure was made."""
+"""Seconds of the averaging window without slow motion, as in `nload`, the paper's tool."""
 
 LOOKS = 10
-"""In a window."""
+"""Samples in a window."""
 
 Samples = list[tuple[float, float]]
-"""When, in seconds of any clock, and bytes sent until then; first to last."""
+"""Times, in seconds of any clock, and total bytes sent; in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the hosts of one row have sent over time, as shares of their links' rates.
+    """Traffic of the hosts of one row over time, as shares of their links' rates.
 
     Attributes:
-        mean: over all of the time.
+        mean: over the whole time.
         peak: of the busiest window of any host.
-        windows_s: seconds that one window takes, slow motion included.
+        windows_s: seconds of one window, slow motion included.
         series: mean over the hosts in each window, in order, over all rounds.
     """
 
@@ -45,12 +44,7 @@ class Traffic:
 
 
 class Sampler:
-    """Reads the counters of this process's host in a thread, for the length of a ``with`` block.
-
-    Args:
-        lab: whose counters they are.
-        every_s: seconds between two looks.
-    """
+    """Reads the counters of this process's host in a thread, during a ``with`` block."""
 
     def __init__(self, lab: LabSpec, every_s: float) -> None:
         self.samples: Samples = []
@@ -79,12 +73,9 @@ class Sampler:
 def traffic(
     rounds: Sequence[Sequence[Samples]], rate: Callable[[int], float], window_s: float
 ) -> Traffic:
-    """Put together what all hosts have sent in all rounds.
+    """Combine the samples of all hosts in all rounds.
 
-    Args:
-        rounds: for each round, the samples of each host.
-        rate: bits per second that all links of a host carry together.
-        window_s: seconds over which traffic is averaged.
+    ``rounds`` has each host's samples for each round; ``rate`` is in bit/s of all links of a host.
     """
     by_host: list[list[float]] = []
     series: list[float] = []
@@ -102,7 +93,7 @@ def traffic(
 
 
 def _shares(samples: Samples, rate: float, window_s: float) -> list[float]:
-    """The share of the rate in each whole window; between two looks as much as there is time."""
+    """The share of the rate in each complete window, interpolated between two samples."""
     begin, end = samples[0][0], samples[-1][0]
     count = int((end - begin) / window_s)
     marks = [_sent_at(samples, begin + i * window_s) for i in range(count + 1)]
@@ -117,10 +108,9 @@ def _sent_at(samples: Samples, when: float) -> float:
 
 
 def draw_png(rows: Sequence[tuple[str, Traffic]], path: Path, *, title: str) -> None:
-    """Draw each row's traffic over time, one under the other on one scale.
+    """Draw each row's traffic over time, one below the other on one scale.
 
-    Raises:
-        UsageError: no row has any, matplotlib is missing, or the file cannot be written.
+    UsageError if no row has any, matplotlib is missing, or the file cannot be written.
     """
     if not any(own.series for _, own in rows):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""One row as it trains inside a worker: its iterations, slowed where that is asked."""
+"""The training of one row inside a worker: its iterations, with optional slowness."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ _ROUNDING = 1e-6
 
 @dataclass
 class Training:
-    """A freshly built model that trains as its row says.
+    """A newly built model that trains by its row.
 
     Attributes:
-        checked: the bench.
-        rank: this worker.
-        normal_s: seconds that a normal iteration takes, of which a slow worker sleeps several.
-        built: the model and its data.
+        normal_s: seconds of a normal iteration, the unit of a slow worker's sleeps.
         made: the same, attached to the row's strategy.
-        steps: of all workers, where they average models and none waits for all; None otherwise.
+        steps: of all workers, if they average models without lockstep; None otherwise.
         curve: seconds and loss of each iteration so far.
     """
 
@@ -41,11 +38,9 @@ class Training:
     curve: list[tuple[float, float]] = field(default_factory=list)
 
     def iterate(self, number: int) -> None:
-        """Make one iteration, the sleep of a slow worker before it.
+        """Run one iteration, after the sleep of a slow worker.
 
-        Args:
-            number: of the iteration; timed ones count from 1 over all rounds, those before a
-                row's timed ones from 0 downwards.
+        Timed iterations count from 1 over all rounds, those before them from 0 downwards.
         """
         begin = time.monotonic()
         self.pause(number)
@@ -56,7 +51,7 @@ class Training:
             self.steps.add(end)
 
     def done(self) -> float:
-        """Return how many iterations there have been: those whose gradients were applied.
+        """Return the number of iterations whose gradients were applied.
 
         Where workers average models, an iteration is as many steps as there are workers.
         """
@@ -66,17 +61,14 @@ class Training:
         return len(self.curve) if applied is None else applied()
 
     def iterations(self, first: int, count: int, since: float | None = None) -> Iterator[int]:
-        """Make iterations; yield their numbers, from 0, as each is done.
+        """Run iterations; yield their numbers, from 0, as each completes.
 
-        Where workers are not in lockstep, one is done when as many gradients have been applied as
-        all workers make in one, whoever made them: a worker makes as many of its own as that takes.
-        The same holds for steps where models are averaged.
+        Where workers are not in lockstep, an iteration completes when as many gradients of any
+        worker have been applied as all workers produce in one; this worker runs as many of its own
+        as that takes. The same holds for steps where models are averaged.
 
-        Args:
-            first: number of the first, as for `iterate`.
-            count: how many are to be done.
-            since: how many were done before, if not those that are done now. Who is late finds
-                that others have begun.
+        ``first`` is as for `iterate`. ``since`` is the number completed before, by default the
+        current one; for a late worker it is lower, because the others have begun.
         """
         before, own, found = self.done() if since is None else since, 0, 0
         while found < count:
@@ -87,7 +79,7 @@ class Training:
                 found += 1
 
     def pause(self, number: int) -> None:
-        """Sleep as a slow worker does before this iteration; mostly not at all."""
+        """Sleep before this iteration if this worker is slow in it."""
         factor = slow.factor(
             self.checked.slow,
             rank=self.rank,
@@ -110,16 +102,10 @@ def training(
     recorded: bool = False,
     counted: Path | None = None,
 ) -> Iterator[Training]:
-    """Build a row's model for the length of a ``with`` block; the same weights each time.
+    """Build a row's model for a ``with`` block; the same weights each time.
 
-    Args:
-        checked: the bench.
-        row: index into its rows.
-        rank: this worker.
-        normal_s: seconds of a normal iteration.
-        known: what the row has found out before, to be kept.
-        recorded: as for `attach.attach`.
-        counted: the file in which workers count their steps; None where they are in lockstep.
+    ``known`` are earlier decisions of the row, to be applied. ``counted`` is the file in which
+    workers count their steps; None where they are in lockstep.
     """
     config = checked.config
     built = models.build(checked.model, rank=rank, workers=checked.workers, seed=config.seed)

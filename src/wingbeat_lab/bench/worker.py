@@ -1,7 +1,7 @@
 """One worker of a bench: ``python -m wingbeat_lab.bench.worker CONFIG RESULT``.
 
-Rows take turns, A B C A B C, so that a machine that slows down slows all of them. A row's model
-lives only as long as its turn: memory never holds two.
+Rows take turns, A B C A B C, so that a slowdown of the machine affects all of them. A row's model
+exists only during its turn, so memory holds one at a time.
 """
 
 from __future__ import annotations
@@ -38,26 +38,24 @@ from wingbeat_lab.bench.traffic import Sampler
 from wingbeat_lab.bench.training import Training, training
 
 TRACED = 3
-"""Iterations recorded of each row when a trace is asked for."""
+"""Iterations recorded of each row for a trace."""
 
 BROKEN_DOWN = 7
-"""Iterations recorded of each row when a breakdown is asked for; the first does not count."""
+"""Iterations recorded of each row for a breakdown; the first does not count."""
 
 
 @dataclass
 class Worker:
-    """What one process needs to know of itself.
+    """The state of one worker process.
 
     Attributes:
-        checked: the bench.
-        world: all workers.
-        normal_s: seconds of a normal iteration; 0 where nobody is slow.
-        folder: where workers may leave files for each other.
+        normal_s: seconds of a normal iteration; 0 without slow workers.
+        folder: for files that workers share.
         done: iterations so far that count for the progress.
-        said: when the parent heard of the last one, by the monotonic clock.
-        decisions: by row, what it has found out about how to train.
+        said: time of the last progress message, by the monotonic clock.
+        decisions: of each row about its training, by row.
         pace: how codec work is slowed.
-        fixed: by row, what of its codec's calls does not grow with the model (`pace.fixed_costs`).
+        fixed: by row, `pace.fixed_costs` of its codec.
     """
 
     checked: Checked
@@ -76,7 +74,7 @@ class Worker:
         return self.world.rank
 
     def tick(self, row: int, round_: int, iteration: int) -> None:
-        """Count an iteration; rank 0 tells the parent, at most ten times a second."""
+        """Count an iteration; rank 0 reports to the parent, at most ten times a second."""
         self.done += 1
         now = time.monotonic()
         if self.rank == 0 and now - self.said >= 0.1:
@@ -86,7 +84,7 @@ class Worker:
     def training(
         self, row: int, *, recorded: bool = False, round_: int | None = None
     ) -> contextlib.AbstractContextManager[Training]:
-        """A row's model, freshly built, that trains as the row has decided; in a round or not."""
+        """A row's new model, with the row's decisions, inside a round or not."""
         self.pace.fixed = self.fixed.get(row, {})
         return training(
             self.checked,
@@ -99,14 +97,14 @@ class Worker:
         )
 
     def counted(self, row: int, round_: int | None) -> Path | None:
-        """Where workers count a row's steps, if it averages models: then none waits for all."""
+        """The file in which workers count a row's steps, if it averages models without lockstep."""
         if round_ is None or not self.checked.rows[row].averages:
             return None
         return self.folder / f"steps-{row}-{round_}"
 
 
 def run_block(worker: Worker, row: int, round_: int) -> Block | None:
-    """One row's turn; rank 0 gets the result, the others None."""
+    """Run one row's turn; rank 0 gets the result, the others None."""
     with worker.training(row, round_=round_) as own:
         before, worth = _warmed_up(worker, own, row, round_)
         fired = own.made.fired
@@ -124,14 +122,12 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
 
 
 def _warmed_up(worker: Worker, own: Training, row: int, round_: int) -> tuple[Sent, float]:
-    """Make the iterations before the timed ones.
+    """Run the iterations before the timed ones.
 
-    Workers wait for each other before the last of them, never right before a timed one: work put
-    off into the next forward would find time to finish unseen. Where models are averaged they wait
-    before the first: what is known of slow workers would be forgotten with each wait for all.
-
-    Returns:
-        What this host had sent when they did, and how many iterations there had been.
+    Workers synchronize before the last of them, never right before a timed one: otherwise work
+    deferred into the next forward would complete untimed. Where models are averaged they
+    synchronize before the first, because it discards what is known of slow workers. Returns the
+    bytes that this host had sent at that time, and the number of iterations.
     """
     warmup = worker.checked.config.warmup
     lead = warmup if own.steps is not None else min(1, warmup)
@@ -140,8 +136,8 @@ def _warmed_up(worker: Worker, own: Training, row: int, round_: int) -> tuple[Se
         worker.tick(row, round_, i - warmup)
     before, worth = _settled(worker, own.made), own.done()
     if own.steps is not None:
-        worth = 0.0  # Others may have begun by now.
-        # To settle makes all models equal, which costs bytes that are no iteration's.
+        worth = 0.0  # the others may have begun
+        # Settling makes all models equal, which sends bytes that belong to no iteration.
         before = before.and_again(_settled(worker, own.made))
     for i in range(lead):
         own.iterate(i - lead + 1)
@@ -150,7 +146,7 @@ def _warmed_up(worker: Worker, own: Training, row: int, round_: int) -> tuple[Se
 
 
 def _timed(worker: Worker, own: Training, row: int, round_: int) -> dict[str, Any]:
-    """Make the timed iterations; return what this worker says of them."""
+    """Run the timed iterations; return this worker's results."""
     config = worker.checked.config
     count, first = config.share(round_), config.before(round_) + 1
     used, served = processes.own_cpu_s(), processes.children_cpu_s()
@@ -172,7 +168,7 @@ def _timed(worker: Worker, own: Training, row: int, round_: int) -> dict[str, An
 def _counted(
     worker: Worker, counted: SharedSteps, said: dict[str, Any], round_: int
 ) -> tuple[list[float], list[int]]:
-    """When the timed iterations were over, by all workers' steps, and how many each has made."""
+    """End times of the timed iterations, by all workers' steps, and the steps of each worker."""
     config = worker.checked.config
     return steps.iterations(
         counted.made(),
@@ -191,7 +187,7 @@ def _watched(worker: Worker) -> contextlib.AbstractContextManager[Sampler | None
 
 
 def price_codec(worker: Worker, row: int) -> None:
-    """Find out what of a row's codec work does not grow with the model, where there is any."""
+    """Measure the part of a row's codec work that is independent of the model's size."""
     contender, profile = worker.checked.rows[row], worker.checked.model.profile
     if profile is None or not (contender.wire or contender.name.startswith("ddp+")):
         return
@@ -209,12 +205,10 @@ def price_codec(worker: Worker, row: int) -> None:
 
 
 def decide(worker: Worker, row: int) -> Deciding | None:
-    """Let a row find out how it trains, on a model of its own; all that follows keeps it.
+    """Let a row tune itself on a separate model; all later training applies the decisions.
 
-    So all rounds train alike, and from the same weights as rows with nothing to find out.
-
-    Returns:
-        What it cost on this worker and what came of it; None where there is nothing to find out.
+    All rounds thus train alike, from the same weights as rows that need no tuning.
+    Returns this worker's cost and the decisions; None if the row tunes nothing.
     """
     if not worker.checked.rows[row].decides:
         return None
@@ -229,14 +223,14 @@ def decide(worker: Worker, row: int) -> Deciding | None:
             own.iterate(-iterations)
         seconds = time.monotonic() - begin
         found = own.made.decisions()
-    if found is None:  # a worker alone
+    if found is None:  # single worker
         return None
     worker.decisions[row] = found
     return Deciding(iterations, seconds, found.to_json())
 
 
 def measure_round(worker: Worker, round_: int) -> list[Timings]:
-    """Measure computation alone and communication alone; everyone gets all workers' figures."""
+    """Measure computation alone and communication alone; all workers get all figures."""
     if worker.rank == 0:
         config = worker.checked.config
         say("phase", text=f"round {round_ + 1}/{config.rounds}: computation and links, each alone")
@@ -245,20 +239,19 @@ def measure_round(worker: Worker, round_: int) -> list[Timings]:
 
 
 def _settled(worker: Worker, made: Attached) -> Sent:
-    """What this host has sent, once nothing is under way anywhere.
+    """The bytes that this host has sent, with no traffic in flight anywhere.
 
-    Work that was put off is waited for, so that a number of iterations has all of its bytes and no
-    other's.
+    Deferred work is waited for, so that the bytes belong to exactly the iterations so far.
     """
     made.settle()
     dist.barrier()
     sent = Sent.read(worker.checked.lab)
-    dist.barrier()  # nobody sends before all have read
+    dist.barrier()  # all must have read before anyone sends
     return sent
 
 
 def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any]) -> Block | None:
-    """Put together what all workers say of a block, and what rank 0 says about it."""
+    """Combine all workers' results of a block with those of rank 0."""
     everyone = worker.world.exchange("block", said)
     if worker.rank:
         return None
@@ -278,7 +271,7 @@ def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any
 
 
 def _by_role(seconds: list[tuple[float, float]]) -> dict[str, list[float]]:
-    """CPU seconds by role, of workers and what they have started: servers, if anything."""
+    """CPU seconds by role, of workers and of the servers that they started."""
     workers, servers = zip(*seconds, strict=True)
     found = {WORKER: list(workers)}
     if any(servers):
@@ -287,7 +280,7 @@ def _by_role(seconds: list[tuple[float, float]]) -> dict[str, list[float]]:
 
 
 def _trace(worker: Worker, folder: Path) -> None:
-    """Record a few iterations of each row, apart from the timed ones."""
+    """Record a few iterations of each row, separate from the timed ones."""
     config = worker.checked.config
     for row, variant in worker.checked.recorded:
         contender = worker.checked.rows[row]
@@ -305,7 +298,7 @@ def _trace(worker: Worker, folder: Path) -> None:
 
 
 def _record(worker: Worker, contender: Contender, own: Training, count: int) -> None:
-    """Record iterations that come after the timed ones; who is always slow is slow in them too."""
+    """Record iterations after the timed ones; a worker that is always slow is slow here too."""
     after = worker.checked.config.iterations + 1
     tracing.record(
         worker.rank,
@@ -323,7 +316,7 @@ def _topology(contender: Contender) -> str:
 
 
 def _bench(worker: Worker) -> dict[str, Any]:
-    """Run all rounds; return what rank 0 writes down, as plain values."""
+    """Run all rounds; return rank 0's output as plain values."""
     checked = worker.checked
     if checked.slow:
         worker.normal_s = measure.normal_s(checked, worker.world)

@@ -1,7 +1,4 @@
-"""The verbs ``bench``, ``demo`` and ``lab`` of the ``wingbeat`` command.
-
-Each parses its arguments and calls one function of the library.
-"""
+"""The verbs ``bench``, ``demo`` and ``lab`` of the ``wingbeat`` command."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from wingbeat_lab.cli import bench, demo, lab
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verbs. The entry point ``lab`` of the group ``wingbeat.commands`` names this."""
+    """Add the verbs; this is the entry point ``lab`` of the group ``wingbeat.commands``."""
     app.add_typer(lab.app, name="lab")
     bench.register(app)
     demo.register(app)

@@ -1,4 +1,4 @@
-"""``wingbeat bench``: strategies and PyTorch's own, one against the other, in one run."""
+"""``wingbeat bench``: compare strategies and PyTorch's own data parallelism in one run."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ MANY = "--strategies"
 class ManyValues(TyperCommand):
     """A command whose ``--strategies`` takes every word up to the next option.
 
-    The parser behind typer knows options with one value only, so ``--strategies a b`` is rewritten
-    to ``--strategies a --strategies b`` before it looks.
+    typer's parser supports one value per option, so ``--strategies a b`` is rewritten to
+    ``--strategies a --strategies b``.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Rewrite, then parse as usual."""
+        """Rewrite the arguments, then parse them as usual."""
         return super().parse_args(ctx, spread(args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Say below the options what may stand in a row."""
+        """Append the possible strategies to the help."""
         from wingbeat_lab.bench.contenders import about
 
         rows = [f"[bold]{name}[/]: {note}" for name, note in about().items()]
@@ -138,11 +138,11 @@ def bench(
         Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here.")
     ] = None,
 ) -> None:
-    """Measure strategies against each other, and against what PyTorch brings, in one run.
+    """Compare strategies with each other and with PyTorch's own data parallelism in one run.
 
-    Rows take turns (A B C A B C), so that they meet the same machine. Rates of the lab's links are
-    multiplied by the model's scale. Rows that tune or try find out how they train before they are
-    timed. Every figure and how it was made is in the JSON.
+    Rows take turns (A B C A B C), so that all run under the same conditions. Link rates of the lab
+    are multiplied by the model's scale. Rows with tuning or trials complete them before they are
+    timed. The JSON file contains every figure and how it was made.
 
     With a slow worker, as in Ripples: wingbeat bench --strategies ddp allreduce --slow 3=+2x
     """
@@ -189,13 +189,10 @@ def bench(
 
 
 def crossed(lab: str, amount: str, flows: int) -> str:
-    """Add cross-traffic to a lab.
+    """Add cross-traffic to the text of a lab.
 
     >>> crossed("fat-tree:4/2@1gbit+500mbit", "0.5", 2)
     'fat-tree:4/2@1gbit+500mbit,cross=250mbitx2'
-
-    Raises:
-        UsageError: the lab cannot have it, or cannot be read.
     """
     from wingbeat_lab.lab.spec import LabSpec
 
@@ -203,11 +200,7 @@ def crossed(lab: str, amount: str, flows: int) -> str:
 
 
 def need_matplotlib() -> None:
-    """Find out before minutes of measuring that nothing can be drawn.
-
-    Raises:
-        UsageError: matplotlib is missing; says how to install it.
-    """
+    """Raise a `UsageError` before the measurement if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "a picture needs matplotlib; install it with: pip install 'wingbeat[bench]'"
@@ -215,11 +208,7 @@ def need_matplotlib() -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before minutes of measuring that their result cannot be kept.
-
-    Raises:
-        UsageError: ``path`` cannot be written; names the reason.
-    """
+    """Raise a `UsageError` before the measurement if its result cannot be written to ``path``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8"):
@@ -232,7 +221,7 @@ def measure(config: Any) -> Outcome:
     """Run the bench; a worker's failure ends this process with the worker's exit code."""
     from wingbeat_lab.bench import runner
 
-    signal.signal(signal.SIGTERM, _interrupt)  # so that being ended cleans up as Ctrl-C does
+    signal.signal(signal.SIGTERM, _interrupt)  # clean up as on Ctrl-C
     try:
         return runner.run(config, command=["wingbeat", *sys.argv[1:]])
     except runner.WorkerError as err:
@@ -255,7 +244,7 @@ def show(outcome: Outcome) -> None:
 
 
 def write(outcome: Outcome, json_out: Path | None, png: Path | None, trace: Path | None) -> None:
-    """Write what was asked for, and say where it is."""
+    """Write the requested files and print their paths."""
     if json_out is not None:
         from wingbeat_lab.bench import table
 

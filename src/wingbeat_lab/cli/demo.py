@@ -1,4 +1,4 @@
-"""``wingbeat demo``: what wingbeat does, on this machine, in a few minutes."""
+"""``wingbeat demo``: a comparison on this machine in a few minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``wingbeat lab``: run a command on an emulated cluster, watch it, check this machine."""
+"""``wingbeat lab``: run a command on an emulated cluster, observe it, check this machine."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _summary(result: lab.RunResult, timeout: float | None) -> None:
-    """Say who failed first and how the others ended."""
+    """Print which rank failed first, and the exit codes of the others."""
     first = result.first_failure
     if result.timed_out:
         _say(f"ended after the time limit of {timeout:g} s")
@@ -134,7 +134,7 @@ def stats(
     name: Annotated[str | None, typer.Argument(help="Which lab, if several are running.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Counters of a running lab."""
+    """Print the counters of a running lab."""
     reading = lab.stats(name)
     if as_json:
         print(json.dumps(reading.to_json(), indent=2))

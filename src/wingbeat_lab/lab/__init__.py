@@ -6,7 +6,7 @@
     result = lab.run("star:4@1gbit", ["python", "train.py"])
     print(result.exit_code, result.stats.hosts["h0"]["eth0"].out["all"].bytes)
 
-Inside the lab a worker reads its own host's byte counters with ``lab.counters.read()``.
+Inside the lab, ``lab.counters.read()`` returns the byte counters of a worker's own host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The kernel's own byte counters: interfaces from ``/proc/net/dev``, classes from ``tc -s``.
+"""The kernel's byte counters: interfaces from ``/proc/net/dev``, classes from ``tc -s``.
 
-The two count differently. A *class* counts bytes as on the wire, every segment's headers
-included, because that is what it shapes by. An *interface* counts each piece of up to 64 KB that
-TCP hands down with its headers once, so it reads 4% lower for bulk traffic: near the payload.
+A *class* counts bytes on the wire, headers of every segment included. An *interface* counts the
+headers once for each piece of up to 64 KB that TCP hands down, so it reads 4% lower for bulk
+traffic, close to the payload.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _QDISC = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class InterfaceCounters:
-    """Bytes and packets an interface received and sent since it was made."""
+    """Bytes and packets that an interface received and sent since it was created."""
 
     rx_bytes: int
     rx_packets: int
@@ -35,7 +35,7 @@ class InterfaceCounters:
     tx_packets: int
 
     def __sub__(self, earlier: InterfaceCounters) -> InterfaceCounters:
-        """What went through between two readings."""
+        """Traffic between two readings."""
         return InterfaceCounters(
             self.rx_bytes - earlier.rx_bytes,
             self.rx_packets - earlier.rx_packets,
@@ -46,7 +46,7 @@ class InterfaceCounters:
 
 @dataclass(frozen=True, slots=True)
 class ClassCounters:
-    """Bytes (as on the wire) and packets that left through a class, and packets it dropped."""
+    """Bytes (on the wire) and packets that a class sent, and packets it dropped."""
 
     bytes: int
     packets: int
@@ -55,11 +55,11 @@ class ClassCounters:
 
 @dataclass(frozen=True, slots=True)
 class PortStats:
-    """One host interface.
+    """Counters of one host interface.
 
     Attributes:
-        interface: the host's view.
-        out: classes where the link leaves the host, by name (``all`` without priorities).
+        interface: counters of the host's interface.
+        out: classes of the link from the host, by name (``all`` without priorities).
         into: classes of the switch port towards the host.
     """
 
@@ -77,16 +77,12 @@ class LabStats:
     trunks: dict[str, dict[str, ClassCounters]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionaries, ready for ``json.dumps``."""
+        """Return plain dictionaries for ``json.dumps``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LabStats:
-        """Build from what ``to_json`` gave.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Build from the result of ``to_json``; ValueError if the data has another form."""
         try:
             hosts = {
                 host: {
@@ -106,9 +102,9 @@ class LabStats:
 
 
 def read() -> dict[str, InterfaceCounters]:
-    """Counters of every interface in the network namespace of the calling process.
+    """Return the counters of every interface in the caller's network namespace.
 
-    A worker inside a lab reads its own host's; no rights are needed.
+    Inside a lab these are the interfaces of the worker's own host. No privileges are needed.
 
     Raises:
         LabError: this system has no ``/proc/net/dev`` (it is not Linux).
@@ -120,7 +116,7 @@ def read() -> dict[str, InterfaceCounters]:
 
 
 def parse_proc_net_dev(text: str) -> dict[str, InterfaceCounters]:
-    """Read the format of ``/proc/net/dev``."""
+    """Parse the format of ``/proc/net/dev``."""
     counters = {}
     for line in text.splitlines()[2:]:
         name, _, numbers = line.partition(":")
@@ -130,9 +126,9 @@ def parse_proc_net_dev(text: str) -> dict[str, InterfaceCounters]:
 
 
 def read_classes(prio: int) -> dict[str, dict[str, ClassCounters]]:
-    """Classes by device and name in the network namespace of the calling process.
+    """Return the class counters of the caller's network namespace, by device and name.
 
-    A worker inside a lab reads what its own host has sent; no rights are needed.
+    Inside a lab they count what the worker's own host has sent. No privileges are needed.
 
     Args:
         prio: the lab's number of priority classes.
@@ -151,7 +147,7 @@ def read_classes(prio: int) -> dict[str, dict[str, ClassCounters]]:
 
 
 def parse_qdiscs(text: str, prio: int) -> dict[str, dict[str, ClassCounters]]:
-    """Read ``tc -s qdisc show``: classes by device and name, for a lab with ``prio`` classes."""
+    """Parse ``tc -s qdisc show`` of a lab with ``prio`` classes, by device and name."""
     names = class_names(prio)
     wanted = {f"1{i}": name for i, name in enumerate(names)} if prio else {"1": names[0]}
     devices: dict[str, dict[str, ClassCounters]] = {}
@@ -169,7 +165,7 @@ def gather(
     out: Mapping[str, Mapping[str, dict[str, ClassCounters]]],
     ports: Mapping[str, dict[str, ClassCounters]],
 ) -> LabStats:
-    """Put readings together: two by host and interface, ``ports`` by switch port."""
+    """Combine readings: two by host and interface, ``ports`` by switch port."""
     hosts = {
         host.name: {
             i.name: PortStats(

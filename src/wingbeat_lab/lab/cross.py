@@ -1,10 +1,10 @@
 """Cross-traffic: bulk TCP flows between hosts of a fat-tree on which no worker runs.
 
-One process on each of these hosts sends to the next leaf switch's and receives from the one
-before, so that every trunk carries the same in both directions. Packets are unmarked (best effort),
-as those of other jobs on a shared network. The kernel paces each connection
-(``SO_MAX_PACING_RATE``), pages are sent without a copy (``sendfile``) and what arrives is dropped
-unread (``MSG_TRUNC``), because all hosts share this machine's processors.
+On each leaf switch one such host sends to the host of the next leaf switch and receives from that
+of the previous one, so every trunk carries the same load in both directions. Packets are unmarked
+(best effort), like those of other jobs on a shared network. All hosts share this machine's
+processors, so the kernel paces each connection (``SO_MAX_PACING_RATE``), pages are sent without a
+copy (``sendfile``), and receivers discard data unread (``MSG_TRUNC``).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from wingbeat_lab.lab.plan import Host, NetworkPlan
 from wingbeat_lab.lab.spec import LabSpec
 
 PORT = 29600
-"""Any port is free on a host of one's own."""
+"""Any port is free in a host's own network namespace."""
 LOOK_S = 0.1
-"""Between two looks at the counters."""
+"""Seconds between two readings of the counters."""
 MEET_S = 30.0
-"""For the host at the other end to listen."""
+"""Seconds to wait until the peer listens."""
 PIECE = 1 << 20
 WAKE = 1 << 18
-"""Bytes that have to be there before a receiver is woken."""
+"""Bytes that must be available before a receiver wakes up."""
 SO_MAX_PACING_RATE = 47
-"""Linux's number, which Python's ``socket`` lacks."""
+"""The Linux constant that Python's ``socket`` lacks."""
 
 _CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from wingbeat_lab.lab.cross import main; main()"
@@ -43,12 +43,12 @@ _CODE = (
 
 
 class Sample(NamedTuple):
-    """What one host had received at one time.
+    """The state of one receiving host at one time.
 
     Attributes:
         when: seconds of the machine's monotonic clock.
-        bytes: received on all interfaces since the lab was made, by the kernel's counters.
-        cpu_s: that its generator has used.
+        bytes: received on all interfaces since the lab was created, by the kernel's counters.
+        cpu_s: CPU seconds of the host's generator.
     """
 
     when: float
@@ -57,11 +57,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def read(cls, line: str) -> Sample:
-        """Read what a generator prints.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Parse a generator's output line; ValueError if it has another form."""
         values = json.loads(line)
         if not isinstance(values, list) or len(values) != 3:
             raise ValueError(line)
@@ -69,7 +65,7 @@ class Sample(NamedTuple):
 
 
 def commands(plan: NetworkPlan, spec: LabSpec) -> Iterator[tuple[Host, list[str]]]:
-    """Yield each host of cross-traffic, and the command that makes its share of it."""
+    """Yield each host of cross-traffic and the command of its generator."""
     others = plan.hosts[len(plan.hosts) - plan.others :]
     for number, host in enumerate(others):
         after = others[(number + 1) % len(others)]
@@ -122,7 +118,7 @@ def _connect(address: str, name: str) -> socket.socket:
         flow.close()
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name} ({address}) did not listen within {MEET_S:g} s")
-        time.sleep(0.05)  # the other host's process may not have started
+        time.sleep(0.05)  # the peer may not have started
 
 
 def _receive_all(listener: socket.socket) -> None:
@@ -140,7 +136,7 @@ def _drop(flow: socket.socket) -> None:
 
 
 def _thread(work: Callable[..., None], *args: Any) -> None:
-    """Run in a thread whose failure is the process's."""
+    """Run a thread whose failure ends the process."""
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The environment a worker finds: what torchrun sets, and the lab's own defaults."""
+"""The environment of a worker: torchrun's variables and the lab's defaults."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from wingbeat_lab.lab.spec import LabSpec
 
 MASTER_PORT = 29500
-"""Any port is free in a network of one's own; loopback picks one."""
+"""Any port is free in a private network namespace; a loopback lab chooses one."""
 
 
 def worker_environment(
     base: Mapping[str, str], spec: LabSpec, rank: int, per_host: int, master: tuple[str, int]
 ) -> dict[str, str]:
-    """Environment of worker ``rank``: ranks count through the hosts, ``per_host`` on each.
+    """Return the environment of worker ``rank``; each host has ``per_host`` consecutive ranks.
 
-    Ranks and the meeting point are always the lab's; threads and interfaces only where ``base``
-    does not set them.
+    The lab always sets ranks and the master address; it sets threads and interfaces only where
+    ``base`` does not.
     """
     host, local = divmod(rank, per_host)
     names = ",".join(f"eth{k}" for k in range(spec.rails)) if spec.shaped else "lo"
@@ -37,6 +37,6 @@ def worker_environment(
         "MASTER_PORT": str(master[1]),
         "WINGBEAT_LAB": spec.to_text(),
     }
-    # A torchrun further out would make torch look for its agent's store, which is not in the lab.
+    # An outer torchrun would make torch use its agent's store, which is outside the lab.
     kept = {k: v for k, v in base.items() if k != "TORCHELASTIC_USE_AGENT_STORE"}
     return {**defaults, **kept, **own}

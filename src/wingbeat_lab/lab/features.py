@@ -1,4 +1,4 @@
-"""What this machine can do for a lab, found by trying; ``wingbeat lab doctor`` shows it."""
+"""Which features of a lab this machine supports, by trial; shown by ``wingbeat lab doctor``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMEOUT = 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One feature: whether it is here, and what its absence costs.
+    """One feature: whether it is available, and what its absence costs.
 
     Attributes:
         name: short name.
@@ -28,7 +28,7 @@ class Finding:
         required: whether the lab cannot work without it.
         cost: what is lost without it.
         remedy: what to install or set.
-        detail: what was seen, such as a version or the kernel's refusal.
+        detail: what was observed, such as a version or the kernel's error.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Finding:
     detail: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionary, ready for ``json.dumps``."""
+        """Return a plain dictionary for ``json.dumps``."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A feature and the shell line, run in private namespaces, that works only if it is there."""
+    """A feature and a shell line that succeeds in private namespaces only if it is available."""
 
     name: str
     script: str
@@ -80,7 +80,7 @@ _TRIALS = (
 
 
 def examine() -> list[Finding]:
-    """Try every feature. Nothing is left behind."""
+    """Try every feature; leave nothing behind."""
     look_in_sbin()
     findings = [_tool("ip"), _tool("tc"), _tool("unshare"), *_namespaces()]
     try:
@@ -97,7 +97,7 @@ def examine() -> list[Finding]:
 
 @functools.lru_cache(maxsize=1)
 def available() -> str | None:
-    """None if the lab works on this machine, else one line: the reason and what to do."""
+    """Return None if a lab works on this machine, else one line with the reason and the remedy."""
     if not sys.platform.startswith("linux"):
         return "the lab needs Linux; use loopback:N, whose links are unshaped"
     look_in_sbin()
@@ -108,7 +108,7 @@ def available() -> str | None:
         prefix = isolation()
     except LabError as err:
         return str(err)
-    # One attempt for all that is required; only a failure is worth finding the culprit.
+    # One attempt covers all required features; they are tried separately only if it fails.
     names = {t.name: t for t in _TRIALS}
     together = " && ".join(names[n].script for n in ("mount", "bridge", "tbf"))
     if _try(prefix, together)[0]:
@@ -130,7 +130,7 @@ def _tool(name: str) -> Finding:
 
 
 def _namespaces() -> list[Finding]:
-    """Try the namespaces apart, so that the one that is refused is named."""
+    """Try each namespace separately, to name the one that is refused."""
     root_only = "run as root, or "
     user_remedy = (
         "allow them: sysctl user.max_user_namespaces=15000; on Ubuntu 24.04 also "
@@ -157,7 +157,7 @@ def _namespaces() -> list[Finding]:
 
 
 def _try(prefix: tuple[str, ...], script: str) -> tuple[bool, str]:
-    """Run a shell line in fresh namespaces; whether it worked, and the first complaint if not."""
+    """Run a shell line in new namespaces; return whether it succeeded, and its first error."""
     try:
         done = subprocess.run(
             [*prefix, "sh", "-c", script],
@@ -173,7 +173,7 @@ def _try(prefix: tuple[str, ...], script: str) -> tuple[bool, str]:
 
 
 def _congestion_control() -> Finding:
-    """Report the TCP congestion control that workers get: cubic, or else the system's."""
+    """Return the TCP congestion control of workers: cubic, or else the system's default."""
     folder = Path("/proc/sys/net/ipv4")
     try:
         used = (folder / "tcp_congestion_control").read_text().strip()

@@ -1,8 +1,8 @@
-"""The process inside the lab: builds the network, runs the workers, answers questions.
+"""The process inside the lab: builds the network, runs the workers, answers queries.
 
-Started by :mod:`wingbeat_lab.lab.launch`. Its first line of input is the job as JSON; after that
-input stays open as a lifeline: ``stop`` ends the workers, and its end (the launcher died) ends the
-lab. Its output is one JSON event a line.
+:mod:`wingbeat_lab.lab.launch` starts it. The first line of its input is the job as JSON. The input
+then stays open: the line ``stop`` ends the workers, and the end of the input (the launcher has
+exited) ends the lab. Its output has one JSON event per line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Lab:
         self.supervisor = Supervisor(emit, grace=job["grace"], namespaced=self.spec.shaped)
 
     def run(self) -> None:
-        """Build, run to the end, report."""
+        """Build the lab, run the job to its end, report the result."""
         try:
             self._prepare()
             self._serve()
@@ -51,7 +51,7 @@ class Lab:
             self.supervisor.clean_up()
 
     def stats(self) -> counters.LabStats:
-        """All counters; under loopback the ones of this machine's ``lo``, which others share."""
+        """Return all counters; for loopback those of this machine's ``lo``, which is shared."""
         if self.network is not None:
             return self.network.stats()
         lo = {"lo": counters.PortStats(counters.read()["lo"])}
@@ -62,7 +62,7 @@ class Lab:
             return
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each host is an open file
-        with contextlib.suppress(OSError):  # containers that mask /proc refuse a fresh one
+        with contextlib.suppress(OSError):  # containers that mask /proc refuse a new one
             kernel.mount("proc", "/proc", "proc")
             self.own_proc = True
         self.network = Network(self.spec)
@@ -93,7 +93,7 @@ class Lab:
             self.supervisor.after(event.at, self._fault(event))
 
     def _start_cross(self) -> None:
-        """Start the cross-traffic; it ends with the namespaces. Whoever sends it must not fail."""
+        """Start the cross-traffic; a generator that ends is an error of the lab."""
         if self.network is None or not self.spec.cross:
             return
         for host, command in cross.commands(self.network.plan, self.spec):
@@ -122,7 +122,7 @@ class Lab:
         self.supervisor.stop()
 
     def abandon(self) -> NoReturn:
-        """End everything at once: nobody is left to report to."""
+        """End everything at once, without a report: the launcher has exited."""
         self.supervisor.clean_up()
         os._exit(1)
 
@@ -161,7 +161,7 @@ class Lab:
 
 
 def emit(event: dict[str, Any]) -> None:
-    """Tell the launcher; end the lab if it is gone."""
+    """Send an event to the launcher; end the lab if the launcher has exited."""
     data = json.dumps(event).encode() + b"\n"
     try:
         while data:
@@ -171,7 +171,7 @@ def emit(event: dict[str, Any]) -> None:
 
 
 def read_job() -> dict[str, Any]:
-    """Read the job, leaving what follows its line unread."""
+    """Read the job line, leaving the input after it unread."""
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(INPUT, 1)
@@ -186,7 +186,7 @@ def main() -> None:
     """Entry point of the inner process."""
     try:
         lab = Lab(read_job())
-        # Sent by the kernel when a loopback's launcher dies; a namespaced lab is killed outright.
+        # The kernel sends it when a loopback's launcher dies; it kills a namespaced lab outright.
         signal.signal(signal.SIGTERM, lambda *_: lab.abandon())
         lab.run()
     except WingbeatError as err:

@@ -1,4 +1,4 @@
-"""The few Linux calls that Python has no name for, through the C library."""
+"""Linux system calls that Python does not wrap, through the C library."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Give this thread namespaces of its own; OSError if refused."""
+    """Move this thread into new namespaces; OSError if refused."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, flags: int) -> None:
-    """Enter the namespace behind an open file; OSError if refused."""
+    """Enter the namespace of an open file; OSError if refused."""
     _check(_libc.setns(fd, flags), "setns")
 
 
@@ -44,22 +44,22 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
 
 
 def detach(target: str) -> None:
-    """Unmount once nobody uses it any more; OSError if refused."""
+    """Unmount as soon as the mount is unused; OSError if refused."""
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"unmount {target}")
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel send this signal to this process when its parent ends, however it ends."""
+    """Have the kernel send ``signal`` to this process when its parent ends for any reason."""
     _libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ended."""
+    """Become the parent of descendants whose own parent has ended."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
 def new_network() -> int:
-    """Make a network namespace; returns a file that keeps it alive until closed."""
+    """Create a network namespace; return a file that keeps it alive until it is closed."""
     here = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
         unshare(CLONE_NEWNET)
@@ -73,7 +73,7 @@ def new_network() -> int:
 
 @contextlib.contextmanager
 def inside(network: int) -> Iterator[None]:
-    """Run the body in another network namespace (this thread only), then come back."""
+    """Run the body in another network namespace (this thread only)."""
     here = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
         setns(network, CLONE_NEWNET)

@@ -1,4 +1,4 @@
-"""Running a command on every host of a lab, from outside it."""
+"""Run a command on every host of a lab, from outside it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from wingbeat_lab.lab.spec import LabSpec
 
 GRACE_SECONDS = 30.0
 END_SECONDS = 10.0
-"""For a lab to end by itself before it is killed."""
+"""Seconds that a lab has to end by itself before it is killed."""
 TIMEOUT_CODE = 124
-"""Exit code of a run that was ended by its own time limit, as coreutils' ``timeout`` gives."""
+"""Exit code of a run that its time limit ended, as in coreutils' ``timeout``."""
 
 UNSHARE = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child")
 _INNER = (
@@ -54,11 +54,11 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        exit_codes: of each rank; 128 + n for one ended by signal n.
+        exit_codes: by rank; 128 + n for a worker ended by signal n.
         first_failure: the first worker that failed, or None.
         timed_out: whether the time limit ended the run.
         stats: the kernel's counters after the last worker ended.
-        cross: by host that cross-traffic flows to, what it had received and used at which time.
+        cross: samples of the cross-traffic, by receiving host.
     """
 
     exit_codes: tuple[int, ...]
@@ -69,7 +69,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0, the first failing worker's code, or 124 if the time limit came before any failed."""
+        """0, the first failing worker's code, or 124 if the time limit came before any failure."""
         if self.first_failure is not None and not self.timed_out:
             return self.first_failure.code
         return TIMEOUT_CODE if self.timed_out else 0
@@ -91,21 +91,22 @@ def run(
     """Build a lab, run ``command`` on every host, and leave nothing behind.
 
     Args:
-        spec: the cluster, as :class:`LabSpec` or its text or TOML file.
-        command: program and arguments, found on PATH.
+        spec: the cluster, as :class:`LabSpec`, its text or a TOML file.
+        command: program and arguments; the program is searched on PATH.
         per_host: workers on each host.
         env: variables added to this process's own for the workers.
-        cwd: where the workers start.
-        on_line: called with rank and line for all they print; without it lines go to standard
-            output behind ``[h0]`` (``[h0.1]`` with several workers a host).
-        on_event: called with one line of text when a scripted fault happens.
+        cwd: working directory of the workers.
+        on_line: called with rank and line for all output of the workers; without it lines go to
+            standard output with the prefix ``[h0]`` (``[h0.1]`` with several workers per host).
+        on_event: called with one line of text when a scripted fault occurs.
         fail: faults at given seconds, see :mod:`wingbeat_lab.lab.script`.
         timeout: seconds after which the run is ended, counted from its start.
-        grace: seconds that the others have to end by themselves after the first failure.
+        grace: seconds that the other workers have to end after the first failure.
 
     Raises:
-        UsageError: a value that cannot work, or a command that does not exist.
-        LabError: this machine cannot make the lab; :func:`wingbeat_lab.lab.available` says why.
+        UsageError: an invalid value, or a command that does not exist.
+        LabError: this machine cannot create the lab; :func:`wingbeat_lab.lab.available` returns
+            the reason.
     """
     lab = LabSpec.parse(spec) if isinstance(spec, str) else spec
     _check(command, per_host, timeout, grace)
@@ -128,7 +129,7 @@ def run(
 
 
 def _job() -> dict[str, str]:
-    """Return a name and a key for the job, which are its workers' unless the user gives others."""
+    """Return the job's name and key, which the workers get unless the user sets others."""
     return {
         "WINGBEAT_JOB_ID": f"lab-{secrets.token_hex(8)}",
         "WINGBEAT_JOB_KEY": secrets.token_hex(32),
@@ -136,7 +137,7 @@ def _job() -> dict[str, str]:
 
 
 class Prefixer:
-    """Prints lines behind the name of the worker that said them; coloured on a terminal."""
+    """Print lines with the name of their worker as prefix; coloured on a terminal."""
 
     def __init__(self, spec: LabSpec, per_host: int) -> None:
         self._per_host = per_host
@@ -157,7 +158,7 @@ class Prefixer:
 
 @dataclass(slots=True)
 class _Collector:
-    """Turns the inner process's events into a result."""
+    """Builds the result from the events of the inner process."""
 
     spec: LabSpec
     per_host: int
@@ -170,7 +171,7 @@ class _Collector:
     cross: dict[str, list[Sample]] = field(default_factory=dict)
 
     def take(self, event: dict[str, Any]) -> None:
-        """Handle one event; raises the error that the inner process reported."""
+        """Handle one event; raise the error that the inner process reported."""
         match event:
             case {"event": "line", "rank": rank, "line": line}:
                 self.on_line(rank, line)
@@ -190,7 +191,7 @@ class _Collector:
                 raise UsageError(text) if kind == "usage" else LabError(text)
 
     def result(self) -> RunResult:
-        """The result, once the inner process has said that it is done."""
+        """The result, available once the inner process has reported its end."""
         if self.stats is None:
             raise LabError("the lab was ended from outside before its workers were done")
         codes = tuple(self.codes[rank] for rank in range(self.spec.hosts * self.per_host))
@@ -211,7 +212,7 @@ def _check(command: Sequence[str], per_host: int, timeout: float | None, grace: 
 
 
 def look_in_sbin() -> None:
-    """Add the folders of tc and ip to PATH, where they are missing for users of Debian."""
+    """Add the folders of tc and ip to PATH, where users of Debian lack them."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     missing = [each for each in ("/usr/sbin", "/sbin") if each not in folders]
     os.environ["PATH"] = os.pathsep.join([*folders, *missing])
@@ -219,10 +220,9 @@ def look_in_sbin() -> None:
 
 @functools.lru_cache(maxsize=1)
 def isolation() -> tuple[str, ...]:
-    """The ``unshare`` command line that works here: as root without a user namespace if it can.
+    """Return the ``unshare`` command that works here; as root without a user namespace if possible.
 
-    Raises:
-        LabError: none works; the message has the reason.
+    LabError with the reason if none works.
     """
     look_in_sbin()
     rootless = (*UNSHARE, "--user", "--map-root-user")
@@ -242,10 +242,10 @@ def isolation() -> tuple[str, ...]:
 def _start(
     job: dict[str, Any], spec: LabSpec, listener: socket.socket, cwd: str | Path | None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the inner process and give it its job; it is dead when the body ends."""
+    """Start the inner process and send it its job; it has exited when the body ends."""
     source = str(Path(__file__).parents[2])
-    # Isolated and without site: the standard library and wingbeat_lab.lab are enough there, and
-    # neither the working folder nor PYTHONPATH can put another module in their place.
+    # Isolated and without site: neither the working folder nor PYTHONPATH can replace a module.
+    # The standard library and wingbeat_lab.lab are sufficient there.
     python = [sys.executable, "-I", "-S", "-c", _INNER, source]
     inner = subprocess.Popen(
         [*(isolation() if spec.shaped else ()), *python],
@@ -253,7 +253,7 @@ def _start(
         stdout=subprocess.PIPE,
         cwd=cwd,
         pass_fds=[listener.fileno()],
-        start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the lab in order
+        start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the lab
         preexec_fn=functools.partial(
             kernel.die_with_parent, signal.SIGKILL if spec.shaped else signal.SIGTERM
         ),
@@ -279,7 +279,7 @@ def _follow(inner: subprocess.Popen[bytes], collector: _Collector) -> None:
 
 
 def _end(inner: subprocess.Popen[bytes]) -> None:
-    """Close the lifeline, which ends a lab that still runs, and wait until it is gone."""
+    """Close the input, which ends a lab that still runs, and wait for its exit."""
     assert inner.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         inner.stdin.close()
@@ -287,13 +287,13 @@ def _end(inner: subprocess.Popen[bytes]) -> None:
     try:
         inner.communicate(timeout=END_SECONDS)
     except subprocess.TimeoutExpired:
-        inner.kill()  # and with it, by the kernel, every process in the lab
+        inner.kill()  # the kernel then kills every process in the lab
         inner.communicate()
 
 
 def _write(inner: subprocess.Popen[bytes], data: bytes) -> None:
     assert inner.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # its own last words say why it ended
+    with contextlib.suppress(BrokenPipeError):  # its last output has the reason
         inner.stdin.write(data)
         inner.stdin.flush()
 

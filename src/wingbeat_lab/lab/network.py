@@ -1,7 +1,7 @@
-"""The emulated network itself, from inside the private namespaces that hold it.
+"""The emulated network, from inside the private namespaces that hold it.
 
-Host namespaces are kept by open files of this process, not by names under ``/run``, so nothing of
-the outer file system is used and all of it ends with this process.
+Open files of this process keep the host namespaces alive. They have no names under ``/run``, so
+the outer file system is unused and all of it ends with this process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from wingbeat_lab.lab.spec import LabSpec
 
 
 class Network:
-    """Hosts and switches of one spec, built at once; the switches live in the caller's namespace.
+    """Hosts and switches of one spec; the switches are in the caller's namespace.
 
-    Raises:
-        LabError: the kernel refused something; names the tool and its message.
+    LabError if the kernel refused an operation; the message has the tool and its error.
     """
 
     def __init__(self, spec: LabSpec) -> None:
@@ -62,7 +61,7 @@ class Network:
         _show_own_sys()
 
     def processes(self, host: int) -> list[int]:
-        """Process ids on a host (as this process's /proc shows them)."""
+        """Process ids on a host, as in this process's /proc."""
         inode = os.fstat(self._files[host]).st_ino
         found = []
         for entry in Path("/proc").iterdir():
@@ -72,12 +71,12 @@ class Network:
         return found
 
     def set_link(self, host: int, interface: int | None, up: bool) -> None:
-        """Plug a cable (or all of a host's) in or out, at the switch: the host loses carrier."""
+        """Connect or disconnect one or all cables of a host, at the switch: its carrier changes."""
         state = "up" if up else "down"
         batch("ip", [f"link set dev {i.port} {state}" for i in self._select(host, interface)])
 
     def set_rate(self, host: int, interface: int | None, rate: int) -> None:
-        """Change a link's rate (bit/s), both ways."""
+        """Change a link's rate (bit/s) in both directions."""
         chosen, prio = self._select(host, interface), self.plan.prio
         batch("ip", [realise.resize(i.port, rate) for i in chosen])
         batch("tc", [line for i in chosen for line in realise.reshape(i.port, rate, prio)])
@@ -101,10 +100,9 @@ class Network:
 
 
 def batch(tool: str, lines: Sequence[str], files: Sequence[int] = ()) -> None:
-    """Run ``ip`` or ``tc`` once over many lines.
+    """Run ``ip`` or ``tc`` once for many lines.
 
-    Raises:
-        LabError: the tool is missing or refused a line; the message has the line.
+    LabError if the tool is missing or refused a line; the message has the line.
     """
     try:
         done = subprocess.run(
@@ -122,7 +120,7 @@ def batch(tool: str, lines: Sequence[str], files: Sequence[int] = ()) -> None:
 
 
 def explain(stderr: str, lines: Sequence[str]) -> str:
-    """Make one line of a batch failure: the tool's first message and the line it was about."""
+    """Describe a batch failure in one line: the tool's first message and the line it refers to."""
     messages = [m.strip() for m in stderr.splitlines() if m.strip()] or ["no message"]
     where = stderr.rpartition("Command failed -:")[2].strip()
     if not where.isdecimal():
@@ -131,7 +129,7 @@ def explain(stderr: str, lines: Sequence[str]) -> str:
 
 
 def _forward_packets() -> None:
-    """Let a host pass packets on, and take them on any interface (BCube's servers are routers)."""
+    """Enable forwarding on a host, between any of its interfaces (BCube's servers are routers)."""
     ipv4 = Path("/proc/sys/net/ipv4")
     (ipv4 / "ip_forward").write_text("1")
     for name in ("all", "default"):
@@ -140,9 +138,9 @@ def _forward_packets() -> None:
 
 
 def _use_cubic(host: Host) -> None:
-    """Give a host Linux's usual congestion control, whatever this machine uses, if it is there.
+    """Use cubic on a host if it is available, so that figures compare between machines.
 
-    So figures compare between machines. It also shares a slow link both ways better than bbr.
+    It also shares a slow link between both directions better than bbr.
     """
     known = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
     with contextlib.suppress(OSError):
@@ -151,17 +149,17 @@ def _use_cubic(host: Host) -> None:
 
 
 def _answer_in_kind() -> None:
-    """Have accepted connections answer in the class of the caller, where the kernel can (5.10).
+    """Have accepted connections answer in the class of the caller, on kernels from 5.10 on.
 
-    Acknowledgements left in the lowest class would starve behind urgent data going their way, and
-    the urgent flow that waits for them with them.
+    Acknowledgements in the lowest class would starve behind urgent data in their direction, and
+    stall the urgent flow that waits for them.
     """
     with contextlib.suppress(OSError):
         Path("/proc/sys/net/ipv4/tcp_reflect_tos").write_text("1")
 
 
 def _name_hosts(text: str) -> None:
-    """Put ``text`` over /etc/hosts for this mount namespace, without leaving a file anywhere."""
+    """Bind ``text`` over /etc/hosts in this mount namespace, without leaving a file."""
     kernel.mount("tmpfs", "/run", "tmpfs")
     try:
         Path("/run/hosts").write_text(text)
@@ -171,9 +169,9 @@ def _name_hosts(text: str) -> None:
 
 
 def _show_own_sys() -> None:
-    """Mount this host's interfaces under /sys, keeping cgroup limits visible; best effort.
+    """Mount this host's interfaces under /sys, with cgroup limits visible; best effort.
 
-    Containers may forbid it; then only tools that look for interfaces under /sys see others.
+    Where a container forbids it, tools that read /sys see the interfaces of the container.
     """
     with contextlib.suppress(OSError):
         cgroups = os.open("/sys/fs/cgroup", os.O_PATH)

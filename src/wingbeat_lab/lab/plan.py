@@ -1,9 +1,9 @@
-"""A spec worked out: which hosts, switches, links, addresses and rates. Nothing is touched.
+"""The network of a spec: hosts, switches, links, addresses and rates. Pure.
 
-Addresses: interface ``eth<k>`` of host ``n`` is ``10.<k>.0.<n+1>/24`` (``/16`` beyond 250 hosts),
-or ``fd00:0:0:<k>::<n+1>/64`` with ``ip=6``.
-In BCube each level-``l`` switch ``s`` has its own subnet ``10.<l>.<s>.0/24``, and hosts that share
-no switch reach each other through the hosts between them, as BCube's servers do.
+Interface ``eth<k>`` of host ``n`` has the address ``10.<k>.0.<n+1>/24`` (``/16`` beyond 250
+hosts), or ``fd00:0:0:<k>::<n+1>/64`` with ``ip=6``.
+In BCube each level-``l`` switch ``s`` has its own subnet ``10.<l>.<s>.0/24``; hosts without a
+common switch reach each other through the hosts between them, as BCube's servers do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUBNET_HOSTS = 250
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One host interface and the switch port it is plugged into; ``rate`` in bit/s, both ways."""
+    """One host interface and its switch port; ``rate`` in bit/s, each direction."""
 
     name: str
     address: str
@@ -30,18 +30,18 @@ class Interface:
 
     @property
     def version(self) -> int:
-        """Of the Internet protocol: 4 or 6."""
+        """IP version: 4 or 6."""
         return ip_interface(self.address).version
 
     @property
     def network(self) -> str:
-        """The network that the interface is on, as in ``10.1.0.0/24``."""
+        """The interface's subnet, as in ``10.1.0.0/24``."""
         return str(ip_interface(f"{self.address}/{self.prefix}").network)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Reach ``destination`` (one address) through the neighbour ``via`` on ``interface``."""
+    """A route to ``destination`` (one address) by the neighbour ``via`` on ``interface``."""
 
     destination: str
     via: str
@@ -59,13 +59,13 @@ class Host:
 
     @property
     def address(self) -> str:
-        """The address its name resolves to: its first interface's."""
+        """The address that its name resolves to: that of its first interface."""
         return self.interfaces[0].address
 
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """A link between two switches, by the port at each end; ``rate`` in bit/s, both ways."""
+    """A link between two switches, by the port at each end; ``rate`` in bit/s, each direction."""
 
     lower: str
     lower_port: str
@@ -79,11 +79,11 @@ class NetworkPlan:
     """The whole network.
 
     Attributes:
-        hosts: by index; those on which workers run, then the others.
+        hosts: by index; those on which workers run come first.
         switches: by name.
         trunks: links between switches.
         prio: strict-priority classes on every port, 0 for none.
-        others: how many of the hosts, the last, are for cross-traffic only.
+        others: how many hosts, at the end, are for cross-traffic only.
     """
 
     hosts: tuple[Host, ...]
@@ -93,24 +93,20 @@ class NetworkPlan:
     others: int = 0
 
     def hosts_file(self) -> str:
-        """The ``/etc/hosts`` that every host sees: ``h3`` is its first interface, ``h3-eth1``..."""
+        """The ``/etc/hosts`` of every host: ``h3`` is its first interface, ``h3-eth1``..."""
         lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
         for host in self.hosts:
             lines.append(f"{host.address} {host.name}")
             lines += [f"{i.address} {host.name}-{i.name}" for i in host.interfaces]
             if host.interfaces[0].version == 6:
                 continue
-            # Servers that listen for both IP versions (torch's store does) ask for names this way.
+            # Servers that listen for both IP versions (torch's store) look names up this way.
             lines += [f"::ffff:{i.address} {host.name}.lab" for i in host.interfaces]
         return "\n".join(lines) + "\n"
 
 
 def plan_network(spec: LabSpec) -> NetworkPlan:
-    """Work out the network of a shaped spec.
-
-    Raises:
-        UsageError: the spec is ``loopback``, which has no network to plan.
-    """
+    """Return the network of a shaped spec; UsageError for ``loopback``, which has none."""
     if spec.kind == "loopback":
         raise UsageError("a loopback lab has no network of its own")
     if spec.kind == "bcube":
@@ -121,7 +117,7 @@ def plan_network(spec: LabSpec) -> NetworkPlan:
 def _flat_hosts(
     spec: LabSpec, switch_of: dict[tuple[int, int], str], others: int = 0
 ) -> tuple[Host, ...]:
-    """Hosts whose ``k``-th interfaces all share one subnet, with so many ``others``."""
+    """Hosts whose ``k``-th interfaces all share one subnet, with ``others`` hosts at the end."""
     prefix = _flat_prefix(spec, others)
     return tuple(
         Host(
@@ -172,7 +168,7 @@ def _fat_tree(spec: LabSpec) -> NetworkPlan:
 
 
 def _others(spec: LabSpec, count: int) -> tuple[Host, ...]:
-    """One host on each leaf switch whose own link is never what limits its cross-traffic."""
+    """One host per leaf switch, whose own link never limits its cross-traffic."""
     return tuple(
         Host(
             index=spec.hosts + n,
@@ -229,7 +225,7 @@ def _digit(host: int, level: int, alpha: int) -> int:
 
 
 def _bcube_switch(host: int, level: int, alpha: int) -> int:
-    """The level's switch of a host: its number without digit ``level``."""
+    """The switch of a host at a level: the host's number without digit ``level``."""
     low: int = alpha**level
     return host // (low * alpha) * low + host % low
 
@@ -240,9 +236,9 @@ def _bcube_address(host: int, level: int, alpha: int) -> str:
 
 
 def _bcube_routes(host: int, spec: LabSpec) -> tuple[Route, ...]:
-    """Host routes to every address that no interface of ``host`` is in the subnet of.
+    """Host routes to every address outside the subnets of ``host``.
 
-    The next hop corrects one digit (BCube's own routing), so each hop is nearer and none loops.
+    The next hop corrects one digit (BCube's own routing): each hop is nearer, and none loops.
     """
     alpha, routes = spec.alpha, []
     for other in range(spec.hosts):

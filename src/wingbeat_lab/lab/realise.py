@@ -1,20 +1,20 @@
-"""A plan turned into ``ip`` and ``tc`` lines (for their ``-batch`` mode). Nothing is run here.
+"""A plan as ``ip`` and ``tc`` lines for their ``-batch`` mode. Pure.
 
-How a link gets its rate: every direction is shaped twice, where it leaves the host and where it
-leaves the switch port towards the next device, so that many senders to one receiver share the
-receiver's link, as on a real switch.
+Every direction of a link is shaped twice, where it leaves the host and where it leaves the switch
+port towards the next device. Many senders to one receiver thereby share the receiver's link, as
+on a real switch.
 
-Numbers that matter:
+The parameters:
 
-* **Burst 96 KB.** The kernel hands TCP data down in pieces of up to 64 KB; a token bucket smaller
-  than one piece makes ``tbf`` cut it up in software, which costs more CPU than the training.
-  A burst also is what a sender may exceed the rate by, once: 96 KB is 0.8 ms at 1 Gbit/s. Slow
-  links get less (8 ms of their rate).
-* **Pieces of 1 ms.** Below 0.5 Gbit/s interfaces are told to make smaller pieces, because an
-  acknowledgement has to wait for the piece in front of it: at 100 Mbit/s 64 KB are 5 ms.
-* **Queue 50 ms, at least 1 MB.** Enough that TCP fills the link and loses nothing in a ring.
+* **Burst 96 KB.** The kernel hands TCP data down in pieces of up to 64 KB. A token bucket smaller
+  than one piece makes ``tbf`` split it in software, which costs more CPU than the training.
+  A sender may exceed the rate by one burst, once: 96 KB is 0.8 ms at 1 Gbit/s. Slow links get less
+  (8 ms of their rate).
+* **Pieces of 1 ms.** Below 0.5 Gbit/s interfaces make smaller pieces, because an acknowledgement
+  waits for the piece in front of it: at 100 Mbit/s 64 KB take 5 ms.
+* **Queue 50 ms, at least 1 MB.** Sufficient for TCP to fill the link and lose nothing in a ring.
 * **Strict priority** is ``htb``: every class may borrow up to the whole rate, lower ``prio``
-  first, and is guaranteed only a thousandth, which keeps a starved TCP connection alive.
+  first. A class is guaranteed only a thousandth, which keeps a starved TCP connection alive.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ GSO_MAX = 65536
 MIN_GSO = 4096
 GSO_SECONDS = 0.001
 HEADROOM = 2048
-"""Between a burst and the largest piece: the headers of its segments, which shapers count."""
+"""Difference of a burst and the largest piece: segment headers, which shapers count."""
 
 CLASSES = (("ef", 0xB8), ("af41", 0x88), ("af21", 0x48))
-"""DSCP names and their bits in the IP header's TOS byte, most urgent first; the rest is ``be``."""
+"""DSCP names and their bits in the TOS byte, most urgent first; other traffic is ``be``."""
 
 
 def class_names(prio: int) -> tuple[str, ...]:
-    """Names of the classes of a port, most urgent first: 2 to 4 of ef, af41, af21 and be."""
+    """Class names of a port, most urgent first: 2 to 4 of ef, af41, af21 and be."""
     return (*(name for name, _ in CLASSES[: prio - 1]), "be") if prio else ("all",)
 
 
@@ -47,7 +47,7 @@ def burst_bytes(rate: int) -> int:
 
 
 def piece_bytes(rate: int) -> int:
-    """Largest piece that TCP may hand down at a rate in bit/s; always fits the burst."""
+    """Largest piece that TCP may hand down at a rate in bit/s; it always fits the burst."""
     return min(GSO_MAX, burst_bytes(rate) - HEADROOM, max(MIN_GSO, int(rate / 8 * GSO_SECONDS)))
 
 
@@ -57,7 +57,7 @@ def queue_bytes(rate: int) -> int:
 
 
 def switch_links(plan: NetworkPlan, netns: dict[int, str]) -> list[str]:
-    """``ip`` lines for the switches' namespace; ``netns`` maps host index to a namespace path."""
+    """``ip`` lines for the switches' namespace; ``netns`` maps a host index to a namespace path."""
     lines = []
     for switch in plan.switches:
         lines.append(f"link add {switch} type bridge mcast_snooping 0 stp_state 0")
@@ -80,7 +80,7 @@ def host_links(host: Host) -> list[str]:
     lines = ["link set dev lo up"]
     for i in host.interfaces:
         lines += _up(i.name, _gso(i.rate))
-        # Nobody else has an IPv6 address of the lab: looking for one that has would take a second.
+        # No other device has an IPv6 address of the lab; duplicate detection would take a second.
         options = "nodad" if i.version == 6 else "brd +"
         lines.append(f"addr add {i.address}/{i.prefix} {options} dev {i.name}")
     lines += [f"route add {r.destination}/32 via {r.via} dev {r.interface}" for r in host.routes]
@@ -88,9 +88,9 @@ def host_links(host: Host) -> list[str]:
 
 
 def host_congestion(host: Host, name: str) -> list[str]:
-    """``ip`` lines that have a host's TCP use congestion control ``name``: a metric of its routes.
+    """``ip`` lines that set a host's TCP congestion control to ``name``, as a metric of its routes.
 
-    A namespace may set the sysctl only to what the machine allows everybody; a route takes any.
+    A namespace may set the sysctl only to what the machine allows to all users; a route takes any.
     """
     local = [
         f"route replace {i.network} dev {i.name} scope link src {i.address} congctl {name}"
@@ -136,7 +136,7 @@ def shape(device: str, rate: int, prio: int) -> list[str]:
             f"filter add dev {device} parent 1: protocol ip prio {index + 1} "
             f"u32 match ip dsfield {tos:#x} 0xfc flowid 1:1{index}"
         )
-    # A saturated urgent class must not stop address resolution, or new connections never start.
+    # A saturated urgent class must not block address resolution: no new connection would start.
     lines.append(
         f"filter add dev {device} parent 1: protocol arp prio 9 u32 match u32 0 0 flowid 1:10"
     )
@@ -151,7 +151,7 @@ def reshape(device: str, rate: int, prio: int) -> list[str]:
 
 
 def resize(device: str, rate: int) -> str:
-    """The ``ip`` line that fits a device's largest piece to a changed rate."""
+    """The ``ip`` line that adapts a device's largest piece to a changed rate."""
     return f"link set dev {device} {_gso(rate)}"
 
 

@@ -1,7 +1,7 @@
-"""Finding running labs from another terminal.
+"""Find running labs from another terminal.
 
-A running lab listens on an *abstract* Unix socket, a name that only the kernel keeps: it is gone
-with the lab, however that ended, so there are no files to go stale or to clean up.
+A running lab listens on an *abstract* Unix socket. Its name exists only in the kernel and ends
+with the lab, so no stale file is ever left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RunningLab:
-    """A lab that answered: its name, what it runs, and its counters at that moment."""
+    """A lab that answered: its name, its command, and its counters at that moment."""
 
     name: str
     command: tuple[str, ...]
@@ -33,7 +33,7 @@ class RunningLab:
 
 
 def listen() -> socket.socket:
-    """Open the socket of a new lab; closing it (or ending) takes the lab off the list."""
+    """Open the socket of a new lab; closing it removes the lab from the list."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{_PREFIX}{os.getpid()}-{secrets.token_hex(2)}")
     listener.listen(8)
@@ -41,27 +41,23 @@ def listen() -> socket.socket:
 
 
 def running() -> list[RunningLab]:
-    """Every lab of this user that answers, with its counters; oldest launcher first."""
+    """All labs of this user that answer, with their counters; oldest launcher first."""
     found = [_ask(name) for name in _names()]
     return [lab for lab in found if lab is not None]
 
 
 def stats(name: str | None = None) -> LabStats:
-    """Counters of the running lab ``name``, or of the only one.
+    """Return the counters of the running lab ``name``, or of the only one.
 
-    Raises:
-        UsageError: there is no lab of that name.
-        LabError: no lab is running, or several are and ``name`` does not say which.
+    UsageError if there is no lab of that name, LabError if none or several are running.
     """
     return choose(running(), name).stats
 
 
 def choose(labs: list[RunningLab], name: str | None) -> RunningLab:
-    """Pick one lab.
+    """Select one lab.
 
-    Raises:
-        LabError: none runs, or several do and none is named.
-        UsageError: no lab has that name.
+    UsageError if there is no lab of that name, LabError if none or several are running.
     """
     if name is not None:
         for lab in labs:
@@ -87,7 +83,7 @@ def _names() -> list[str]:
 
 
 def _ask(name: str) -> RunningLab | None:
-    """Read one lab's answer; None if it ended meanwhile or belongs to another user."""
+    """Read one lab's answer; None if it has ended or belongs to another user."""
     useless = contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError)
     with useless, socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Faults at given seconds, for tests of what survives them.
+"""Faults at given seconds, to test fault tolerance.
 
 ``10s h2.eth0 down; 12s h2.eth0 up; 15s kill h1; 20s rate h3 100mbit`` or a TOML file::
 
@@ -6,7 +6,7 @@
     at = "10s"
     do = "h2.eth0 down"
 
-``h2 down`` unplugs all interfaces of host 2; ``kill h1.0`` kills only its first worker. Times
+``h2 down`` disconnects all interfaces of host 2; ``kill h1.0`` kills only its first worker. Times
 count from the moment all workers have been started.
 """
 
@@ -33,9 +33,9 @@ class FailEvent:
     Attributes:
         at: seconds after all workers were started.
         action: ``down``, ``up``, ``kill`` or ``rate``.
-        host: whom it happens to.
+        host: the affected host.
         part: the interface (``kill``: the local worker); None for all of the host's.
-        rate: for ``rate``, the new bit/s, both ways.
+        rate: for ``rate``, the new bit/s in both directions.
     """
 
     at: float
@@ -56,10 +56,9 @@ class FailEvent:
 
 
 def parse_script(text_or_path: str | Path, spec: LabSpec, per_host: int = 1) -> list[FailEvent]:
-    """Read a script, or a file if the value ends in ``.toml``; sorted by time.
+    """Parse a script, or a file if the value ends in ``.toml``; sorted by time.
 
-    Raises:
-        UsageError: a line that cannot be read, or that names what the lab does not have.
+    UsageError if a line cannot be parsed, or names something that the lab does not have.
     """
     text = str(text_or_path)
     lines = _toml_lines(text) if text.endswith(".toml") else text.split(";")

@@ -1,4 +1,4 @@
-"""What cluster to emulate: one frozen dataclass behind a line of text and a TOML file.
+"""The cluster to emulate: one frozen dataclass, written as a line of text or a TOML file.
 
 The text is ``kind:size[@rate[+trunk]][,option]...``::
 
@@ -28,7 +28,7 @@ from wingbeat_lab.lab.units import MIN_RATE, format_rate, parse_rate
 
 KINDS = ("bcube", "fat-tree", "loopback", "star")
 MAX_HOSTS = 1000
-"""A Linux bridge takes 1024 ports."""
+"""A Linux bridge has at most 1024 ports."""
 MAX_BCUBE_HOSTS = 250
 """Addresses are ``10.<level>.<switch>.<digit + 1>``."""
 MAX_RAILS = 16
@@ -51,7 +51,7 @@ _TARGET = re.compile(rf"h(?P<host>{_N})(\.eth(?P<interface>{_N}))?")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Override:
-    """Another rate (bit/s, both ways) for one host, or for one of its interfaces."""
+    """A different rate (bit/s, both directions) of one host, or of one of its interfaces."""
 
     host: int
     interface: int | None
@@ -70,20 +70,20 @@ class LabSpec:
     Attributes:
         kind: ``star``, ``bcube``, ``fat-tree`` or ``loopback``.
         hosts: number of hosts; for BCube alpha to the power of ``rails``.
-        rails: interfaces a host; for BCube the number of levels.
-        rate: bit/s of every host link, both ways; 0 for loopback, which is unshaped.
+        rails: interfaces per host; for BCube the number of levels.
+        rate: bit/s of every host link in each direction; 0 for loopback, which is unshaped.
         leaf: fat-tree only, hosts on one leaf switch.
-        trunk: fat-tree only, bit/s between a leaf switch and the spine, both ways.
+        trunk: fat-tree only, bit/s between a leaf switch and the spine in each direction.
         overrides: hosts or interfaces with another rate.
         prio: strict-priority classes by DSCP on every port: 0 (off) or 2 to 4.
-        ip: the version of the hosts' addresses: 4, or 6 in a star or a fat-tree without ``prio``.
+        ip: IP version of the hosts' addresses: 4, or 6 in a star or a fat-tree without ``prio``.
         cross: fat-tree only, bit/s of cross-traffic in each direction of every trunk; 0 for none.
-            It is best effort and flows between further hosts, one on each leaf switch, on which
-            no worker runs.
+            It is best effort and flows between additional hosts, one on each leaf switch, on
+            which no worker runs.
         cross_flows: TCP connections that share ``cross`` in each direction.
 
     Raises:
-        UsageError: a value that cannot work, in one line that says what is allowed.
+        UsageError: an invalid value; the message states what is allowed.
     """
 
     kind: str
@@ -123,13 +123,13 @@ class LabSpec:
 
     @property
     def alpha(self) -> int:
-        """BCube's switch size: the whole number whose ``rails``-th power is ``hosts``."""
+        """BCube's switch size: the integer whose ``rails``-th power is ``hosts``."""
         alpha: int = round(self.hosts ** (1 / self.rails))
         return alpha
 
     @property
     def shaped(self) -> bool:
-        """Whether links have rates, which loopback's have not."""
+        """Whether links have rates; those of loopback have none."""
         return self.kind != "loopback"
 
     def link_rate(self, host: int, interface: int) -> int:
@@ -143,17 +143,17 @@ class LabSpec:
 
     @property
     def leaves(self) -> int:
-        """Leaf switches of each rail; 0 where there are none."""
+        """Leaf switches of each rail; 0 without any."""
         return -(-self.hosts // self.leaf) if self.leaf else 0
 
     def with_cross(self, amount: str, flows: int = 1) -> LabSpec:
-        """The same lab with cross-traffic: a rate, or a share of the trunks' from 0 to 1.
+        """The same lab with cross-traffic: a rate, or a share of the trunks' rate from 0 to 1.
 
         >>> str(LabSpec.parse("fat-tree:4/2@1gbit+1gbit").with_cross("0.8", 4))
         'fat-tree:4/2@1gbit+1gbit,cross=800mbitx4'
 
         Raises:
-            UsageError: the amount is neither, or this lab has no link for it.
+            UsageError: the amount is neither, or this lab has no trunk.
         """
         if not self.trunk:
             self._refuse_cross(amount)
@@ -169,13 +169,13 @@ class LabSpec:
 
     @classmethod
     def parse(cls, text_or_path: str | Path) -> LabSpec:
-        """Read a spec from its text, or from a file if the value ends in ``.toml``.
+        """Parse a spec's text, or a file if the value ends in ``.toml``.
 
         >>> LabSpec.parse("star:4x2@1gbit,h3@200mbit").link_rate(3, 1)
         200000000
 
         Raises:
-            UsageError: the text, file or a value in it cannot work.
+            UsageError: the text, the file or a value in it is invalid.
         """
         text = str(text_or_path)
         if text.endswith(".toml"):
@@ -203,10 +203,10 @@ class LabSpec:
 
     @classmethod
     def from_toml(cls, text: str, *, where: str = "lab TOML") -> LabSpec:
-        """Read a TOML document.
+        """Parse a TOML document.
 
         Raises:
-            UsageError: not TOML, a key that does not exist, or a value that cannot work.
+            UsageError: the text is not TOML, has an unknown key, or has an invalid value.
         """
         return cls(**_parse_toml(parse_toml(text, where), where))
 
@@ -267,11 +267,7 @@ class LabSpec:
 
 
 def parse_target(text: str, *, where: str = "") -> tuple[int, int | None]:
-    """Read ``h3`` or ``h3.eth1`` as (host, interface or None).
-
-    Raises:
-        UsageError: anything else.
-    """
+    """Parse ``h3`` or ``h3.eth1`` into (host, interface or None); UsageError for anything else."""
     match = _TARGET.fullmatch(text.strip())
     if match is None:
         place = f" in {where!r}" if where else ""
@@ -289,7 +285,7 @@ def check_target(text: str, host: int, interface: int | None, hosts: int, rails:
 
 
 def _few(prefix: str, count: int) -> list[str]:
-    """The names 0 to ``count`` - 1, or only the ends where listing all would flood the line."""
+    """The names 0 to ``count`` - 1, abbreviated where the list would be long."""
     if count <= 16:
         return [f"{prefix}{i}" for i in range(count)]
     return [f"{prefix}0 to {prefix}{count - 1}"]
@@ -354,7 +350,7 @@ def _parse_cross(value: str, text: str) -> dict[str, int]:
 
 
 def _sizes(kind: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Turn BCube's alpha and levels into hosts and rails, bounded before the power is taken."""
+    """Turn BCube's alpha and levels into hosts and rails; check limits before the power."""
     if kind != "bcube":
         return values
     alpha, levels = values.pop("alpha"), values.pop("levels")

@@ -1,7 +1,7 @@
-"""Starting the workers of a lab, passing on what they say, and ending them. One thread, no sleeps.
+"""Start the workers of a lab, forward their output, and end them. One thread, no sleeps.
 
-Runs as the first process of the lab's own process namespace, so that its end is the end of
-everything in it; under loopback as an ordinary process that cleans up after itself.
+In a lab it runs as the first process of the process namespace, so that its end is the end of every
+process in it; under loopback it is an ordinary process and ends the workers itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wingbeat.errors import LabError, UsageError
 from wingbeat_lab.lab import kernel
 
 TERM_SECONDS = 5.0
-"""Between asking a worker to end and killing it."""
+"""Seconds between SIGTERM and SIGKILL."""
 MAX_LINE = 1 << 16
 
 Emit = Callable[[dict[str, Any]], None]
@@ -34,7 +34,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(slots=True)
 class Worker:
-    """One process, the part of its last line that is still open, and who is told of it.
+    """One process, its incomplete last line, and its callbacks.
 
     Attributes:
         said: called with each line.
@@ -51,9 +51,9 @@ class Worker:
 
 
 class Supervisor:
-    """Runs workers until all have ended; tells ``emit`` every line and every exit.
+    """Runs workers until all have ended; calls ``emit`` with every line and every exit.
 
-    Workers get the limit of open files that holds now, whatever the lab itself needs later.
+    Workers keep the current limit of open files, even if the lab raises its own.
     """
 
     def __init__(self, emit: Emit, *, grace: float, namespaced: bool) -> None:
@@ -71,11 +71,11 @@ class Supervisor:
         self._watch_children()
 
     def watch(self, file: int | socket.socket, call: Callable[[], None]) -> None:
-        """Call back whenever ``file`` has something to read."""
+        """Call back whenever ``file`` is readable."""
         self._selector.register(file, selectors.EVENT_READ, call)
 
     def unwatch(self, file: int | socket.socket) -> None:
-        """Stop calling back."""
+        """Stop calling back for ``file``."""
         self._selector.unregister(file)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
@@ -90,9 +90,7 @@ class Supervisor:
     ) -> None:
         """Start one worker for each environment; ``enter(rank)`` runs in the new process.
 
-        Raises:
-            UsageError: the command does not exist or cannot be executed.
-            LabError: the new process could not be placed on its host.
+        UsageError if the command cannot be executed, LabError if it cannot enter its host.
         """
         for rank, env in enumerate(environments):
             said, ended = functools.partial(self._say, rank), functools.partial(self._tell, rank)
@@ -107,11 +105,9 @@ class Supervisor:
         said: Callable[[str], None],
         ended: Callable[[int], None],
     ) -> None:
-        """Start a process that is no worker: nobody waits for it, and it ends with the lab.
+        """Start a process that is no worker: the run does not wait for it; the lab ends it.
 
-        Raises:
-            UsageError: the command does not exist or cannot be executed.
-            LabError: the new process could not be placed on its host.
+        UsageError if the command cannot be executed, LabError if it cannot enter its host.
         """
         self.beside.append(self._start_one(number, command, os.environ, enter, said, ended))
 
@@ -150,7 +146,7 @@ class Supervisor:
             ) from None
         finally:
             os.close(writer)
-        process.returncode = 0  # reaped here with waitid, not by subprocess
+        process.returncode = 0  # waitid reaped it here, not subprocess
         os.set_blocking(reader, False)
         worker = Worker(rank, process.pid, reader, said, ended)
         self.watch(reader, lambda: self._read(worker))
@@ -188,15 +184,15 @@ class Supervisor:
             os.killpg(worker.pid, number)
 
     def stop(self) -> None:
-        """Ask all workers to end, and kill those that have not after a few seconds."""
+        """Send SIGTERM to all workers, and SIGKILL to those that run a few seconds later."""
         self.signal_all(signal.SIGTERM)
         self.after(TERM_SECONDS, lambda: self.signal_all(signal.SIGKILL))
 
     def clean_up(self) -> None:
-        """Kill what workers left running, such as data loader processes that outlived them."""
+        """Kill what workers left running, such as data loader processes."""
         self.signal_all(signal.SIGKILL)
         if self._namespaced:
-            return  # the namespace ends with this process and takes all others along
+            return  # the namespace ends with this process, and all others with it
         while children := _children(os.getpid()):
             for pid in children:
                 with contextlib.suppress(ProcessLookupError):
@@ -208,7 +204,7 @@ class Supervisor:
         return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
 
     def _watch_children(self) -> None:
-        """Wake the selector when a child ends (a signal alone could slip in before ``select``)."""
+        """Wake the selector when a child ends; a signal alone could precede ``select``."""
         kernel.adopt_orphans()
         reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -231,7 +227,7 @@ class Supervisor:
                 return
             worker = by_pid.get(info.si_pid)
             if worker and not self._namespaced:
-                # Before the wait its group's number cannot have been given to anyone else.
+                # Until it is reaped, its group's number cannot be reused.
                 self.signal_worker(worker, signal.SIGKILL)
             _, status = os.waitpid(info.si_pid, 0)
             if worker:
@@ -278,7 +274,7 @@ def _children(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # After the command's name, which may hold anything, come the state and the parent.
+            # State and parent follow the command's name, which may contain anything.
             if int(entry.read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(entry.parent.name))
     return found

@@ -1,4 +1,4 @@
-"""Reading TOML with errors in one line."""
+"""Read TOML, with errors of one line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from wingbeat.errors import UsageError
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """Read a document; UsageError naming ``where`` if it is not TOML."""
-    # Here and not above: the process inside a lab has the standard library only, and on
-    # Python 3.10 that has no TOML. Only the launcher reads files.
+    """Parse a document; UsageError naming ``where`` if it is not TOML."""
+    # Imported here because the process inside a lab has only the standard library, which has no
+    # TOML on Python 3.10. Only the launcher reads files.
     if sys.version_info >= (3, 11):
         import tomllib
     else:

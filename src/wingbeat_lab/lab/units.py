@@ -1,4 +1,4 @@
-"""Rates and times as people write them: ``1gbit``, ``500mbit``, ``2.5s``, ``200ms``."""
+"""Rates and times in text: ``1gbit``, ``500mbit``, ``2.5s``, ``200ms``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([a-zA-Z/]*)")
 
 
 def parse_rate(text: str, *, where: str = "") -> int:
-    """Read a rate in bit/s.
+    """Parse a rate in bit/s.
 
     >>> parse_rate("2.5gbit")
     2500000000
@@ -33,7 +33,7 @@ def parse_rate(text: str, *, where: str = "") -> int:
 
 
 def format_rate(rate: int) -> str:
-    """Write a rate in the largest unit that needs no fraction.
+    """Format a rate in the largest unit that needs no fraction.
 
     >>> format_rate(2_500_000_000)
     '2500mbit'
@@ -45,7 +45,7 @@ def format_rate(rate: int) -> str:
 
 
 def parse_time(text: str, *, where: str = "") -> float:
-    """Read a duration in seconds; a number without unit is seconds.
+    """Parse a duration in seconds; a number without unit is seconds.
 
     >>> parse_time("250ms")
     0.25

@@ -1,8 +1,8 @@
-"""Paced models: real parameters, real gradients' bytes, emulated compute.
+"""Paced models: real parameters and gradients, emulated compute.
 
-A laptop's cores cannot stand for eight GPUs. A paced model has the layers of a known network,
-in their order and with their parameter shapes, and sleeps for each layer's forward and backward
-time as a stated device would need them. Communication stays real.
+The cores of a laptop cannot emulate eight GPUs. A paced model has the layers of a known network, in
+order and with their parameter shapes, and sleeps for the forward and backward time of each layer on
+a stated device. Communication is real.
 
 Profiles load without torch; only :class:`PacedModel` and :func:`simulator_model` import it.
 """

@@ -1,8 +1,7 @@
-"""The paced model's clock: emulated time, kept by deadlines.
+"""Emulated time of the paced model, kept by deadlines.
 
-Hundreds of short sleeps cannot be exact one by one: each ends tens of microseconds late. So a
-layer does not sleep for its time; it moves a deadline forward and sleeps until that. What one
-sleep overshoots, the next is shorter by.
+Each of hundreds of short sleeps would end tens of microseconds late. So a layer moves a deadline
+forward and sleeps until then, and an overshoot shortens the next sleep.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import threading
 import time
 
 SHORTEST_SLEEP = 0.2e-3
-"""Seconds. A deadline nearer than this is not slept for: the next layer takes it along."""
+"""Seconds. A shorter wait is added to that of the next layer."""
 
 SLACK = 0.5e-3
-"""Seconds. Time away from the model that the clock absorbs, layer by layer.
+"""Seconds between layers that the clock absorbs; a longer time counts as a wait.
 
-A GPU hides as much of the host's own time in its launch queue. Anything longer is a wait, for a
-message say, and costs what it costs.
+A GPU's launch queue hides about as much of the host's time.
 """
 
 _PR_SET_TIMERSLACK = 29
@@ -27,9 +25,9 @@ _prepared = threading.local()
 
 
 def sharpen_timers() -> None:
-    """Ask Linux to wake this thread on time: 1 ns of slack instead of 50 us. Costs nothing twice.
+    """Set Linux's timer slack of this thread to 1 ns instead of 50 us; later calls are free.
 
-    Best effort: without it a sleep ends a little later, which the deadlines make good.
+    Best effort: without it sleeps end later, which the deadlines correct.
     """
     if getattr(_prepared, "done", False) or not sys.platform.startswith("linux"):
         return
@@ -41,11 +39,11 @@ def sharpen_timers() -> None:
 
 
 class Clock:
-    """Where the emulated device is (``due``) and when the model last had the thread (``left``).
+    """The emulated device's time (``due``), and when the model last ran (``left``).
 
-    The model calls :meth:`enter` when control comes back to it and :meth:`spend` for the time of
-    a piece of work, in seconds. Between the two its own real work (writing a gradient) may run:
-    that counts as part of the emulated time, and where it is longer, later layers make up for it.
+    The model calls :meth:`enter` when it gets control and :meth:`spend` for the time of a piece of
+    work, in seconds. Real work in between, such as writing a gradient, counts as part of the
+    emulated time; an excess is deducted from later layers.
     """
 
     def __init__(self) -> None:
@@ -53,12 +51,12 @@ class Clock:
         self.left = 0.0
 
     def restart(self) -> None:
-        """Start from now: a forward or a backward pass begins."""
+        """Start a forward or backward pass now."""
         sharpen_timers()
         self.due = self.left = time.perf_counter()
 
     def enter(self) -> None:
-        """Notice how long others had the thread; beyond :data:`SLACK` the deadline moves back."""
+        """Move the deadline back if other code ran for longer than :data:`SLACK`."""
         now = time.perf_counter()
         if now - self.left > SLACK:
             late = max(0.0, self.left - self.due)
@@ -66,12 +64,12 @@ class Clock:
         self.left = now
 
     def spend(self, seconds: float) -> None:
-        """Let ``seconds`` of emulated time pass, on top of all that went before."""
+        """Advance the emulated time by ``seconds``."""
         self.due += seconds
         self._sleep(SHORTEST_SLEEP)
 
     def settle(self) -> None:
-        """Sleep what is left: a pass ends."""
+        """Sleep the remaining time at the end of a pass."""
         self._sleep(0.0)
 
     def _sleep(self, shortest: float) -> None:

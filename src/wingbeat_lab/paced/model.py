@@ -1,4 +1,4 @@
-"""The paced model itself: an ``nn.Module`` that sleeps where a GPU would compute."""
+"""The paced model: an ``nn.Module`` that sleeps where a GPU would compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wingbeat_lab.paced.profile import Profile, ProfiledLayer
 
 
 class PacedLayer(nn.Module):
-    """One layer: the profile's parameters, its forward time and its backward time (seconds)."""
+    """A layer with the profile's parameters, forward time and backward time (seconds)."""
 
     def __init__(
         self, layer: ProfiledLayer, clock: Clock, *, factor: float, time_scale: float
@@ -23,16 +23,15 @@ class PacedLayer(nn.Module):
         self.factor = factor
         self.clock = clock
         self.forward_s = layer.forward_ms * 1e-3 * time_scale
-        # Backward time is spent by the hooks below, parameter by parameter; a layer without
-        # parameters has no hooks and spends it in its own backward.
+        # Hooks of the parameters spend the backward time; a layer without parameters has no hooks.
         self.own_backward_s = 0.0 if layer.parameters else layer.backward_ms * 1e-3 * time_scale
         for spec in layer.parameters:
             parameter = nn.Parameter(torch.ones(spec.shape))
             self.register_parameter(spec.name, parameter)
             share = spec.numel / layer.numel
             seconds = layer.backward_ms * 1e-3 * time_scale * share
-            # Registered at birth, so before anybody else's: the time is over before others hear
-            # that the gradient is there, and writing the gradient is part of the time.
+            # Registered before all other hooks, so that the time has passed, and the gradient is
+            # written, before they observe the gradient.
             parameter.register_hook(_entering(clock))
             parameter.register_post_accumulate_grad_hook(_spending(clock, seconds))
 
@@ -57,15 +56,15 @@ def _spending(clock: Clock, seconds: float) -> Callable[[Tensor], None]:
 
 
 class _PacedFunction(torch.autograd.Function):
-    # Plain numbers rather than one-element tensors wherever possible: hundreds of layers share
-    # their host's cores with the communication that is measured.
+    # Plain numbers are cheaper than one-element tensors: hundreds of layers share their host's
+    # cores with the measured communication.
 
     @staticmethod
     def forward(ctx: Any, layer: PacedLayer, activation: Tensor, *parameters: Tensor) -> Tensor:
         clock = layer.clock
         clock.enter()
-        # Read here and not at the start of the pass: an overlapped optimizer may finish a layer's
-        # update just before the layer runs.
+        # Read here, not at the start of the pass: an overlapped optimizer may update a layer just
+        # before it runs.
         firsts = [p.as_strided((), ()).item() for p in parameters]
         ctx.layer = layer
         ctx.specs = [(f, p.shape, p.dtype) for f, p in zip(firsts, parameters, strict=True)]
@@ -79,8 +78,7 @@ class _PacedFunction(torch.autograd.Function):
         layer: PacedLayer = ctx.layer
         layer.clock.enter()
         slope = grad.item() * layer.factor
-        # One value, expanded: autograd's accumulation writes the real bytes, in one pass, either
-        # into the gradient that is there or into a new one.
+        # One value, expanded: autograd's accumulation writes the gradient's bytes in one pass.
         out = [
             torch.scalar_tensor(slope * first, dtype=dtype).expand(shape)
             for first, shape, dtype in ctx.specs
@@ -90,7 +88,7 @@ class _PacedFunction(torch.autograd.Function):
 
 
 class _FirstNode(torch.autograd.Function):
-    """First in forward, so last in backward: sleeps what is left of backward."""
+    """First in forward, so last in backward: sleeps the rest of backward."""
 
     @staticmethod
     def forward(ctx: Any, clock: Clock, seed: Tensor) -> Tensor:
@@ -105,7 +103,7 @@ class _FirstNode(torch.autograd.Function):
 
 
 class _LastNode(torch.autograd.Function):
-    """Last in forward, so first in backward: starts the clock for backward."""
+    """Last in forward, so first in backward: restarts the clock."""
 
     @staticmethod
     def forward(ctx: Any, clock: Clock, total: Tensor) -> Tensor:
@@ -121,24 +119,24 @@ class _LastNode(torch.autograd.Function):
 class PacedModel(nn.Module):
     """A network's real parameters at a stated device's pace, for measuring communication.
 
-    ``model(x)`` ignores ``x`` and returns a loss, one number, so that the usual loop works::
+    ``model(x)`` ignores ``x`` and returns a scalar loss, so that the usual loop works::
 
         model = PacedModel(load_profile("resnet50"), rank=rank)
         loss = model(x)
         loss.backward()
 
     Each layer is a child module, in execution order. Its forward and backward take the profile's
-    times (multiplied by ``time_scale``); each parameter's gradient is written in full, one layer
-    after another from the last to the first, and hooks on gradients fire as each layer's time is
-    over. A layer's backward time is shared among its parameters by size.
+    times, multiplied by ``time_scale``. Each parameter's gradient is written in full, from the last
+    layer to the first, and hooks on gradients fire when the layer's time has passed. A layer's
+    backward time is divided among its parameters by size.
 
-    **The loss says nothing about learning.** It is ``(1 + 0.1 rank) / 2`` times the sum over the
-    parameters of the square of each one's first element, and a parameter's gradient is
-    ``(1 + 0.1 rank)`` times that element, everywhere. Parameters start at 1 and stay equal in all
-    elements, so SGD on averaged gradients lowers the loss, and strategies that are exact end with
-    the same loss. It tells whether gradients arrived, never how well a model trains.
+    **The loss does not measure learning.** It is ``(1 + 0.1 rank) / 2`` times the sum over the
+    parameters of the square of each one's first element, and every element of a parameter's
+    gradient is ``(1 + 0.1 rank)`` times that element. Parameters start at 1, and the elements of
+    each stay equal. So SGD on averaged gradients lowers the loss, and exact strategies end with the
+    same loss: it shows whether gradients arrived.
 
-    The model lives on the CPU. Buffers (BatchNorm's running statistics) are left out.
+    The model is on the CPU. Buffers (BatchNorm's running statistics) are omitted.
 
     Raises:
         ValueError: ``time_scale`` is negative.
@@ -155,9 +153,9 @@ class PacedModel(nn.Module):
             self.add_module(layer.attribute, child)
 
     def forward(self, x: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """Run the layers at their pace and return the loss; ``x`` is not looked at."""
+        """Run the layers at their pace and return the loss; ``x`` is ignored."""
         self._clock.restart()
-        # float64: a sum over hundreds of layers should show small differences between strategies.
+        # float64, so that a sum over hundreds of layers shows small differences between strategies.
         seed = torch.zeros((), dtype=torch.float64, requires_grad=torch.is_grad_enabled())
         out: Tensor = _FirstNode.apply(self._clock, seed)
         for layer in self.children():

@@ -1,4 +1,4 @@
-"""Profiles: what a network's layers weigh and how long they take on a stated device. No torch."""
+"""Profiles: parameter shapes and times of a network's layers on a stated device. No torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any
 from wingbeat.errors import UsageError, unknown
 
 PREFIX = "paced:"
-"""What a paced model's name starts with where models of several sorts can be named."""
+"""Prefix of a paced model's name where other kinds of models can be named too."""
 
 FLOAT32_BYTES = 4
 
 _MOST = 2**53
-"""No network has so many elements, samples or milliseconds; floats hold all whole numbers below."""
+"""Upper bound on elements, samples and milliseconds; floats represent all integers below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter tensor: its name within its layer and its shape."""
+    """A parameter tensor: its name within its layer, and its shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,10 +36,9 @@ class Parameter:
         return math.prod(self.shape)
 
     def scaled(self, scale: float) -> Parameter:
-        """Shrink one dimension so that about ``scale`` of the elements stay, at least one.
+        """Shrink the dimension that rounds best to about ``scale`` of the elements, at least one.
 
-        The rank is kept, so that codecs which look at matrices still see matrices. The
-        dimension chosen is the one that rounds best.
+        The rank is kept, because some codecs treat matrices differently.
         """
         if scale == 1.0 or not self.shape:
             return self
@@ -56,10 +55,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledLayer:
-    """One layer: its parameters (possibly none) and its times for a whole batch.
+    """A layer: its parameters (possibly none) and its times for a whole batch in milliseconds.
 
-    ``kind`` says what it computes (``conv``, ``linear``, ``bn``, ...); nothing depends on it.
-    Times are in milliseconds.
+    ``kind`` names the operation (``conv``, ``linear``, ``bn``, ...) for information only.
     """
 
     name: str
@@ -70,7 +68,7 @@ class ProfiledLayer:
 
     @property
     def attribute(self) -> str:
-        """What it is called in a module: without dots, of which modules make levels."""
+        """Its name as an attribute of a module, which cannot contain dots."""
         return self.name.replace(".", "_")
 
     @property
@@ -81,12 +79,12 @@ class ProfiledLayer:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A network as layers in execution order, and where its times come from.
+    """A network's layers in execution order, and the source of their times.
 
-    ``samples_per_second`` is one device's training throughput at ``batch_size``; the layers'
-    times add up to ``batch_size / samples_per_second``. ``source`` names where the throughput was
-    published, or how it was derived. ``scale`` is 1 unless :meth:`scaled` made the profile; link
-    rates are to be multiplied by it, which keeps the ratio of communication to computation.
+    ``samples_per_second`` is the training throughput of one device at ``batch_size``; the times of
+    the layers add up to ``batch_size / samples_per_second``. ``source`` names where the throughput
+    was published or how it was derived. ``scale`` is 1 unless :meth:`scaled` made the profile;
+    multiply link rates by it to keep the ratio of communication to computation.
     """
 
     name: str
@@ -125,10 +123,10 @@ class Profile:
         return math.fsum(layer.backward_ms for layer in self.layers)
 
     def scaled(self, scale: float) -> Profile:
-        """Shrink every parameter tensor to about ``scale`` of its elements; times stay.
+        """Shrink every parameter tensor to about ``scale`` of its elements; times stay the same.
 
-        Multiply the links' rates by the result's ``scale`` too. A tensor keeps at least one
-        element and its rank, so the total is within rounding of ``scale * params``.
+        Multiply link rates by the result's ``scale`` too. A tensor keeps its rank and at least one
+        element, so the total is within rounding of ``scale * params``.
 
         Raises:
             UsageError: ``scale`` is not in (0, 1].
@@ -152,9 +150,9 @@ class Profile:
         source: str,
         forward_share: float | None = None,
     ) -> Profile:
-        """Give the network another device's throughput; each layer keeps its share of a pass.
+        """Return the network with another device's throughput; layers keep their shares of a pass.
 
-        ``forward_share`` is forward's share of an iteration, this profile's own if left out.
+        ``forward_share`` is forward's share of an iteration; None: as in this profile.
         """
         whole_ms = 1e3 * batch_size / samples_per_second
         if forward_share is None:
@@ -182,23 +180,23 @@ class Profile:
 
 
 def names() -> tuple[str, ...]:
-    """Names of the profiles that come with wingbeat, sorted."""
+    """Return the names of the profiles that are part of wingbeat, sorted."""
     folder = resources.files("wingbeat_lab.paced") / "profiles"
     found = (entry.name for entry in folder.iterdir())
     return tuple(sorted(name[: -len(".json")] for name in found if name.endswith(".json")))
 
 
 def load_profile(name: str) -> Profile:
-    """Load a profile by its name, or from a file of the same format if ``name`` ends in .json.
+    """Load a profile by name, or from a file of the same format if ``name`` ends in .json.
 
     Raises:
-        UsageError: no such profile or file, or a file that is not a valid profile.
+        UsageError: no such profile or file, or the file is not a valid profile.
     """
     if name.endswith(".json"):
         path = Path(name)
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # no UTF-8, or a name that no file can have
+        except (OSError, ValueError) as error:  # not UTF-8, or an invalid file name
             reason = getattr(error, "strerror", "") or f"it cannot be read ({error})"
             raise UsageError(f"profile file {name!r}: {reason}") from error
         return decode(text, where=name)
@@ -214,13 +212,13 @@ def _bundled(name: str) -> Profile:
 
 
 def parse(text: str) -> Profile:
-    """Turn ``paced:NAME`` or ``paced:NAME@SCALE`` into a profile.
+    """Convert ``paced:NAME`` or ``paced:NAME@SCALE`` to a profile.
 
     >>> parse("paced:resnet50@0.25").scale
     0.25
 
     Raises:
-        UsageError: the name does not exist or the scale is not a number in (0, 1].
+        UsageError: the name does not exist, or the scale is not a number in (0, 1].
     """
     if not text.startswith(PREFIX):
         raise unknown("model", text, [PREFIX + name for name in names()])
@@ -241,8 +239,8 @@ def parse(text: str) -> Profile:
 def decode(text: str, *, where: str) -> Profile:
     """Read a profile from JSON text; ``where`` names it in messages.
 
-    A field ``like`` names a profile that comes with wingbeat, whose layers it then has;
-    ``forward_share`` beside it says how much of an iteration is forward, if that is not as there.
+    A field ``like`` names a bundled profile whose layers are used; ``forward_share`` then overrides
+    forward's share of an iteration.
 
     Raises:
         UsageError: the text is not JSON, lacks a field, or its totals contradict its layers.
@@ -273,7 +271,7 @@ def decode(text: str, *, where: str) -> Profile:
 
 
 def _like(data: Mapping[str, Any], where: str) -> Profile:
-    """A known network at the pace of another device."""
+    """Return a bundled network at the pace of another device."""
     other = _field(data, "like", str, where)
     if other not in names():
         raise unknown("model", other, names(), where=f"profile {where}: like")
@@ -299,7 +297,7 @@ def _like(data: Mapping[str, Any], where: str) -> Profile:
 
 
 def encode(profile: Profile) -> str:
-    """Write a profile as JSON text, one layer a line, so that a change reads well in a diff."""
+    """Write a profile as JSON text, one layer per line, for readable diffs."""
     head = {
         "name": profile.name,
         "device": profile.device,
@@ -341,7 +339,7 @@ def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
 
 def _time(data: Mapping[str, Any], key: str, where: str) -> float:
     value: Any = data.get(key)
-    # NaN is in no range.
+    # The range also rejects NaN.
     if type(value) not in (int, float) or not 0 <= value < _MOST:
         raise UsageError(
             f"profile {where}: field {key!r} must be a number >= 0, is {_short(value)}"
@@ -375,7 +373,7 @@ def _layer(row: Any, where: str) -> ProfiledLayer:
 
 
 def _check(profile: Profile, data: Mapping[str, Any], where: str) -> None:
-    """Totals may be stated; where they are, they must be those of the layers."""
+    """Check that values are positive and that stated totals equal those of the layers."""
     if profile.batch_size < 1 or profile.samples_per_second <= 0 or not profile.params:
         raise UsageError(
             f"profile {where}: batch_size, samples_per_second and the parameter count must be > 0"

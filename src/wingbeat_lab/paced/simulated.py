@@ -15,7 +15,7 @@ def simulator_model(profile: Profile, time_scale: float = 1.0) -> Model:
     layers = []
     for layer in profile.layers:
         first = len(tensors)
-        # As `engine.gradients.bucketing` judges a paced layer: by its parameter of most dimensions.
+        # As in `engine.gradients.bucketing`: the parameter with most dimensions decides.
         connected = max((len(p.shape) for p in layer.parameters), default=0) == _MATRIX
         kind = "fc" if connected else ""
         tensors += [

@@ -1,4 +1,4 @@
-"""Profiles as small Markdown tables, for documentation and for the terminal."""
+"""Profiles as Markdown tables, for documentation and the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from wingbeat_lab.paced.profile import Profile
 
 
 def table(profiles: Iterable[Profile]) -> str:
-    """One row a profile: layers, tensors, millions of parameters, MB (1e6 bytes), milliseconds."""
+    """One row per profile: layers, tensors, millions of parameters, MB (1e6 bytes), ms."""
     head = ["model", "batch", "layers", "tensors", "params (M)", "MB", "forward ms", "backward ms"]
     rows = [
         [

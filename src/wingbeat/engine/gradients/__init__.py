@@ -1,1 +1,1 @@
-"""From gradients to buckets: their buffers, their order, and what they travel as."""
+"""Gradient buckets: buffers, order, encoding."""

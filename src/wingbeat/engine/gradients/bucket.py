@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from wingbeat.collectives import WireFormat
 
 COUNT_MODULUS = 128
-"""Buckets carry step counts modulo this; bfloat16 and float16 represent all of these integers."""
+"""Modulus of step counts in buckets; bfloat16 and float16 represent all of these integers."""
 
 
 class Slot:
@@ -28,7 +28,7 @@ class Slot:
         view: the gradient's place in the bucket's buffer.
         address: data pointer of ``view``.
         shown: the same memory, as users see it in ``p.grad``.
-        pending: the placeholder in ``p.grad`` while the gradient is not whole; None under schedules
+        pending: the placeholder in ``p.grad`` until the gradient is gathered; None under schedules
             that reduce whole gradients.
         ready: whether its gradient has been copied into the bucket in this backward.
         used: whether this worker had a gradient for it.
@@ -63,7 +63,7 @@ class Slot:
         self.pending: Any = None
         self.ready = False
         self.used = False
-        self.strides = strides_of(param)  # as compared between workers at `distribute`
+        self.strides = strides_of(param)  # `distribute` compares them between workers
         self.bucket: Bucket
         self.view: torch.Tensor
         self.shown: torch.Tensor
@@ -78,14 +78,14 @@ class Slot:
         self.param.grad = self.shown
 
     def holds(self, grad: torch.Tensor | None) -> bool:
-        """Whether ``grad``, found in ``p.grad``, is the buffer's view or its placeholder."""
+        """Whether ``grad``, read from ``p.grad``, is the buffer's view or its placeholder."""
         if grad is self.shown:
             return self.shown.data_ptr() == self.address
         return grad is not None and (grad is self.pending or grad is self.view)
 
     def is_referenced(self) -> bool:
-        """Whether anything besides this slot refers to one of its tensors."""
-        # Two: the slot's own reference, and the argument. The placeholder refers to the view.
+        """Whether any object other than this slot refers to one of its tensors."""
+        # Two references: the slot's and the argument. The placeholder refers to the view.
         waiting = self.pending is not None
         return (
             sys.getrefcount(self.shown) > 2
@@ -94,10 +94,7 @@ class Slot:
         )
 
     def fill(self, scale: float) -> bool:
-        """Write the gradient times ``scale`` into the view; return False if there is no gradient.
-
-        If autograd accumulated into the view itself, the view is scaled in place.
-        """
+        """Write the gradient times ``scale`` into the view; return False if there is none."""
         grad = self.param.grad
         if grad is None:
             self.view.zero_()
@@ -112,10 +109,10 @@ class Slot:
 
 @functools.lru_cache(maxsize=32)
 def _factor(scale: float, dtype: torch.dtype, device: str) -> Any:
-    """Return ``scale`` in the form whose product is fastest, with the same bits.
+    """Return ``scale`` as a cached tensor, or as a number for narrow dtypes.
 
-    Torch makes a tensor of a Python number each time, which takes as long as the product of a small
-    gradient. Narrow dtypes are multiplied by the number itself, which is not rounded first.
+    The tensor avoids a conversion that takes as long as the product of a small gradient. A narrow
+    dtype would round it first.
     """
     if device != "cpu" or dtype not in (torch.float32, torch.float64):
         return scale
@@ -133,18 +130,14 @@ class PendingOperation(Protocol):
         """Call ``callback`` once, when the operation has finished or failed."""
 
     def wait(self) -> None:
-        """Block until nothing reads or writes the buffer any more.
-
-        Raises:
-            PeerError: a peer failed or timed out; names it.
-        """
+        """Block until the buffer is no longer used; raise a `PeerError` if a peer failed."""
 
     def wait_received(self) -> None:
         """Block until the result can be read; raises as `wait`."""
 
 
 class Bucket:
-    """Parameters of one dtype and device, whose gradients travel in one flat buffer.
+    """Parameters of one dtype and device, whose gradients are sent in one flat buffer.
 
     Complex gradients are stored as alternating real and imaginary parts. The buffer ends with one
     flag per parameter and one step count per worker. A worker that has a gradient for a parameter
@@ -152,12 +145,12 @@ class Bucket:
     message. Each worker adds its number of steps modulo `COUNT_MODULUS`, plus 1, to its own count.
 
     Attributes:
-        flat: the gradients, end to end, then flags and counts, then zeros up to a multiple of the
+        flat: the concatenated gradients, then flags and counts, then zeros up to a multiple of the
             number of workers.
         handle: the last collective on ``flat``.
-        wire: what its gradients travel as in this iteration.
+        wire: the encoding of its gradients in this iteration.
         due: whether an update of its parameters is due when ``handle`` is done.
-        missing: how many gradients the bucket still lacks in this backward.
+        missing: the number of gradients that the bucket still lacks in this backward.
         blocks: the part of ``flat`` that each worker reduces; None for nearly equal blocks.
     """
 
@@ -180,7 +173,7 @@ class Bucket:
         self.blocks: tuple[Span, ...] | None = None
 
     def owned(self, rank: int) -> Span:
-        """Return the elements of ``flat`` that a reduce-scatter leaves whole on ``rank``."""
+        """Return the elements of ``flat`` that are complete on ``rank`` after a reduce-scatter."""
         blocks = self.blocks or blocks_of(self.flat.numel(), self._workers)
         return blocks[rank]
 
@@ -212,10 +205,7 @@ class Bucket:
         self._aliases = self._count_aliases()
 
     def is_referenced(self) -> bool:
-        """Whether the user still refers to gradients that were removed from every ``p.grad``.
-
-        Under DDP a gradient that was removed from ``p.grad`` keeps its values.
-        """
+        """Whether the user refers to gradients removed from ``p.grad``, valid as in DDP."""
         if any(slot.holds(slot.param.grad) for slot in self.slots):
             return False
         return self._count_aliases() > self._aliases or any(s.is_referenced() for s in self.slots)
@@ -226,7 +216,7 @@ class Bucket:
 
     @property
     def dense(self) -> bool:
-        """Whether this worker had a gradient for every parameter, so that no flag can be zero."""
+        """Whether this worker had a gradient for every parameter, so no flag can be zero."""
         return all(slot.used for slot in self.slots)
 
     def reset(self) -> None:
@@ -236,18 +226,13 @@ class Bucket:
             slot.ready = slot.used = False
 
     def settle(self) -> None:
-        """Wait until no collective reads or writes the buffer."""
+        """Wait until no collective uses the buffer."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
 
     def write_tail(self, steps: int | None, rank: int = 0) -> None:
-        """Write the flags of used parameters, and this worker's step count.
-
-        Args:
-            steps: the count; None if this worker has run out of batches, so that it is ignored.
-            rank: this worker's.
-        """
+        """Write the flags of used parameters, and the step count, None without batches."""
         self._tail.copy_(self._ones_and_zeros)
         if steps is not None:
             self.counts[rank] = steps % COUNT_MODULUS + 1
@@ -257,7 +242,7 @@ class Bucket:
                     self.flags[position] = 0
 
     def contributed(self) -> list[Slot]:
-        """Return the slots that any worker had a gradient for, once the buffer is whole."""
+        """Return the slots that any worker had a gradient for, once the buffer is reduced."""
         if self.dense:
             return self.slots
         flags = self.flags.tolist()
@@ -293,14 +278,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class StepCounter:
     """Counts this worker's optimizer steps since `distribute`, and compares them between workers.
 
-    Each bucket carries all workers' counts, so the check costs no message, and all workers find a
-    difference in the same backward. After `Join` workers may begin with different counts, so the
-    count can be set.
-
-    Attributes:
-        rank: this worker's.
-        count: number of steps made.
-        diverged: whether the workers were found to have made different numbers of steps.
+    Each bucket carries all workers' counts, so the check costs no message, and all workers detect a
+    difference in the same backward. Workers may leave `Join` with different counts; ``count`` can
+    be set.
     """
 
     def __init__(self, rank: int) -> None:
@@ -309,16 +289,7 @@ class StepCounter:
         self.diverged = False
 
     def check(self, counts: Sequence[float]) -> None:
-        """Compare the counts that a bucket carries; all workers reach the same result.
-
-        Args:
-            counts: by rank, the number of steps modulo `COUNT_MODULUS`, plus 1; 0 for a worker that
-                has run out of batches.
-
-        Raises:
-            UsageError: they differ; names every rank's number of steps before that backward.
-            PeerError: a count is out of range.
-        """
+        """Compare counts by rank, 0 without batches; raise a `PeerError` for one out of range."""
         if len({count for count in counts if count}) <= 1:
             return
         for rank, count in enumerate(counts):

@@ -1,4 +1,4 @@
-"""The plan in force: which parameters share a bucket, and which modules need them."""
+"""The current plan: which parameters share a bucket, and which modules need them."""
 
 from __future__ import annotations
 
@@ -16,25 +16,18 @@ from wingbeat.transport.world import World
 from wingbeat.types import Fusion, Plan, TensorSpec
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute in which DDP's users name parameters and buffers that are not synchronised."""
+"""The attribute that lists names of parameters and buffers that DDP ignores."""
 
 _DENSE = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)
-"""Torch's fully connected layers. Materialised lazy layers and parametrized ones are subclasses."""
+"""Fully connected layers of torch, including lazy and parametrized ones, which are subclasses."""
 
 
 class Bucketing:
-    """The buckets of the plan in force, and how the next plan is made.
+    """The buckets of the current plan, and the rule for the next plan.
 
-    The ready order is the one that rank 0 observed in the first backward, so that all workers hold
+    The ready order is the one that rank 0 observed in the first backward, so that all workers have
     the same plan. Forward order is its reverse: a gradient is ready when backward has passed the
-    parameter's first use. Without lockstep the order is the reversed order of definition.
-
-    Args:
-        model: whose parameters.
-        fusion: the rule by which buckets are made.
-        world: the workers.
-        lockstep: whether all workers make the same iterations.
-        sparse: names of parameters with sparse gradients, which are not put into buckets.
+    parameter's first use. Without lockstep the ready order is the reversed order of definition.
 
     Attributes:
         slots: one for each trained parameter with a dense gradient, in the order of
@@ -43,7 +36,7 @@ class Bucketing:
         others: untrained parameters and buffers that are synchronised.
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same buckets, in the order in which forward needs their parameters.
-        fusion: the rule by which they are made, unless a plan is given.
+        fusion: the rule that forms buckets, unless a plan is given.
         strided: whether gradients have the memory format of their parameters.
         stale: whether the rule or the order has changed, so that `rebuild` is due.
     """
@@ -93,7 +86,7 @@ class Bucketing:
 
     @property
     def device(self) -> torch.device:
-        """The first device that is not the CPU, if a parameter is on one."""
+        """The first parameter's device that is not the CPU, else the CPU."""
         devices = [slot.param.device for slot in self.slots]
         found = [device for device in devices if device.type != "cpu"] or devices
         return found[0] if found else torch.device("cpu")
@@ -102,7 +95,7 @@ class Bucketing:
 
     @property
     def learning(self) -> bool:
-        """Whether the workers have not agreed on an order yet."""
+        """Whether the workers have not yet agreed on an order."""
         return not self._agreed
 
     def observe_ready(self, index: int) -> None:
@@ -111,23 +104,17 @@ class Bucketing:
             self._observed.append(index)
 
     def publish_order(self) -> None:
-        """After the first backward: publish the order that rank 0 observed.
-
-        Also after a backward that an exception cut short, because the other workers wait for it.
-        """
+        """Publish rank 0's order after the first backward, even after an interrupted one."""
         observed, self._observed = self._observed, None
         if observed is not None and self._world.rank == 0:
             unused = sorted(set(range(len(self.slots))) - set(observed), reverse=True)
             self._world.publish("order", [observed, unused])
 
     def adopt_order(self) -> None:
-        """Before the second backward: adopt the order that rank 0 observed, on every rank.
+        """Adopt rank 0's order before the second backward; raise a `PeerError` if it is invalid.
 
-        Workers do not wait for it at the end of the first backward: several models may take part in
-        one backward, and end it in different orders on each rank.
-
-        Raises:
-            PeerError: rank 0 sent something that is not an order of the parameters.
+        Not at the end of the first: it may contain several models, and end them in different orders
+        on each rank.
         """
         if self._observed is not None or self._agreed:
             return
@@ -148,18 +135,18 @@ class Bucketing:
     # -- the plan -------------------------------------------------------------------------
 
     def use(self, fusion: Fusion) -> None:
-        """Make buckets by another rule from the next `rebuild` on; same on all workers."""
+        """Set the rule for the buckets from the next `rebuild`; the same on all workers."""
         self.fusion = fusion
         self.stale = True
 
     def follow(self, plan: Plan) -> None:
-        """Use a given plan from the next `rebuild` on; same on all workers."""
+        """Set the plan from the next `rebuild`; the same on all workers."""
         self._plan = plan
         self.stale = True
 
     @property
     def ready_order(self) -> Sequence[int]:
-        """Indices of the slots, first ready first, as all workers have agreed."""
+        """Indices of the slots, first ready first; the same on all workers."""
         return self._ready_order
 
     def rebuild(self) -> None:
@@ -169,7 +156,7 @@ class Bucketing:
         self.build()
 
     def build(self) -> None:
-        """Make the buckets of the rule and the order in force."""
+        """Make the buckets of the current rule and order."""
         plan = self._plan or plans.make_plan(self.fusion, self.specs, self._ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
@@ -193,7 +180,7 @@ class Bucketing:
 
 
 def synchronised(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the named parameters that the workers hold in common: all but `ignored` ones."""
+    """Yield the named parameters that all workers share: all but `ignored` ones."""
     left_out = ignored(model)
     return ((name, p) for name, p in model.named_parameters() if name not in left_out)
 
@@ -206,10 +193,7 @@ def ignored(model: nn.Module) -> set[str]:
 def _readers(
     model: nn.Module, slot_of: Mapping[torch.Tensor, Slot]
 ) -> Iterator[tuple[nn.Module, list[Slot]]]:
-    """Yield each module that reads parameters of its own, and their slots.
-
-    A compiled module reads all parameters inside it, and no hook sees which one when.
-    """
+    """Yield modules that read parameters (compiled ones: all inside), with their slots."""
     for module in model.modules():
         compiled = is_compiled(module)
         params = module.parameters() if compiled else module._parameters.values()
@@ -225,7 +209,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def spec_of(name: str, param: torch.Tensor, layer: str = "") -> TensorSpec:
-    """Describe a parameter, and the kind of layer it belongs to, for the plan."""
+    """Describe a parameter and the kind of its layer for the plan."""
     return TensorSpec(
         name,
         tuple(param.shape),
@@ -240,11 +224,7 @@ def spec_of(name: str, param: torch.Tensor, layer: str = "") -> TensorSpec:
 
 
 def fully_connected(model: nn.Module) -> set[torch.Tensor]:
-    """Return the parameters that only fully connected layers have.
-
-    A parameter that is tied to another kind of layer, as an output layer is to an embedding, is
-    needed when that layer runs, and does not count.
-    """
+    """Return the parameters of fully connected layers that no other kind of layer shares."""
     dense: set[torch.Tensor] = set()
     others: set[torch.Tensor] = set()
     parametrizations = {
@@ -260,7 +240,7 @@ def fully_connected(model: nn.Module) -> set[torch.Tensor]:
 
 
 def convolutional(model: nn.Module) -> set[torch.Tensor]:
-    """Return the parameters of torch's convolutions, and of layers derived from them."""
+    """Return the parameters of torch's convolutions and of their subclasses."""
     convolutions = (module for module in model.modules() if isinstance(module, _ConvNd))
     return {param for module in convolutions for param in _own(module)}
 
@@ -268,8 +248,8 @@ def convolutional(model: nn.Module) -> set[torch.Tensor]:
 def is_fully_connected(module: nn.Module) -> bool:
     """Whether a layer multiplies its input by a matrix.
 
-    Torch's layers, and layers derived from them, are known. Any other layer is fully connected if
-    it has no submodules, and its parameter of most dimensions is a matrix (GPT-2's ``Conv1D``).
+    True for torch's layers and their subclasses. Any other layer is fully connected if it has no
+    submodules and its largest number of parameter dimensions is two (GPT-2's ``Conv1D``).
     """
     if isinstance(module, _DENSE):
         return True

@@ -1,4 +1,4 @@
-"""What each bucket's gradients travel as, and the residuals of its codec."""
+"""The encoding of each bucket's gradients, and the residuals of its codec."""
 
 from __future__ import annotations
 
@@ -31,20 +31,14 @@ from wingbeat.types import Choices, Span
 
 
 class Compression:
-    """Chooses the wire format of each bucket, keeps residuals, and counts steps.
-
-    Args:
-        wire: what gradients travel as.
-        slots: all trained parameters.
-        collectives: of all workers.
-        sums: whether all-reduces sum gradients, so that low-rank factors can be summed too.
+    """Chooses the encoding of each bucket, keeps residuals, and counts steps.
 
     Attributes:
         coded: the codec's settings; None for a plain dtype.
-        factored: whether gradients travel as factors that all-reduces sum.
-        on: whether gradients may go through the codec at present, if there is one.
-        residuals: what was not sent of this worker's gradients; None where nothing is kept.
-        collect: adds to the residuals what others hold of them during training.
+        factored: whether gradients are sent as low-rank factors that all-reduces sum.
+        on: whether the codec, if there is one, is enabled.
+        residuals: the unsent part of this worker's gradients; None if none is kept.
+        collect: adds the residuals that other objects hold during training.
     """
 
     collect: Callable[[], None] | None = None
@@ -74,7 +68,7 @@ class Compression:
         if self.coded is None:
             return
         _check_groups(self.coded, slots)
-        if self.coded.keeps or self.coded.ends_after is not None:  # their state has the step
+        if self.coded.keeps or self.coded.ends_after is not None:  # the state contains the step
             self.residuals = self.new_residuals(slots, velocity=self.momentum > 0)
 
     def new_residuals(self, slots: Sequence[Slot], velocity: bool = False) -> Residuals:
@@ -104,11 +98,7 @@ class Compression:
 
     @torch.no_grad()
     def launching(self, bucket: Bucket) -> WireFormat | None:
-        """Return the wire format of a bucket whose gradients are complete.
-
-        While the codec is off, residuals are added to the gradients. Where the codec keeps none,
-        residuals that are left over are added once.
-        """
+        """Return the encoding of a complete bucket; add residuals that the codec will not send."""
         if self.coded is None:
             return self._dtype
         encoded = self._encoded(bucket)
@@ -133,13 +123,13 @@ class Compression:
         return None
 
     def encoded(self, bucket: Bucket) -> Encoded | None:
-        """Return how a bucket is always encoded; None where it travels as it is."""
+        """Return the codec's encoding of a bucket; None where there is none."""
         made = None if self.coded is None else self._encoded(bucket)
         assert not isinstance(made, Factors), "this exchange does not sum factors"
         return made
 
     def add_own_residual(self, bucket: Bucket, own: Span) -> None:
-        """Add the residual of the block ``own`` to it, where no second encoding will do so."""
+        """Add the residual of the block ``own``, if no second encoding adds it."""
         if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
             part = slice(own.start, min(own.stop, bucket.numel))
             _add_residual(bucket.flat[part], bucket.wire.residual[part])
@@ -148,7 +138,7 @@ class Compression:
         return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
 
     def _add_left_over(self, bucket: Bucket) -> None:
-        """Add, and drop, residuals that other buckets or an earlier run have left."""
+        """Add and drop residuals from other buckets or an earlier run."""
         for slot in bucket.slots:
             known = self.residuals if slot.used else None
             residual = None if known is None else known.take(slot.name)
@@ -162,7 +152,7 @@ class Compression:
 
     @torch.no_grad()
     def alone(self, slot: Slot) -> None:
-        """Apply momentum and the residual of an earlier run where there is only one worker."""
+        """Apply momentum and an earlier run's residual for a single worker."""
         grad = slot.param.grad
         if self.residuals is None or grad is None or grad.layout is not torch.strided:
             return
@@ -176,7 +166,7 @@ class Compression:
             grad.add_(residual.view(grad.shape).to(grad.device))
 
     def velocity(self, bucket: Bucket) -> torch.Tensor | None:
-        """Return the velocity of momentum correction, as long as the bucket's buffer."""
+        """Return the velocity of momentum correction, with the length of the bucket's buffer."""
         if self.momentum == 0 or self.residuals is None:
             return None
         return self.residuals.velocity_for(*arrangement(bucket))
@@ -186,7 +176,7 @@ class Compression:
             part.add_(held)
 
     def _encoded(self, bucket: Bucket) -> Encoded | Factors | None:
-        """Return how the bucket is encoded; None if all its parameters travel as they are."""
+        """Return the encoding; None if all the bucket's parameters are sent unencoded."""
         assert self.coded is not None
         step = max(0, self._step)
         if isinstance(self.coded, TopK):
@@ -214,12 +204,12 @@ class Compression:
         self._step += 1
 
     def follow(self, root: int) -> None:
-        """All workers have copied the weights of rank ``root``; residuals stay valid."""
+        """Keep the residuals, which stay valid after all workers have copied ``root``'s weights."""
 
     # -- state ----------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Bring residuals up to date between iterations, when no codec works on them."""
+        """Update residuals between iterations, when no codec uses them."""
         for bucket in list(self._made):
             if bucket.handle is not None:
                 bucket.handle.wait()
@@ -269,10 +259,7 @@ class Compression:
         self._step = _step_of(state)
 
     def check_parts(self, parts: Any, where: str) -> None:
-        """Raise a `UsageError` that begins with ``where`` unless these are all parts of one run.
-
-        Where no residuals are kept, nothing is checked.
-        """
+        """Raise a `UsageError` that begins with ``where`` for invalid parts of residuals."""
         if self.residuals is None:
             return
         if not isinstance(parts, (list, tuple)) or not parts:
@@ -287,11 +274,7 @@ class Compression:
         check_complete(parts)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
-        """Load this worker's share of the residuals of all workers of an earlier run.
-
-        Raises:
-            UsageError: no residuals are kept, or a part is missing, damaged or of another model.
-        """
+        """Load a share of an earlier run's residuals; raise a `UsageError` for invalid parts."""
         if self.residuals is None:
             raise UsageError(
                 "load_residuals(parts): this strategy keeps no residuals; its wire must be "
@@ -301,13 +284,13 @@ class Compression:
         step = max(map(_step_of, parts))
         self.settle()
         self.residuals.load_state_dicts(parts)
-        first = min(parts, key=lambda part: int(part["rank"]))  # all have the same
+        first = min(parts, key=lambda part: int(part["rank"]))  # equal in all parts
         restart(self._starts, first.get("starts", {}))
         self._step = step
 
 
 def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a `UsageError` where momentum correction would not work."""
+    """Raise a `UsageError` where momentum correction is not possible."""
     wire = choices.wire
     if not isinstance(wire, TopK) or wire.momentum == 0:
         return
@@ -332,7 +315,7 @@ def _step_of(state: dict[str, Any]) -> int:
 
 
 def _add_residual(part: torch.Tensor, residual: torch.Tensor) -> None:
-    """Add the residual; the rounding error of the gradients' dtype stays in it."""
+    """Add the residual; the rounding error of the gradients' dtype remains in it."""
     total = part.float() + residual
     part.copy_(total)
     residual.copy_(total - part.float()).nan_to_num_(0.0, 0.0, 0.0)
@@ -341,10 +324,7 @@ def _add_residual(part: torch.Tensor, residual: torch.Tensor) -> None:
 def _hold_back(
     bucket: Bucket, residual: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Zero the residuals of parameters without a gradient here; yield the places and old values.
-
-    If no worker has such a gradient the sum is discarded, and the residual would be lost with it.
-    """
+    """Zero residuals of unused parameters, whose sum may be discarded; yield places and values."""
     start = 0
     for slot in bucket.slots:
         part = residual[start : start + slot.param.numel()]
@@ -356,7 +336,7 @@ def _hold_back(
 
 
 def arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
-    """Return the layout of a bucket's residual: names, their elements, length and device."""
+    """Return the layout of a bucket's residual: names, element counts, length and device."""
     names = [slot.name for slot in bucket.slots]
     numels = [slot.param.numel() for slot in bucket.slots]
     return names, numels, bucket.flat.numel(), bucket.flat.device
@@ -369,11 +349,11 @@ def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
 
 
 def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
-    """Yield the parameters that travel as factors, by their layout in the buffer."""
+    """Yield the parameters that are sent as factors, by their layout in the buffer."""
     start = 0
     for slot in bucket.slots:
         mine = for_parameter(wire, slot.name)
-        # The dimensions with the largest strides make the rows.
+        # Dimensions with the largest strides form the rows.
         strides = slot.view.stride()
         order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
         rows, cols = matrix_of(mine, [slot.param.shape[dim] for dim in order])
@@ -383,7 +363,7 @@ def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
 
 
 def _check_groups(wire: Coded, slots: Sequence[Slot]) -> None:
-    """Raise a `UsageError` for groups that match no parameter, or one that no codec can carry."""
+    """Refuse groups that match no parameter, or a parameter that no codec supports."""
     names = [slot.name for slot in slots]
     for pattern in unmatched_patterns(wire, names) if names else ():
         raise UsageError(

@@ -1,9 +1,9 @@
 """Sparse gradients of embeddings: each worker gathers all indices and values, and sums them.
 
-They are not put into buckets. As under DDP, they are the gradients of ``torch.nn.Embedding`` and
-``EmbeddingBag`` weights with ``sparse=True``. They are exchanged once in a backward, after all
-buckets: first the number of indices of each worker, then indices and values, in rows of bytes as
-long as the longest.
+As under DDP, these are the gradients of ``torch.nn.Embedding`` and ``EmbeddingBag`` weights with
+``sparse=True``. They are not in buckets, and are exchanged once per backward, after all buckets:
+first each worker's number of indices, then indices and values, in rows of bytes as long as the
+longest.
 """
 
 from __future__ import annotations
@@ -49,31 +49,21 @@ def check_sparse(model: torch.nn.Module, choices: Choices, strategy: str) -> Non
 
 
 def gathers_sparse(choices: Choices) -> bool:
-    """Whether a strategy gathers sparse gradients, so that all workers have all of them."""
+    """Whether a strategy gathers sparse gradients from all workers."""
     elsewhere = choices.servers is not None or choices.partitions is not None or choices.divides
     as_they_are = isinstance(choices.wire, str) and choices.merging is None
     return choices.lockstep and as_they_are and not elsewhere
 
 
 class _Size(NamedTuple):
-    """The kind of one worker's gradient, and its number of rows of the table."""
+    """The kind of one worker's gradient, and its number of rows."""
 
     kind: int
     rows: int
 
 
 class SparseGradients:
-    """Averages the sparse gradients of one model over all workers.
-
-    Args:
-        params: the parameters that have them, by name.
-        collectives: of all the workers.
-        steps: this worker's step counter, which is compared with the other workers'.
-
-    Attributes:
-        names: names of the parameters.
-        params: the parameters, in the same order.
-    """
+    """Averages the sparse gradients of one model over all workers."""
 
     def __init__(
         self, params: Mapping[str, torch.nn.Parameter], collectives: Collectives, steps: StepCounter
@@ -87,7 +77,6 @@ class SparseGradients:
         self._handle = Handle([])
 
     def __bool__(self) -> bool:
-        """Whether the model has sparse gradients."""
         return bool(self.params)
 
     def check(self, index: int) -> None:
@@ -104,12 +93,7 @@ class SparseGradients:
 
     @torch.no_grad()
     def start(self, scale: float, *, shadowing: bool) -> None:
-        """Take the gradients times ``scale``, and send their sizes; does not block.
-
-        Args:
-            scale: what gradients are multiplied by.
-            shadowing: whether this worker has run out of batches, so that its steps do not count.
-        """
+        """Scale the gradients, and send their sizes; with ``shadowing`` no step is counted."""
         if not self:
             return
         self._mine, numbers = [], [0 if shadowing else self._steps.count % COUNT_MODULUS + 1]
@@ -124,12 +108,7 @@ class SparseGradients:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Wait for all workers' sizes, and start to gather indices and values.
-
-        Raises:
-            PeerError: a worker failed, or sent an impossible size.
-            UsageError: the workers have made different numbers of steps.
-        """
+        """Wait for all workers' sizes, and start the all-gather of indices and values."""
         if self._counts is None:
             return
         world = self._collectives.world
@@ -151,15 +130,11 @@ class SparseGradients:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Set ``p.grad`` to the means; leave None where no worker has a gradient.
-
-        Raises:
-            PeerError: a worker failed, or has sent indices out of range.
-        """
+        """Set ``p.grad`` to the means; leave None where no worker has a gradient."""
         if self._rows is None:
             return
-        # Not `wait`: it may block until the next collective is done, which another worker starts
-        # only after it has gathered the gradients of another model of the same backward.
+        # `wait` may block until the next collective is done, which a peer may start only after it
+        # has gathered the gradients of another model of the same backward.
         self._handle.wait_received()
         rows, self._rows = self._rows, None
         parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.params]
@@ -182,7 +157,7 @@ class SparseGradients:
                 torch.cat([values for _, values in parts[index]]),
                 param.shape,
                 device=param.device,
-                check_invariants=False,  # they have been checked
+                check_invariants=False,  # checked above
             ).coalesce()
             param.grad = summed.to_dense() if _DENSE in kinds else summed
 

@@ -1,10 +1,9 @@
 """A worker's unsent gradients under partial gradient exchange, by parameter name.
 
 With partial gradient exchange (Ako; Watcharapichat et al., SoCC 2016) a worker applies its own
-gradient whole and at once, and sends a part of its accumulated gradients. So the unsent gradients
-are missing on all other workers, and not here: they belong to this worker's weights. When the
-weights are replaced, as when all workers load one checkpoint, they are missing here too, or on no
-worker.
+whole gradient immediately, and sends a part of its accumulated gradients. So the unsent gradients
+are contained in this worker's weights, and missing on all others. When the weights are replaced,
+for example because all workers load one checkpoint, they are missing here too, or on no worker.
 """
 
 from __future__ import annotations
@@ -22,28 +21,22 @@ from wingbeat.engine.gradients.compression import Compression, arrangement
 from wingbeat.errors import PeerError, UsageError
 
 NONE, SHARE = -1, -2
-"""Instead of the rank whose part a worker has loaded: none, or its share of all parts."""
+"""Values instead of a rank: no part was loaded, or this worker's share of all parts."""
 
 
 class LoadedAs(enum.Enum):
-    """What loaded unsent gradients are to the weights that the workers have."""
+    """Relation of loaded unsent gradients to the workers' weights."""
 
     KEEP = enum.auto()
-    """Each worker has its own weights: they are missing on the others."""
+    """Each worker has its own weights: the gradients are missing on the others."""
     OWE = enum.auto()
-    """All have the same weights, which lack them: they are missing on this worker too."""
+    """All have the same weights, without the gradients: they are missing on this worker too."""
     DROP = enum.auto()
-    """All have weights that contain them."""
+    """All have weights that contain the gradients."""
 
 
 class UnsentGradients(Compression):
-    """Accumulates gradients until they are sent, in float32, as averaged gradients are scaled.
-
-    Args:
-        wire: the name of a dtype, or empty for the gradients' own.
-        slots: the trained parameters.
-        collectives: of two workers or more.
-    """
+    """Accumulates gradients until they are sent, in float32, in the scale of averaged gradients."""
 
     def __init__(self, wire: Any, slots: Sequence[Slot], collectives: Collectives) -> None:
         super().__init__(wire, slots, collectives)
@@ -54,7 +47,7 @@ class UnsentGradients(Compression):
 
     @property
     def turn(self) -> int:
-        """The number of this iteration, from 0, which selects the partition that is sent."""
+        """The number of this iteration, from 0, which selects the partition to send."""
         return max(0, self._step)
 
     def of(self, bucket: Bucket) -> torch.Tensor:
@@ -62,13 +55,10 @@ class UnsentGradients(Compression):
         return self._unsent.flat_for(*arrangement(bucket))
 
     def add(self, bucket: Bucket, unsent: torch.Tensor) -> list[Slot]:
-        """Add the bucket's gradients to the ``unsent`` ones, before any of them is sent.
+        """Accumulate the bucket's gradients in ``unsent``; return slots with non-finite ones.
 
         Unsent gradients that this worker's weights lack are added to the gradients. Non-finite
-        gradients are not accumulated, because they would never leave.
-
-        Returns:
-            Slots whose gradients are not finite.
+        gradients are not accumulated, because they would remain forever.
         """
         own, unsent = bucket.flat[: bucket.numel], unsent[: bucket.numel]
         if not self._owed and _finite(own):
@@ -92,10 +82,7 @@ class UnsentGradients(Compression):
     # -- replaced weights -----------------------------------------------------------------
 
     def follow(self, root: int) -> None:
-        """All workers have copied rank ``root``'s weights, which contain all of its gradients.
-
-        The unsent gradients of the other workers are now missing everywhere.
-        """
+        """Follow rank ``root``'s weights, which lack the unsent gradients of all other workers."""
         is_root = self._collectives.world.rank == root
         self._apply(LoadedAs.DROP if is_root else LoadedAs.OWE)
 
@@ -105,12 +92,7 @@ class UnsentGradients(Compression):
             self._unsent.clear()
 
     def count_step(self) -> None:
-        """Count an iteration; after a load first agree on what was loaded.
-
-        Raises:
-            RendezvousError: another worker has loaded nothing.
-            UsageError: the loaded states are inconsistent.
-        """
+        """Count an iteration; after a load, first agree on what was loaded."""
         if self._source is not None:
             world = self._collectives.world
             mine = [self._source, self._step, _digest(self._slots)]
@@ -120,12 +102,9 @@ class UnsentGradients(Compression):
         super().count_step()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Load this worker's state; on every worker, or on none.
+        """Load this worker's state; on all workers, or on none.
 
-        Whether the others lack it is decided in the next backward, when weights are loaded too.
-
-        Raises:
-            UsageError: the state is damaged or of another model.
+        The next backward decides whether the others lack it, because weights may be loaded later.
         """
         super().load_state_dict(state)
         world = self._collectives.world
@@ -135,10 +114,8 @@ class UnsentGradients(Compression):
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         """Load this worker's share of the unsent gradients of all workers of an earlier run.
 
-        All workers must have the weights of that run's rank 0, or each its own of as many workers.
-
-        Raises:
-            UsageError: a part is missing, damaged or of another model.
+        Either all workers have the weights of that run's rank 0, or as many workers have their own
+        weights.
         """
         super().load_parts(parts)
         world = self._collectives.world
@@ -146,7 +123,7 @@ class UnsentGradients(Compression):
         if own is not None and own["world_size"] == world.size:
             self._source = world.rank
             return
-        # Rank 0's weights contain its own.
+        # Rank 0's weights contain its own gradients.
         zeros = {slot.name: torch.zeros_like(slot.param, device="cpu") for slot in self._slots}
         self._unsent.load_state_dicts(
             [part if part["rank"] else {**part, "residuals": zeros} for part in parts]
@@ -155,15 +132,11 @@ class UnsentGradients(Compression):
 
 
 def judge(loaded: Sequence[tuple[int, int, int]], rank: int) -> LoadedAs:
-    """Decide what loaded unsent gradients are to the weights; all workers decide alike.
+    """Determine the relation of loaded unsent gradients to ``rank``'s weights.
 
-    Args:
-        loaded: by rank: whose part was loaded, or `NONE` or `SHARE`; its step; a digest of weights.
-        rank: of the worker that it is decided for.
-
-    Raises:
-        UsageError: parts of different moments, or of a changed number of workers with weights
-            that differ.
+    ``loaded`` has for each rank the rank of the loaded part (or `NONE` or `SHARE`), its step, and a
+    digest of the weights, so all workers reach the same result. Raises a `UsageError` for parts of
+    different moments, or of a changed number of workers with weights that differ.
     """
     sources = [source for source, _, _ in loaded]
     steps = {step for _, step, _ in loaded}
@@ -198,7 +171,6 @@ def _checked(answers: Sequence[Any], rank: int) -> list[tuple[int, int, int]]:
 
 
 def _digest(slots: Sequence[Slot]) -> int:
-    """Return a checksum of the weights."""
     found = 0
     for slot in slots:
         values = slot.param.detach().reshape(-1).view(torch.uint8)

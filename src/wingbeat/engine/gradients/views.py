@@ -1,8 +1,8 @@
-"""What users see in ``p.grad``: views of the buckets' buffers, or placeholders for them.
+"""Contents of ``p.grad``: views of the buckets' buffers, or placeholders for them.
 
-Between DeAR's reduce-scatter and its all-gather no worker has a whole gradient. Meanwhile
-``p.grad`` is a placeholder: a tensor without memory, with the gradient's shape, dtype and device.
-Any operation on it first makes the gradients whole. While no code reads it, it costs nothing.
+Between DeAR's reduce-scatter and all-gather no worker has a whole gradient. Meanwhile ``p.grad`` is
+a placeholder: a tensor without memory, with the gradient's shape, dtype and device. Any operation
+on it first gathers the gradients. Unread placeholders cost nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
 
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
-"""What a GradScaler calls on gradients. Each worker's own blocks suffice for that."""
+"""The function that a GradScaler calls on gradients. A worker's own blocks suffice for it."""
 
 _GONE = (
     "a gradient was read that no worker has whole any more, after optimizer.step() or "
@@ -58,7 +58,7 @@ def reads_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among a call's arguments, in nested lists, tuples and dicts too."""
+    """Yield the tensors in a call's arguments, also in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -73,10 +73,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Gatherer(Protocol):
-    """Makes gradients whole."""
+    """Gathers gradients."""
 
     def show_gradient(self, slot: Slot) -> None:
-        """Make ``slot``'s view whole, because its placeholder is read."""
+        """Gather ``slot``'s gradient, because its placeholder is read."""
 
     def unscale(
         self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
@@ -85,7 +85,7 @@ class Gatherer(Protocol):
 
 
 class PendingGradient(torch.Tensor):
-    """A placeholder for the gradient in ``slot.view`` until that is whole."""
+    """A placeholder for the gradient in ``slot.view`` until it is gathered."""
 
     _view: torch.Tensor
     _slot: weakref.ref[Slot]
@@ -94,12 +94,12 @@ class PendingGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, slot: Slot, gatherer: weakref.ref[Gatherer]) -> PendingGradient:
-        """Make a placeholder for the slot's present view."""
+        """Make a placeholder for the slot's current view."""
         view = slot.view
         made: PendingGradient = torch.Tensor._make_wrapper_subclass(
             cls, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
         )
-        # What p.grad refers to must not refer to p: the garbage collector does not see that cycle.
+        # p.grad must not refer to p: the garbage collector does not detect that cycle.
         made._view = view
         made._slot = weakref.ref(slot)
         made._gatherer = gatherer
@@ -129,7 +129,7 @@ class PendingGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The same for calls without Python, as when autograd accumulates."""
+        """Handle calls that bypass Python, such as autograd's accumulation."""
         return func(*_whole(args), **_whole(kwargs or {}))
 
     def slot(self) -> Slot | None:
@@ -143,11 +143,7 @@ class PendingGradient(torch.Tensor):
         self.__dict__["_dropped"] = why or _GONE
 
     def whole(self) -> torch.Tensor:
-        """Return the whole gradient, which all workers have by then.
-
-        Raises:
-            UsageError: it is still being made, or was dropped.
-        """
+        """Return the whole gradient; raise a `UsageError` if it is incomplete or was dropped."""
         gatherer = self.__dict__["_gatherer"]()
         slot = self.__dict__["_slot"]()
         view: torch.Tensor = self.__dict__["_view"]
@@ -158,12 +154,12 @@ class PendingGradient(torch.Tensor):
             if slot.pending is self:
                 slot.bucket.settle()
                 if slot.param.grad is slot.shown:
-                    view = slot.shown  # its data may be assigned to, unlike the view's
+                    view = slot.shown  # its data may be replaced, unlike the view's
         return view
 
 
 def _whole(value: Any) -> Any:
-    """``value``, which may be nested, with whole gradients in place of placeholders."""
+    """Replace placeholders in a nested value by whole gradients."""
     if isinstance(value, PendingGradient):
         return value.whole()
     if isinstance(value, (list, tuple)):
@@ -180,10 +176,7 @@ def _whole(value: Any) -> Any:
 
 
 class ShownGradients:
-    """Shows the buckets' views in ``p.grad`` as soon as gradients are in them.
-
-    Args:
-        bucketing: the plan in force.
+    """Shows the buckets' views in ``p.grad`` as soon as they contain gradients.
 
     Attributes:
         hidden: whether ``p.grad`` has placeholders between backward and step.
@@ -195,57 +188,50 @@ class ShownGradients:
         self._bucketing = bucketing
 
     def begin_backward(self) -> None:
-        """A backward begins whose gradients are to be exchanged."""
+        """Handle the start of a synchronised backward."""
         clone_displaced(self._bucketing)
 
     def on_zero_grad(self, set_to_none: bool) -> None:
-        """The user drops the gradients, or sets them to zero."""
+        """Handle the user's ``zero_grad``."""
 
     def on_gradient(self, slot: Slot) -> None:
-        """The slot's gradient is in its bucket, which is about to be sent."""
+        """Handle the slot's gradient in its bucket, which is about to be sent."""
         if slot.used:
             slot.show()
 
     def on_new_buffer(self, bucket: Bucket) -> None:
-        """The bucket has a new buffer with new views."""
+        """Handle a bucket's new buffer with new views."""
 
     def hide(self) -> None:
-        """A backward has ended after which gradients are not whole yet."""
+        """Handle the end of a backward whose gradients are not yet gathered."""
 
     def show(self, slots: Iterable[Slot] | None = None) -> None:  # noqa: ARG002
-        """Show the whole gradients of these slots, or of all.
-
-        Also those that only other workers had a gradient for.
-        """
+        """Show the whole gradients of these slots, or of all, including other workers'."""
         for bucket in self._bucketing.buckets:
             if not bucket.dense:
                 for slot in bucket.contributed():
                     slot.show()
 
     def drop(self) -> None:
-        """Invalidate placeholders, as the buffers hold no gradients any more."""
+        """Invalidate placeholders, because the buffers no longer contain gradients."""
 
     def lose(self, slot: Slot, why: str) -> None:  # noqa: ARG002
-        """Invalidate the gradient of ``slot``, which no worker will have; reads raise ``why``."""
+        """Invalidate ``slot``'s gradient, which no worker will have; reads raise ``why``."""
         slot.param.grad = None
 
     def accumulating(
         self,
         slot: Slot | None,  # noqa: ARG002
     ) -> contextlib.AbstractContextManager[None]:
-        """Leave ``slot``'s ``p.grad`` in place inside, because autograd is adding to it."""
+        """Keep ``slot``'s ``p.grad`` within the context, because autograd is adding to it."""
         return contextlib.nullcontext()
 
 
 class MixedGradients(ShownGradients):
-    """Shows gradients that differ between workers, to which nothing can be added therefore.
+    """Shows gradients that differ between workers, and cannot be accumulated.
 
-    A worker's own gradient and parts of the others' are in one tensor. After autograd has added to
-    it, what the others have received already is unknown.
-
-    Args:
-        bucketing: the plan in force.
-        owns: whether the optimizer updates a parameter, and zeroes its gradient.
+    One tensor contains a worker's own gradient and parts of the others'. After an accumulation, the
+    part that the others have received would be unknown.
     """
 
     def __init__(self, bucketing: Bucketing, owns: Callable[[torch.Tensor], bool]) -> None:
@@ -254,11 +240,7 @@ class MixedGradients(ShownGradients):
         self._mixed: list[Slot] = []
 
     def begin_backward(self) -> None:
-        """Refuse gradients that would be added to exchanged ones.
-
-        Raises:
-            UsageError: the gradients of the last backward have not been dropped.
-        """
+        """Raise a `UsageError` if the backward would accumulate into exchanged gradients."""
         slot = next((slot for slot in self._mixed if slot.holds(slot.param.grad)), None)
         if slot is not None:
             where = "optimizer" if self._owns(slot.param) else "model"
@@ -273,18 +255,13 @@ class MixedGradients(ShownGradients):
         self._mixed = [slot for slot in self._mixed if not self._owns(slot.param)]
 
     def show(self, slots: Iterable[Slot] | None = None) -> None:
-        """Show the gradients, which now contain parts of the others'."""
+        """Show the gradients, which now contain parts of the other workers'."""
         super().show(slots)
         self._mixed = self._bucketing.slots
 
 
 class HiddenGradients(ShownGradients):
-    """Shows placeholders in ``p.grad`` until one is read.
-
-    Args:
-        bucketing: the plan in force.
-        gatherer: makes gradients whole when a placeholder is read; not kept alive.
-    """
+    """Shows placeholders in ``p.grad`` until one is read."""
 
     hidden = True
 
@@ -304,7 +281,7 @@ class HiddenGradients(ShownGradients):
             slot.pending = PendingGradient(slot, self._gatherer)
 
     def hide(self) -> None:
-        """Hide all: whether another worker has a gradient where this one has none is unknown."""
+        """Hide all gradients: another worker may have one where this worker has none."""
         for slot in self._bucketing.slots:
             slot.param.grad = slot.pending
 
@@ -325,7 +302,7 @@ class HiddenGradients(ShownGradients):
 
     @contextlib.contextmanager
     def accumulating(self, slot: Slot | None) -> Iterator[None]:
-        """Leave ``slot``'s ``p.grad`` in place inside."""
+        """Keep ``slot``'s ``p.grad`` within the context."""
         self._accumulating = slot
         try:
             yield
@@ -337,7 +314,7 @@ class HiddenGradients(ShownGradients):
         for slot in self._bucketing.slots:
             shown = slot.pending is not None and slot.param.grad is slot.pending
             if shown:
-                slot.param.grad = None  # which refers to it too
+                slot.param.grad = None  # it refers to the view too
             if slot.pending is not None and slot.is_referenced():
                 slot.pending.drop()
                 slot.pending = PendingGradient(slot, self._gatherer)
@@ -352,16 +329,13 @@ class HiddenGradients(ShownGradients):
 
 
 class SentGradients(HiddenGradients):
-    """Shows no gradients: those of backward are this worker's own, and have been sent.
+    """Hides gradients, which are this worker's own and have been sent.
 
     Placeholders between backward and step raise when they are read or changed. After a step
     ``p.grad`` is None.
 
-    Args:
-        bucketing: the plan in force.
-
     Attributes:
-        sent: whether gradients of a backward were sent, and no step has followed.
+        sent: whether gradients were sent, and no step has followed.
         spent: whether a step has followed, and no ``zero_grad``.
     """
 
@@ -372,11 +346,7 @@ class SentGradients(HiddenGradients):
         self.sent = self.spent = False
 
     def begin_backward(self) -> None:
-        """Refuse a backward whose gradients would be added to ones that were sent.
-
-        Raises:
-            UsageError: there was no step, or no ``zero_grad``, since the last backward.
-        """
+        """Raise a `UsageError` if a step or ``zero_grad`` is missing since the last backward."""
         if self.sent:
             raise UsageError(
                 "a second backward before optimizer.step(): the gradients of the last one, or of a "
@@ -395,7 +365,7 @@ class SentGradients(HiddenGradients):
             )
 
     def on_zero_grad(self, set_to_none: bool) -> None:
-        """Set gradients that a step has used to zero, if asked."""
+        """Zero the gradients that a step has consumed, unless they are set to None."""
         if self.spent and not set_to_none:
             for slot in self._bucketing.slots:
                 if slot.used and slot.param.grad is None:
@@ -408,7 +378,7 @@ class SentGradients(HiddenGradients):
         self.sent = True
 
     def spend(self) -> None:
-        """A step has followed: set all gradients to None."""
+        """Set all gradients to None after a step."""
         for slot in self._bucketing.slots:
             slot.param.grad = None
         self.sent, self.spent = False, True
@@ -421,11 +391,11 @@ class SentGradients(HiddenGradients):
         super().on_new_buffer(bucket)
 
     def show(self, slots: Iterable[Slot] | None = None) -> None:
-        """No worker has whole gradients."""
+        """Show nothing: no worker has whole gradients."""
 
 
 class _Sent:
-    """Raises, because gradients that have been sent cannot be made whole."""
+    """Raises an error, because sent gradients cannot be gathered."""
 
     def show_gradient(self, slot: Slot) -> None:
         if torch._C._current_graph_task_id() != -1:  # probably autograd itself
@@ -461,10 +431,10 @@ _SENT = _Sent()
 def clone_displaced(bucketing: Bucketing) -> None:
     """Clone gradients that the user has moved to other parameters' ``p.grad``.
 
-    Their places in the buffers are about to be overwritten.
+    Their memory in the buffers is about to be overwritten.
     """
     places: set[int] = set()
-    with torch._C.DisableTorchFunctionSubclass():  # nothing here reads a parameter
+    with torch._C.DisableTorchFunctionSubclass():  # no operation here reads a parameter
         for slot in bucketing.slots:
             grad = slot.param.grad
             if grad is None or slot.holds(grad) or grad.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""Compares the weights, and the optimizer's state, of workers that must hold the same."""
+"""Compares weights and optimizer state of workers that must be equal."""
 
 from __future__ import annotations
 
@@ -39,24 +39,14 @@ class Place(Protocol):
 
 
 class ConsistencyCheck:
-    """Compares parameters and optimizer state by checksums in the store.
-
-    Where checksums differ, sums are compared, parameter by parameter. Workers that leave meanwhile
-    are not compared.
-    """
+    """Compares parameters and optimizer state of present members by checksums, then by sums."""
 
     def __init__(self, training: Training, place: Place) -> None:
         self._training, self._place = training, place
         self._last, self._calls = -1, 0
 
     def different(self) -> str | None:
-        """Return the name of a tensor that differs between workers; None if none does.
-
-        All workers must call it.
-
-        Raises:
-            RendezvousError: a worker did not; names it.
-        """
+        """Return a tensor name that differs between workers, or None; all must call it."""
         mine = 0
         for _, tensors in self._held():
             for tensor in tensors:
@@ -69,11 +59,7 @@ class ConsistencyCheck:
         )
 
     def of_frozen(self) -> int | None:
-        """Return the first rank if frozen parameters differ between workers, else None.
-
-        Raises:
-            RendezvousError: a worker did not call it; names it.
-        """
+        """Return the first rank if frozen parameters differ between workers, else None."""
         frozen = self._training.bucketing.frozen
         mine = 0
         for _, param in frozen:
@@ -98,7 +84,7 @@ class ConsistencyCheck:
     def _exchange(self, value: Any) -> dict[int, Any]:
         """Return the values of all members, by rank."""
         world, made = self._training.collectives.world, self._place.made
-        # A returned worker has not counted calls, but knows how many rounds were applied.
+        # A restarted worker has lost the number of calls, but has the number of applied rounds.
         self._last, self._calls = made, self._calls + 1 if made == self._last else 0
         key = f"{self._place.room}/{made}/{self._calls}"
         world.store.set(f"{key}/{world.rank}", json.dumps(value))
@@ -124,7 +110,7 @@ class ConsistencyCheck:
 
 
 def checksum(tensor: torch.Tensor, before: int = 0) -> int:
-    """Return a checksum of a tensor's bits; ``before``: the checksum of preceding tensors."""
+    """Return a checksum of a tensor's bits that continues the checksum ``before``."""
     plain = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(plain.view(torch.uint8).numpy().data, before)
 

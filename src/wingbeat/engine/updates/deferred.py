@@ -1,13 +1,13 @@
-"""Deferred updates: each bucket's is made when its parameters are about to be read.
+"""Deferred updates: each bucket is updated when its parameters are about to be read.
 
-The schedule decides what starts when (`wingbeat.schedules.dear`, section III-B of the paper, and
-`wingbeat.schedules.served`).
+The schedule decides the order of operations (`wingbeat.schedules.dear`, section III-B of the paper,
+and `wingbeat.schedules.served`).
 
 While an update is deferred, a parameter's class is a subclass whose ``__torch_function__`` applies
-the update before any operation reads the parameter, and restores the class. So it does not matter
-which code reads it: a module's forward, another method, or a list that was made long ago. Two
-readers are not intercepted: compiled code that was handed the parameter before (a ``torch.jit``
-function), which the engine's hooks know, and views of its values that the user has kept.
+the update before any operation reads the parameter, and restores the class. So any reader triggers
+the update: a module's forward, another method, or an older list of parameters. Two readers are not
+intercepted: compiled code that received the parameter before (a ``torch.jit`` function), which the
+engine's hooks handle, and views of its values that the user has kept.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ Refresh = Callable[[list[torch.Tensor]], None]
 
 
 class DeferredParameters:
-    """Marks parameters whose update is deferred, and calls ``refresh`` before one is read.
-
-    ``refresh`` must `clear` them.
-    """
+    """Marks parameters whose update is deferred, and calls ``refresh``, which must `clear` them."""
 
     def __init__(self, refresh: Refresh) -> None:
         self._refresh = refresh
@@ -49,7 +46,7 @@ class DeferredParameters:
         self._plain_class: dict[type, type] = {}
 
     def can_mark(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether all these can be marked: a user's own class may not allow it."""
+        """Whether all these can be marked, which a user's own class may not allow."""
         params = list(params)
         try:
             self.mark(params)
@@ -60,11 +57,7 @@ class DeferredParameters:
         return True
 
     def mark(self, params: Iterable[torch.Tensor]) -> None:
-        """Call ``refresh`` before the next operation that reads one of ``params``.
-
-        Raises:
-            TypeError: its class cannot be exchanged.
-        """
+        """Call ``refresh`` before the next operation that reads one of ``params``."""
         for param in params:
             kind = type(param)
             if kind not in self._plain_class:
@@ -110,7 +103,7 @@ class DeferredParameters:
         return marked
 
     def refresh(self, params: list[torch.Tensor]) -> None:
-        """Update ``params``; those that nothing updates any more stay as they are."""
+        """Update ``params``; those without a pending update stay unchanged."""
         self._refresh(params)
         self.clear(params)
 
@@ -126,11 +119,7 @@ def _refresh_those_in(
 
 
 class PendingUpdates:
-    """The deferred updates of one step; the next step begins when none are left.
-
-    Attributes:
-        snapshot: the optimizer's settings at that step.
-    """
+    """The deferred updates of one step; the next step begins when none are left."""
 
     snapshot: GroupSnapshot
     _modes: Modes
@@ -153,20 +142,20 @@ class PendingUpdates:
         self._parameters.mark(params)
 
     def remove(self, bucket: Bucket) -> None:
-        """The bucket's update is being made."""
+        """Remove the bucket, which is being updated."""
         bucket.due = False
         self._parameters.clear(slot.param for slot in bucket.slots)
 
     def step_modes(self) -> contextlib.AbstractContextManager[None]:
-        """Restore the modes of the step inside: autocast, streams and the like."""
+        """Restore the step's modes (autocast, streams and others) within the context."""
         return self._modes.restored()
 
 
 class DeferredUpdate(WholeUpdate):
-    """Records a step's settings, and runs the optimizer on one bucket after the other.
+    """Records a step's settings, and runs the optimizer on one bucket at a time.
 
     Attributes:
-        in_parts: whether the optimizer can be run on some of its parameters; otherwise it steps at
+        in_parts: whether the optimizer can run on some of its parameters; otherwise it steps at
             once, on whole gradients.
 
     Raises:
@@ -186,11 +175,10 @@ class DeferredUpdate(WholeUpdate):
         self.in_parts = apart and self._pending.can_defer(params)
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Defer the update of every bucket, and return at once.
+        """Defer the update of every bucket, after one call of the closure, and return.
 
-        A ``closure`` is called once, before. An optimizer that cannot be run on some of its
-        parameters steps at once, on whole gradients, and calls the closure itself; so does one
-        whose step is given other arguments.
+        An optimizer that cannot run on some of its parameters, or whose step has other arguments,
+        steps at once on whole gradients, and calls the closure itself.
         """
         training = self._training
         if not self.in_parts or training.stepper.hooked or training.stepper.arguments.others:
@@ -223,7 +211,7 @@ class DeferredUpdate(WholeUpdate):
         return host.dispatch(event, whole if closure is not None else None)
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
-        """Defer an update, or make it."""
+        """Defer an update, or apply it."""
         buckets = self._training.bucketing.buckets
         match command:
             case Defer(number):
@@ -231,7 +219,7 @@ class DeferredUpdate(WholeUpdate):
                 params = (slot.param for slot in buckets[number].slots if owns(slot.param))
                 self._pending.add(buckets[number], params)
             case Update(number):
-                if buckets[number].due:  # else it was made with another's
+                if buckets[number].due:  # otherwise updated together with another
                     self._update(buckets[number])
             case Step():
                 return super().perform(command, closure)
@@ -247,8 +235,7 @@ class DeferredUpdate(WholeUpdate):
     def _arrived_after(self, bucket: Bucket) -> list[Bucket]:
         """Return the buckets needed next whose gradients have arrived: one call updates them too.
 
-        Updates are made in forward order, whenever gradients arrive: an optimizer may draw random
-        numbers, and all workers must draw the same.
+        Always in forward order: an optimizer's random numbers must be the same on all workers.
         """
         due = [each for each in self._training.bucketing.forward_buckets if each.due]
         arrived: list[Bucket] = []
@@ -266,7 +253,7 @@ class DeferredUpdate(WholeUpdate):
         stepper = self._training.stepper
         whole = {bucket: bucket.contributed() for bucket in buckets}
         slots = [slot for each in whole.values() for slot in each if stepper.owns(slot.param)]
-        # Gradients made since step() belong to the next one, as do zeros asked for meanwhile.
+        # Gradients made or zeroed after step() belong to the next step.
         later = [slot.param.grad for slot in slots]
         for slot in slots:
             slot.show()
@@ -286,8 +273,7 @@ class DeferredUpdate(WholeUpdate):
     def preserves_gradients(self, bucket: Bucket) -> bool:
         """Whether the bucket's deferred update does not write to its gradients.
 
-        Some optimizers write to them (SGD with ``nesterov`` and ``foreach``), which the first two
-        steps show.
+        The first two steps show this. SGD with ``nesterov`` and ``foreach`` writes to them.
         """
         return bucket.due and not self._writes_gradients and self._steps > PROVING_STEPS
 
@@ -307,7 +293,7 @@ def refuse_evaluating(optimizer: torch.optim.Optimizer) -> None:
 
 
 def overlapping(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Return the indices of two parameters that share memory, if there are such."""
+    """Return the indices of two parameters that share memory, or None."""
     spans = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + _extent(p), i)
         for i, p in enumerate(params)
@@ -320,6 +306,6 @@ def overlapping(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Return the bytes from the first element to the end of the last."""
     steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (sum(steps) + 1) * tensor.element_size()

@@ -1,6 +1,6 @@
-"""The base class of updates in which a worker has only a part of the optimizer.
+"""The base class of updates in which each worker has a part of the optimizer.
 
-A step uses the gradients up: the buffers hold parameters afterwards.
+A step consumes the gradients: the buffers contain parameters afterwards.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ SCALER = ("grad_scale", "found_inf")
 
 
 class DividedState(Mapping[Any, Any]):
-    """Stands for an optimizer's state that lies elsewhere: not empty, not readable.
-
-    Args:
-        count: number of its parts.
-        why: where it lies, and how to get it.
-    """
+    """Replaces optimizer state that is stored elsewhere: not empty, not readable."""
 
     def __init__(self, count: int, why: str) -> None:
         self._count, self._why = count, why
@@ -58,11 +53,11 @@ class DividedState(Mapping[Any, Any]):
 
 
 class DividedUpdate(Update):
-    """Steps with gradients that no worker needs whole, and copies what others have updated.
+    """Steps on gradients that no worker needs whole, and copies parameters that peers have updated.
 
     Attributes:
         option: the user's option that divides the optimizer.
-        state_is: where the optimizer's state lies, and how to get it.
+        state_is: where the optimizer's state is stored, and how to get it.
     """
 
     defers: ClassVar[bool] = True
@@ -82,13 +77,7 @@ class DividedUpdate(Update):
     # -- the step -------------------------------------------------------------------------
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Use the gradients up, queue the exchange of parameters in forward order, and return.
-
-        A ``closure`` is called once, before the step.
-
-        Raises:
-            UsageError: a step has used the gradients up, or is given other arguments.
-        """
+        """Evaluate the closure, consume the gradients, and queue the exchange in forward order."""
         training, slots = self._training, self._training.bucketing.slots
         training.stepper.arguments.refuse_others(f"with {self.option}", "wingbeat.DeAR()")
         loss = evaluated(closure)
@@ -133,7 +122,7 @@ class DividedUpdate(Update):
         self._pending.add(bucket, (slot.param for slot in self._fresh[bucket.index]))
 
     def _forget(self, spent: frozenset[int] | None) -> None:
-        """Invalidate the gradients in the buffers; ``spent``: those that a step has used."""
+        """Invalidate the gradients in the buffers; ``spent``: those that a step has consumed."""
         if spent is not None:
             for slot in self._training.bucketing.slots:
                 if slot.index in spent or slot.param.grad is slot.pending:
@@ -149,7 +138,7 @@ class DividedUpdate(Update):
     # -- gradients that a step has used up -------------------------------------------------
 
     def on_zero_grad(self, set_to_none: bool) -> None:
-        """Forget which gradients were used up, or set these to zero."""
+        """Clear the record of consumed gradients, or zero these."""
         if not set_to_none:
             for slot in self._spent:
                 if slot.param.grad is None:
@@ -157,11 +146,11 @@ class DividedUpdate(Update):
         self._spent = []
 
     def gradients_lost(self) -> bool:
-        """Whether a backward has added to gradients that a step has used up."""
+        """Whether a backward has added to gradients that a step has consumed."""
         return bool(self._spent)
 
     def lost_message(self, what: str) -> str:
-        """Return the error text for ``what``, which needs gradients that a step has used up."""
+        """Return the error text for ``what``, which needs gradients that a step has consumed."""
         return (
             f"{what}: with {self.option} a step uses the gradients up, and nothing can be "
             "added to them; call zero_grad() of the optimizer that distribute() has returned "
@@ -169,7 +158,7 @@ class DividedUpdate(Update):
         )
 
     def refuse_lost(self, what: str) -> None:
-        """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
+        """Raise a `UsageError` if ``what`` needs gradients that a step has consumed."""
         if self._spent:
             raise UsageError(self.lost_message(what))
 
@@ -177,7 +166,7 @@ class DividedUpdate(Update):
 
     @contextlib.contextmanager
     def whole_state(self, host: Host) -> Iterator[None]:
-        """Let the optimizer hold the whole state inside."""
+        """Give the optimizer the whole state within the context."""
         host.settle()
         inside = self._training.optimizer.__dict__
         kept, inside["state"] = inside["state"], self._whole()
@@ -189,14 +178,14 @@ class DividedUpdate(Update):
             self._has_whole_state = False
 
     def visible_state(self) -> Any:
-        """Return the optimizer's state where it is whole, else a mapping that refuses reads."""
+        """Return the whole optimizer state, else a mapping that refuses reads."""
         state = super().visible_state()
         if self._training.stepper.stepping or self._has_whole_state or not self._parts():
             return state
         return DividedState(self._parts(), self.state_is)
 
     def detach(self) -> None:
-        """Give the optimizer its whole state back."""
+        """Restore the optimizer's whole state."""
         self._training.optimizer.__dict__["state"] = self._whole()
 
     def _whole(self) -> State:
@@ -204,17 +193,12 @@ class DividedUpdate(Update):
         raise NotImplementedError
 
     def _parts(self) -> int:
-        """Return the number of parts of the state that this worker knows of."""
+        """Return the number of parts of the state that this worker has a record of."""
         raise NotImplementedError
 
 
 def check_divisible(training: Training) -> None:
-    """Check that parameters and their groups allow a divided optimizer.
-
-    Raises:
-        UsageError: parameters share memory.
-        MismatchError: the workers' optimizers differ.
-    """
+    """Check that the optimizer can be divided; raise a `MismatchError` if workers' differ."""
     refuse_overlapping({slot.name: slot.param for slot in training.bucketing.slots})
     names = {slot.param: slot.name for slot in training.bucketing.slots}
     groups = [
@@ -245,28 +229,20 @@ def refuse_overlapping(params: Mapping[str, torch.Tensor]) -> None:
 
 # -- a worker without batches -------------------------------------------------------------
 #
-# Without shards its steps do not matter, because it copies parameters in the end. With shards no
-# other worker updates its blocks, so it needs the others' settings, as its own schedulers stand
-# still, and their gradients where these may have been changed.
+# Without shards its steps have no effect, because it copies parameters at the end. With shards it
+# alone updates its blocks. Its schedulers stand still, so it needs the others' settings, and their
+# gradients where these may have been changed.
 
 
 def share_settings(training: Training, answer: Answer) -> Any:
-    """Send the leader's settings of this step to all workers; return them.
-
-    Raises:
-        UsageError: a setting cannot be sent.
-    """
+    """Send the leader's settings of this step to all workers; return them."""
     world = training.collectives.world
     mine = _settings(training) if world.rank == answer.leader else None
     return world.exchange("optimizer settings", mine)[answer.leader]
 
 
 def adopt_settings(training: Training, answer: Answer, shared: Any) -> GroupSnapshot:
-    """Return the settings from `share_settings`, and set a GradScaler's attributes.
-
-    Raises:
-        PeerError: the leader sent something that is not an optimizer's settings.
-    """
+    """Return shared settings, and set a GradScaler's; raise a `PeerError` for invalid ones."""
     world = training.collectives.world
     own = training.stepper.snapshot()
     device = training.bucketing.buckets[0].flat.device

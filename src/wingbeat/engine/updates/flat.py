@@ -27,40 +27,37 @@ from wingbeat.types import Span
 Tensors = list[torch.Tensor]
 
 _BITS = 32
-"""Bits of a checksum; the mean of each is 0 or 1 only where all workers have the same."""
+"""Bits of a checksum; the mean of each is 0 or 1 only if all workers have the same bit."""
 
 _ROUNDED = 1e-4
-"""The rounding error of a mean of equal bits. The mean of unequal bits, of up to 5,000 workers, is
-further from 0 and 1."""
+"""The rounding error of a mean of equal bits. With up to 5,000 workers, the mean of unequal bits
+differs more from 0 and 1.
+"""
 
 OPTION = "average_state=True"
 """The user's option that averages the optimizer's state."""
 
 _TRIAL_STEPS = 2
 _SIZES = (3, 5, 7, 2)
-"""Of test tensors along each dimension, so that no other shape is mistaken for theirs."""
+"""Sizes of test tensors in each dimension, unlike any other shape."""
 
 _SIMPLE = (bool, int, float, str, type(None))
 
 Names = Mapping[str, torch.dtype]
-"""Names of state with a value for each element, and its dtype."""
+"""Names of state with one value per element, and its dtype."""
 
 
 # -- the optimizer's state ----------------------------------------------------------------
 
 
 class ElementState:
-    """The optimizer's state that has a value for each element of a parameter.
+    """The optimizer's state that has one value per element of a parameter.
 
-    Adam's two moments and a momentum can be averaged like parameters; a step counter cannot. No
-    list can know every optimizer, so a shadow of it makes some steps on small tensors.
-
-    Args:
-        optimizer: the user's, before its class is changed.
-        names: of the parameters whose state is averaged, by parameter.
+    Adam's moments and a momentum can be averaged like parameters; a step counter cannot. A shadow
+    of the optimizer makes some steps on small tensors, so that any optimizer can be classified.
 
     Raises:
-        UsageError: it has state that cannot be averaged, or the trial failed; says why.
+        UsageError: its state cannot be averaged, or the trial failed; states why.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> None:
@@ -81,15 +78,11 @@ class ElementState:
             self.values(param)
 
     def names(self, param: torch.Tensor) -> Names:
-        """Return the names of state per element of ``param``; none if it is another optimizer's."""
+        """Return the names of state per element of ``param``; empty for another optimizer's."""
         return self._known.get(param, {})
 
     def values(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the present values; some are missing before the first step.
-
-        Raises:
-            UsageError: there is more than the trial has shown, or of another kind.
-        """
+        """Return the current values, some of which are missing before the first step."""
         known = self._known.get(param)
         if known is None:
             return {}
@@ -127,7 +120,7 @@ def _try_state(
     dimensions: int,
     dtype: torch.dtype,
 ) -> Names:
-    """Return the state per element after some steps on a tensor of so many dimensions."""
+    """Return the state per element after some steps on a tensor of ``dimensions`` dimensions."""
     shape = tuple(_SIZES[place % len(_SIZES)] for place in range(dimensions))
     shadow = make_shadow(optimizer)
     param = torch.nn.Parameter(_draw(0, shape, dtype))
@@ -202,14 +195,9 @@ class _Place(NamedTuple):
 class StateBuffer:
     """A part of the flat buffer with state of some parameters, followed by one flag per tensor.
 
-    A flag is 1 where the worker's optimizer has the tensor, else 0. Both are averaged: the mean of
+    A flag is 1 if the worker's optimizer has the tensor, else 0. Both are averaged: the mean of
     values divided by the mean of flags is the mean over the workers that have the tensor. A worker
-    whose optimizer has not made its first step on a parameter contributes and receives nothing.
-
-    Args:
-        state: of the optimizer.
-        params: whose state.
-        flat: the part, `size` elements long.
+    whose optimizer has made no step on a parameter contributes and receives nothing.
     """
 
     def __init__(
@@ -248,8 +236,8 @@ class StateBuffer:
     def add(self, sent: StateBuffer) -> None:
         """Copy the means to the optimizer, and keep changes made since ``sent`` was read.
 
-        Values that are never negative, such as a mean of squares, stay above the smaller of the
-        mean and the present value: one that has decayed meanwhile could become negative.
+        Non-negative values, such as a mean of squares, stay above the smaller of the mean and the
+        current value: one that has decayed meanwhile could become negative.
         """
         for mean, begun, value in zip(self._means(), sent._means(), self._values(), strict=True):
             if mean is None or begun is None or value is None:
@@ -269,7 +257,7 @@ class StateBuffer:
         return [found[place.param].get(place.name) for place in self._places]
 
     def _means(self) -> Iterator[torch.Tensor | None]:
-        """Yield the means over the workers that have each tensor; None where none has it."""
+        """Yield the means over the workers that have each tensor; None where no worker has it."""
         for place, flag in zip(self._places, self._flags.tolist(), strict=True):
             yield None if flag <= 0 else place.view if flag == 1 else place.view / flag
 
@@ -278,7 +266,7 @@ class StateBuffer:
 
 
 def buffer_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return float64 if any tensor is that, else float32."""
+    """Return float64 if any tensor has that dtype, else float32."""
     double = any(tensor.dtype is torch.float64 for tensor in tensors)
     return torch.float64 if double else torch.float32
 
@@ -291,28 +279,19 @@ def is_narrow(params: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
 class FlatModel:
     """A buffer for all parameters, then model buffers, in float32 (float64 if any is that).
 
-    Values are copied in and out, whatever a parameter's strides and ``data`` are. Each fragment's
-    parameters are followed by their optimizer state, where that is averaged. Then comes a number
-    that is averaged with the whole.
+    Values are copied, so parameters may have any strides and ``data``. Each fragment's parameters
+    are followed by their optimizer state, if that is averaged. Then comes a number that is averaged
+    with the whole.
 
-    Frozen parameters come last. Most are large, and equal on all workers; they differ if each
-    worker has moved a teacher towards its own model. So the bits of their checksum are averaged
-    with the rest, and the parameters only if that shows a difference.
-
-    Args:
-        fragments: parameters that are averaged at the same time, in the order of their turns.
-        buffers: returns floating-point buffers, which are averaged only when all workers meet; each
-            time the same number, with the same shapes.
-        copies: number of further tensors as long as all parameters, which are averaged only when
-            all workers meet.
-        state: the optimizer's, where it is averaged; ``copies`` must be 0 then.
-        frozen: floating-point parameters that require no gradient.
+    Frozen parameters are last. Most are large, and equal on all workers; they differ if each worker
+    has moved a teacher towards its own model. So the bits of their checksum are averaged with the
+    rest, and the parameters only if these show a difference.
 
     Attributes:
         flat: the buffer, on the CPU.
         spans: of each fragment.
         trained: of all fragments.
-        shared: of all but the frozen parameters: what is averaged when all workers meet.
+        shared: of all but the frozen parameters: the part that is averaged over all workers.
         frozen: of the frozen parameters.
         number: one element.
         copies: the further tensors, initially zero.
@@ -372,7 +351,7 @@ class FlatModel:
         return spans
 
     def _add_views(self, tensors: Sequence[torch.Tensor], start: int) -> int:
-        """Append a view for each tensor, from ``start`` on; return their end."""
+        """Append a view for each tensor, from ``start``; return their end."""
         views = []
         for tensor in tensors:
             stop = start + tensor.numel()
@@ -383,7 +362,7 @@ class FlatModel:
 
     @property
     def with_state(self) -> bool:
-        """Whether it has the optimizer's state too."""
+        """Whether it includes the optimizer's state."""
         return self._state is not None
 
     def part(self, first: int, last: int) -> Span:
@@ -436,13 +415,7 @@ class FlatModel:
     def write_state(
         self, first: int = 0, last: int | None = None, sent: torch.Tensor | None = None
     ) -> None:
-        """Copy the fragments' averaged state to the optimizer, where state is averaged.
-
-        Args:
-            first: the first fragment.
-            last: the one after the last; None for all.
-            sent: the fragments' span when it was sent; changes made since are kept.
-        """
+        """Copy averaged state, if any, to the optimizer; keep changes made since ``sent``."""
         begin = self.spans[first].start
         for number, state in list(enumerate(self._state_buffers))[first:last]:
             if sent is None:
@@ -481,7 +454,6 @@ class FlatModel:
                 yield views, self._checked(views)
 
     def _checked(self, views: Tensors) -> Tensors:
-        """Return the model's buffers; raise a `UsageError` if their shapes have changed."""
         tensors = self._buffers()
         if [tensor.shape for tensor in tensors] != [view.shape for view in views]:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Small values as JSON and back, exactly: learning rates, step counters and the like."""
+"""Exact JSON encoding of small values, such as learning rates and step counters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ import numpy as np
 import torch
 
 LIMIT = 1024
-"""Elements of the largest tensor that travels this way."""
+"""Elements of the largest tensor that is encoded."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: Any) -> Any:
-    """Turn a number, text, None, small tensor, or a tuple or list of those into JSON.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Encode a number, text, None, small tensor, or a tuple or list of those as JSON."""
     if isinstance(value, torch.Tensor) and value.numel() <= LIMIT and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         flat = value.detach().reshape(-1).tolist()
@@ -30,16 +26,12 @@ def encode(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, np.generic) and type(value.item()) in _PLAIN:
-        return value.item()  # a rate that numpy has computed
+        return value.item()  # a rate computed with numpy
     raise TypeError(f"a {type(value).__name__} cannot be sent to the other workers")
 
 
 def decode(data: Any, device: torch.device) -> Any:
-    """Undo `encode`; tensors that were on a GPU are made on ``device``.
-
-    Raises:
-        ValueError: it was not made by `encode`.
-    """
+    """Undo `encode`, or raise a `ValueError`; tensors that were on a GPU are made on ``device``."""
     try:
         return _decode(data, device)
     except RecursionError:
@@ -60,11 +52,7 @@ def _decode(data: Any, device: torch.device) -> Any:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Return the dtype of this name, as torch prints it without ``torch.``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the dtype with this name, without ``torch.``; raise a `ValueError` for others."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"malformed dtype {name!r}")
@@ -83,5 +71,5 @@ def _tensor(data: Any, device: torch.device) -> torch.Tensor:
 
 
 def _short(data: Any) -> str:
-    """Return some of what has come, however deeply it is nested."""
+    """Return the beginning of received data, at any depth of nesting."""
     return reprlib.repr(data)[:80]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 
 _FORWARDS, _CHANGES = 3, 3
-"""Forwards without any step after which weights are sampled; changes after which it is logged."""
+"""Forwards without a step before weights are sampled; changes before a warning."""
 
 _SAMPLE = 8
 """Elements of each parameter that are sampled."""
@@ -51,40 +51,30 @@ class Averager(Protocol):
         """Begin to average a span of the buffer, which must not be used until `end`."""
 
     def end(self) -> None:
-        """Wait until the span holds the average.
-
-        Raises:
-            PeerError: a worker failed or timed out; names it.
-        """
+        """Wait until the span holds the average; raise a `PeerError` if a worker failed."""
 
     def commit(self) -> None:
-        """The average was adopted: the codec's residuals are sent with the next one."""
+        """Record that the average was adopted: the next one sends the codec's residuals."""
 
     def synchronize(self, part: Span) -> None:
-        """Average a span over all workers, which all call this; the same bits on all."""
+        """Average a span over all workers, which must all call this; bitwise equal on all."""
 
     def sections(self) -> Sequence[Section]:
         """Return its sections of `wingbeat top`; called by other threads."""
 
     def close(self) -> None:
-        """Leave; other workers do not wait for this one any more."""
+        """Leave; other workers no longer wait for this one."""
 
 
 class LocalUpdate(WholeUpdate):
     """Runs the optimizer's own step, and averages parameters with other workers.
 
-    Only the training thread changes parameters, inside of ``step``. An average that was made in the
-    background is added as a difference from what was sent, so that changes made meanwhile are kept;
-    if there were none the average itself is adopted, with the same bits on all its workers.
-
-    Args:
-        training: the objects it works on.
-        model: its parameters.
-        averager: averages the model's buffer.
-        schedule: decides when to average.
+    Only the training thread changes parameters, in ``step``. An average made in the background is
+    added as a difference from what was sent, which keeps changes made meanwhile; without such
+    changes the average itself is adopted, bitwise equal on all its workers.
 
     Attributes:
-        waited: called with the nanoseconds that other workers were waited for.
+        waited: called with the nanoseconds spent waiting for other workers.
         left: whether it has been detached.
         renew: called after each average, and instead of one if this worker was left out; then it
             copies another worker's state.
@@ -101,7 +91,7 @@ class LocalUpdate(WholeUpdate):
         self._begun = 0  # number of steps when it was begun
         self._sent: torch.Tensor | None = None
         self._moved = self.left = self._cut = self._stepping = False
-        self._forwards: int | None = 0  # None once a step was made
+        self._forwards: int | None = 0  # None after the first step
         self._changes = 0
         self._sample: tuple[tuple[float, ...], ...] = ()
         self._hooks = self._watch_inside()
@@ -112,12 +102,7 @@ class LocalUpdate(WholeUpdate):
         ]
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Run the optimizer's own step, and the schedule's averages.
-
-        Raises:
-            UsageError: a parameter has another dtype, device or shape than at `distribute`.
-            PeerError: a worker failed or timed out; names it.
-        """
+        """Run the optimizer's own step, and the schedule's averages."""
         self._check_kinds()
         self._moved, self._forwards = True, None
         self._wait_again()
@@ -129,11 +114,10 @@ class LocalUpdate(WholeUpdate):
             self._stepping = False
 
     def _evaluated_early(self, closure: Closure) -> Closure:
-        """Evaluate the loss before waiting for an average, as a loop with ``backward()`` does.
+        """Evaluate the loss before waiting for an average: the closure may wait for peers too.
 
-        A closure may wait for all workers, to sum a metric, while another worker waits for an
-        average with this one. LBFGS compares losses, between which weights must not change, and a
-        user's optimizer may move weights before it evaluates (SAM).
+        Excluded are LBFGS, which compares losses at the same weights, and optimizers that may move
+        weights before they evaluate (SAM).
         """
         if closure is None or not self._evaluates_once:
             return closure
@@ -152,15 +136,7 @@ class LocalUpdate(WholeUpdate):
         return None
 
     def level(self, *, always: bool) -> bool:
-        """Set all workers' models to their mean, with the same bits.
-
-        Floating-point buffers, such as BatchNorm's statistics, are averaged too, and frozen
-        parameters if they differ. The number of steps becomes the mean of all workers'.
-
-        Raises:
-            UsageError: a parameter has another dtype, device or shape than at `distribute`.
-            PeerError: a worker did not do the same; names it.
-        """
+        """Set models, buffers and the number of steps to their means, bitwise equal."""
         if self._moved or always:
             self._check_kinds()
             self._wait_again()
@@ -190,7 +166,7 @@ class LocalUpdate(WholeUpdate):
 
     @property
     def is_own(self) -> bool:
-        """Whether a state dict has something of this worker alone."""
+        """Whether a state dict contains state of this worker only."""
         return self._moved or not self._model.with_state
 
     @property
@@ -199,42 +175,32 @@ class LocalUpdate(WholeUpdate):
         return self._schedule.made
 
     def tensors(self) -> dict[str, Tensors]:
-        """Return tensors of the training state beside the model, by kind and parameter name."""
+        """Return further tensors of the training state, by kind and parameter name."""
         return {}
 
     def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:  # noqa: ARG002
-        """Continue after so many steps, with the result of `tensors`; without it if empty."""
+        """Continue after ``steps`` steps, with the result of `tensors`; without it if empty."""
         self._schedule.resume(steps)
 
     def handed(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Return the state beside model and optimizer for a worker that was restarted.
+        """Return tensors, not copied, and the numbers for a restarted worker's `take_over`.
 
-        Called by another thread, while the training thread waits for an average or none is made.
-
-        Returns:
-            Tensors, which are not copied, in the same order on all workers; and the numbers for
-            `take_over`.
+        Another thread calls it, while the training thread waits for an average or no average is
+        made.
         """
         return [], [self._schedule.made]
 
     def take_over(self, numbers: Sequence[int]) -> None:
-        """Continue like the worker whose numbers, and tensors, were received.
-
-        Raises:
-            ValueError: the numbers are invalid.
-        """
+        """Continue from a peer's numbers and tensors; raise a `ValueError` for invalid numbers."""
         (steps,) = numbers
         if steps < 0:
             raise ValueError(f"{steps} steps")
         self._schedule.resume(steps)
 
-    # -- updates made by hand -----------------------------------------------------------------
+    # -- updates without a step ---------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Log once if weights change between forwards without any step.
-
-        Models are averaged in steps, so a loop that writes to parameters itself averages nothing.
-        """
+        """Log once if weights change between forwards without a step, which averages nothing."""
         if self._forwards is None:
             return
         self._forwards += 1
@@ -289,7 +255,7 @@ class LocalUpdate(WholeUpdate):
         try:
             self._wait(functools.partial(self._averager.synchronize, self._model.shared))
         except Exception:
-            # Meanwhile others may have adopted an average with this worker.
+            # Peers may have adopted an average with this worker meanwhile.
             with contextlib.suppress(PeerError):
                 self._averager.end()
                 self._model.write(0, len(self._model.spans))
@@ -305,7 +271,7 @@ class LocalUpdate(WholeUpdate):
 
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)
-        # First, because a worker that returns meanwhile needs it.
+        # First, because a worker that rejoins meanwhile needs it.
         self._under_way, self._begun = (first, last), self._schedule.made
         try:
             self._averager.begin(self._model.part(first, last))
@@ -318,7 +284,7 @@ class LocalUpdate(WholeUpdate):
             return
         try:
             self._wait(self._averager.end)
-        except Exception:  # it has ended, and must not be waited for again
+        except Exception:  # the average has ended, and must not be awaited again
             self._under_way = None
             raise
         under_way, self._under_way = self._under_way, None
@@ -351,14 +317,12 @@ class LocalUpdate(WholeUpdate):
             stream.record("wait", begin, end)
 
     def _offer(self, first: int, last: int) -> None:
-        """Copy the fragments into the flat model."""
         self._model.read(first, last)
         part = self._model.part(first, last)
         if self._schedule.beside:
             self._sent = self._model.flat[part.start : part.stop].clone()
 
     def _take(self, first: int, last: int) -> None:
-        """Adopt the average of these fragments, which is in the flat model."""
         sent, self._sent = self._sent, None
         self._model.write_state(first, last, sent)
         # Another optimizer, or the user, may have changed the parameters too.
@@ -371,7 +335,7 @@ class LocalUpdate(WholeUpdate):
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step evaluates a closure once, and first, as torch's optimizers but LBFGS do."""
+    """Whether its step evaluates a closure once, and first, as torch's do except LBFGS."""
     step = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
     own = step.__module__.startswith("torch.optim.")
     return own and not isinstance(optimizer, torch.optim.LBFGS)

@@ -1,8 +1,8 @@
 """Saves and restores a thread's modes: autocast, function and dispatch modes, streams.
 
-A deferred step runs inside some forward, and must not depend on it: under inference mode its state
-would be unusable in training, under autocast it would round differently, and a mode that records
-operations would record the step's as part of the forward.
+A deferred step runs inside some forward, and must not depend on it: inference mode would make its
+state unusable in training, autocast would change its rounding, and a mode that records operations
+would record the step's as part of the forward.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _RECORDERS = (
 
 
 def recording() -> bool:
-    """Whether this thread's operations are recorded, or run on fake tensors.
-
-    `torch.jit.trace`, `torch.export`, `make_fx` and `FakeTensorMode` do so.
-    """
+    """Whether operations are recorded (`torch.jit.trace`, `torch.export`, `make_fx`) or fake."""
     if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
         return True
     if torch._C._len_torch_dispatch_stack() == 0:
@@ -44,14 +41,13 @@ def recording() -> bool:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Suspend all recording inside."""
+    """Suspend all recording within the context."""
     with _untraced(), _dispatch_modes(()):
         yield
 
 
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
-    """Suspend `torch.jit.trace` inside."""
     tracer: Any = torch._C
     state = tracer._get_tracing_state()
     tracer._set_tracing_state(None)
@@ -62,11 +58,7 @@ def _untraced() -> Iterator[None]:
 
 
 class Modes:
-    """The modes in force when this was made.
-
-    Args:
-        device: of the work inside `restored`; a GPU's current stream is saved too.
-    """
+    """The modes at construction; ``device``: of the work, whose current stream is saved too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,11 +69,7 @@ class Modes:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the modes inside, with gradients and inference mode off.
-
-        Raises:
-            UsageError: a CUDA graph is being captured, and would contain the work.
-        """
+        """Restore the modes within the context, with gradients and inference mode off."""
         with contextlib.ExitStack() as stack:
             self._enter_stream(stack)
             if torch.is_inference_mode_enabled():
@@ -125,7 +113,6 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Replace the stack of function modes inside."""
     outer = []
     while torch._C._len_torch_function_stack() > 0:
         outer.append(torch._C._pop_torch_function_stack())
@@ -142,7 +129,6 @@ def _function_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Replace the stack of dispatch modes inside."""
     with _disable_current_modes():
         for mode in modes:
             _push_mode(mode)

@@ -1,4 +1,4 @@
-"""An optimizer's state of one parameter, as a JSON description and the tensors in it."""
+"""An optimizer's state of one parameter, as a JSON description and its tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,13 @@ from wingbeat.engine.updates.json_values import dtype_of
 _PLAIN = (bool, int, float, str, type(None))
 
 _ALIGNMENT = 16
-"""Bytes: tensors of any dtype can begin there."""
+"""Bytes: tensors of any dtype can begin at multiples."""
 
 _SHOWN = 60
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Describe numbers, text, None and tensors, in nested lists, tuples and dicts.
-
-    Args:
-        value: what to describe.
-        tensors: the tensors in it are appended, in order.
-
-    Raises:
-        TypeError: it contains something else.
-    """
+    """Describe nested numbers, text, None and tensors; append the tensors to ``tensors``."""
     if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
         tensors.append(value.detach())
         dtype = str(value.dtype).removeprefix("torch.")

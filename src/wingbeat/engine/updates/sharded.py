@@ -1,6 +1,6 @@
 """A divided optimizer: each worker updates its own blocks, and gathers the others' parameters.
 
-The schedule decides what starts when (`wingbeat.schedules.sharded`).
+The schedule decides the order of operations (`wingbeat.schedules.sharded`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ShardedUpdate(DividedUpdate):
     # -- commands of the schedule ----------------------------------------------------------
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
-        """Perform one part of a step, or copy what others have updated."""
+        """Perform one part of a step, or copy parameters that peers have updated."""
         buckets = self._training.bucketing.buckets
         match command:
             case UpdateOwn(number, used):
@@ -119,11 +119,7 @@ class ShardedUpdate(DividedUpdate):
         return grad.reshape(-1)[piece.span.start : piece.span.stop].view(shape)
 
     def _place(self, bucket: Bucket) -> None:
-        """Write this worker's parameters over its gradients.
-
-        In their own dtype, whatever the wire of the gradients is: rounded parameters would differ
-        from the optimizer's.
-        """
+        """Write this worker's parameters over its gradients, unrounded: in their own dtype."""
         bucket.settle()
         for piece in self.shards.pieces_in(bucket):
             bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in.reshape(-1))
@@ -142,7 +138,7 @@ class ShardedUpdate(DividedUpdate):
 
     @torch.no_grad()
     def on_new_buckets(self) -> None:
-        """Move the optimizer's state to its owners under the plan in force."""
+        """Move the optimizer's state to its owners under the current plan."""
         buckets = self._training.bucketing.buckets
         if self.shards.built:
             self.shards.rebuild(buckets)
@@ -151,7 +147,7 @@ class ShardedUpdate(DividedUpdate):
         self.shards.take_over()
 
     def on_load_state_dict(self) -> None:
-        """The optimizer has loaded a whole state: keep this worker's part."""
+        """Keep this worker's part of the whole state that the optimizer has loaded."""
         self.shards.take_over()
 
     def _whole(self) -> State:
@@ -162,11 +158,7 @@ class ShardedUpdate(DividedUpdate):
 
 
 def _elementwise_state(optimizer: torch.optim.Optimizer) -> dict[str, bool] | None:
-    """Return which state has a value for each element; None if only whole parameters can be owned.
-
-    Raises:
-        UsageError: the optimizer cannot be divided.
-    """
+    """Return which state has one value per element; None if only whole parameters can be owned."""
     try:
         return prove_elementwise(optimizer, type(optimizer).step)
     except UsageError:

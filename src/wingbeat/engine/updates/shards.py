@@ -1,9 +1,9 @@
 """This worker's part of each parameter, and the optimizer's state of it.
 
-A worker reduces one block of each bucket, so it has whole gradients there and nowhere else. It
-updates the parts of parameters that lie in its blocks. Each part has a stand-in, a flat tensor that
-is passed to the optimizer as a parameter. When the buckets change, so do the parts, and the
-optimizer's state moves between the workers.
+A worker reduces one block of each bucket, and has whole gradients only there. It updates the parts
+of parameters in its blocks. Each part has a stand-in, a flat tensor that the optimizer receives as
+a parameter. When the buckets change, the parts change too, and the optimizer's state moves between
+the workers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ OPTIMIZER_STATE = "optimizer state (shard_optimizer: every rank must ask for it)
 """The label of exchanges of state."""
 
 StateKinds = dict[str, dict[str, Any]]
-"""A parameter's state by name, in JSON: ``{"each": dtype}`` where there is a value for each
-element, ``{"all": value}`` where one value is for the whole parameter."""
+"""A parameter's state by name, in JSON: ``{"each": dtype}`` for one value per element,
+``{"all": value}`` for one value per parameter.
+"""
 
 
 class Piece:
@@ -129,7 +130,7 @@ class Shards:
         self._layouts: list[Layout] = []
 
     def pieces_in(self, bucket: Bucket) -> list[Piece]:
-        """Return the pieces in a bucket of the plan in force."""
+        """Return the pieces in a bucket of the current plan."""
         return self._layouts[bucket.index].pieces
 
     @property
@@ -143,14 +144,14 @@ class Shards:
         return [piece for layout in self._layouts for piece in layout.pieces]
 
     def has_each(self, piece: Piece, key: str) -> bool:
-        """Whether the state of this name has a value for each element of the piece."""
+        """Whether the state of this name has one value per element of the piece."""
         value = self.state[piece.stand_in][key]
         return isinstance(value, torch.Tensor) and self._is_each(
             key, value.shape, piece.stand_in.shape
         )
 
     def build(self, buckets: Sequence[Bucket]) -> None:
-        """Find the pieces of the first plan."""
+        """Determine the pieces of the first plan."""
         self._layouts = self._lay_out(buckets)
 
     # -- whole state in and out -----------------------------------------------------------
@@ -185,12 +186,7 @@ class Shards:
         return self._each.get(key, shape == own)
 
     def whole(self) -> State:
-        """Gather the whole state; every worker must call this.
-
-        Returns:
-            The state by parameter, in the optimizer's order and in new tensors, as the unsharded
-            optimizer would have it.
-        """
+        """Gather the whole state by parameter, in new tensors; every worker must call this."""
         parts = self._gather()
         others: State = self._optimizer.__dict__["state"]
         known = {**others, **parts}
@@ -224,8 +220,7 @@ class Shards:
     def rebuild(self, buckets: Sequence[Bucket]) -> None:
         """Change to the pieces of the next plan; every worker must do so at the same time.
 
-        State moves from its old owners to its new ones one tensor or parameter at a time, so that
-        no worker holds much more than its part.
+        State moves to its new owners one tensor or parameter at a time, which limits memory.
         """
         layouts = self._lay_out(buckets)
         if [a.members for a in layouts] == [a.members for a in self._layouts]:
@@ -289,11 +284,7 @@ class Shards:
     # -- which worker has which state -----------------------------------------------------
 
     def _exchange_kinds(self) -> dict[int, StateKinds]:
-        """Exchange the kinds of all workers' state, by slot.
-
-        A worker without a piece of a parameter cannot know them: they depend on whether any worker
-        has had a gradient, and on what was loaded.
-        """
+        """Exchange the kinds of all workers' state, by slot."""
         mine: list[tuple[str, int]] = []
         for piece in self.pieces:
             if piece.stand_in in self.state:

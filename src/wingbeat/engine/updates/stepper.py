@@ -29,13 +29,8 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class StepArguments:
     """The arguments of one call of ``optimizer.step``: a closure, and others.
 
-    Args:
-        step: the optimizer's own, as its class has it.
-        args: the positional arguments, without the optimizer.
-        kwargs: the keyword arguments.
-
     Attributes:
-        closure: evaluates the loss; None where there is none.
+        closure: evaluates the loss; None if not given.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class StepArguments:
         elif self._place is not None:
             found = self._args[self._place]
         if found is not None and not callable(found):
-            found = self._place = None  # another argument in the closure's position
+            found = self._place = None  # another argument is in the closure's position
         self.closure: Callable[[], Any] | None = found
 
     @property
@@ -79,15 +74,7 @@ class StepArguments:
         return args, kwargs
 
     def refuse_others(self, where: str, instead: str) -> None:
-        """Refuse arguments where the optimizer's own step is not called with them.
-
-        Args:
-            where: under what they are refused.
-            instead: the strategy to use.
-
-        Raises:
-            UsageError: there are arguments other than a closure.
-        """
+        """Raise a `UsageError` for arguments other than a closure, which would be lost."""
         if self.others:
             shown = [f"{value!r:.40}" for value in self._args]
             shown += [f"{name}={value!r:.40}" for name, value in self._kwargs.items()]
@@ -112,12 +99,12 @@ class Stepper:
     """Splits one ``step()`` into several, one for each bucket whose gradients have arrived.
 
     Correct for every optimizer that updates each parameter from its own gradient and state, which
-    `trials` finds out.
+    `trials` determines.
 
     Attributes:
         stepping: whether the optimizer's own code is running.
         in_parts: whether it runs on some of its parameters, in temporary groups.
-        arguments: of the user's call of ``step`` that is being served.
+        arguments: of the user's current call of ``step``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
@@ -135,11 +122,7 @@ class Stepper:
         self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
 
     def refuse_regrouped(self) -> None:
-        """Refuse groups whose parameters have changed since they were read.
-
-        Raises:
-            UsageError: they have, which a divided optimizer cannot follow.
-        """
+        """Raise a `UsageError` if the groups' parameters have changed since they were read."""
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
         now = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         if now != {id(p): i for p, i in self._group_of.items()}:
@@ -154,7 +137,7 @@ class Stepper:
         return param in self._group_of
 
     def group_of(self, param: torch.Tensor) -> int | None:
-        """Return the number of the group that has ``param``; None if none has."""
+        """Return the number of the group that contains ``param``, or None."""
         return self._group_of.get(param)
 
     def params(self) -> list[torch.Tensor]:
@@ -178,7 +161,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def calling(self, arguments: StepArguments) -> Iterator[None]:
-        """Serve a call of the user's ``step`` inside."""
+        """Set `arguments` within the context, during the user's call of ``step``."""
         outer, self.arguments = self.arguments, arguments
         try:
             yield
@@ -187,7 +170,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Set `stepping` inside."""
+        """Set `stepping` within the context."""
         outer, self.stepping = self.stepping, True
         try:
             yield
@@ -201,10 +184,7 @@ class Stepper:
         return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
     def run_hooks(self, when: str) -> None:
-        """Run the user's step hooks, ``"pre"`` or ``"post"``, once for a step in parts.
-
-        Global hooks too, which torch runs as the outermost.
-        """
+        """Run the user's and the global step hooks, ``"pre"`` or ``"post"``, once per step."""
         own = list(self._optimizer.__dict__[f"_optimizer_step_{when}_hooks"].values())
         if when == "pre":
             hooks = [*_global_optimizer_pre_hooks.values(), *own]
@@ -224,13 +204,9 @@ class Stepper:
         snapshot: GroupSnapshot,
         state: State,
     ) -> None:
-        """Update stand-ins for parameters, with ``state`` as the optimizer's state.
+        """Update stand-ins from their ``grad``, with the settings of their parameter's group.
 
-        Args:
-            pairs: a parameter, whose group's settings are used, and the stand-in that is updated
-                from its own ``grad``.
-            snapshot: the groups' settings.
-            state: of each stand-in; filled by the first step.
+        ``state`` contains the state of each stand-in; the first step fills it.
         """
         members: dict[int, list[torch.Tensor]] = {}
         for param, stand_in in pairs:
@@ -262,7 +238,7 @@ def _copied(value: Any) -> Any:
 def step_outside(
     slotted: Container[torch.Tensor], stepper: Stepper, snapshot: GroupSnapshot
 ) -> None:
-    """Update at once frozen parameters, which are in no bucket, that have a gradient."""
+    """Update frozen parameters that have a gradient and are in no bucket."""
     others = [p for p in stepper.params() if p not in slotted and p.grad is not None]
     if others:
         stepper.step(others, snapshot)

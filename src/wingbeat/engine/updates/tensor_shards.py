@@ -1,8 +1,8 @@
 """Shards of whole parameters, for optimizers whose updates depend on more than one element.
 
 Buckets are cut between tensors, not into equal blocks: the worker that reduces a block has the
-whole gradient of each tensor in it, and makes its whole update. Tensors are assigned to workers by
-the cost of their updates, in the same way on all of them.
+whole gradient of each tensor in it, and computes its whole update. Tensors are assigned to workers
+by the cost of their updates, in the same way on all of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Holders = dict[int, tuple[int, Any]]
 
 
 class TensorShards(Shards):
-    """The parameters that this worker owns as wholes, and their optimizer state."""
+    """The whole parameters that this worker owns, and their optimizer state."""
 
     _owners: dict[int, int]
 
     def _lay_out(self, buckets: Sequence[Bucket]) -> list[Layout]:
-        """Cut the buckets, and find this worker's parameters."""
+        """Cut the buckets, and determine this worker's parameters."""
         world = self._collectives.world
         loads = [0] * world.size
         self._owners = {}
@@ -159,12 +159,7 @@ def update_cost(shape: Sequence[int]) -> int:
 def partition(costs: Sequence[int], loads: list[int]) -> list[int]:
     """Assign consecutive tensors to workers so that the largest load is minimal.
 
-    Args:
-        costs: of the tensors, in order.
-        loads: the workers' loads so far; the assigned costs are added.
-
-    Returns:
-        The number of tensors of each worker.
+    Returns each worker's number of tensors, and adds the assigned costs to ``loads``.
 
     >>> loads = [0, 0]
     >>> partition([4, 4, 1, 1], loads), partition([3], loads), loads
@@ -198,12 +193,9 @@ def _fill(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
 
 
 def spans_of(lengths: Sequence[int], counts: Sequence[int], length: int) -> tuple[Span, ...]:
-    """Return each worker's span of a buffer.
+    """Return each worker's span of a buffer of consecutive tensors, in elements.
 
-    Args:
-        lengths: of the tensors, in elements; they lie end to end from the buffer's beginning.
-        counts: each worker's number of tensors.
-        length: of the buffer; the last worker's span includes the rest.
+    ``counts`` has each worker's number of tensors. The last span includes the rest of the buffer.
 
     >>> spans_of([5, 3, 2], [1, 0, 2], 12)
     (Span(start=0, stop=5), Span(start=5, stop=5), Span(start=5, stop=12))

@@ -1,9 +1,9 @@
-"""Trials of what an optimizer does, on test tensors.
+"""Trials of an optimizer's behaviour on test tensors.
 
-DeAR steps on some parameters at a time, and ``shard_optimizer`` on parts of them. No list can know
-every optimizer, so a shadow of the optimizer at hand runs on small tensors: on all of them at once
-and on one after the other, or on whole tensors and on parts. The user's optimizer, its parameters
-and the state of random number generators are not changed.
+DeAR steps on some parameters at a time, and ``shard_optimizer`` on parts of them. To support any
+optimizer, a shadow of the user's runs on small tensors: on all of them at once and on one after the
+other, or on whole tensors and on parts. The user's optimizer, its parameters and the state of
+random number generators are not changed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,14 @@ _Shape = tuple[int, ...]
 
 
 class TrialFailed(Exception):
-    """The optimizer cannot do what a trial checks; says why."""
+    """The optimizer does not support the operation under trial; states why."""
 
 
 # -- the shadow optimizer -----------------------------------------------------------------
 
 
 def make_shadow(optimizer: Optimizer) -> Any:
-    """Return a copy without parameters, state and hooks.
-
-    References to parameters, as an optimizer around another one has, become empty parameters.
-    """
+    """Return a copy without parameters, state and hooks, also of a wrapped optimizer."""
     shadow = object.__new__(type(optimizer))
     params = [p for group in optimizer.__dict__["param_groups"] for p in group["params"]]
     memo: dict[int, Any] = {
@@ -85,13 +82,7 @@ class _NoCollectives(TorchDispatchMode):
 
 
 def try_step(shadow: Any, step: Step, group: dict[str, Any]) -> list[str]:
-    """Run one step on one group; return the names of settings that it has changed.
-
-    An optimizer with a training mode, as schedule-free optimizers have, is put into it.
-
-    Raises:
-        TrialFailed: it calls ``torch.distributed``.
-    """
+    """Run one step on one group, in training mode; return the names of settings that changed."""
     before = dict(group)
     shadow.__dict__["param_groups"] = [group]
     with _NoCollectives():  # type: ignore[no-untyped-call]
@@ -177,17 +168,17 @@ _KEEPS_GRADIENTS = "it keeps gradients themselves, whose memory is reused"
 # -- steps on some parameters at a time ---------------------------------------------------
 
 _LONGEST = 6
-"""Elements of a test tensor along each dimension, at most."""
+"""Maximum size of a test tensor in each dimension."""
 
 _COUNTERS = frozenset({"_step_count", "_opt_called"})
 """Attributes in which torch counts steps, for its schedulers' warnings."""
 
 
 def steps_independently(optimizer: Optimizer) -> bool:
-    """Whether steps on one parameter after the other give the result of one step on all of them.
+    """Whether steps on one parameter after the other are equivalent to one step on all of them.
 
-    False if the trial fails. Optimizers that count steps in an attribute, clip by a norm over all
-    gradients, keep state in their param groups, or wrap another optimizer do not.
+    False if the trial fails. Not equivalent are optimizers that count steps in an attribute, clip
+    by a norm over all gradients, keep state in their param groups, or wrap another optimizer.
     """
     why_not = find_dependence(optimizer)
     if why_not:
@@ -225,7 +216,7 @@ def small_shapes(
         if p.requires_grad:
             small = tuple(min(n, _LONGEST) for n in p.shape)
             shapes.setdefault((p.device, p.dtype), {}).setdefault(p.ndim, small)
-    # Two of each, because one alone depends on no other.
+    # Two of each: a dependence needs at least two tensors.
     return [(*kind, tuple(found.values()) * 2) for kind, found in shapes.items()]
 
 
@@ -242,7 +233,8 @@ def _compare_orders(
         with preserve_rng_state(device):
             runs = []
             for together in (True, False):
-                # Another seed each time: an optimizer that draws does so in parameter order.
+                # Another seed each time: an optimizer that draws random numbers does so in
+                # parameter order.
                 torch.default_generator.manual_seed(int(together))
                 params = [
                     torch.nn.Parameter(_draw(seed, shape, 1.0, device, dtype))
@@ -265,11 +257,7 @@ def _compare_orders(
 def _train_batches(
     shadow: Any, step: Step, settings: dict[str, Any], batches: list[list[torch.nn.Parameter]]
 ) -> Any:
-    """Make some steps, on each batch by itself; return the optimizer's state.
-
-    Raises:
-        TrialFailed: the step has an effect outside of its batch.
-    """
+    """Make some steps, on each batch separately; return the optimizer's state."""
     params = [p for batch in batches for p in batch]
     first = [p.detach().clone() for p in params]
     before: dict[str, str] = {}
@@ -279,7 +267,7 @@ def _train_batches(
             changed = try_step(shadow, step, {**trial_settings(settings), "params": batch})
             if changed:
                 raise TrialFailed(f"it keeps state in its param groups: {', '.join(changed)}")
-        # Attributes set in the first step only are not compared: if they matter, results differ.
+        # Attributes set only in the first step are not compared: if they matter, results differ.
         before = before or _attributes(shadow)
     after = _attributes(shadow)
     changed = [key for key in after if after[key] != before.get(key)]
@@ -299,7 +287,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _attributes(shadow: Any) -> dict[str, str]:
-    """The optimizer's own attributes, as text that changes when they do."""
+    """Return the optimizer's own attributes, as text that changes with them."""
     return {
         key: repr(value)
         for key, value in vars(shadow).items()
@@ -327,10 +315,10 @@ class Division:
 
     Attributes:
         option: the user's option that divides it.
-        among: whom the work is divided among.
-        instead: what to do instead.
-        parts_by: another optimizer that has to do the same to parts of parameters; None for the
-            optimizer itself.
+        among: the processes that share the work.
+        instead: the alternative to suggest.
+        parts_by: another optimizer that must have the same effect on parts of parameters; None for
+            the optimizer itself.
     """
 
     option: str
@@ -352,21 +340,11 @@ SHARDS = Division("DeAR(shard_optimizer=True)", "the workers", "leave shard_opti
 def prove_elementwise(
     optimizer: Optimizer, step: Step, division: Division = SHARDS
 ) -> dict[str, bool]:
-    """Check that ``step`` does the same to parts of parameters as to whole ones.
+    """Check that ``step`` has the same effect on parts of parameters as on whole ones.
 
-    SGD and Adam do. Adafactor, Muon and LAMB look at rows, columns or norms of whole parameters.
-
-    Args:
-        optimizer: the user's.
-        step: its class's.
-        division: which optimizer makes the steps on parts.
-
-    Returns:
-        For each name in the optimizer's state: whether it has one value for each element of the
-        parameter (a momentum), rather than one for all of it (a step counter).
-
-    Raises:
-        UsageError: it does not.
+    True for SGD and Adam. Adafactor, Muon and LAMB read rows, columns or norms of whole parameters.
+    Returns for each name of state whether it has one value per element of the parameter (a
+    momentum), or one for all of it (a step counter).
     """
     bare = bare_step(step)
     each: dict[str, bool] = {}
@@ -418,7 +396,7 @@ class _ElementwiseTrial:
         return self._division.refusal(self._optimizer, reason)
 
     def _train(self, workers: list[list[slice]]) -> tuple[Any, list[list[dict[str, Any]]]]:
-        """Let each worker train its parts; return their values and the state, by worker.
+        """Train the parts of each worker; return their values and the state, by worker.
 
         One worker has whole tensors and steps once for all. Several have a flat part of each, and
         step once for each, as for buckets.
@@ -457,7 +435,7 @@ class _ElementwiseTrial:
             raise TrialFailed(f"it keeps state that belongs to no parameter: {loose[0]!r}")
 
     def _numbers(self, seed: int, scale: float) -> list[torch.Tensor]:
-        """Test tensors whose norms differ by orders of magnitude from piece to piece."""
+        """Return test tensors whose norms differ by orders of magnitude between pieces."""
         out = []
         for shape in _SHAPES:
             count = torch.Size(shape).numel()
@@ -501,13 +479,10 @@ def _joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 
 def prove_tensorwise(optimizer: Optimizer) -> None:
-    """Check that the update of each parameter depends on no other one.
+    """Check that the update of each parameter is independent of all others.
 
-    Muon, Adafactor and SOAP look at rows, columns or norms of a parameter, and at no other one: the
-    worker that has a parameter's whole gradient can make its whole update.
-
-    Raises:
-        UsageError: it does, or state cannot be sent to other workers, or contains gradients.
+    True for Muon, Adafactor and SOAP, which read rows, columns or norms of one parameter: the
+    worker that has a parameter's whole gradient can compute its whole update.
     """
     why_not = find_dependence(optimizer) or _find_unfit_state(optimizer)
     if why_not:

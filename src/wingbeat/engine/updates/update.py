@@ -27,13 +27,13 @@ class Host(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """Where the gradients of the last backward are."""
+        """The state of the last backward's gradients."""
 
     def dispatch(self, event: Event, closure: Closure = None) -> Any:
         """Perform the schedule's commands for ``event``; return the result of a whole step."""
 
     def recover(self) -> None:
-        """Complete the collectives of a backward that an exception cut short."""
+        """Complete the collectives of a backward that an exception interrupted."""
 
     def flush(self) -> None:
         """Apply all deferred updates."""
@@ -44,16 +44,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """The objects that an update works on.
-
-    Attributes:
-        optimizer: the user's.
-        stepper: runs the optimizer's own step on some parameters or on all.
-        steps: counts the steps.
-        bucketing: the plan in force.
-        collectives: of all the workers.
-        refresh: applies the deferred updates of parameters that are about to be read.
-    """
+    """The objects that an update uses; ``refresh`` applies deferred updates of parameters."""
 
     optimizer: torch.optim.Optimizer
     stepper: Stepper
@@ -64,17 +55,15 @@ class Training:
 
 
 class Update:
-    """Runs the optimizer: on what, and when, differs between subclasses.
-
-    The defaults are those of an update that is made at once, on whole gradients, by every worker.
+    """Runs the optimizer; the base class updates at once, on whole gradients, on every worker.
 
     Attributes:
         defers: whether updates may be made only when parameters are read.
         agrees: whether the workers agree on their next action before each exchange after a
             backward.
-        option: the user's option that divides the optimizer among workers or servers; empty where
-            each worker has the whole optimizer.
-        shards: this worker's part of the optimizer's state; None where each has the whole.
+        option: the user's option that divides the optimizer among workers or servers; empty if each
+            worker has the whole optimizer.
+        shards: this worker's part of the optimizer's state; None if each has the whole.
     """
 
     defers: ClassVar[bool] = False
@@ -86,7 +75,7 @@ class Update:
         self._training = training
 
     def step(self, host: Host, closure: Closure) -> Any:
-        """Serve a call of the user's ``optimizer.step``."""
+        """Perform a call of the user's ``optimizer.step``."""
         raise NotImplementedError
 
     def shadow_step(self, host: Host) -> None:
@@ -106,38 +95,34 @@ class Update:
         return contextlib.nullcontext()
 
     def on_new_buckets(self) -> None:
-        """The plan in force has changed."""
+        """Handle a change of the plan."""
 
     def on_zero_grad(self, set_to_none: bool) -> None:
-        """The user has zeroed the gradients, or a backward was cut short."""
+        """Handle zeroed gradients, or an interrupted backward."""
 
     def gradients_lost(self) -> bool:
-        """Whether a backward has added to gradients that a step has used up."""
+        """Whether a backward has added to gradients that a step has consumed."""
         return False
 
     def lost_message(self, what: str) -> str:
-        """Return the error text for ``what``, which needs gradients that a step has used up."""
+        """Return the error text for ``what``, which needs gradients that a step has consumed."""
         return what
 
     def refuse_lost(self, what: str) -> None:
-        """Raise a `UsageError` if ``what`` needs gradients that a step has used up."""
+        """Raise a `UsageError` if ``what`` needs gradients that a step has consumed."""
 
     def level(self, *, always: bool) -> bool:  # noqa: ARG002
-        """Wait until all workers hold the same parameters, where they may differ.
+        """Wait until all workers hold the same parameters; return whether they synchronised here.
 
-        Args:
-            always: whether also if this worker has made no step since the last time.
-
-        Returns:
-            Whether all workers have met in this method.
+        ``always``: even if this worker has made no step since the last call.
         """
         return False
 
     def on_load_state_dict(self) -> None:
-        """The optimizer has loaded a whole state."""
+        """Handle a whole state that the optimizer has loaded."""
 
     def whole_state(self, host: Host) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
-        """Let the optimizer hold its whole state inside."""
+        """Give the optimizer its whole state within the context."""
         return contextlib.nullcontext()
 
     def visible_state(self) -> Any:
@@ -145,13 +130,13 @@ class Update:
         return self._training.optimizer.__dict__["state"]
 
     def before_forward(self) -> None:
-        """A forward begins that may be trained on."""
+        """Handle the start of a forward that may be trained on."""
 
     def before_detach(self) -> None:
-        """Before `detach`, with all workers: complete what an error may have left open."""
+        """Complete operations that an error interrupted, before `detach`, on all workers."""
 
     def detach(self) -> None:
-        """Leave the optimizer as a plain one."""
+        """Make the optimizer a plain one."""
 
 
 class WholeUpdate(Update):
@@ -200,7 +185,7 @@ class SingleWorkerUpdate(WholeUpdate):
 
 
 def evaluated(closure: Closure) -> Any:
-    """Call the closure, if there is one, as optimizers do."""
+    """Call the closure, if any, with gradients enabled."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -1,1 +1,1 @@
-"""Reliable multipath streams between workers: ordered, over all interfaces, around cut ones."""
+"""Reliable multipath streams between workers: ordered, over all interfaces, around cut paths."""

@@ -1,10 +1,9 @@
-"""Reliable multipath streams between workers: ordered, over all interfaces that lead there.
+"""Reliable multipath streams between workers: ordered, over all interfaces that reach a worker.
 
-A large message is cut, and each part takes the interface with the fewest queued bytes; to a worker
-that no own interface reaches (most workers in a BCube), it goes to a worker on a shortest path,
-whose lanes forward it. Both ends number and acknowledge the parts, so losses do not matter: parts
-on a cut interface, or sent over a worker that is gone, are retransmitted over another path, and
-duplicates are dropped.
+A large message is split, and each part uses the interface with the fewest queued bytes. If no own
+interface reaches the receiver, as for most workers in a BCube, a worker on a shortest path forwards
+the part. Both ends number and acknowledge parts. Parts on a cut interface, or sent through a lost
+worker, are retransmitted over another path, and duplicates are dropped.
 """
 
 from __future__ import annotations
@@ -35,27 +34,25 @@ CHUNK = 1 << 18
 """Bytes of a part, so that a queue on one interface drains quickly."""
 
 HEARTBEATS_PER_TIMEOUT = 20
-"""Heartbeats that an idle worker sends in the time after which it is lost."""
+"""Heartbeats of an idle worker in the time after which it is lost."""
 
 MAX_TIMEOUT_FACTOR = 6.0
-"""Upper limit of an adaptive timeout, in multiples of its lower limit."""
+"""Maximum of an adaptive timeout, in multiples of its minimum."""
 
 FIRST_MESSAGE_S = 300.0
-"""Seconds in which a worker must send its first message."""
+"""Seconds for a worker to send its first message."""
 
 _CHECK_INTERVAL_S = 0.01
-"""Seconds between two checks of what has arrived."""
+"""Seconds between two checks for arrivals."""
 
 _STALL_FRACTION = 5.0
-"""If this fraction of the timeout passes between two turns, this process was suspended: then peers
-were not silent.
-"""
+"""Divisor of the timeout: after that time without a turn, this process counts as suspended."""
 
 _LINGER_S = 1.0
 
 _MAX_HOPS = 8
 _MAX_FORWARDED = 16 * WINDOW
-"""Parts of other workers that may wait to be forwarded. More are dropped, and retransmitted."""
+"""Maximum parts queued for forwarding. Further parts are dropped, and retransmitted."""
 
 
 class MailboxLike(Protocol):
@@ -137,23 +134,11 @@ class _Lane:
 class Lanes:
     """One worker's lanes to all others.
 
-    Attributes:
-        near: the workers that its interfaces reach.
-        patience: as given.
-
-    Args:
-        box: connects to the workers that its interfaces reach.
-        me: its rank.
-        workers: number of workers.
-        lives: by rank, the incarnation of each worker; None: all are in their first one.
-        joined: by rank, the workers that its interfaces reach (see `RoutingTable`); None: all.
-        patience: lower limit of the seconds of silence after which a worker is `silent`.
-        begin: seconds in which a worker must send its first message.
-        cut: lower limit of the seconds of silence after which an interface is cut.
-        name: returns the name of the worker of a rank in messages.
-        card: returns the name of an interface in messages.
-        say: receives one line for each interface that is cut or used again.
-        clock: returns seconds.
+    ``lives`` are the incarnations of the workers; None: all are in their first one. ``joined`` is
+    as in `RoutingTable`, and ``near`` are the workers that this worker's interfaces reach. A worker
+    is `silent` after ``patience`` seconds or more, or after ``begin`` seconds without a first
+    message. An interface is cut after ``cut`` seconds of silence or more. ``card`` returns the name
+    of an interface in messages. ``say`` logs one line for each interface that is cut or restored.
     """
 
     def __init__(
@@ -191,13 +176,13 @@ class Lanes:
             self._path_table.add(Path(worker, each) for each in box.interfaces(worker))
 
     def forget(self, worker: int) -> None:
-        """Send nothing more to or over a worker that is gone."""
+        """Stop sending to or through a lost worker."""
         self._lanes.pop(worker, None)
         self._path_table.forget(worker)
         self._routes.without(worker)
 
     def renew(self, worker: int, life: int) -> None:
-        """Start anew with a worker that came back and that the mailbox has connected to."""
+        """Reset the lane of a rejoined worker, to which the mailbox is connected."""
         self.forget(worker)
         self._routes.again(worker)
         begin = MAX_TIMEOUT_FACTOR * self.patience
@@ -207,11 +192,11 @@ class Lanes:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The workers that are not gone."""
+        """The workers that are not lost."""
         return tuple(self._lanes)
 
     def life(self, worker: int) -> int:
-        """Return the incarnation of a worker; -1 if it is gone."""
+        """Return the incarnation of a worker; -1 if it is lost."""
         return self._lanes[worker].life if worker in self._lanes else -1
 
     def silent(self) -> dict[int, str]:
@@ -225,29 +210,29 @@ class Lanes:
 
     @property
     def reached(self) -> set[int]:
-        """The workers reached directly now, over an interface that is not cut."""
+        """The workers reachable directly, over an interface that is not cut."""
         return self._path_table.neighbours
 
     def heard_since(self, worker: int, when: float) -> bool:
-        """Whether a worker was heard after ``when``, by this worker's clock."""
+        """Whether a message of a worker has arrived after ``when``, by this worker's clock."""
         lane = self._lanes.get(worker)
         return lane is None or lane.heard > when
 
     @property
     def largest(self) -> int:
-        """Bytes that the largest part should have now."""
+        """Current maximum bytes of a part."""
         return min(self._box.largest, CHUNK, self._path_table.part)
 
     @property
     def busy(self) -> bool:
-        """Whether parts are unacknowledged in either direction, or wait to be forwarded."""
+        """Whether parts are unacknowledged in either direction, or queued for forwarding."""
         return bool(self._forward_queue) or any(
             len(lane.out) or lane.into.unacknowledged for lane in self._lanes.values()
         )
 
     @property
     def linger(self) -> float:
-        """Seconds to keep forwarding for other workers after this worker is done."""
+        """Seconds for which this worker continues forwarding after it is done."""
         return _LINGER_S if self._routes.relays else 0.0
 
     @property
@@ -256,12 +241,9 @@ class Lanes:
         return bool(self._path_table.cut)
 
     def send(self, worker: int, kind: int, payload: Any) -> bool:
-        """Send a part; return whether the window had room. To a worker that is gone it always has.
+        """Send a part; return whether the window had room, which is always true for a lost worker.
 
-        Args:
-            worker: the receiver.
-            kind: `BEGIN` or `MORE`.
-            payload: must not change until it is acknowledged.
+        ``payload`` must not change until it is acknowledged.
         """
         lane = self._lanes.get(worker)
         if lane is None:
@@ -306,7 +288,7 @@ class Lanes:
                     peer, kind_field, payload, ids=ids, interface=interface, urgency=0
                 )
             except PeerError:
-                # It may have gone since the last check; the next one handles it.
+                # The peer may be lost since the last check; the next check handles it.
                 if peer in self._box.lost or peer in self._box.left:
                     continue
                 raise
@@ -315,11 +297,9 @@ class Lanes:
         return None
 
     def take(self, message: ReceivedMessage) -> Iterator[tuple[int, int, Any]]:
-        """Process a message; return the sender, kind and payload of all parts that are in order
-        now.
+        """Process a message; return sender, kind and payload of all parts that are now in order.
 
-        Raises:
-            ProtocolError: no worker of this job sends such a message.
+        A `ProtocolError` if no worker of this job sends such a message.
         """
         number, acked, source, target = message.ids
         kind, hops, mine, yours = _unpack_kind(message.kind)
@@ -351,7 +331,7 @@ class Lanes:
             self._forward_queue.append((message, hops + 1))
 
     def tick(self) -> None:
-        """Forward, retransmit, and send heartbeats. To be called regularly."""
+        """Forward, retransmit, and send heartbeats. Called regularly."""
         now = self._clock()
         if now - self._last > self.patience / _STALL_FRACTION:
             self._path_table.ignore_silence(now)

@@ -1,7 +1,7 @@
 """The two ends of a lane: numbering, retransmission and reordering. Pure.
 
-Parts that travel over several interfaces, or again after a cut, arrive in any order; bounded
-staleness requires that each worker's messages arrive in order and once.
+Parts that travel over several interfaces, or are retransmitted, arrive in any order. Bounded
+staleness requires that each worker's messages are delivered once and in order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 WINDOW = 64
-"""How far a number may be ahead of the oldest unacknowledged one."""
+"""Maximum distance of a number from the oldest unacknowledged one."""
 
 _WORD = 1 << 32
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ProtocolError(Exception):
-    """A number that no sender of this job gives; says why."""
+    """A number that no sender of this job uses."""
 
 
 def unwrap(low: int, near: int) -> int:
@@ -34,9 +34,8 @@ def unwrap(low: int, near: int) -> int:
 class ReorderBuffer(Generic[T]):
     """The receiver's end.
 
-    Attributes:
-        next: the next number in order; all before it were returned.
-        unacknowledged: items received since `acknowledged`, duplicates included.
+    ``next`` is the next number in order. ``unacknowledged`` counts the items received since
+    `acknowledged`, duplicates included.
     """
 
     def __init__(self) -> None:
@@ -45,14 +44,9 @@ class ReorderBuffer(Generic[T]):
         self._early: dict[int, T] = {}
 
     def take(self, low: int, item: T) -> Iterator[T]:
-        """Add an item, and return all items that are in order now.
+        """Add an item by the lowest 32 bits of its number; return all items now in order.
 
-        Args:
-            low: the lowest 32 bits of its number.
-            item: the item.
-
-        Raises:
-            ProtocolError: it is beyond the window; so memory is bounded.
+        A `ProtocolError` if the number is beyond the window, which bounds the memory.
         """
         number = unwrap(low, self.next)
         if number >= self.next + WINDOW:
@@ -69,17 +63,13 @@ class ReorderBuffer(Generic[T]):
             yield item
 
     def acknowledged(self) -> int:
-        """Return the lowest 32 bits of `next`, which is sent as acknowledgement."""
+        """Return the lowest 32 bits of `next`, to be sent as acknowledgement."""
         self.unacknowledged = 0
         return self.next % _WORD
 
 
 class RetransmitBuffer(Generic[T]):
-    """The sender's end.
-
-    Attributes:
-        next: the number of the next item.
-    """
+    """The sender's end; ``next`` is the number of the next item."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -98,7 +88,7 @@ class RetransmitBuffer(Generic[T]):
         return len(self._kept) < WINDOW
 
     def add(self, item: T) -> int:
-        """Keep an item; return the lowest 32 bits of its number."""
+        """Store an item; return the lowest 32 bits of its number."""
         self._kept.append(item)
         self.next += 1
         return (self.next - 1) % _WORD
@@ -106,8 +96,7 @@ class RetransmitBuffer(Generic[T]):
     def acknowledge(self, low: int) -> bool:
         """Process an acknowledgement of all items before a number; return whether it was new.
 
-        Raises:
-            ProtocolError: so many were never sent.
+        A `ProtocolError` if the items were never sent.
         """
         oldest = self.next - len(self._kept)
         number = unwrap(low, oldest)

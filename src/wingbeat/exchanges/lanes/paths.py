@@ -7,21 +7,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 TARGET_DELAY_S = 0.25
-"""Seconds that a part may take to arrive: heartbeats queue behind it."""
+"""Target seconds for a part to arrive, as heartbeats queue behind it."""
 
 INITIAL_BYTES, MIN_BYTES, MAX_BYTES = 1 << 16, 1 << 15, 1 << 26
-"""Bytes of a window: at first, at least and at most."""
+"""Initial, minimum and maximum bytes of a window."""
 
 
 class CongestionWindow:
-    """A window on one interface that grows while parts arrive quickly and shrinks when they queue,
-    as LEDBAT (RFC 6817).
+    """The congestion window of one interface, as LEDBAT (RFC 6817).
 
-    The delay is measured up to the next worker's process, so traffic of others on the link counts
-    too.
-
-    Attributes:
-        nbytes: bytes that may be in flight.
+    It grows while parts arrive quickly and shrinks when they queue. The delay is measured up to the
+    next worker's process, so it includes other traffic on the link. ``nbytes`` may be in flight.
     """
 
     def __init__(self) -> None:
@@ -29,14 +25,7 @@ class CongestionWindow:
         self._shrunk = float("-inf")
 
     def arrived(self, nbytes: int, seconds: float, now: float, *, full: bool) -> None:
-        """Update the window.
-
-        Args:
-            nbytes: bytes that have arrived.
-            seconds: time that they took.
-            now: by the clock.
-            full: whether the window was full; otherwise it does not grow.
-        """
+        """Update the window after an arrival that took ``seconds``; it grows only if ``full``."""
         if seconds < TARGET_DELAY_S:
             if full:
                 self.nbytes = min(MAX_BYTES, self.nbytes + nbytes)
@@ -46,24 +35,19 @@ class CongestionWindow:
 
     @property
     def part(self) -> int:
-        """Upper limit of a part in bytes: several should be in flight."""
+        """Maximum bytes of a part, so that several are in flight."""
         return max(1 << 14, self.nbytes // 4)
 
 
 GAP_FACTOR = 8.0
-"""Multiples of the longest recent gap that may pass."""
+"""The timeout in multiples of the longest recent gap."""
 
 _GAP_DECAY = 0.95
-"""Factor by which the weight of a long gap falls with each later message."""
+"""Factor by which the weight of a long gap decreases with each later message."""
 
 
 class AdaptiveTimeout:
-    """A timeout derived from the gaps between messages.
-
-    Args:
-        least: lower limit in seconds.
-        most: upper limit in seconds.
-    """
+    """A timeout derived from the gaps between messages, from ``least`` to ``most`` seconds."""
 
     def __init__(self, least: float, most: float) -> None:
         self._least, self._most = least, max(least, most)
@@ -80,13 +64,13 @@ class AdaptiveTimeout:
 
 
 PATH_TIMEOUT_S = 2.0
-"""Lower limit of the seconds of silence after which an interface counts as cut."""
+"""Minimum seconds of silence after which a path counts as cut."""
 
 _MAX_PATH_TIMEOUT_S = 30.0
 
 
 class Path(NamedTuple):
-    """To a worker, over one of this worker's interfaces."""
+    """A path to a worker over one of this worker's interfaces."""
 
     worker: int
     interface: int
@@ -111,11 +95,11 @@ class _PathState:
         self.timeout = AdaptiveTimeout(least, max(least, _MAX_PATH_TIMEOUT_S))
 
     def silence(self, now: float) -> float:
-        """For how many seconds an arrival has been due."""
+        """Seconds since an arrival was due."""
         return now - max(self.posted[0][0], self.last_arrival) if self.posted else 0.0
 
     def check(self, now: float) -> tuple[int, float]:
-        """Remove what has arrived; return its bytes, and the time that the last one took."""
+        """Remove arrived messages; return their bytes and the duration of the last one."""
         found, seconds, silence = 0, 0.0, self.silence(now)
         while self.posted and self.posted[0][1].arrived:
             begun, message = self.posted.popleft()
@@ -128,11 +112,7 @@ class _PathState:
 
 
 class PathTable:
-    """All paths of one worker.
-
-    Args:
-        least: lower limit of the seconds of silence after which a path is cut.
-    """
+    """All paths of one worker; a path is cut after ``least`` seconds of silence or more."""
 
     def __init__(self, least: float = PATH_TIMEOUT_S) -> None:
         self._least = least
@@ -159,11 +139,7 @@ class PathTable:
         self._waiting[path.interface] += message.size
 
     def check(self, now: float) -> Iterator[tuple[Path, bool]]:
-        """Check what has arrived; yield each path that was cut or restored since the last check.
-
-        Yields:
-            The path, and whether it is up.
-        """
+        """Yield each path that was cut or restored since the last check, and whether it is up."""
         for path, state in self._states.items():
             found, seconds = state.check(now)
             if state.up:
@@ -182,25 +158,25 @@ class PathTable:
                 yield path, True
 
     def room(self, interface: int) -> bool:
-        """Whether one more part may be sent on an interface, whatever its size.
+        """Whether one more part of any size may be sent on an interface.
 
-        Otherwise small parts of others could delay a large one forever.
+        The size does not matter, as small parts could otherwise delay a large one forever.
         """
         return self._waiting[interface] < self._windows[interface].nbytes
 
     @property
     def part(self) -> int:
-        """Upper limit of a part in bytes, whichever interface it takes."""
+        """Maximum bytes of a part on any interface."""
         used = {path.interface for path in self._states}
         return min((self._windows[interface].part for interface in used), default=1 << 14)
 
     def ignore_silence(self, now: float) -> None:
-        """Count silence from now on: this process was suspended."""
+        """Measure silence from ``now``: this process was suspended."""
         for state in self._states.values():
             state.last_arrival = now
 
     def silence(self, path: Path, now: float) -> float:
-        """Return for how many seconds an arrival has been due."""
+        """Return the seconds since an arrival was due."""
         return self._states[path].silence(now)
 
     def up(self, path: Path) -> bool:
@@ -215,7 +191,7 @@ class PathTable:
 
     @property
     def neighbours(self) -> set[int]:
-        """The workers that are reached directly now."""
+        """The workers that are reachable directly."""
         return {path.worker for path, state in self._states.items() if state.up}
 
     def by_waiting(self, workers: Collection[int]) -> list[Path]:
@@ -225,11 +201,9 @@ class PathTable:
 
 
 class RoutingTable:
-    """The shortest paths between live workers, where not all are connected directly, as in a BCube.
+    """The shortest paths between live workers that are not all connected directly, as in a BCube.
 
-    Args:
-        joined: by worker, those that its interfaces reach; None: all reach all.
-        me: this worker.
+    ``joined`` lists, by worker, the workers that its interfaces reach; None: all reach all.
     """
 
     def __init__(self, joined: Sequence[Collection[int]] | None, me: int) -> None:
@@ -239,26 +213,21 @@ class RoutingTable:
 
     @property
     def relays(self) -> bool:
-        """Whether some workers are reached only over others."""
+        """Whether some workers are reachable only through others."""
         return self._joined is not None
 
     def without(self, worker: int) -> None:
-        """Stop routing over this worker."""
+        """Stop routing through this worker."""
         self._gone.add(worker)
         self._known.clear()
 
     def again(self, worker: int) -> None:
-        """Route over it again."""
+        """Route through this worker again."""
         self._gone.discard(worker)
         self._known.clear()
 
     def next(self, to: int, neighbours: Collection[int]) -> list[int]:
-        """Return those of ``neighbours`` from which the fewest hops lead to ``to``; may be empty.
-
-        Args:
-            to: the receiver.
-            neighbours: the workers that this worker reaches now.
-        """
+        """Return those of ``neighbours`` with the fewest hops to ``to``; may be empty."""
         if to in neighbours:
             return [to]
         if self._joined is None:  # any neighbour may reach it over another interface
@@ -270,7 +239,7 @@ class RoutingTable:
         return [n for n in neighbours if hops.get(n, -2) == least]
 
     def _hops(self, to: int, joined: Sequence[Collection[int]]) -> dict[int, int]:
-        """Return the number of hops from each worker to ``to``, not over this one."""
+        """Return the number of hops from each worker to ``to``, not through this worker."""
         out, queue = {to: 0}, deque([to])
         while queue:
             at = queue.popleft()

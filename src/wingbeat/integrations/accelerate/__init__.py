@@ -1,4 +1,4 @@
-"""Accelerate with wingbeat in place of DDP: one call of `prepare` changes, the loop does not.
+"""Accelerate with wingbeat in place of DDP: `prepare` replaces ``accelerator.prepare``.
 
 ::
 
@@ -6,6 +6,8 @@
     model, optimizer, loader, scheduler = prepare(
         accelerator, model, optimizer, loader, scheduler, strategy=wingbeat.DeAR()
     )
+
+The training loop stays as it is.
 """
 
 from wingbeat.integrations.accelerate.comm_hooks import register_comm_hook

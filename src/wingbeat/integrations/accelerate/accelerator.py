@@ -1,4 +1,4 @@
-"""What `prepare` changes of an Accelerator's own methods, by a subclass that it becomes."""
+"""The methods of an Accelerator that `prepare` overrides, by a change of its class."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class DistributedAccelerator:
-    """Mixed into the class of an Accelerator that has prepared models by wingbeat.
+    """Mixin for the class of an Accelerator that has prepared models with wingbeat.
 
-    What is not about such models goes to the Accelerator's own methods.
+    Calls that do not concern distributed models go to the Accelerator's own methods.
     """
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """As Accelerate's; of a distributed model's parameters, by its optimizer, without a gather.
+        """Clip as Accelerate does; a distributed model's gradients are not gathered.
 
-        Returns:
-            The norm before clipping, a scalar, equal on every worker.
+        Returns the norm before clipping, a scalar that is equal on all workers.
         """
         parameters, optimizer = _whose(parameters, self._wingbeat_live())
         if optimizer is None or not norm_type > 0:
@@ -50,11 +49,7 @@ class DistributedAccelerator:
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """As Accelerate's; refused for a distributed model.
-
-        Raises:
-            UsageError: it is one.
-        """
+        """As Accelerate's; raises UsageError for a distributed model."""
         if engine_of(model) is not None:
             raise UsageError(
                 "trigger_sync_in_backward(): whether gradients are averaged is decided by the "
@@ -67,10 +62,9 @@ class DistributedAccelerator:
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """As Accelerate's; of a distributed model, by its ``join``, on CPUs too.
+        """As Accelerate's; for a distributed model by its ``join``, on CPUs too.
 
-        Raises:
-            UsageError: there are several models, of which one is distributed.
+        Raises UsageError for several models of which one is distributed.
         """
         joinables = list(joinables)
         ours = [each for each in joinables if engine_of(each) is not None]
@@ -90,9 +84,9 @@ class DistributedAccelerator:
             yield
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's, on every worker; with each one's residuals.
+        """As Accelerate's, with each worker's residuals; every worker calls it.
 
-        Where workers hold models that differ (Ripples, LocalSGD, ...), they agree on one first.
+        Models that differ between workers (Ripples, LocalSGD, ...) are synchronized first.
         """
         pairs = self._wingbeat_live()
         for model, _ in pairs:
@@ -103,10 +97,9 @@ class DistributedAccelerator:
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's, on every worker; with each one's residuals.
+        """As Accelerate's, with each worker's residuals; every worker calls it.
 
-        Raises:
-            UsageError: the files of residuals are not those of one run.
+        Raises UsageError if the files of residuals are not from the same run.
         """
         seen: list[str] = []
         hook = self.register_load_state_pre_hook(  # type: ignore[attr-defined]
@@ -125,7 +118,7 @@ class DistributedAccelerator:
         return super().free_memory(*objects)  # type: ignore[misc]
 
     def _wingbeat_live(self) -> list[Pair]:
-        """Return what is still in use and distributed, in the order in which it was prepared."""
+        """Return the distributed models that are still in use, in the order of preparation."""
         found = [(model(), optimizer()) for model, optimizer in vars(self)[_PAIRS]]
         return [
             (model, optimizer)
@@ -135,7 +128,7 @@ class DistributedAccelerator:
 
 
 def upgrade_accelerator(accelerator: Any, pairs: Iterable[Pair]) -> None:
-    """Give an Accelerator the methods above, for these models and their optimizers too."""
+    """Add the methods above to an Accelerator, for these models and their optimizers too."""
     kept = vars(accelerator).setdefault(_PAIRS, [])
     known = {id(model()) for model, _ in kept}
     kept += [(weakref.ref(m), weakref.ref(o)) for m, o in pairs if id(m) not in known]
@@ -149,10 +142,10 @@ def upgrade_accelerator(accelerator: Any, pairs: Iterable[Pair]) -> None:
 
 
 def _whose(parameters: Any, pairs: list[Pair]) -> tuple[Any, Any]:
-    """Return the parameters, and the optimizer that has just these; None if there is no such.
+    """Return the parameters, and the optimizer with exactly these; None if there is none.
 
-    ``model.parameters()`` is a generator that makes gradients whole once it begins; so what has not
-    begun is asked whose it is.
+    An unstarted ``model.parameters()`` is identified by its model, because starting the generator
+    gathers gradients.
     """
     model = _unbegun(parameters)
     if model is not None and engine_of(model) is not None:
@@ -170,7 +163,7 @@ def _whose(parameters: Any, pairs: list[Pair]) -> tuple[Any, Any]:
 
 
 def _unbegun(parameters: Any) -> nn.Module | None:
-    """Return the model of a ``model.parameters()`` that nobody has begun to go through."""
+    """Return the model of an unstarted ``model.parameters()`` generator."""
     if not inspect.isgenerator(parameters) or parameters.gi_code is not _PARAMETERS:
         return None
     if inspect.getgeneratorstate(parameters) != inspect.GEN_CREATED:
@@ -185,7 +178,7 @@ _PARAMETERS = nn.Module.parameters.__code__
 
 @contextlib.contextmanager
 def _even_batches(loaders: list[Any], even: bool | None) -> Iterator[None]:
-    """Have loaders give all workers as many batches, or not, for a while."""
+    """Set ``even_batches`` of the loaders inside the block."""
     samplers = [loader.batch_sampler for loader in loaders if even is not None]
     before = [(s, s.even_batches) for s in samplers if hasattr(s, "even_batches")]
     for sampler, _ in before:

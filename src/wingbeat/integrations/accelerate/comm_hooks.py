@@ -1,4 +1,4 @@
-"""wingbeat's hooks for DDP through Accelerate, which knows only torch's own by name."""
+"""wingbeat's hooks for DDP in Accelerate, which can name only torch's hooks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from wingbeat.integrations.ddp import WireState, wire_hook
 
 
 def register_comm_hook(accelerator: Any, model: Any, wire: Compression) -> WireState:
-    """Compress the gradients of a model that Accelerate has put into DDP.
+    """Compress the gradients of a model that Accelerate has wrapped in DDP.
 
     ``accelerator.save_state`` then saves every worker's residuals too, and ``load_state`` loads
     them, also with another number of workers. Every rank calls this at the same point.
 
     Args:
-        accelerator: which has prepared the model.
-        model: as ``accelerator.prepare`` has returned it.
-        wire: as for `wingbeat.integrations.ddp.WireState`.
+        accelerator: the Accelerator that has prepared the model.
+        model: the model that ``accelerator.prepare`` has returned.
+        wire: the encoding, as for `wingbeat.integrations.ddp.WireState`.
 
     Returns:
         The hook's state.
 
     Raises:
-        UsageError: Accelerate is missing or too old, the model is not in DDP, or the wire is none
-            that a hook can have.
+        UsageError: Accelerate is missing or too old, the model is not in DDP, or a hook does not
+            support the encoding.
     """
     names.check(accelerator)
-    ddp = getattr(model, "_orig_mod", model)  # torch.compile's, by Accelerate's dynamo plugin
+    ddp = getattr(model, "_orig_mod", model)  # unwraps torch.compile, of Accelerate's dynamo plugin
     if not isinstance(ddp, DistributedDataParallel):
         raise UsageError(
             f"register_comm_hook({type(model).__name__}): the model must be the "
@@ -60,5 +60,5 @@ def register_comm_hook(accelerator: Any, model: Any, wire: Compression) -> WireS
 
 
 def _name(models: list[Any], bare: Any) -> str:
-    """Number a model as Accelerate's own files are."""
+    """Number a model in the way of Accelerate's files."""
     return f"hook_{[getattr(model, 'module', model) for model in models].index(bare)}"

@@ -1,4 +1,4 @@
-"""Accelerate itself, and the private names of it that are used here."""
+"""The import of Accelerate, and its names on which this package depends."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from wingbeat.integrations.libraries import check_names, library
 
 LEAST = "1.5.0"
-"""The first version that this was written for; constraints.txt names the tested one."""
+"""The first supported version; constraints.txt has the tested one."""
 
 PRIVATE = ("_dataloaders",)
-"""Of an Accelerator. Its prepared loaders, in which ``join_uneven_inputs`` changes even_batches."""
+"""Private attributes of an Accelerator: its prepared loaders, for ``join_uneven_inputs``."""
 
 USED = (
     "clip_grad_norm_",
@@ -25,23 +25,15 @@ USED = (
     "trigger_sync_in_backward",
     "unscale_gradients",
 )
-"""Public ones that are overridden or called; a release that renames one is told as well."""
+"""Public names that are overridden or called; they are checked as well."""
 
 
 def accelerate() -> Any:
-    """Import Accelerate.
-
-    Raises:
-        UsageError: it is missing or too old.
-    """
+    """Import Accelerate; raises UsageError if it is missing or too old."""
     return library("accelerate", LEAST)
 
 
 def check(accelerator: Any) -> None:
-    """Make sure that this Accelerator has all that is used of it.
-
-    Raises:
-        UsageError: a release has moved a name.
-    """
+    """Raise UsageError if this Accelerator lacks a name that is used."""
     title = f"accelerate {accelerate().__version__}"
     check_names(title, {accelerator: (*PRIVATE, *USED)})

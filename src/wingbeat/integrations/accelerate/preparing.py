@@ -1,4 +1,4 @@
-"""`prepare`: what ``Accelerator.prepare`` does, with `wingbeat.distribute` in place of DDP."""
+"""`prepare`: ``Accelerator.prepare`` with `wingbeat.distribute` in place of DDP."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ def prepare(
     strategy: HasChoices | None = None,
     device_placement: Sequence[bool | None] | None = None,
 ) -> Any:
-    """Prepare everything for training, as ``accelerator.prepare``, with wingbeat in place of DDP.
+    """Prepare objects for training, as ``accelerator.prepare``, with wingbeat in place of DDP.
 
-    The accelerator is upgraded in place, as models are: its ``clip_grad_norm_`` clips without
-    gathering gradients, ``no_sync`` and ``accumulate`` know models that have methods of such names,
-    ``save_state`` and ``load_state`` save and load each worker's residuals and level models that
-    differ, and ``join_uneven_inputs`` is wingbeat's `join`. Calls `wingbeat.init` if nobody has.
+    The accelerator and the models are changed in place. ``clip_grad_norm_`` clips without gathering
+    gradients. ``no_sync`` and ``accumulate`` support models with methods of these names.
+    ``save_state`` and ``load_state`` include each worker's residuals, and models that differ are
+    synchronized before saving. ``join_uneven_inputs`` uses wingbeat's `join`. `wingbeat.init` is
+    called if it was not called before.
 
     Args:
         accelerator: an ``accelerate.Accelerator`` for plain data parallelism.
-        objects: models with their optimizers, loaders, schedulers, in any order. A model of which
-            nothing is trained needs no optimizer. Of several optimizers of one model, the first is
-            wingbeat's, and the others stay as they are.
+        objects: models with their optimizers, loaders and schedulers, in any order. A model without
+            trained parameters needs no optimizer. wingbeat distributes the first of several
+            optimizers of one model; the others stay unchanged.
         strategy: default: ``wingbeat.DeAR()``.
-        device_placement: as for ``accelerator.prepare``, for each of ``objects``.
+        device_placement: for each of ``objects``, as for ``accelerator.prepare``.
 
     Returns:
-        The objects, prepared, in the same order; a single one alone.
+        The prepared objects in the same order; a single object without a tuple.
 
     Raises:
-        UsageError: Accelerate is missing or too old; the accelerator does something else than data
-            parallelism, or has options that would have no effect; a model and an optimizer do not
-            belong together; or what `wingbeat.distribute` refuses.
+        UsageError: Accelerate is missing or too old; the accelerator uses another parallelism, or
+            has options that would have no effect; a model and an optimizer do not match; or
+            `wingbeat.distribute` rejects the model, the optimizer or the strategy.
         MismatchError: the ranks' models differ.
     """
     library = names.accelerate()
@@ -100,9 +101,9 @@ def _prepared_model(
     place: bool | None,
     world: World,
 ) -> nn.Module:
-    """Move and distribute one model; device and autocast are what Accelerate does without DDP."""
+    """Move and distribute one model; Accelerate handles device and autocast without DDP."""
     engine = None if optimizer is None else engine_of(unwrapped(optimizer))
-    if engine is not None:  # what is prepared once more, for a second training, stays as it is
+    if engine is not None:  # a model that is prepared again stays distributed
         _check_again(model, engine, strategy)
         model, optimizer = engine.model, None
     ready: nn.Module = accelerator.prepare_model(
@@ -126,7 +127,7 @@ def _check_again(model: nn.Module, engine: Engine, strategy: HasChoices) -> None
 def _with_others(
     accelerator: Any, objects: Sequence[Any], placement: Sequence[Any], made: dict[int, nn.Module]
 ) -> Any:
-    """Have Accelerate prepare all but the models; return all in the order of ``objects``."""
+    """Let Accelerate prepare all other objects; return all in the order of ``objects``."""
     places = [at for at, each in enumerate(objects) if id(each) not in made]
     found: list[Any] = [made.get(id(each)) for each in objects]
     if places:
@@ -142,11 +143,7 @@ def _with_others(
 
 
 def _pairs(models: list[nn.Module], optimizers: list[Any]) -> dict[int, Any]:
-    """Return each trained model's first optimizer, by the model's id.
-
-    Raises:
-        UsageError: one has no other, or an optimizer has parameters of several models.
-    """
+    """Return each trained model's first optimizer, by the model's id."""
     owner: dict[torch.Tensor, nn.Module] = {}
     for model in models:
         for _, param in nn.Module.named_parameters(model):

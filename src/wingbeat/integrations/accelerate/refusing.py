@@ -1,4 +1,4 @@
-"""What an Accelerator is set up for and wingbeat cannot do: one line, before anything changes."""
+"""Rejects the setups of an Accelerator that wingbeat does not support, before anything changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _PARALLEL = ("tp_enabled", "cp_enabled", "sp_enabled", "dp_shard_enabled")
 
 
 def refuse_setup(accelerator: Any, world: World) -> None:
-    """Refuse an Accelerator that does something else than data parallelism in plain precision.
-
-    Raises:
-        UsageError: names what it does.
-    """
+    """Raise UsageError unless an Accelerator uses data parallelism in supported precision."""
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise UsageError(
@@ -48,10 +44,9 @@ def refuse_setup(accelerator: Any, world: World) -> None:
 
 
 def warn_of_one(world: World, env: Mapping[str, str] = os.environ) -> None:
-    """Say so where Accelerate's launcher has started one process in place of several.
+    """Warn if Accelerate's launcher has started one process in place of several.
 
-    On CPUs it starts one whatever ``--num_processes`` says, and leaves the rest to mpirun; but
-    only for several does it say where they would meet.
+    On CPUs it starts one process for any ``--num_processes`` and leaves the rest to mpirun.
     """
     on_cpus = env.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
     if world.size == 1 and on_cpus and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
@@ -62,11 +57,7 @@ def warn_of_one(world: World, env: Mapping[str, str] = os.environ) -> None:
 
 
 def refuse_ddp_options(accelerator: Any, models: list[nn.Module]) -> None:
-    """Refuse options for DDP that would have no effect, and that training depends on.
-
-    Raises:
-        UsageError: names the option.
-    """
+    """Raise UsageError for DDP options that affect training and would have no effect here."""
     handler = getattr(accelerator, "ddp_handler", None)
     if handler is None:
         return

@@ -1,4 +1,4 @@
-"""Communication hooks for PyTorch's DistributedDataParallel: fewer bytes, with error feedback.
+"""Communication hooks for PyTorch's DistributedDataParallel: compression with error feedback.
 
 ::
 
@@ -6,9 +6,9 @@
     state = SketchState(model, bits=8)
     model.register_comm_hook(state, sketch_hook)
 
-What a hook does not send now it adds to the next gradient (Canary, section 4.3; Deep Gradient
-Compression, section 3). That memory is kept by parameter name, so it survives DDP's own rebuilding
-of buckets, and a checkpoint if it is saved with ``state.state_dict()``.
+A hook adds the compression error to the next gradient (Canary, section 4.3; Deep Gradient
+Compression, section 3). These residuals are kept by parameter name, so they survive the rebuilding
+of DDP's buckets. Save them in checkpoints with ``state.state_dict()``.
 """
 
 from wingbeat.integrations.ddp.hooks import sketch_hook, topk_hook, wire_hook

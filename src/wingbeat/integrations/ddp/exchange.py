@@ -1,4 +1,4 @@
-"""What happens to one bucket: an encoded sum, by blocks or gathered."""
+"""The exchange of one bucket: an encoded sum, by blocks or gathered."""
 
 from __future__ import annotations
 
@@ -19,22 +19,19 @@ from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Span
 
 _ALIGN = 16
-"""Blocks are cut at multiples of so many elements, which every kernel reads fast."""
+"""Blocks are cut at multiples of this number of elements, for the speed of kernels."""
 
 Between = Callable[[], None]
-"""What a worker can do while a collective is on its way."""
+"""Work of a worker while a collective runs."""
 
 
 @dataclass(frozen=True)
 class HookBucket:
     """One of DDP's buckets in one iteration.
 
-    Attributes:
-        where: its number and first parameter, for messages.
-        buffer: DDP's flat gradients, any float dtype; the average takes their place.
-        names: its parameters, in their order in the buffer.
-        shapes: of each.
-        keep_unused: whether DDP may drop the average of parameters that no worker used.
+    ``where`` names it in messages. ``buffer`` holds flat gradients of any float dtype, and the
+    average replaces them. ``keep_unused``: DDP may drop the average of parameters that no worker
+    used.
     """
 
     where: str
@@ -49,17 +46,17 @@ class HookBucket:
         return [math.prod(shape) for shape in self.shapes]
 
     def scaled(self, size: int) -> Tensor:
-        """Return this worker's part of the average, float32; in place where the dtype allows."""
+        """Return this worker's share of the average in float32, in place if the dtype allows."""
         return self.buffer.to(torch.float32).mul_(1.0 / size)
 
     def average(self, found: Tensor) -> Tensor:
-        """Return the buffer, holding ``found``."""
+        """Copy ``found`` into the buffer and return the buffer."""
         if found is not self.buffer:
             self.buffer.copy_(found)
         return self.buffer
 
     def parameters_in(self, span: Span) -> list[slice]:
-        """Return where in the buffer the parts of parameters lie that are in ``span``."""
+        """Return the part of ``span`` that belongs to each parameter, as slices of the buffer."""
         parts, begin = [], 0
         for numel in self.numels:
             low, high = max(span.start, begin), min(span.stop, begin + numel)
@@ -71,18 +68,13 @@ class HookBucket:
 
 @dataclass(eq=False)
 class HookExchange:
-    """An encoded sum of one bucket; both methods are called once, in this order.
+    """An encoded sum of one bucket; call `prepare`, then `run`, once each.
 
-    One residual serves both roundings of a sum by blocks: of the others' blocks it is what this
-    worker has not sent to their owners, of its own block what it has not sent to everyone.
-
-    Attributes:
-        bucket: what is averaged.
-        group: its collectives are this exchange's alone.
-        residuals: of the bucket's parameters, with a velocity if the codec has momentum.
-        regions: how the gradients travel.
-        gathered: everyone gets everyone's payload; False: each worker averages a block.
-        momentum: whether the codec corrects for it.
+    One residual covers both encodings of a sum by blocks: in other workers' blocks the error of
+    what this worker sent to their owners, in its own block the error of the average that it sent to
+    all. ``group`` belongs to this exchange alone. If ``gathered``, all workers receive all
+    payloads; otherwise each worker averages a block. With ``momentum`` the residuals include a
+    velocity.
     """
 
     bucket: HookBucket
@@ -93,7 +85,7 @@ class HookExchange:
     momentum: bool = False
 
     def prepare(self) -> None:
-        """Do what needs no other worker."""
+        """Do the work that does not communicate."""
         bucket, rank, size = self.bucket, self.group.rank, self.group.size
         self._values = bucket.scaled(size)
         residual = self._memory(self.residuals.flat_for)
@@ -109,10 +101,10 @@ class HookExchange:
         self._sum.encode()
 
     def run(self, between: Between) -> Tensor:
-        """Do the rest, and return the bucket's buffer, which has the average.
+        """Communicate, and return the bucket's buffer with the average.
 
         Raises:
-            PeerError: a worker is gone, or sent a malformed payload.
+            PeerError: a worker is lost, or sent a malformed payload.
         """
         self._sum.exchange(GroupRows(self.group, self.bucket.where, between))
         return self.bucket.average(self._values)
@@ -127,10 +119,10 @@ class HookExchange:
 
 
 class _KeepingUnused(Coding):
-    """As `Coding`, but the residuals of parameters without any gradient now are kept.
+    """A `Coding` that keeps the residuals of parameters without a gradient.
 
-    DDP drops the average of a parameter that no worker used (``find_unused_parameters``). What was
-    sent for it would be lost, so it waits for the next gradient.
+    DDP drops the average of a parameter that no worker used (``find_unused_parameters``), so values
+    sent for it would be lost.
     """
 
     def __init__(self, regions: Sequence[Region], bucket: HookBucket) -> None:
@@ -145,7 +137,7 @@ class _KeepingUnused(Coding):
         residual: Tensor | None = None,
         velocity: Tensor | None = None,
     ) -> None:
-        """Encode ``buffer[span]`` with the residuals of all parameters but those."""
+        """Encode ``buffer[span]`` without the residuals of those parameters."""
         unused = _all_zero(buffer, self._bucket.parameters_in(span))
         kept = [
             (memory[part], memory[part].clone())

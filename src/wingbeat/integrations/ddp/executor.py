@@ -1,9 +1,9 @@
-"""The one thread that issues a state's collectives, so that all workers issue them in one order.
+"""The thread that issues a state's collectives, in the same order on all workers.
 
-DDP calls a hook as buckets fill up, in the same order on every worker. A hook with two collectives
-for each bucket that issued the second when the first is done would leave the order of the seconds
-to chance, and workers that disagree wait for each other for ever. Here a bucket is begun when the
-one before it is done; only its encoding, which needs nobody else, is done in advance.
+DDP calls a hook in the same order of buckets on every worker. If a hook issued the second
+collective of a bucket when the first completes, the order would depend on timing, and workers with
+different orders would deadlock. Here a bucket begins when the previous one is done; only its
+encoding, which does not communicate, runs ahead.
 """
 
 from __future__ import annotations
@@ -22,21 +22,15 @@ from wingbeat.errors import WingbeatError
 from wingbeat.integrations.ddp.exchange import HookExchange
 
 PATIENCE = 2.0
-"""Seconds that closing waits for a collective under way."""
+"""Seconds that closing waits for a running collective."""
 
 
 @dataclass(eq=False)
 class HookJob:
     """A bucket to exchange.
 
-    Attributes:
-        exchange: what to do.
-        where: the bucket, for messages.
-        buffer: the bucket's, which gets the result.
-        ready: on a GPU, what the buffer's content waits for.
-        done: completed with the buffer, or with an error.
-        prepared: whether the part that needs no other worker is done.
-        error: what went wrong in that part.
+    ``ready`` is the GPU event after which the buffer is valid. ``done`` completes with the buffer
+    or an error. ``prepared`` and ``error`` are the state of the work without communication.
     """
 
     exchange: HookExchange
@@ -58,7 +52,7 @@ class HookJob:
             self.ready.record(torch.cuda.current_stream(self.device))
 
     def future(self) -> torch.futures.Future[Tensor]:
-        """Return what DDP waits for; an error reaches it as an error, not as a value."""
+        """Return DDP's future, which propagates an error as an exception."""
         then: torch.futures.Future[Tensor] = self.done.then(_value_or_raise)
         return then
 
@@ -72,11 +66,9 @@ def _value_or_raise(done: torch.futures.Future[Any]) -> Tensor:
 
 
 class Executor:
-    """Runs jobs first in, first out, on a thread of its own. On a GPU, on a stream of its own.
+    """Runs jobs in FIFO order on a thread, and on a GPU on a stream, of its own.
 
-    Attributes:
-        error: the first failure. The workers' order of collectives is lost with it, so everything
-            after it fails too.
+    After ``error``, the first failure, all jobs fail: the workers' order of collectives is lost.
     """
 
     def __init__(self, rank: int) -> None:
@@ -86,21 +78,21 @@ class Executor:
         self._ahead: list[HookJob | None] = []
         self._streams: dict[torch.device, Any] = {}
         self._closed = False
-        # A daemon: a collective that nobody answers must not keep a program from ending.
+        # A daemon thread, so that a blocked collective cannot keep the program from exiting.
         self._thread = threading.Thread(target=self._loop, name="wingbeat-ddp-hook", daemon=True)
         self._thread.start()
 
     def submit(self, job: HookJob) -> None:
-        """Have ``job`` done after all that were submitted before it."""
+        """Queue ``job``."""
         assert not self._closed, "closed"
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread after the jobs under way, waiting a little. Safe to call twice."""
+        """Stop the thread after the running jobs, with a timeout. Safe to call twice."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
-        if threading.current_thread() is not self._thread:  # else called by a garbage collection
+        if threading.current_thread() is not self._thread:  # else called by garbage collection
             self._thread.join(PATIENCE)
 
     @property
@@ -110,7 +102,7 @@ class Executor:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread still runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     # -- on the thread --------------------------------------------------------------------------
@@ -121,7 +113,7 @@ class Executor:
                 pass
 
     def _one(self) -> bool:
-        """Do the next job; False at the end. A call of its own, so that no job is kept alive."""
+        """Run the next job; False at the end. A separate frame, so that no job is kept alive."""
         job = self._ahead.pop() if self._ahead else self._jobs.get()
         if job is None:
             return False
@@ -152,7 +144,7 @@ class Executor:
             job.error = err
 
     def _prepare_next(self) -> None:
-        """Encode the next bucket while this one is on its way; no more, as payloads take memory."""
+        """Encode only the next bucket during communication, because payloads need memory."""
         if self._ahead:
             return
         try:

@@ -1,4 +1,4 @@
-"""The hooks themselves, to be given to ``model.register_comm_hook``."""
+"""The hooks for ``model.register_comm_hook``."""
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types.
 from typing import Any
@@ -12,10 +12,10 @@ from wingbeat.integrations.ddp.wire import WireState
 
 
 def sketch_hook(state: SketchState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket's gradients over all workers, each value sent as a code of a few bits.
+    """Average a bucket's gradients over all workers with sketches of a few bits per value.
 
-    Every worker owns a block of the bucket: it adds the others' sketches to its own in order of
-    rank, in float32, and sends everyone a sketch of the average (Canary, section 4.3.1).
+    Every worker owns a block of the bucket: it adds the others' sketches to its own in rank order,
+    in float32, and sends a sketch of the average to all workers (Canary, section 4.3.1).
 
     Raises:
         UsageError: ``state`` is not a `SketchState`, or is of another model.
@@ -27,7 +27,7 @@ def sketch_hook(state: SketchState, bucket: dist.GradBucket) -> torch.futures.Fu
 def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the largest of a bucket's gradients over all workers.
 
-    Every worker sends everyone its own largest values (Deep Gradient Compression, section 3).
+    Every worker sends its largest values to all workers (Deep Gradient Compression, section 3).
 
     Raises:
         UsageError: ``state`` is not a `TopKState`, or is of another model.
@@ -37,10 +37,10 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def wire_hook(state: WireState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket's gradients over all workers, by the codec of the state.
+    """Average a bucket's gradients over all workers with the codec of the state.
 
-    With ``topk`` everyone gets everyone's values, as by `topk_hook`; else each worker sums a block
-    and sends it to everyone, as by `sketch_hook`.
+    With ``topk`` all workers receive all payloads, as with `topk_hook`; otherwise each worker
+    averages a block and sends it to all, as with `sketch_hook`.
 
     Raises:
         UsageError: ``state`` is not a `WireState`, or is of another model.

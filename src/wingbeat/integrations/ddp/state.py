@@ -1,4 +1,4 @@
-"""What a hook remembers between iterations, and its own thread and process group."""
+"""The state of a hook between iterations, with its thread and process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from wingbeat.types import Span
 
 
 class HookState:
-    """What all hooks share. Made by every rank alike, as it makes a process group."""
+    """Base of all hooks' states. Every rank constructs it at the same point."""
 
     def __init__(
         self, model: nn.Module, *, velocity: bool, process_group: Any, timeout: float | None
@@ -51,19 +51,19 @@ class HookState:
 
     @property
     def error(self) -> Exception | None:
-        """The first failure, as it was raised; what DDP raises is a RuntimeError with its text."""
+        """The first failure with its original class; DDP raises a RuntimeError with its text."""
         return self._executor.error
 
     # -- for the hooks ------------------------------------------------------------------------
 
     def submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """HookExchange one of DDP's buckets; the future holds its buffer with the average.
+        """Exchange one of DDP's buckets; return a future of its buffer with the average.
 
-        With one worker nothing is encoded and the gradients stay as they are.
+        With one worker nothing is encoded and the gradients stay unchanged.
 
         Raises:
-            UsageError: the state is closed or of another model, or the gradients cannot be
-                encoded. Whatever happens later reaches DDP through the future.
+            UsageError: the state is closed or of another model, or the gradients cannot be encoded.
+                Later errors reach DDP through the future.
         """
         buffer = bucket.buffer()
         work = self._bucket(bucket, buffer)
@@ -120,7 +120,7 @@ class HookState:
 
     @property
     def _keep_unused(self) -> bool:
-        """Whether parameters may go without a gradient; only DDP knows, so without it: yes."""
+        """Whether parameters may lack a gradient; True if there is no DDP to query."""
         ddp: Any = self._ddp() if self._ddp is not None else None
         return ddp is None or bool(ddp.find_unused_parameters)
 
@@ -131,7 +131,7 @@ class HookState:
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> Part:
-        """Return this worker's residuals, by parameter name; each rank has its own.
+        """Return this worker's residuals by parameter name; they differ between ranks.
 
         Call it between iterations. It does not communicate, and loads with
         ``torch.load(weights_only=True)``.
@@ -139,50 +139,46 @@ class HookState:
         return {**self._residuals.state_dict(), "step": self._steps}
 
     def load_state_dict(self, state: Part) -> None:
-        """Go on from one worker's `state_dict` of a run with as many workers.
+        """Load one worker's `state_dict` of a run with the same number of workers.
 
-        If all ranks load rank 0's, the others start with residuals of zero.
+        If all ranks load rank 0's, the other ranks start with zero residuals.
 
         Raises:
-            UsageError: the state is damaged, or of another model or number of workers; then
-                nothing has changed.
+            UsageError: the state is damaged, or of another model or number of workers; nothing has
+                changed then.
         """
         steps = _steps_of([state], "load_state_dict(state)")
         self._residuals.load_state_dict(state)
         self._steps = steps
 
     def load_state_dicts(self, states: Sequence[Part]) -> None:
-        """Go on from what `state_dict` returned on each worker of a run with any number of them.
+        """Load all workers' `state_dict` of a run with any number of workers.
 
-        The sum of all workers' residuals stays what it was.
+        The sum of all workers' residuals is preserved.
 
         Raises:
-            UsageError: a part is missing, occurs twice, is damaged or of another model or moment;
-                then nothing has changed.
+            UsageError: a part is missing, duplicate, damaged, or of another model or iteration;
+                nothing has changed then.
         """
         steps = _steps_of(states, "load_state_dicts(states)")
         self._residuals.load_state_dicts(states)
         self._steps = steps
 
     def close(self) -> None:
-        """End the thread and its process group; safe to call twice.
+        """Stop the thread and destroy its process group; safe to call twice.
 
-        The thread ends by itself when the state is dropped, or the program ends.
+        The thread also stops when the state is garbage-collected or the program exits.
         """
         self._finalizer()
         handle, self._handle = self._handle, None
         if handle is None or self._executor.alive or not dist.is_initialized():
             return
-        if handle in dist.distributed_c10d._world.pg_map:  # else destroyed with all the others
+        if handle in dist.distributed_c10d._world.pg_map:  # else destroyed with all groups
             dist.destroy_process_group(handle)
 
 
 class CodedState(HookState):
-    """A hook's state whose gradients travel as a wire says.
-
-    Attributes:
-        wire: of which kind, checked.
-    """
+    """A hook's state with a validated encoding, ``wire``."""
 
     def __init__(self, model: nn.Module, wire: Coded, *, process_group: Any, timeout: Any) -> None:
         _check_groups(type(self).__name__, wire, model)
@@ -193,7 +189,7 @@ class CodedState(HookState):
 
     @property
     def coding(self) -> bool:
-        """Whether the coming iteration is encoded: its share of the training is not over."""
+        """Whether the next iteration is encoded, according to the encoding's share of training."""
         ends = self.wire.ends_after
         return ends is None or self._steps < ends
 
@@ -213,25 +209,25 @@ class CodedState(HookState):
 
 
 class SketchState(CodedState):
-    """For `sketch_hook`: every value travels as a code of ``bits`` bits, twice.
+    """State of `sketch_hook`: every value is sent as a code of ``bits`` bits, twice.
 
-    Every rank makes one, at the same point of its program; it makes a process group of its own.
+    Every rank constructs one at the same point of its program; it creates a process group.
 
     Args:
-        model: the model, or the DistributedDataParallel around it. Given the latter, what only
-            ``find_unused_parameters=True`` needs is left out where it is off.
-        bits: of each value on the wire, 1 to 8.
-        wire: all settings, in place of bits: a `wingbeat.Sketch` or `wingbeat.LowRank`, or its
-            text, such as ``"lowrank@4:bits=8:split=count"``. A hook has no trial:
-            ``auto_disable`` means nothing here.
-        process_group: the one given to DistributedDataParallel, if not the default. If it has only
-            some of the ranks, every other rank must make a state in a group of its own too, so
-            that torch's numbering of groups stays the same everywhere.
-        timeout: seconds until a collective gives up; None: torch's usual time.
+        model: the model, or the DistributedDataParallel around it. With the latter, the work for
+            ``find_unused_parameters=True`` is skipped if that is off.
+        bits: bits per value, 1 to 8.
+        wire: all settings, in place of ``bits``: a `wingbeat.Sketch` or `wingbeat.LowRank`, or its
+            text, such as ``"lowrank@4:bits=8:split=count"``. Hooks run no trial, so
+            ``auto_disable`` has no effect.
+        process_group: the group of DistributedDataParallel; default: the default group. If it has
+            only some of the ranks, every other rank must construct a state in a group of its own
+            too, so that torch's numbering of groups is equal on all ranks.
+        timeout: seconds until a collective fails; None: torch's default.
 
     Raises:
-        UsageError: a value is out of range, ``torch.distributed`` is not initialised, or the model
-            has nothing to train, or nothing of what a group is for.
+        UsageError: a value is out of range, ``torch.distributed`` is not initialised, the model has
+            no trained parameters, or a group of the encoding matches none of them.
     """
 
     def __init__(
@@ -251,26 +247,27 @@ class SketchState(CodedState):
 
 
 class TopKState(HookState):
-    """For `topk_hook`: of each bucket only the largest values travel, with their places.
+    """State of `topk_hook`: only the largest values of each bucket are sent, with their indices.
 
-    Every rank makes one, at the same point of its program; it makes a process group of its own.
+    Every rank constructs one at the same point of its program; it creates a process group.
 
     Args:
-        model: the model, or the DistributedDataParallel around it. Given the latter, what only
-            ``find_unused_parameters=True`` needs is left out where it is off.
-        density: share of the values that is sent, more than 0 and up to 1.
+        model: the model, or the DistributedDataParallel around it. With the latter, the work for
+            ``find_unused_parameters=True`` is skipped if that is off.
+        density: fraction of the values that is sent, more than 0 and up to 1.
         warmup: iterations in which the density falls exponentially from 0.25 to ``density`` (Deep
             Gradient Compression, section 3.3).
-        momentum: momentum correction (section 3.2): gather momentum here, where a value that was
-            sent starts anew; the optimizer must then have none. 0: leave it to the optimizer.
-        process_group: the one given to DistributedDataParallel, if not the default. If it has only
-            some of the ranks, every other rank must make a state in a group of its own too, so
-            that torch's numbering of groups stays the same everywhere.
-        timeout: seconds until a collective gives up; None: torch's usual time.
+        momentum: momentum correction (section 3.2): the momentum of a value is accumulated here and
+            cleared when the value is sent. The optimizer must then have none. 0: leave momentum to
+            the optimizer.
+        process_group: the group of DistributedDataParallel; default: the default group. If it has
+            only some of the ranks, every other rank must construct a state in a group of its own
+            too, so that torch's numbering of groups is equal on all ranks.
+        timeout: seconds until a collective fails; None: torch's default.
 
     Raises:
         UsageError: a value is out of range, ``torch.distributed`` is not initialised, or the model
-            has nothing to train.
+            has no trained parameters.
     """
 
     def __init__(
@@ -301,7 +298,7 @@ class TopKState(HookState):
 
     @property
     def density_now(self) -> float:
-        """The density of the coming iteration, which a warm-up changes."""
+        """The density of the next iteration, which changes during the warm-up."""
         return warmed_up(self.density, self.warmup, self._steps)
 
     def _exchange(self, bucket: HookBucket) -> HookExchange:
@@ -318,7 +315,7 @@ class TopKState(HookState):
 
 
 def _check_groups(kind: str, wire: Coded, model: nn.Module) -> None:
-    """Raise a `UsageError` if a group of the wire has no trained parameter of the model."""
+    """Raise UsageError if a group of the encoding matches no trained parameter."""
     names = _trained(model, kind).values()
     for pattern in unmatched_patterns(wire, names):
         raise UsageError(
@@ -351,7 +348,7 @@ def _check_timeout(timeout: float | None, kind: str) -> None:
 
 
 def _trained(model: nn.Module, kind: str) -> dict[nn.Parameter, str]:
-    """The trained parameters and their names, which are the same with and without DDP."""
+    """The trained parameters by their names without DDP's prefix."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"{kind}({type(model).__name__}): the first argument must be the model")
     inner = model.module if isinstance(model, DistributedDataParallel) else model
@@ -364,7 +361,7 @@ def _trained(model: nn.Module, kind: str) -> dict[nn.Parameter, str]:
 def _own_group(
     model: nn.Module, given: Any, device: torch.device, timeout: float | None, kind: str
 ) -> NcclGroup:
-    """Make a group with the ranks of ``given``, so that nobody else's collectives come between."""
+    """Make a group with the ranks of ``given``, so that other collectives cannot interleave."""
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
             f"{kind}: torch.distributed is not initialised; call "
@@ -378,15 +375,15 @@ def _own_group(
         ranks,
         timeout=None if timeout is None else timedelta(seconds=timeout),
         backend={"cpu": "gloo", "cuda": "nccl"}.get(device.type),
-        # Workers outside the group make another one, so they are not waited for. torch then names
-        # the group after its ranks and a count of groups, which must stay the same on all ranks.
+        # Workers outside the group create another one, so this must not wait for them. torch then
+        # names the group by its ranks and a count of groups, which must be equal on all ranks.
         use_local_synchronization=not everyone,
     )
     return NcclGroup(handle, dist.get_rank(handle), len(ranks))
 
 
 def _steps_of(states: Any, where: str) -> int:
-    """The number of iterations behind the parts; what else is wrong is found by `Residuals`."""
+    """The number of iterations of the parts; `Residuals` makes the other checks."""
     if not isinstance(states, (list, tuple)) or not all(isinstance(s, dict) for s in states):
         return 0
     found = [state.get("step", 0) for state in states]

@@ -1,4 +1,4 @@
-"""A hook's state for any of the codecs that strategies have."""
+"""A hook's state for any of the codecs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from wingbeat.integrations.ddp.state import CodedState
 
 
 class WireState(CodedState):
-    """For `wire_hook`: gradients travel by any codec that strategies have.
+    """State of `wire_hook`: gradients are sent with any of the strategies' codecs.
 
-    Every rank makes one, at the same point of its program; it makes a process group of its own.
+    Every rank constructs one at the same point of its program; it creates a process group.
 
     Args:
-        model: the model, or the DistributedDataParallel around it. Given the latter, what only
-            ``find_unused_parameters=True`` needs is left out where it is off.
+        model: the model, or the DistributedDataParallel around it. With the latter, the work for
+            ``find_unused_parameters=True`` is skipped if that is off.
         wire: a `wingbeat.Sketch`, `wingbeat.TopK` or `wingbeat.LowRank`, or its text, such as
-            ``"topk@0.01:bits=4"``; or ``"fp16"``, scaled so that nothing is too large for it. A
-            hook has no trial: ``auto_disable`` means nothing here.
-        process_group: the one given to DistributedDataParallel, if not the default. If it has only
-            some of the ranks, every other rank must make a state in a group of its own too, so
-            that torch's numbering of groups stays the same everywhere.
-        timeout: seconds until a collective gives up; None: torch's usual time.
+            ``"topk@0.01:bits=4"``; or ``"fp16"``, scaled so that no value overflows. Hooks run no
+            trial, so ``auto_disable`` has no effect.
+        process_group: the group of DistributedDataParallel; default: the default group. If it has
+            only some of the ranks, every other rank must construct a state in a group of its own
+            too, so that torch's numbering of groups is equal on all ranks.
+        timeout: seconds until a collective fails; None: torch's default.
 
     Raises:
-        UsageError: the wire is none of these, ``torch.distributed`` is not initialised, or the
-            model has nothing to train, or nothing of what a group is for.
+        UsageError: the encoding is none of these, ``torch.distributed`` is not initialised, the
+            model has no trained parameters, or a group of the encoding matches none of them.
     """
 
     def __init__(
@@ -48,6 +48,6 @@ class WireState(CodedState):
                 "torch has a hook, torch.distributed.algorithms.ddp_comm_hooks.default_hooks."
                 "bf16_compress_hook"
             )
-        # What is to be tried first warms up later; here nothing is tried.
+        # A trial would delay the warm-up, and hooks run no trial.
         coded = replace(found, auto_disable=False)
         super().__init__(model, coded, process_group=process_group, timeout=timeout)

@@ -1,5 +1,5 @@
-"""What the integrations of Lightning's packages share: written once, for four names of them.
+"""Shared code of the integrations with Lightning's packages.
 
-``lightning`` has a Trainer and Fabric; ``pytorch_lightning`` and ``lightning_fabric`` are the same
-code again, with classes of their own.
+``lightning`` has a Trainer and Fabric; ``pytorch_lightning`` and ``lightning_fabric`` are copies of
+them with classes of their own.
 """

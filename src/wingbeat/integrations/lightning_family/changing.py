@@ -1,4 +1,4 @@
-"""A model that gets more parameters to train while it trains, as fine-tuning callbacks have it."""
+"""Adds trained parameters to a distributed model, for fine-tuning callbacks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ def change(
     strategy: Any,
     what: Callable[[], object],
 ) -> None:
-    """Do ``what`` to a model and an optimizer that are plain meanwhile; every worker calls this.
+    """Call ``what`` while model and optimizer are not distributed; every worker calls this.
 
-    Residuals and averages go on; a size of buckets that is being found is looked for anew.
-
-    Raises:
-        UsageError: what `wingbeat.distribute` refuses.
+    Residuals and averages are kept; tuning of the bucket size starts again. Raises UsageError if
+    `wingbeat.distribute` rejects the changed model.
     """
     before = optimizer.state_dict().get(EXTRA)
     release(module, optimizer)
@@ -35,7 +33,7 @@ def change(
 
 
 def _with(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept, with the values of ``before`` for all that was there then."""
+    """Return ``now`` with the values of ``before``, recursively."""
     inner = {
         key: _with(now.get(key) or {}, value)
         for key, value in before.items()
@@ -47,12 +45,7 @@ def _with(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
 def let_grow(
     optimizer: torch.optim.Optimizer, changed: Callable[[Callable[[], object]], None]
 ) -> None:
-    """Have a distributed optimizer take param groups, also through what Lightning wraps around it.
-
-    Args:
-        optimizer: takes them when it is plain.
-        changed: has something done to model and optimizer while they are.
-    """
+    """Make ``add_param_group`` work on a distributed optimizer, also through its wrapper."""
     engine = engine_of(optimizer)
     assert engine is not None
     engine.add_group = lambda group: changed(lambda: optimizer.add_param_group(group))

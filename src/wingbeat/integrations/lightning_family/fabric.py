@@ -1,4 +1,4 @@
-"""A strategy for Fabric: in front of its DDPStrategy, whose workers and options it has."""
+"""The strategy for Fabric: a mixin in front of its DDPStrategy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from wingbeat.integrations.lightning_family import names, options, workers
 
 
 class FabricStrategy:
-    """What is put in front of ``DDPStrategy`` for Fabric.
+    """Mixin in front of ``DDPStrategy`` for Fabric; `wingbeat_strategy` is its strategy."""
 
-    Attributes:
-        wingbeat_strategy: how gradients travel.
-    """
-
-    # Of DDPStrategy.
+    # Attributes of DDPStrategy.
     precision: Any
     root_device: torch.device
     world_size: int
@@ -43,7 +39,7 @@ class FabricStrategy:
         self._backward_sync_control = _NoSync()
 
     def setup_environment(self) -> None:
-        """Start Fabric's process group, then join the workers in it."""
+        """Start Fabric's process group, then initialise wingbeat in it."""
         super().setup_environment()  # type: ignore[misc]
         workers.join_workers(self.world_size, self._wingbeat_timeout, self._wingbeat_interfaces)
 
@@ -52,16 +48,12 @@ class FabricStrategy:
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[Any], Any]:
-        """Distribute a model with the first of its optimizers; the others step by themselves.
-
-        Raises:
-            UsageError: what `wingbeat.distribute` refuses.
-        """
+        """Distribute a model with the first of its optimizers; the others are not distributed."""
         distribute(module, optimizers[0], self.wingbeat_strategy)
         return module, optimizers, scheduler
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Give all workers rank 0's weights; the model is distributed with its optimizer, later."""
+        """Broadcast rank 0's weights; the model is distributed later, with its optimizer."""
         workers.take_over_rank_zeros(module)
         if any(param.requires_grad for param in module.parameters()):
             self._wingbeat_alone.append(_Alone(module))
@@ -70,10 +62,8 @@ class FabricStrategy:
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Distribute an optimizer with the model of its parameters, which was set up before.
 
-        A second optimizer of the same model steps by itself, on whole gradients.
-
-        Raises:
-            UsageError: no such model was set up, or what `wingbeat.distribute` refuses.
+        A second optimizer of the same model is not distributed and steps on whole gradients. Raises
+        UsageError if no such model was set up.
         """
         params = {param for group in optimizer.param_groups for param in group["params"]}
         for alone in self._wingbeat_alone:
@@ -99,10 +89,9 @@ class FabricStrategy:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip by the norm that workers find without gathering gradients.
+        """Clip by the global norm, without gathering gradients.
 
-        Raises:
-            RuntimeError: the norm is not finite, and that is an error.
+        Raises RuntimeError if the norm is not finite and ``error_if_nonfinite`` is set.
         """
         clip = getattr(optimizer, "clip_grad_norm_", None)
         if clip is None:
@@ -122,7 +111,7 @@ class FabricStrategy:
     # -- all the same model ---------------------------------------------------------------
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return a model's state, the same on all workers, who all call this."""
+        """Return a model's state, equal on all workers; all workers call this."""
         if engine_of(module) is not None:
             synchronize(module)
         state: dict[str, Any] = super().get_module_state_dict(module)  # type: ignore[misc]
@@ -135,7 +124,7 @@ class FabricStrategy:
 
 
 class _NoSync:
-    """What ``fabric.no_backward_sync`` asks."""
+    """Implements ``fabric.no_backward_sync``."""
 
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool = True
@@ -146,7 +135,7 @@ class _NoSync:
 
 
 class _Alone:
-    """A model that was set up without an optimizer: until it has one it may not train."""
+    """A model that was set up without an optimizer and cannot train until it has one."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = weakref.ref(module)

@@ -1,7 +1,7 @@
-"""Every name of Lightning's that is overridden or used here, in one place, and checked.
+"""The names of Lightning that are overridden or used here, and their check.
 
-Lightning has no entry point for strategies of others, so a strategy of its own is a subclass of
-its DDP's, and counts on methods that Lightning may rename.
+Lightning has no entry point for external strategies, so wingbeat's are subclasses of its
+DDPStrategy and depend on methods that a release may rename.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from wingbeat.errors import UsageError
 from wingbeat.integrations.libraries import check_names, library
 
 LEAST = "2.5"
-"""The first release that this was written for."""
+"""The first supported release."""
 
 TRAINER = (
     "all_gather",
@@ -41,13 +41,13 @@ TRAINER = (
     "training_step",
     "world_size",
 )
-"""Of ``strategies.DDPStrategy``, for the Trainer."""
+"""Names of ``strategies.DDPStrategy`` for the Trainer."""
 
 TRAINER_OBJECT = ("_forward_redirection", "_lightning_optimizers")
-"""Of one that has been made."""
+"""Attributes of its instances."""
 
 PRECISION = ("_wrap_closure", "clip_grad_by_norm", "optimizer_step", "train_step_context")
-"""Of ``plugins.precision.Precision``, for the Trainer."""
+"""Names of ``plugins.precision.Precision`` for the Trainer."""
 
 FABRIC = (
     "clip_gradients_norm",
@@ -61,27 +61,26 @@ FABRIC = (
     "setup_optimizer",
     "world_size",
 )
-"""Of ``strategies.DDPStrategy``, for Fabric."""
+"""Names of ``strategies.DDPStrategy`` for Fabric."""
 
 FABRIC_OBJECT = ("_backward_sync_control",)
-"""Of one that has been made."""
+"""Attributes of its instances."""
 
 FABRIC_PRECISION = ("unscale_gradients",)
-"""Of ``plugins.precision.Precision``, for Fabric."""
+"""Names of ``plugins.precision.Precision`` for Fabric."""
 
 _INSIDE = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", ""),
     "lightning_fabric": ("", "lightning_fabric"),
 }
-"""By package: where it has what is for the Trainer, and for Fabric."""
+"""By package: its modules for the Trainer and for Fabric."""
 
 
 def trainer_of(package: str) -> Any:
-    """Return the module with the Trainer's ``strategies``, once its names have been checked.
+    """Return the Trainer's module after a check of its names.
 
-    Raises:
-        UsageError: the package is missing, too old, or has other names.
+    Raises UsageError if the package is missing, too old, or has other names.
     """
     title = _title(package)
     found: Any = importlib.import_module(_INSIDE[package][0])
@@ -92,11 +91,7 @@ def trainer_of(package: str) -> Any:
 
 
 def fabric_of(package: str) -> Any:
-    """Return the module with Fabric's ``strategies``, once its names have been checked.
-
-    Raises:
-        UsageError: as `trainer_of`.
-    """
+    """Return Fabric's module after a check of its names; raises UsageError as `trainer_of`."""
     title = _title(package)
     found: Any = importlib.import_module(_INSIDE[package][1])
     precision = importlib.import_module(f"{found.__name__}.plugins.precision").Precision
@@ -106,11 +101,7 @@ def fabric_of(package: str) -> Any:
 
 
 def check_object(strategy: Any, names: tuple[str, ...]) -> None:
-    """Make sure that a strategy that has been made has the attributes that are used here.
-
-    Raises:
-        UsageError: a release has moved one; names it.
-    """
+    """Raise UsageError if a strategy object lacks an attribute that is used here."""
     for each in type(strategy).__mro__:
         package = each.__module__.partition(".")[0]
         if package in _INSIDE:

@@ -1,4 +1,4 @@
-"""What is given to a strategy: one of wingbeat's, and what was given to DDP before."""
+"""Options of the strategies: a strategy of wingbeat, and the options of DDPStrategy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wingbeat.errors import UsageError, unknown
 from wingbeat.strategies import PRESETS, DeAR, parse
 
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds that a wait may take, as in Lightning: rank 0 may be at work alone for long."""
+"""Seconds that a wait may take, as in Lightning: rank 0 may work alone for long."""
 
 PASSED_ON = (
     "accelerator",
@@ -24,7 +24,7 @@ PASSED_ON = (
     "start_method",
     "timeout",
 )
-"""What Lightning's own strategies take, and this one passes on."""
+"""Options that are passed on to Lightning's strategy."""
 
 NOT_NEEDED = (
     "check_reduction",
@@ -33,7 +33,7 @@ NOT_NEEDED = (
     "gradient_as_bucket_view",
     "static_graph",
 )
-"""DDP's own options that change nothing here."""
+"""DDP's options that have no effect here and are accepted."""
 
 _HOOKS = (
     "give the strategy a compression (wingbeat.DeAR(compression='bf16'), or 'sketch@4'), or keep "
@@ -50,15 +50,11 @@ REMEDIES = {
     "model_averaging_period": "use wingbeat.LocalSGD(every=...), which averages models",
     "process_group": "leave it out; gradients are averaged over all workers",
 }
-"""DDP's options that would change something, and what to do instead."""
+"""DDP's options that are rejected, with the alternative."""
 
 
 def strategy_of(given: Any) -> Any:
-    """Return one of wingbeat's strategies: what is given, or is spelled as on the command line.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Return a strategy from an object or a command-line text; raises UsageError for others."""
     if given is None:
         return DeAR()
     if isinstance(given, str):
@@ -72,11 +68,7 @@ def strategy_of(given: Any) -> Any:
 
 
 def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Lightning's own strategy is to be given of a DDPStrategy's ``options``.
-
-    Raises:
-        UsageError: an option that cannot be followed, or that nobody knows.
-    """
+    """Return the ``options`` for Lightning's strategy; raises UsageError for unsupported ones."""
     for name, value in options.items():
         if name in REMEDIES and value is not None:
             raise UsageError(
@@ -94,13 +86,13 @@ def passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Let the names of all presets stand for them, as in ``strategy="wingbeat_dear"``."""
+    """Register the names of all presets, such as ``strategy="wingbeat_dear"``."""
     for name, preset in PRESETS.items():
         made = functools.partial(strategy, name)
         registry.register(f"wingbeat_{name}", made, f"wingbeat.{preset.__name__}()", override=True)
 
 
 def seconds(options: Mapping[str, Any]) -> float:
-    """Return how long a wait may take, by the ``timeout`` that Lightning's groups have."""
+    """Return the seconds that a wait may take, from the option ``timeout``."""
     timeout = options.get("timeout")
     return timeout.total_seconds() if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT

@@ -1,7 +1,7 @@
-"""A strategy for Lightning's Trainer: in front of its DDPStrategy, whose workers it has.
+"""The strategy for Lightning's Trainer: a mixin in front of its DDPStrategy.
 
-The model is upgraded in place, so that it is its own wrapper: ``training_step`` goes through its
-``forward``, as through DDP's, when buffers are brought into line.
+The model is its own wrapper: ``training_step`` is called through its ``forward``, as through DDP's,
+which synchronizes buffers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ from wingbeat.integrations.lightning_family import changing, names, options, wor
 
 
 class TrainerStrategy:
-    """What is put in front of ``DDPStrategy`` for the Trainer.
+    """Mixin in front of ``DDPStrategy`` for the Trainer; `wingbeat_strategy` is its strategy."""
 
-    Attributes:
-        wingbeat_strategy: how gradients travel.
-    """
-
-    # Of DDPStrategy.
+    # Attributes of DDPStrategy.
     lightning_module: Any
     model: Any
     optimizers: Any
@@ -62,19 +58,17 @@ class TrainerStrategy:
     # -- before and after -----------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Start Lightning's process group, then join the workers in it."""
+        """Start Lightning's process group, then initialise wingbeat in it."""
         super().setup_environment()  # type: ignore[misc]
         workers.join_workers(self.world_size, self._wingbeat_timeout, self._wingbeat_interfaces)
 
     def configure_ddp(self) -> None:
-        """Wrap nothing: `setup` distributes the model once there are optimizers."""
+        """Do nothing: `setup` distributes the model once there are optimizers."""
 
     def setup(self, trainer: Any) -> None:
         """Set up as DDPStrategy does; for training, distribute the model and an optimizer.
 
-        Raises:
-            UsageError: there is no optimizer of the model's parameters, or what
-                `wingbeat.distribute` refuses.
+        Raises UsageError if no optimizer has the model's parameters.
         """
         super().setup(trainer)  # type: ignore[misc]
         if trainer.state.fn.value == "fit":
@@ -93,14 +87,13 @@ class TrainerStrategy:
         assert optimizer is not None
         self._wingbeat_frozen = [each for each in module.parameters() if not each.requires_grad]
         changing.let_grow(optimizer, self._change)
-        # Lightning's wrappers are of classes made from the optimizers', which one has now changed.
+        # Wrap again: Lightning derives a wrapper's class from the optimizer's, which has changed.
         self.optimizers = self.optimizers
 
     def _change(self, what: Callable[[], object]) -> None:
-        """Do ``what``, which gives the optimizer more to train, on all workers alike.
+        """Call ``what``, which adds parameters to the optimizer, on all workers.
 
-        Raises:
-            UsageError: in a training step, to which Lightning's wrappers of optimizers belong.
+        Raises UsageError inside a training step, where Lightning's wrappers are in use.
         """
         if self._wingbeat_stepping:
             raise UsageError(
@@ -114,12 +107,12 @@ class TrainerStrategy:
         self._distributed()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that other workers need not come any more."""
+        """Record the failure, after which this worker does not wait for others."""
         self._wingbeat_failed = True
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """Give plain objects back, then leave as DDPStrategy does."""
+        """Undo the distribution, then tear down as DDPStrategy does."""
         optimizer, self._wingbeat_optimizer = self._wingbeat_optimizer, None
         self._wingbeat_frozen = []
         if optimizer is not None:
@@ -131,13 +124,13 @@ class TrainerStrategy:
     # -- training -------------------------------------------------------------------------
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Have parameters averaged that a callback has thawed."""
+        """Distribute parameters that a callback has unfrozen."""
         super().on_train_batch_start(*args, **kwargs)  # type: ignore[misc]
         if any(param.requires_grad for param in self._wingbeat_frozen):
             self._change(lambda: None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's through its own ``forward``, as DDP's wrapper would."""
+        """Call the module's ``training_step`` through ``forward``, as DDP's wrapper does."""
         self._wingbeat_stepping = self._wingbeat_moved = True
         try:
             return self._training_step(*args, **kwargs)
@@ -149,7 +142,7 @@ class TrainerStrategy:
         with self.precision_plugin.train_step_context():
             if self._wingbeat_optimizer is None:
                 return module.training_step(*args, **kwargs)
-            if not module.automatic_optimization:  # where each backward is on its own
+            if not module.automatic_optimization:  # each backward has its own exchange
                 begin_step(module)
                 return module.training_step(*args, **kwargs)
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
@@ -159,7 +152,7 @@ class TrainerStrategy:
     ) -> Any:
         """Step as DDPStrategy does; under bounded staleness, after the closure and without it.
 
-        There gradients leave under backward, which a step may not repeat (Canary).
+        Gradients are sent during backward there, so a step must not repeat it (Canary).
         """
         module = self.lightning_module
         found = None if self._wingbeat_optimizer is None else bounded_exchange(module)
@@ -182,17 +175,17 @@ class TrainerStrategy:
     # -- all the same model ---------------------------------------------------------------
 
     def on_validation_start(self) -> None:
-        """Let all workers validate the same model."""
+        """Synchronize the models before validation."""
         self._level()
         super().on_validation_start()  # type: ignore[misc]
 
     def on_train_end(self) -> None:
-        """Let all workers end with the same model."""
+        """Synchronize the models at the end of training."""
         self._level()
         super().on_train_end()  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the model's state, the same on all workers, who all call this."""
+        """Return the model's state, equal on all workers; all workers call this."""
         self._level()
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
@@ -203,7 +196,7 @@ class TrainerStrategy:
         return workers.with_all_residuals(state, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states; torch puts them on their parameters' devices."""
+        """Load the optimizers' states; torch moves them to their parameters' devices."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)
 
@@ -235,17 +228,16 @@ class TrainerStrategy:
         super().barrier(*args, **kwargs)  # type: ignore[misc]
 
     def _gather_all(self) -> None:
-        """Before all wait for all: let nobody still wait for some, who would never come.
+        """Synchronize before a global collective, which would deadlock with a wait for a group.
 
-        Raises:
-            UsageError: in a training step, where workers may still wait for this one.
+        Raises UsageError inside a training step, where workers may wait for this one.
         """
         averaging = self.wingbeat_strategy.choices().averaging
         if averaging is None or averaging.partners == "all" or self._wingbeat_optimizer is None:
             return
         if self._wingbeat_stepping and not self._wingbeat_failed:
-            # In pairs, whoever is asked answers between its steps, whatever it waits for there;
-            # only in the midst of a step, where LBFGS evaluates the loss, does it not.
+            # In pairwise averaging a worker also answers while it waits between its steps. It does
+            # not inside a step, where LBFGS evaluates the loss.
             within = isinstance(self._wingbeat_optimizer, torch.optim.LBFGS)
             if averaging.partners == "pairs" and not within:
                 return
@@ -259,11 +251,7 @@ class TrainerStrategy:
 
 
 def _first_of(module: torch.nn.Module, optimizers: Sequence[Any]) -> torch.optim.Optimizer:
-    """Return the optimizer that is distributed; the others step on whole gradients by themselves.
-
-    Raises:
-        UsageError: none has a parameter of the model.
-    """
+    """Return the first optimizer with a parameter of the model; only this one is distributed."""
     known = set(module.parameters())
     for optimizer in optimizers:
         if any(param in known for group in optimizer.param_groups for param in group["params"]):
@@ -277,9 +265,9 @@ def _first_of(module: torch.nn.Module, optimizers: Sequence[Any]) -> torch.optim
 
 
 def _clip_through_optimizer(plugin: Any) -> None:
-    """Have a precision plugin clip by the norm that workers find without gathering gradients.
+    """Make a precision plugin clip by the global norm, without gathering gradients.
 
-    One whose class clips in a way of its own is left alone.
+    A class that overrides clipping is left unchanged.
     """
     base = next(
         each for each in reversed(type(plugin).__mro__) if hasattr(each, "clip_grad_by_norm")

@@ -1,4 +1,4 @@
-"""The workers that Lightning has started, and what each of them alone knows."""
+"""Initialises wingbeat among Lightning's workers, and gathers their residuals."""
 
 from __future__ import annotations
 
@@ -17,16 +17,9 @@ _KINDS = ("residuals", "velocity")
 
 
 def join_workers(size: int, timeout: float, interfaces: Sequence[str] | None) -> World:
-    """Join the workers that Lightning has put into one process group, unless that was done before.
+    """Initialise wingbeat in Lightning's process group, unless it was initialised before.
 
-    Args:
-        size: how many Lightning says there are.
-        timeout: seconds that a wait may take.
-        interfaces: as for `wingbeat.init`.
-
-    Raises:
-        UsageError: `wingbeat.init` was called before, among other workers.
-        RendezvousError: workers were missing.
+    Raises UsageError if it was with other workers, and RendezvousError if workers are missing.
     """
     try:
         world = current()
@@ -41,14 +34,10 @@ def join_workers(size: int, timeout: float, interfaces: Sequence[str] | None) ->
 
 
 def with_all_residuals(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Put into an optimizer's state dict what each worker has kept back; every worker calls this.
+    """Add all workers' residuals to an optimizer's state dict; every worker calls this.
 
-    Lightning saves rank 0's, so only there does it become complete: float32 on the CPU, of
-    4 bytes a parameter and worker.
-
-    Args:
-        state: of an optimizer that was distributed, or of another, which stays as it is.
-        device: where the default process group takes tensors.
+    Lightning saves rank 0's state dict, so it is complete only there: float32 on the CPU, 4 bytes
+    per parameter and worker. States of other optimizers stay unchanged.
     """
     mine = state.get(EXTRA)
     if not isinstance(mine, dict) or "residuals" not in mine or mine["world_size"] == 1:
@@ -73,7 +62,7 @@ def with_all_residuals(state: dict[str, Any], device: torch.device) -> dict[str,
 def _gathered(
     value: torch.Tensor, device: torch.device, rank: int, size: int
 ) -> list[torch.Tensor]:
-    """Return all workers' values, on rank 0; nothing on the others."""
+    """Return all workers' values on rank 0, and nothing on the others."""
     sent = value.to(device).contiguous()
     found = [torch.empty_like(sent) for _ in range(size)] if rank == 0 else None
     dist.gather(sent, found, dst=0)
@@ -81,7 +70,7 @@ def _gathered(
 
 
 def take_over_rank_zeros(model: torch.nn.Module) -> None:
-    """Give a model that is not distributed rank 0's parameters and buffers, as DDP does."""
+    """Broadcast rank 0's parameters and buffers of a model that is not distributed."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor.detach(), 0)

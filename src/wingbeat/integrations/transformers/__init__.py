@@ -5,12 +5,12 @@
     trainer = WingbeatTrainer(model, args, train_dataset=data, strategy=wingbeat.DeAR())
     trainer.train()
 
-Other trainers get the same by the mixin: ``class Mine(WingbeatTrainerMixin, Seq2SeqTrainer): ...``
+Other trainers use the mixin: ``class Mine(WingbeatTrainerMixin, Seq2SeqTrainer): ...``
 """
 
 from wingbeat.integrations.transformers.names import transformers as _transformers
 
-_transformers()  # says what to install, before anything else is imported
+_transformers()  # reports a missing library before the other imports
 
 from wingbeat.integrations.transformers.trainer import (  # noqa: E402
     WingbeatTrainer,

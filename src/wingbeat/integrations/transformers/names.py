@@ -1,4 +1,4 @@
-"""The transformers library, and the private names of its Trainer that are overridden here."""
+"""The import of transformers, and the names of its Trainer on which this package depends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from wingbeat.integrations.libraries import check_names, library
 
 LEAST = "5.0.0"
-"""The first version that this was written for; constraints.txt names the tested one."""
+"""The first supported version; constraints.txt has the tested one."""
 
 PRIVATE = (
     "_load_optimizer_and_scheduler",
@@ -15,27 +15,19 @@ PRIVATE = (
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
 )
-"""Methods of a Trainer that are overridden."""
+"""Private methods of a Trainer that are overridden."""
 
 USED = ("accelerator", "evaluation_loop", "floating_point_ops", "model_wrapped", "train")
-"""Public ones; a release that renames one is told as well."""
+"""Public names that are used; they are checked as well."""
 
 
 def transformers() -> Any:
-    """Import transformers.
-
-    Raises:
-        UsageError: it is missing or too old.
-    """
+    """Import transformers; raises UsageError if it is missing or too old."""
     return library("transformers", LEAST)
 
 
 def check(trainer: Any) -> None:
-    """Make sure that this Trainer has all that is overridden.
-
-    Raises:
-        UsageError: a release has moved a name.
-    """
+    """Raise UsageError if this Trainer lacks a name that is used."""
     title = f"transformers {transformers().__version__}"
     plain: Any = transformers().Trainer
     check_names(title, {plain: PRIVATE, trainer: USED})

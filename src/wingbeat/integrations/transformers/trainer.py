@@ -1,4 +1,4 @@
-"""A Trainer whose accelerator prepares model and optimizer by wingbeat."""
+"""A Trainer whose accelerator prepares model and optimizer with wingbeat."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from wingbeat.strategies import DeAR
 
 
 class WingbeatTrainerMixin:
-    """Trains by wingbeat what a ``transformers.Trainer`` would put into DDP.
+    """Mixin that trains with wingbeat in place of DDP.
 
-    To be named before the trainer in a class's bases. All else is the Trainer's own: accumulation,
-    clipping, precision, schedulers, evaluation, checkpoints. A checkpoint has each worker's
-    residuals too; before evaluating, saving, and at the end of `train`, workers whose models
-    differ (Ripples, LocalSGD, ...) agree on one.
+    List it before the trainer in a class's bases. Accumulation, clipping, precision, schedulers,
+    evaluation and checkpoints are the Trainer's own. Checkpoints include each worker's residuals.
+    Models that differ between workers (Ripples, LocalSGD, ...) are synchronized before evaluation,
+    before saving, and at the end of `train`.
 
     Args:
-        args, kwargs: as the Trainer's.
-        strategy: what `wingbeat.distribute` gets; default: ``wingbeat.DeAR()``.
+        args, kwargs: arguments of the Trainer.
+        strategy: the strategy for `wingbeat.distribute`; default: ``wingbeat.DeAR()``.
 
     Raises:
-        UsageError: the Trainer is set up for something else than data parallelism, or is of a
-            release in which the names have moved that are used here.
+        UsageError: the Trainer uses another parallelism, or its release lacks a name that is used.
     """
 
     def __init__(self, *args: Any, strategy: HasChoices | None = None, **kwargs: Any) -> None:
@@ -48,20 +47,20 @@ class WingbeatTrainerMixin:
         self.strategy: HasChoices = DeAR() if strategy is None else strategy
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; afterwards all workers have the same model."""
+        """Train as the Trainer does; all workers then have the same model."""
         done = super().train(*args, **kwargs)  # type: ignore[misc]
         _agree(self)
         return done
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, of one model for all workers."""
+        """As the Trainer's, with the same model on all workers."""
         _agree(self)
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):  # type: ignore[attr-defined]
-            _release(self)  # which converts the model, and that ends its training
+            _release(self)  # it converts the model, after which the model cannot train
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """As the Trainer's, which counts parameters after each backward; that gathers gradients."""
+        """Avoid the Trainer's count of parameters after each backward, which gathers gradients."""
         with _counted_once(self.model, self._counts):  # type: ignore[attr-defined]
             return super().floating_point_ops(inputs)  # type: ignore[misc]
 
@@ -85,7 +84,7 @@ class WingbeatTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.should_save:  # type: ignore[attr-defined]
-            # Where the optimizer is divided, all workers gather what one of them saves.
+            # Of a sharded optimizer all workers gather the state that one of them saves.
             self.optimizer.state_dict()  # type: ignore[attr-defined]
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         residuals.save(unwrapped(self.optimizer), output_dir)  # type: ignore[attr-defined]
@@ -101,7 +100,7 @@ class WingbeatTrainer(WingbeatTrainerMixin, Trainer):
 
 
 def _distributed(trainer: Any) -> nn.Module | None:
-    """Return the model that trains by wingbeat, if there is one yet."""
+    """Return the distributed model, if there is one."""
     model = getattr(trainer, "model_wrapped", None)
     return model if isinstance(model, nn.Module) and engine_of(model) is not None else None
 
@@ -120,10 +119,10 @@ def _release(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def _preparing(accelerator: Any, strategy: HasChoices) -> Iterator[None]:
-    """Have ``accelerator.prepare(model, optimizer)`` prepare them by wingbeat."""
+    """Make ``accelerator.prepare(model, optimizer)`` prepare them with wingbeat."""
 
     def instead(*objects: Any, **kwargs: Any) -> Any:
-        del accelerator.prepare  # the class's own, for the optimizer
+        del accelerator.prepare  # restores the class's method for the optimizer
         try:
             if any(isinstance(each, nn.Module) for each in objects):
                 return prepare(accelerator, *objects, strategy=strategy, **kwargs)
@@ -140,7 +139,7 @@ def _preparing(accelerator: Any, strategy: HasChoices) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counted_once(model: Any, counts: dict[Any, int]) -> Iterator[None]:
-    """Have ``model.num_parameters`` remember what it has counted, for a while."""
+    """Cache ``model.num_parameters`` inside the block."""
     if engine_of(model) is None or not hasattr(model, "num_parameters"):
         yield
         return

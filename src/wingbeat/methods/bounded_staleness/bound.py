@@ -1,12 +1,11 @@
 """The staleness bound: staleness s and proportion p (Canary, section 5.3).
 
 The paper's Pseudocode 1 uses p as a mask (lines 11 and 22), its prose as a count. Here p is a count
-of colayers: with a mask it would matter which colayers were exchanged, and backward exchanges them
-in a fixed order.
+of colayers, because backward exchanges colayers in a fixed order.
 
-The paper bounds with s both how slow a worker may be and how late gradients may be applied. When
-links are slower than computation, no worker is slow, and gradients that wait to be sent would still
-use up all of s. ``in_flight`` therefore bounds how many rounds a worker may be ahead of the sums.
+The paper uses s to bound both how slow a worker may be and how late gradients may be applied. On
+links slower than computation no worker is slow, but gradients waiting to be sent would use up all
+of s. ``in_flight`` therefore bounds how many rounds a worker may be ahead of the applied sums.
 """
 
 from __future__ import annotations
@@ -17,12 +16,15 @@ from dataclasses import dataclass
 from wingbeat.errors import UsageError
 
 IN_FLIGHT = 2
-"""Rounds that a worker is ahead of the sums at most when another one is slow: a slow worker answers
-for a round when the fastest wants to be two iterations ahead, and computes one more meanwhile."""
+"""Maximum rounds that a worker is ahead of the sums while another worker is slow: a slow worker
+answers for a round when the fastest is about to be two iterations ahead, and computes one more
+meanwhile.
+"""
 
 STRAGGLER_WINDOW = 8
-"""Consecutive rounds with the gradients of all workers after which no worker counts as slow. One
-iteration in as many probes whether a worker is slow."""
+"""Consecutive complete rounds after which no worker counts as slow. One iteration in this many
+probes whether a worker is slow.
+"""
 
 MAX_BUFFERED_UNBOUNDED = 32
 """Rounds that a worker buffers when staleness is unbounded."""
@@ -30,10 +32,11 @@ MAX_BUFFERED_UNBOUNDED = 32
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """The thresholds, and the rules that follow from them.
+    """The thresholds of bounded staleness, and the rules derived from them.
 
     - ``s=0, p=colayers``: BSP. Each iteration starts with the gradients of all earlier ones.
-    - ``s>0, p=colayers``: SSP. A worker waits if another would be more than ``s`` behind.
+    - ``s>0, p=colayers``: SSP. A worker waits if another worker would be more than ``s`` iterations
+      behind.
     - ``p<colayers``: Canary. A worker that is more than ``s`` behind drops its iteration and
       continues from the fastest worker's, unless it has exchanged ``p`` colayers; the others then
       wait for the rest.
@@ -43,8 +46,8 @@ class StalenessBound:
         s: iterations that a worker may be behind the fastest; None for no bound.
         p: colayers that a worker must have exchanged to keep its iteration, 1 to ``colayers``.
         colayers: colayers of the model, k in the paper.
-        in_flight: rounds that need not be applied when an iteration starts and a worker is slow;
-            one when no worker is. None for ``s``, whoever is slow.
+        in_flight: rounds that need not be applied when an iteration starts while a worker is slow;
+            one if no worker is slow. None for ``s`` in either case.
 
     Raises:
         UsageError: a value is out of range.
@@ -80,7 +83,7 @@ class StalenessBound:
 
     @property
     def max_buffered(self) -> int:
-        """Rounds that a worker buffers: all that a worker within the bound can receive.
+        """Maximum number of rounds that a worker buffers, enough for a worker within the bound.
 
         An iteration starts with all but ``in_flight`` of the earlier rounds applied, and the others
         get up to ``s`` iterations ahead while it is computed.
@@ -92,25 +95,25 @@ class StalenessBound:
 
     @property
     def max_ahead(self) -> int | None:
-        """Rounds that need not be applied when a worker is slow; None for any number."""
+        """Maximum rounds that are not yet applied while a worker is slow; None for no maximum."""
         bounds = [bound for bound in (self.s, self.in_flight) if bound is not None]
         return min(bounds, default=None)
 
     def is_outdated(self, staleness: int, exchanged: int) -> bool:
-        """Whether the rest of an iteration is dropped (lines 19 and 22).
+        """Whether the rest of an iteration is dropped (Pseudocode 1, lines 19 and 22).
 
         Args:
             staleness: iterations between this one and the fastest worker's.
-            exchanged: colayers of it that have been sent.
+            exchanged: colayers of this iteration that have been sent.
         """
         return (
             self.mode == "PGE" and self.s is not None and staleness > self.s and exchanged < self.p
         )
 
     def last_computed(self, iteration: int, zeta: int) -> int:
-        """Return the last iteration that any worker computes while one is in ``iteration``.
+        """Return the last iteration that any worker can compute while one is in ``iteration``.
 
-        The fastest worker may be in ``zeta``, and wait there.
+        ``zeta`` is the fastest worker's iteration; that worker may be waiting in it.
         """
         return zeta if self.s is None else min(zeta, iteration + self.s)
 
@@ -119,9 +122,9 @@ class StalenessBound:
 
         Args:
             iteration: the iteration.
-            stragglers: whether a worker is slow. If none is, missing rounds wait for links only, so
-                more rounds in flight than one hide nothing more. A probing iteration goes ahead all
-                the same: a worker that is just in time would never be found slow otherwise.
+            stragglers: whether a worker is slow. If not, missing rounds wait for links only, and
+                more than one round in flight hides nothing more. Probing iterations start anyway;
+                otherwise a worker that is just in time would never be detected as slow.
         """
         ahead = self.max_ahead
         if ahead is None:
@@ -134,8 +137,8 @@ class StalenessBound:
 class StragglerDetector:
     """Detects slow workers by the contributions in applied rounds.
 
-    A worker that waits for links answers for its own iteration, however late. A slow worker answers
-    that it has nothing yet, so a round lacks its contribution.
+    A worker that waits for links still contributes to the round of its own iteration. A slow worker
+    reports that it has nothing yet, so the round lacks its contribution.
 
     >>> detector = StragglerDetector()
     >>> detector.observe_round([[(0, 0), (0, 1)]], 0, workers=[0, 1])
@@ -160,13 +163,7 @@ class StragglerDetector:
         number: int,
         workers: Collection[int],
     ) -> None:
-        """Observe an applied round. An empty one, as after the last iteration, counts as even.
-
-        Args:
-            parts: the contributions, by iteration and worker, of each piece of each colayer.
-            number: of the round.
-            workers: the workers that train.
-        """
+        """Record an applied round; an empty one, as after the last iteration, is complete."""
         for entries in parts:
             present = {worker for iteration, worker in entries if iteration == number}
             if present and not present.issuperset(workers):

@@ -1,11 +1,11 @@
-"""Colayers by measurement: workers profile the model's layers, and change colayers together.
+"""Colayers from measurements: workers profile the model's layers and change colayers together.
 
-Each worker measures how long backward takes for each gradient, and how wide gradients are
-distributed (Canary, section 4.3.2). When the fastest enters a certain iteration, all workers drain.
-Each then writes its measurements and its view to the rendezvous store, and applies no round until
-there is a decision. Whoever writes a decision first decides:
+Each worker measures when backward computes each gradient, and how wide gradients are distributed
+(Canary, section 4.3.2). When the fastest worker enters a certain iteration, all workers drain. Each
+worker then writes its measurements and its view to the rendezvous store, and applies no round until
+there is a decision. The first decision that is written is binding:
 
-- Other colayers, bundled by the medians of all measurements, if all members have written the same
+- Other colayers, grouped by the medians of all measurements, if all members have written the same
   view and number of rounds. All replicas are then equal, and nothing is in flight.
 - The same colayers, if the view has changed meanwhile. Workers then try again later, unless one has
   finished training.
@@ -40,19 +40,19 @@ SAMPLE = 4096
 """Elements of a gradient that are sampled."""
 
 QUANTILE = 0.999
-"""The quantile of the absolute values that is taken for the width."""
+"""The quantile of the absolute values that measures the width."""
 
 FIRST_ATTEMPT = 6
-"""The iteration in which workers drain: five are measured, after the first, which is too slow."""
+"""The iteration in which workers drain. Five are measured, after the slow first one."""
 
 RETRY_AFTER = 50
 """Iterations after which workers try again."""
 
 _POLL_S = 0.05
-"""Seconds between two looks at the store."""
+"""Interval between reads of the store, in seconds."""
 
 _STORE_S = 10.0
-"""Seconds that the store may take to answer."""
+"""Timeout of a call of the store, in seconds."""
 
 _MAX_MEASURED = 1e6
 
@@ -61,15 +61,14 @@ _VIEW_CHANGED = "a worker came or went"
 Buckets = tuple[tuple[int, ...], ...]
 
 Measurements = tuple[list[float] | None, list[float | None]]
-"""By tensor: when its gradient is ready, in seconds from the first; and its width."""
+"""By tensor: seconds from the first gradient until its gradient is ready; and its width."""
 
 
 class LayerProfiler:
-    """The measurements of one worker, and the colayers that follow from those of all.
+    """Measurements of one worker, and the colayers chosen from those of all workers.
 
     Attributes:
-        passes: times backward, gradient by gradient.
-        count: number of gradients.
+        passes: measures when backward computes each gradient.
     """
 
     def __init__(self, bucketing: Bucketing, rebucket: Callable[[], object]) -> None:
@@ -87,7 +86,7 @@ class LayerProfiler:
                     self._widths[slot.index].append(width)
 
     def measurements(self) -> Measurements:
-        """Return the medians over this worker's iterations, which JSON can represent."""
+        """Return the medians over this worker's iterations, as values that JSON can represent."""
         times, order = self.passes, self._bucketing.ready_order
         ready = dict(zip(order, times.medians(order), strict=True)) if times.totals() else None
         return (
@@ -114,12 +113,12 @@ class LayerProfiler:
         return tuple(bucket.tensors for bucket in plan.buckets)
 
     def set_colayers(self, buckets: Sequence[Sequence[int]]) -> None:
-        """Use these colayers from the next plan on, and stop to measure."""
+        """Use these colayers from the next plan on, and stop measuring."""
         self.stop()
         self._bucketing.follow(Plan(tuple(PlannedBucket(tuple(each)) for each in buckets)))
 
     def stop(self) -> None:
-        """Stop to measure."""
+        """Stop measuring."""
         self.passes.enabled = False
 
     def _validated(self, measured: Any) -> Measurements:
@@ -144,11 +143,7 @@ class LayerProfiler:
 def gradient_width(gradient: torch.Tensor) -> float | None:
     """Return the natural logarithm of a high quantile of the absolute values of a sample.
 
-    Args:
-        gradient: any shape, floating point.
-
-    Returns:
-        None if no value is finite and other than 0.
+    The result is None if no value is finite and nonzero.
 
     >>> gradient_width(torch.tensor([0.5, -1.0, 0.25, 0.0]))
     0.0
@@ -163,11 +158,10 @@ def gradient_width(gradient: torch.Tensor) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ColayerDecision:
-    """A decision, the same on all workers.
+    """A decision about colayers, the same on all workers.
 
     Attributes:
         rounds: rounds in the parameters of the worker that decided.
-        view: its view.
         buckets: the tensors of each colayer; None to keep the colayers.
         reason: why they are kept.
         retry: whether workers try again.
@@ -185,13 +179,7 @@ class ColayerDecision:
 
     @classmethod
     def from_json(cls, text: str, tensors: int) -> ColayerDecision:
-        """Decode a decision about so many tensors.
-
-        Raises:
-            ValueError: it is malformed.
-            TypeError: as well.
-            RecursionError: as well.
-        """
+        """Decode a decision about this many tensors; ValueError or TypeError if malformed."""
         rounds, view, buckets, reason, retry = json.loads(text)
         if buckets is not None:
             buckets = tuple(map(tuple, buckets))
@@ -204,21 +192,12 @@ class ColayerDecision:
 
 
 class ColayerChange:
-    """One worker's part in the decision. It never waits, and has no thread.
-
-    Args:
-        store: the rendezvous store.
-        namespace: of the training; the same on all workers.
-        rank: of this worker.
-        tensors: number of tensors that are bundled.
-        choose: makes colayers of the measurements of all members, by rank; None of none.
-        first: the iteration of the first attempt.
-        retry_after: iterations after which workers try again.
-        clock: seconds.
+    """One worker's part in the decision; nonblocking, without a thread.
 
     Attributes:
-        due: the iteration from which on workers drain for an attempt; None if there is no more.
-        decision: the last one that was read.
+        due: the iteration from which workers drain for an attempt; None if there are no more
+            attempts.
+        decision: the last decision that was read.
     """
 
     def __init__(
@@ -246,12 +225,12 @@ class ColayerChange:
         return f"{self._namespace}/{self._attempt}"
 
     def is_due(self, iteration: int) -> bool:
-        """Whether workers drain for an attempt, as one has entered this iteration."""
+        """Whether workers drain for an attempt, because one has entered this iteration."""
         return self.due is not None and iteration >= self.due
 
     def mark_finished(self) -> None:
-        """Write that this worker has finished training, so that colayers do not change any more."""
-        with contextlib.suppress(RuntimeError):  # without a store there are no decisions
+        """Publish that this worker has finished training; colayers do not change afterwards."""
+        with contextlib.suppress(RuntimeError):  # no decisions without a store
             self._store.set(f"{self._namespace}/ended", "")
 
     def catch_up(self) -> None:
@@ -260,7 +239,7 @@ class ColayerChange:
             pass
 
     def poll_decision(self) -> bool:
-        """Whether there is a decision, even if this worker has not drained."""
+        """Whether there is a decision, also if this worker has not drained."""
         return self._may_poll() and self._read_decision()
 
     def _may_poll(self) -> bool:
@@ -273,7 +252,7 @@ class ColayerChange:
     def decide(
         self, machine: Worker, lost: Collection[int], measurements: Any
     ) -> ColayerDecision | None:
-        """Contribute to the decision of drained workers; return it, or None while it is open."""
+        """Contribute to the decision of drained workers; return it, or None if it is still open."""
         view, rounds = machine.view, machine.applied
         if self._view is None:
             self._view = view
@@ -342,7 +321,7 @@ class ColayerChange:
 
 
 def weak_chooser(profiler: LayerProfiler) -> Callable[[Sequence[Any]], Buckets | None]:
-    """Return `choose_colayers` of a profiler without keeping it, and its model, alive."""
+    """Return a profiler's `choose_colayers`, holding the profiler and its model weakly."""
     reference = weakref.ref(profiler)
 
     def choose(measured: Sequence[Any]) -> Buckets | None:

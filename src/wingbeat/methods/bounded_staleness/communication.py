@@ -1,7 +1,7 @@
-"""The communication thread of a worker: carries the messages of its state machine.
+"""The communication thread of a worker: sends and receives the messages of its state machine.
 
-`Lanes` deliver the messages between two workers in order. Two threads use the state machine under
-one lock: this one, and training between and within its iterations.
+`Lanes` deliver the messages between two workers in order. The communication thread and the training
+thread share the state machine under one lock.
 """
 
 from __future__ import annotations
@@ -48,42 +48,40 @@ if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.replica import WeakReplica
 
 _POLL_S = 0.1
-"""Seconds between two looks at lost workers."""
+"""Interval between checks for lost workers, in seconds."""
 
 _SERVE_POLL_S = 0.02
-"""Seconds between two looks at whether all workers have finished."""
+"""Interval between checks of whether all workers have finished, in seconds."""
 
 _QUICK_CLOSE_S = 1.0
-"""Seconds that the last messages may take after a failure."""
+"""Timeout for the last messages after a failure, in seconds."""
 
 MAX_PAYLOAD = 1 << 36
-"""Bytes of a payload."""
+"""Maximum payload size in bytes."""
 
 
 class _Queued(NamedTuple):
-    """A frame for an incarnation of a worker."""
-
     incarnation: int
     frame: Frame
 
 
 class FrameSender:
-    """Sends the messages of a machine in parts: short frames together, long ones split."""
+    """Sends the messages of a machine in parts: small frames are combined, large ones split."""
 
     def __init__(self, machine: Worker, lanes: Lanes) -> None:
         self._machine, self._lanes = machine, lanes
         self._queues: dict[int, deque[_Queued]] = {}
-        self._rest: dict[int, Iterator[memoryview]] = {}  # of a payload that is sent in parts
-        self._blocked: dict[int, tuple[int, Any]] = {}  # a part without room in its lane
+        self._rest: dict[int, Iterator[memoryview]] = {}  # the rest of a payload sent in parts
+        self._blocked: dict[int, tuple[int, Any]] = {}  # a part for which its lane has no room
         self._last = machine.rank  # the receiver of the last part
 
     @property
     def busy(self) -> bool:
-        """Whether messages wait."""
+        """Whether messages are pending."""
         return bool(self._queues or self._machine.outbox)
 
     def remove_worker(self, worker: int, incarnation: int) -> None:
-        """Discard what is for an incarnation that has ended; keep what is for a later one."""
+        """Discard the messages for an ended incarnation; keep those for a later one."""
         self._blocked.pop(worker, None)
         self._rest.pop(worker, None)
         queue = self._queues.pop(worker, ())
@@ -95,7 +93,8 @@ class FrameSender:
         """Send as much as the lanes have room for."""
         while self._machine.outbox:
             self._enqueue(self._machine.outbox.popleft())
-        # One part to each in turn, from the next rank on: so not all workers send to one at a time.
+        # One part to each worker in turn, from the next rank on, so that not all workers send to
+        # the same one at a time.
         turns = deque(sorted(self._queues, key=lambda worker: (worker <= self._last, worker)))
         while turns:
             worker = turns.popleft()
@@ -114,18 +113,14 @@ class FrameSender:
                 self._queues.setdefault(worker, deque()).append(_Queued(incarnation, frame))
 
     def _receiving_incarnation(self, worker: int, message: Message) -> int:
-        """Return the incarnation that a message is for; -1 if there is none.
-
-        A proposal is for any: it tells a worker that it was removed, and a restarted worker sends
-        it before it knows the incarnations of the others.
-        """
+        """Return the incarnation that a message is for; -1 if the receiver is dead."""
         known, current = self._machine.incarnation_of(worker), self._lanes.life(worker)
         if known is None:
             return current
         return max(known, current) if isinstance(message, ViewProposal) else known
 
     def _send_part(self, worker: int) -> bool:
-        """Send the next part to a worker; return whether there was one, and room for it."""
+        """Send the next part to a worker; return False if there is none, or no room."""
         part = self._blocked.pop(worker, None) or self._next_part(worker)
         if part is None:
             return False
@@ -135,7 +130,6 @@ class FrameSender:
         return True
 
     def _next_part(self, worker: int) -> tuple[int, Any] | None:
-        """Return the kind and bytes of the next part; None if there is none."""
         rest = self._rest.get(worker)
         if rest is not None:
             chunk = next(rest, None)
@@ -145,7 +139,7 @@ class FrameSender:
         queue, current = self._queues[worker], self._lanes.life(worker)
         while queue and current > queue[0].incarnation:
             queue.popleft()
-        if not queue or current < queue[0].incarnation:  # it is not connected again yet
+        if not queue or current < queue[0].incarnation:  # not connected again yet
             return None
         header, payload = queue.popleft().frame
         largest = self._lanes.largest
@@ -177,18 +171,16 @@ class FrameReceiver:
     ) -> None:
         self._workers, self._colayers, self._max_payload = workers, colayers, max_payload
         self._epoch = epoch
-        self._early: list[tuple[Sequence[int], bytearray | None]] = []  # of the next epoch
-        self._numbers: Sequence[int] = ()  # of the frame whose payload is incomplete
+        self._early: list[tuple[Sequence[int], bytearray | None]] = []  # messages of the next epoch
+        self._numbers: Sequence[int] = ()  # numbers of the frame with an incomplete payload
         self._payload: bytearray | None = None
         self._filled = 0
 
     def receive_part(self, kind: int, part: Any) -> Iterator[tuple[int, Message]]:
-        """Yield the sender's incarnation and the message for each message that is complete.
+        """Yield the sender's incarnation and the message for each complete message.
 
-        Messages of an earlier epoch are dropped; those of the next one wait for `change_colayers`.
-
-        Raises:
-            MalformedMessage: no worker of this job sends such a part.
+        Messages of the next epoch wait for `change_colayers`. A malformed part raises
+        MalformedMessage.
         """
         if (kind == BEGIN) != (self._payload is None):
             raise MalformedMessage(f"unexpected part of kind {kind}")
@@ -200,7 +192,7 @@ class FrameReceiver:
                 self._numbers, self._filled = frame.numbers, 0
                 self._payload = bytearray(frame.payload_nbytes)
             else:
-                # A copy is aligned, as kernels need it.
+                # Kernels need aligned memory; the copy is aligned.
                 yield from self._decode(frame.numbers, bytearray(frame.payload) or None)
 
     def _receive_payload(self, payload: bytearray, part: Any) -> Iterator[tuple[int, Message]]:
@@ -215,7 +207,7 @@ class FrameReceiver:
             yield from self._decode(self._numbers, payload)
 
     def change_colayers(self, colayers: int) -> Iterator[tuple[int, Message]]:
-        """Start the next epoch, with this number of colayers, and yield its early messages."""
+        """Start the next epoch with this many colayers; yield its messages that arrived early."""
         self._colayers, self._epoch = colayers, self._epoch + 1
         early, self._early = self._early, []
         for numbers, payload in early:
@@ -234,23 +226,13 @@ class FrameReceiver:
 
 
 class CommunicationThread:
-    """Connects the state machine of a worker to the others.
+    """Connects a worker's state machine to the other workers.
 
-    Args:
-        machine: the state machine. Payloads are bytes, or None.
-        mailbox: to the other workers, numbered by rank; only this thread uses it.
-        replica: what rounds are applied to.
-        timeout: seconds that training may wait.
-        clock: seconds.
-        tolerates_loss: whether training continues without lost workers. Otherwise it ends on all,
-            so that the parts of a partitioned network do not both continue.
-        departures: logs lost and rejoined workers.
-        lanes: to the other workers; made from the mailbox if None.
-        membership: decides which workers are lost; each worker decides by itself if None.
-        journal: records what this worker does; None for no record.
+    Unless ``tolerates_loss``, training ends on all workers when one is lost, so that the parts of a
+    partitioned network do not both continue. Without ``membership`` each worker decides by itself
+    which workers are lost.
 
     Attributes:
-        machine: the state machine.
         no_failures: whether no worker was lost, and this one is in its first incarnation.
     """
 
@@ -288,7 +270,7 @@ class CommunicationThread:
         self._receivers: dict[int, FrameReceiver] = {}
         self._error: PeerError | None = None
         self._closing = False
-        self._events = 0  # counted, so that training misses none between two looks
+        self._events = 0  # a counter, so that training misses no event between two checks
         self.no_failures = machine.incarnation == 0
         self._thread = threading.Thread(
             target=self._run, name="wingbeat-communication", daemon=True
@@ -297,7 +279,7 @@ class CommunicationThread:
     # -- called by the training thread ----------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread and the membership client."""
         if self._membership is not None:
             self._membership.start(self._interrupt)
         self._thread.start()
@@ -312,11 +294,7 @@ class CommunicationThread:
             return sent
 
     def begin_iteration(self, poll: Callable[[], object] = lambda: None) -> int:
-        """Apply rounds, wait until the bound allows the next iteration, and enter it.
-
-        Returns:
-            The number of the iteration.
-        """
+        """Wait until the bound allows the next iteration, enter it, and return its number."""
 
         def entered() -> int | None:
             poll()
@@ -326,7 +304,7 @@ class CommunicationThread:
         return iteration
 
     def try_begin_iteration(self) -> int | None:
-        """Apply rounds, and enter the next iteration; return None if others must be waited for."""
+        """Apply rounds and enter the next iteration; return None if the bound forbids it."""
         self._apply_rounds()
         with self._lock_machine():
             if not self.machine.can_begin():
@@ -342,27 +320,16 @@ class CommunicationThread:
             self._journal.dropped(self.machine.dropped)
 
     def drain(self) -> None:
-        """Wait until all workers have called this, apply all rounds, and resume.
-
-        All replicas are equal afterwards.
-        """
+        """Wait until all workers have called this, apply all rounds, and resume."""
         self.finish()
         self.resume()
 
     def finish(self, log_after_s: float = math.inf) -> None:
-        """As `drain`, without resuming. A worker that calls `close` afterwards is not missed."""
+        """Do as `drain` without resuming. A worker that then calls `close` is not lost."""
         self.try_drain(lambda: False, log_after_s)
 
     def try_drain(self, cancelled: Callable[[], bool], log_after_s: float = math.inf) -> bool:
-        """As `finish`, unless ``cancelled`` says that other workers, which had drained, resumed.
-
-        Args:
-            cancelled: called repeatedly.
-            log_after_s: as for `finish`.
-
-        Returns:
-            Whether all have drained.
-        """
+        """Do as `finish`; return False if drained workers resume (``cancelled()`` is true)."""
         with self._lock_machine():
             self.machine.finish()
 
@@ -373,13 +340,13 @@ class CommunicationThread:
             return False
         if self._journal.enabled:
             digest = None
-            with contextlib.suppress(UsageError):  # the model may be gone
+            with contextlib.suppress(UsageError):  # the model may have been garbage-collected
                 digest = hashlib.sha256(self._replica.state_bytes()).hexdigest()
             self._journal.drained(self.machine.applied, digest)
         return True
 
     def await_decision(self, decided: Callable[[], Any], missing: Callable[[], list[int]]) -> Any:
-        """Wait for a decision of all drained workers; no round is applied meanwhile."""
+        """Wait for a decision of all drained workers; apply no round meanwhile."""
 
         def poll() -> Any:
             with self._lock_machine():
@@ -389,7 +356,7 @@ class CommunicationThread:
         return self._wait_for(poll, "cannot change its colayers", behind=missing)
 
     def lost_workers(self) -> frozenset[int]:
-        """Return the lost workers, with those that left after all had drained."""
+        """Return the lost workers, including those that left after all had drained."""
         with self._lock_machine():
             return frozenset(self._detector.lost)
 
@@ -413,12 +380,9 @@ class CommunicationThread:
                 self._receive(source, receiver.change_colayers(bound.colayers))
 
     def serve_until(self, finished: Callable[[], bool], log_after_s: float = math.inf) -> None:
-        """After `finish`, drain again with workers that resume, until ``finished``.
+        """After `finish`, drain again with workers that resume (`drain`), until ``finished``.
 
-        These have called `drain` where this worker has called `finish`.
-
-        Raises:
-            PeerError: the others neither trained nor finished in time.
+        Raises PeerError if the others neither trained nor finished in time.
         """
         deadline = self._clock() + self._timeout
         while self.no_failures and not finished():
@@ -435,7 +399,7 @@ class CommunicationThread:
                 time.sleep(_SERVE_POLL_S)
 
     def close(self, *, quick: bool = False) -> None:
-        """Send what is pending and end; the others take this worker as gone."""
+        """Send pending messages and end the thread; the others treat this worker as exited."""
         if quick:
             self._fail(PeerError(f"{self._me}: training has failed here"))
         self._closing = True
@@ -449,7 +413,7 @@ class CommunicationThread:
             return True if self.machine.fully_applied else None
 
     def _apply_rounds(self) -> None:
-        """Apply what has arrived to the replica, without the lock, and answer pull requests."""
+        """Apply received rounds without the lock, and answer pull requests."""
         with self._lock_machine():
             pulled = self.machine.take_pulled_state()
         if pulled is not None:
@@ -474,9 +438,9 @@ class CommunicationThread:
         log_after_s: float = math.inf,
         behind: Callable[[], Sequence[int]] | None = None,
     ) -> Any:
-        """Wait until ``condition`` returns something else than None."""
+        """Wait until ``condition`` returns a value other than None."""
         lagging = behind or self.machine.lagging_peers
-        # Longer than it takes to detect a lost worker.
+        # The limit exceeds the time in which a lost worker is detected.
         wait = WaitLog(self._me, "sums", self._clock)
         limit_s = MAX_WAIT_FACTOR * self._timeout
         deadline, log_at = wait.begun + limit_s, wait.begun + log_after_s
@@ -507,7 +471,7 @@ class CommunicationThread:
 
     @contextlib.contextmanager
     def _lock_machine(self) -> Iterator[None]:
-        """Lock the machine, and have its messages sent afterwards."""
+        """Lock the machine, and wake the thread to send its messages."""
         with self._changed:
             self._raise_if_failed()
             yield
@@ -540,7 +504,7 @@ class CommunicationThread:
                     linger_until = self._clock() + self._lanes.linger
         except PeerError as error:
             self._fail(error)
-        except Exception as error:  # the training thread raises it
+        except Exception as error:  # raised in the training thread
             self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
         finally:
             if self._membership is not None:
@@ -550,7 +514,7 @@ class CommunicationThread:
                 self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSE_TIMEOUT_S)
 
     def _must_stay(self, linger_until: float) -> bool:
-        """Whether messages are pending here, or others may need this worker to forward theirs."""
+        """Whether messages are pending, or other workers may need this worker to forward theirs."""
         return self._sender.busy or self._lanes.busy or self._clock() < linger_until
 
     def _fail(self, error: PeerError) -> None:
@@ -569,12 +533,12 @@ class CommunicationThread:
             while packet is not None:
                 self._receive_packet(packet)
                 packet = self._mailbox.poll()
-            for event in self._detector.poll(suspects):  # after its last messages
+            for event in self._detector.poll(suspects):  # after the last messages of a lost worker
                 if isinstance(event, WorkerLost):
                     self._remove_worker(event)
                 else:
                     self._readmit_worker(event)
-            self._lanes.tick()  # forwarded packets go first
+            self._lanes.tick()  # forwarded packets are sent first
             self._sender.send_pending()
             self._notify_training()
 
@@ -582,7 +546,7 @@ class CommunicationThread:
         worker = event.worker
         self.no_failures = self.no_failures and not event.needed
         self._lanes.forget(worker)
-        if worker not in self._mailbox.left:  # otherwise it still receives the last messages
+        if worker not in self._mailbox.left:  # a worker that left still receives the last messages
             self._mailbox.drop(worker)
         self._receivers.pop(worker, None)
         self._sender.remove_worker(worker, event.incarnation)
@@ -590,11 +554,10 @@ class CommunicationThread:
             self.machine.mark_lost(worker, event.incarnation)
 
     def _readmit_worker(self, event: WorkerRejoined) -> None:
-        """Connect to a worker that was restarted, and acknowledge it."""
         try:
             if event.worker in self._lanes.near:
                 self._mailbox.join(event.worker, event.card)
-        except UsageError as error:  # it waits in vain, and the others continue
+        except UsageError as error:  # the rejecting worker continues; the restarted one times out
             log.warning(f"{self._me}: cannot accept rank {event.worker} again: {error}")
             return
         self._lanes.renew(event.worker, event.incarnation)

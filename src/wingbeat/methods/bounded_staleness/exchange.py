@@ -1,7 +1,7 @@
 """The exchange of bounded staleness: sends buckets in pieces, and applies rounds of sums.
 
 Each bucket is a colayer. The worker's state machine defines the messages, and a communication
-thread beside training carries them.
+thread sends and receives them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from wingbeat.engine.gradients.compression import Compression
 
 PATIENCE_S = 10.0
-"""Seconds of silence, at least, after which a worker is suspected."""
+"""Minimum seconds of silence after which a worker is suspected."""
 
 MAX_SHOWN_BITS = 16
-"""Workers up to which a cell of the index shows a bit for each, and not their number."""
+"""Maximum number of workers for which a cell of the index shows one bit each; above it, a count."""
 
 _LOG_AFTER_S = 5.0
-"""Seconds after the end of a script after which a line says why its process still runs."""
+"""Seconds after the end of a script after which a log line states why its process still runs."""
 
 
 def open_connections(world: World, *, encrypted: bool) -> JoinedWorker:
@@ -76,8 +76,7 @@ def open_connections(world: World, *, encrypted: bool) -> JoinedWorker:
 def neighbours(networks: Sequence[Sequence[str]]) -> list[set[int]] | None:
     """Return by rank the workers that its interfaces reach directly; None if all reach all.
 
-    Args:
-        networks: by rank, the subnet of each interface, as `World.networks`.
+    ``networks`` has by rank the subnet of each interface, as `World.networks`.
 
     >>> neighbours([["a", "x"], ["a", "y"], ["b", "x"], ["b", "y"]])
     [{1, 2}, {0, 3}, {0, 3}, {1, 2}]
@@ -94,20 +93,14 @@ def neighbours(networks: Sequence[Sequence[str]]) -> list[set[int]] | None:
 class BoundedStalenessExchange:
     """Sends buckets in pieces to the owners of the pieces, and applies rounds of sums.
 
-    Args:
-        world: of two workers or more; `planned` connects them.
-        staleness: the bound.
-        compression: the codec of gradients.
-        optimizer: whose options belong to the rounds.
-        step: makes a step of the optimizer on the gradients in ``p.grad``.
-        steps: counts steps; synchronous workers must have made equally many.
-        others: tensors beside the parameters that a restarted worker needs.
+    ``others`` are the tensors other than parameters that a restarted worker needs.
 
     Attributes:
-        machine: of this worker, from `planned` on. The communication thread uses it: read only.
-        replicas_diverge: whether workers may apply a round in different steps of theirs.
-        synchronous: whether rounds go back to the buckets, as gradients that all have.
-        waited: called with the nanoseconds that training has waited for others, in each step.
+        machine: the state machine, from `planned` on; read-only, as the communication thread uses
+            it.
+        replicas_diverge: whether workers may apply a round in different steps.
+        synchronous: whether the sums of a round are written to the buckets, as by an all-reduce.
+        waited: called in each step with the nanoseconds that training has waited for other workers.
     """
 
     machine: Worker
@@ -137,10 +130,7 @@ class BoundedStalenessExchange:
     # -- connections and colayers ---------------------------------------------------------
 
     def set_profiler(self, profiler: LayerProfiler) -> None:
-        """Change colayers once by measurements, when all workers drain.
-
-        A restarted worker uses the colayers of the others at once.
-        """
+        """Change colayers once, by measurements, when all workers drain."""
         world = self._world
         assert isinstance(world.store, AtomicStore), "the stores of jobs can claim keys"
         self._profiler = profiler
@@ -208,7 +198,7 @@ class BoundedStalenessExchange:
             joined.mailbox,
             self._weak_replica,
             timeout=world.timeout,
-            # Synchronous training ends on the loss of a worker, as DDP does.
+            # Synchronous training ends when a worker is lost, as with DDP.
             tolerates_loss=self.replicas_diverge,
             departures=departures_of(world),
             lanes=joined.lanes,
@@ -238,7 +228,7 @@ class BoundedStalenessExchange:
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Send a bucket's gradients, unless the iteration has been dropped.
 
-        Synchronous training gets the sum when it waits for the bucket's handle.
+        Synchronous training receives the sum when it waits for the bucket's handle.
         """
         assert operation is Operation.CONTRIBUTE, operation
         if not self._dropped:
@@ -259,7 +249,7 @@ class BoundedStalenessExchange:
         """Wait for the sums of the iteration if all of its buckets have been sent."""
         if self._buckets_sent == len(self._pieces):
             assert isinstance(self._replica, SynchronousReplica)
-            if not self._control_sent:  # otherwise Ctrl-C has interrupted the wait
+            if not self._control_sent:  # true if Ctrl-C has interrupted an earlier wait
                 self._send_control()
                 self._communication.end_iteration()
                 self._control_sent = True
@@ -307,7 +297,7 @@ class BoundedStalenessExchange:
         change = self._change
         if change is not None:
             change.catch_up()
-        # All have drained with the same rounds: the last two belong to no iteration.
+        # All workers have drained with the same rounds; the last two belong to no iteration.
         if change is not None and change.is_due(self.machine.applied - 2):
             self._decide(change)
         else:
@@ -317,7 +307,6 @@ class BoundedStalenessExchange:
             self._check_equal(self._replica)
 
     def _decide(self, change: ColayerChange) -> None:
-        """Decide on colayers with all drained workers, and use them."""
         assert self._profiler is not None
         own = self._profiler.measurements()
 
@@ -363,12 +352,12 @@ class BoundedStalenessExchange:
 
     @property
     def room(self) -> str:
-        """The namespace of the model in the store; the same on all workers, restarted ones too."""
+        """The namespace of the model in the store; the same on all workers and after restarts."""
         return f"stale{self._world.serial}/alike"
 
     @property
     def made(self) -> int:
-        """Rounds that were applied here."""
+        """Number of rounds applied on this worker."""
         return self.machine.applied
 
     @property
@@ -380,32 +369,32 @@ class BoundedStalenessExchange:
 
     @property
     def colayers(self) -> int:
-        """Number of colayers with gradients; the machine has the control colayer as well."""
+        """Number of colayers with gradients; the machine has one more, the control colayer."""
         return len(self._pieces)
 
     @property
     def applied(self) -> float:
-        """Iterations' worth of all workers' gradients in the parameters here."""
+        """Number of iterations of all workers whose gradients are in the parameters here."""
         world, machine = self._world, self.machine
         return machine.gei.counted / (world.size**2 * machine.colayers)
 
     @property
     def fired(self) -> dict[str, int]:
-        """How often the bound has acted here: ``dropped`` iterations, ``pulled`` parameters."""
+        """How often the bound took effect here: ``dropped`` iterations, ``pulled`` parameters."""
         return {"dropped": len(self.machine.dropped), "pulled": self.machine.pulls}
 
     def sections(self) -> Sequence[Section]:
-        """Return what `wingbeat top` shows of this worker."""
+        """Return the sections of this worker for `wingbeat top`."""
         return status_sections(self.machine, self._world.size, self.colayers)
 
 
 def status_sections(machine: Worker, workers: int, colayers: int) -> list[Section]:
-    """Return a worker's staleness, and the oldest row of its index that is not complete.
+    """Return a worker's staleness, and the oldest incomplete row of its index.
 
-    Any thread may call it. It takes no lock, so values may be of two moments.
+    Any thread may call it. It takes no lock, so values may come from different moments.
     """
     iteration, in_flight = machine.iteration, machine.bound.max_ahead
-    fastest = max(iteration, machine.zeta)  # between two iterations zeta may be behind
+    fastest = max(iteration, machine.zeta)  # zeta may lag between two iterations
     rows: dict[str, Cell] = {
         "iteration": iteration,
         "fastest": fastest,
@@ -423,7 +412,7 @@ def status_sections(machine: Worker, workers: int, colayers: int) -> list[Sectio
 
 
 def format_mask(mask: int, workers: int) -> str:
-    """Return the workers whose bits are set, worker 0 first; of many workers, their number.
+    """Return a bit for each worker, worker 0 first; for many workers, the number of set bits.
 
     >>> format_mask(0b101, 4), format_mask(0b101, 25)
     ('1.1.', '2/25')
@@ -434,28 +423,26 @@ def format_mask(mask: int, workers: int) -> str:
 
 
 class _RoundHandle:
-    """The pending sum of a bucket; all buckets of a round complete together."""
+    """A pending sum; all buckets of a round complete together."""
 
     def __init__(self, exchange: BoundedStalenessExchange) -> None:
         self._exchange = exchange
 
     def done(self) -> bool:
-        """Whether the sum is in the bucket."""
         return self._exchange.round_received
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> NoReturn:
-        """Not supported: the training thread alone applies rounds."""
         raise NotImplementedError(f"no thread calls {callback} when a round is complete")
 
     def wait(self) -> None:
-        """Wait for the round, if all buckets have been sent; their gradients were copied."""
+        """Wait for the round if all buckets have been sent; the gradients were copied."""
         self._exchange.await_round()
 
     wait_received = wait
 
 
 class _Shutdown:
-    """Ends a worker when all have finished; until then the others need the sums that it makes."""
+    """Ends a worker when all have finished; until then the others need the sums of its pieces."""
 
     def __init__(
         self,

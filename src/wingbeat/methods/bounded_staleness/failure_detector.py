@@ -17,17 +17,17 @@ from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo
 
 STORE_S = 10.0
-"""Seconds that the store may take to decide which workers are lost."""
+"""Timeout for the store to decide which workers are lost, in seconds."""
 
 _ENDED = "has ended without a word"
 _LEFT = "has left"
 
 _POLL_S = 0.25
-"""Seconds between two looks at closed connections."""
+"""Interval between checks for closed connections, in seconds."""
 
 
 class WorkerLost(NamedTuple):
-    """An incarnation of a worker has ended for good; ``needed`` if training still needed it."""
+    """An incarnation of a worker has ended; ``needed`` if training still needed it."""
 
     worker: int
     incarnation: int
@@ -43,10 +43,10 @@ class WorkerRejoined(NamedTuple):
 
 
 class FailureDetector:
-    """One worker's knowledge of which workers are alive.
+    """Tracks which workers are alive, for one worker.
 
     Attributes:
-        lost: the workers that are lost now.
+        lost: the workers that are currently lost.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class FailureDetector:
         self._me = f"rank {machine.rank}"
         self._workers = len(lanes.known) + 1
         self._suspected_at: dict[int, float] = {}
-        self._unneeded: dict[int, int] = {}  # incarnations that ended when all had drained
+        self._unneeded: dict[int, int] = {}  # incarnations that ended after all had drained
         self._polled = float("-inf")
-        self._closed_at: dict[int, float] = {}  # if reached directly until then, else NEVER
+        self._closed_at: dict[int, float] = {}  # time of closing; NEVER if not reached directly
         self.lost: set[int] = set()
         if membership is not None:
             view = membership.log.view
@@ -77,7 +77,7 @@ class FailureDetector:
 
     def suspects(self) -> dict[int, str]:
         """Return the workers that may be lost, each with the reason."""
-        if not self._machine.drained:  # training has resumed, and needs them after all
+        if not self._machine.drained:  # training has resumed and needs them
             self.lost.difference_update(self._unneeded)
         found = dict.fromkeys(self._unneeded, _LEFT)
         found |= dict.fromkeys(self._mailbox.left, _LEFT)
@@ -89,9 +89,7 @@ class FailureDetector:
     def poll(self, suspects: Mapping[int, str]) -> Iterator[WorkerLost | WorkerRejoined]:
         """Yield the workers that were lost or have rejoined since the last call.
 
-        Args:
-            suspects: as returned before the latest messages were received, so that the last
-                messages of a worker count.
+        Take ``suspects`` before the latest messages, so that a worker's last messages count.
         """
         if self._membership is None:
             for worker, reason in suspects.items():
@@ -115,10 +113,10 @@ class FailureDetector:
         yield from self._decide({w: r for w, r in suspects.items() if w not in self.lost})
 
     def _ended(self) -> list[int]:
-        """Return the workers whose processes have ended: connections closed, and silent since.
+        """Return the workers whose connections closed `RECONNECT_S` ago and that are silent since.
 
-        A partition closes connections as well, but long after the worker was last reached directly.
-        A worker that is heard over other workers is alive.
+        A partition closes connections too, but long after the worker was last reached directly. A
+        worker whose messages arrive through other workers is alive.
         """
         now = self._clock()
         if now >= self._polled + _POLL_S:
@@ -149,7 +147,7 @@ class FailureDetector:
             )
 
     def _decide(self, suspects: Mapping[int, str]) -> Iterator[WorkerLost]:
-        """Propose a view without the suspects once every other worker has been heard since."""
+        """Propose a view without the suspects once all other workers have sent a message since."""
         assert self._membership is not None
         now = self._clock()
         self._suspected_at = {worker: self._suspected_at.get(worker, now) for worker in suspects}
@@ -162,7 +160,7 @@ class FailureDetector:
             self._check_tolerated(suspects, min(needed))
         since = min((self._suspected_at[worker] for worker in needed), default=now)
         others = set(self._lanes.known) - set(suspects)
-        # A worker that misses the majority is more likely cut off itself: the others go first.
+        # A worker that misses the majority is probably isolated itself; the others propose first.
         minority = 2 * len(needed) > len(needed) + len(others) + 1
         due = now >= since + (self._lanes.patience if minority else 0.0)
         if needed and due and all(self._lanes.heard_since(each, since) for each in others):
@@ -188,7 +186,7 @@ class FailureDetector:
         return WorkerLost(worker, own, needed)
 
     def _lose_unneeded(self, worker: int) -> WorkerLost:
-        """Lose a worker that is not needed unless training resumes."""
+        """Mark a worker as lost that training needs only if it resumes."""
         incarnation = self._unneeded.setdefault(worker, self._incarnation(worker))
         self.lost.add(worker)
         return WorkerLost(worker, incarnation, needed=False)
@@ -199,7 +197,7 @@ class FailureDetector:
     def _check_tolerated(self, suspects: Mapping[int, str], worker: int) -> None:
         if self._tolerates_loss:
             return
-        # A worker that has left may have been the first to miss one that is found lost next.
+        # A worker that has left may have been the first to miss a worker that is found lost next.
         ended = self._closed_and_silent_since(self._clock() - RECONNECT_S / 2)
         worker, reason = (min(ended), _ENDED) if ended else (worker, suspects[worker])
         failure = self._departures.blame() or f"rank {worker} {reason}"

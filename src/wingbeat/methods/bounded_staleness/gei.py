@@ -1,10 +1,10 @@
 """The gradient exchange index: which contributions are in the parameters (Canary, section 5.2).
 
-The index has a row for each iteration that any worker has entered, of k integers; bit i of an
+The index has a row of k integers for each iteration that any worker has entered; bit i of an
 integer is set when all pieces of worker i's colayer have arrived. The paper sets a bit as pieces
-arrive. Here a worker sets its own bits as it sends, because they decide whether its iteration is
-dropped, and the others' bits as a round is applied: a piece that has arrived may be summed again if
-its owner dies, so the index would differ between workers otherwise.
+arrive. Here a worker sets its own bits when it sends, because they decide whether its iteration is
+dropped, and the others' bits when a round is applied: a piece that has arrived may be summed again
+if its owner dies, and the index would otherwise differ between workers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ class Gei:
     """The matrix Q of one worker.
 
     Attributes:
-        workers: number of workers.
-        retired: number of rows that are complete and were removed.
+        retired: number of complete rows that were removed.
         zeta: the last row, the iteration of the fastest worker; -1 before the first.
-        counted: contributions of all workers in the parameters, one for each piece of each colayer
-            of an iteration.
+        counted: number of contributions of all workers in the parameters, counted by piece.
         history: retired rows, oldest first.
     """
 
@@ -48,8 +46,8 @@ class Gei:
         self.workers, self._colayers, self._keep_history = workers, colayers, keep_history
         self.retired = self.counted = 0
         self.history: list[tuple[int, ...]] = []
-        self._pieces: dict[int, list[list[int]]] = {}  # row: colayer: piece: mask of workers
-        self._own: dict[int, int] = {}  # row: mask of colayers that were sent
+        self._pieces: dict[int, list[list[int]]] = {}  # by row, colayer and piece: mask of workers
+        self._own: dict[int, int] = {}  # by row: mask of sent colayers
         self.zeta = -1
 
     def enter(self, zeta: int) -> None:
@@ -66,11 +64,9 @@ class Gei:
         return self._own.get(iteration, 0).bit_count()
 
     def row(self, iteration: int, own: int | None = None) -> tuple[int, ...]:
-        """Return the row vector r of an iteration that has not been retired.
+        """Return the row vector r of a row that has not been retired.
 
-        Args:
-            iteration: the row.
-            own: the worker of which sent colayers count; None to count applied ones only.
+        The sent colayers of worker ``own`` count too; with None, only applied ones count.
         """
         pieces = self._pieces.get(iteration)
         out = [0] * self._colayers
@@ -85,7 +81,7 @@ class Gei:
         """Count the contributions of a round, given all of its parts, and retire complete rows.
 
         A row is complete when the bit of each worker is set or the worker is past this iteration.
-        The round itself says so, so rows are retired at the same round on all workers.
+        The round contains both facts, so all workers retire rows at the same round.
         """
         parts = tuple(round_parts)
         for part in parts:
@@ -120,7 +116,7 @@ class Gei:
         return out
 
     def adopt(self, other: Gei) -> None:
-        """Continue from another worker's matrix, as its parameters were pulled; keep own bits."""
+        """Continue from the matrix of the worker whose parameters were pulled; keep own bits."""
         self.retired, self.history = other.retired, list(other.history)
         self.counted = other.counted
         self._pieces = copy.deepcopy(other._pieces)
@@ -128,11 +124,9 @@ class Gei:
         self.enter(other.zeta)
 
     def with_colayers(self, colayers: int, first: int) -> Gei:
-        """Return the matrix with which training continues in other colayers.
+        """Return the matrix with which training continues with a different number of colayers.
 
-        Args:
-            colayers: their number. ``counted`` is scaled in proportion, and rounded.
-            first: the first row; all earlier ones are complete.
+        Rows before ``first`` are complete. ``counted`` is scaled in proportion and rounded.
         """
         out = Gei(self.workers, colayers, keep_history=self._keep_history)
         out.counted = round(self.counted * colayers / self._colayers)

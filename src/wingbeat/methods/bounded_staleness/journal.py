@@ -1,13 +1,13 @@
-"""Journals of what each worker does, and an audit of the journals of a whole run.
+"""Journals of the events of each worker, and an audit of the journals of a run.
 
-A journal is JSON lines: first the worker, then what it began, sent, dropped, pulled, applied and
-drained. A worker that is killed leaves its last line unfinished.
+A journal is a JSON Lines file: first the worker, then what it began, sent, dropped, pulled, applied
+and drained. A worker that is killed leaves its last line unfinished.
 
-The audit checks that all workers that live to the end have applied the same rounds in order; that
-each contribution that was sent counts once on all workers, or never if its sender died; that only
-the bound has dropped what was not sent; that no contribution is older than the bound; that no
-iteration began before the sums that it needs; and that workers that drained with the same rounds
-hold the same bits.
+The audit checks that all workers that run to the end have applied the same rounds in order; that
+each sent contribution counts once on all workers, or never if its sender died; that only the bound
+has dropped what was not sent; that no contribution is older than the bound; that no iteration began
+before the sums that it needs; and that workers that drained with the same rounds hold the same
+bits.
 """
 
 from __future__ import annotations
@@ -27,15 +27,11 @@ from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.observe.log import log
 
 FOLDER = "WINGBEAT_JOURNAL"
-"""The environment variable that names the folder."""
+"""The environment variable with the name of the folder."""
 
 
 class Journal:
-    """Writes the journal of one incarnation of a worker.
-
-    Attributes:
-        enabled: whether lines are written.
-    """
+    """Writes the journal of one incarnation of a worker."""
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class Journal:
             self._line(round=parts[0].number, entries=entries)
 
     def drained(self, rounds: int, digest: str | None) -> None:
-        """Record that all have drained after ``rounds`` rounds."""
+        """Record that all workers have drained after ``rounds`` rounds."""
         self._line(drained=rounds, digest=digest)
 
 
@@ -101,10 +97,9 @@ def open_journal(
     bound: StalenessBound,
     env: Mapping[str, str] = os.environ,
 ) -> Journal:
-    """Return the journal of an incarnation, in a file of its own below the folder in ``env``.
+    """Return a journal in its own file below the folder in ``env``, or one that writes nothing.
 
-    Without a folder nothing is written. A write error is logged once, and training continues
-    without a journal.
+    A write error is logged once, and training continues without a journal.
     """
     folder, write = env.get(FOLDER, ""), None
     if folder:
@@ -117,7 +112,7 @@ def open_journal(
 
 
 class _LineWriter:
-    """Writes whole lines without a buffer until the first error."""
+    """Writes complete lines unbuffered, until the first error."""
 
     def __init__(self, file: FileIO, folder: str, rank: int) -> None:
         self._file, self._folder, self._rank = file, folder, rank
@@ -126,7 +121,7 @@ class _LineWriter:
         rest = memoryview(line.encode())
         try:
             while rest and not self._file.closed:
-                # A disk that is nearly full accepts a part, and rejects the rest.
+                # A nearly full disk accepts part of a write and rejects the rest.
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             _warn(self._folder, self._rank, error)
@@ -146,7 +141,7 @@ Key = tuple[int, int, int, int]
 """Iteration, worker, colayer and piece of a contribution."""
 
 Rounds = dict[int, dict[tuple[int, int], list[tuple[int, int]]]]
-"""By number, colayer and piece: the contributions, each by iteration and worker."""
+"""By round, colayer and piece: the contributions as (iteration, worker)."""
 
 
 @dataclass
@@ -154,11 +149,11 @@ class JournalRecord:
     """The contents of one journal.
 
     Attributes:
-        begun_at: by iteration, the rounds that were applied when it began.
+        begun_at: by iteration, the number of rounds applied when it began.
         changes: changes of colayers: the first iteration, and the new colayers, p and mode.
-        at: rounds that are applied.
-        complete: whether the worker has lived to the end.
-        findings: what does not hold in this journal.
+        at: number of applied rounds.
+        complete: whether the worker ran to the end.
+        findings: violations in this journal.
     """
 
     rank: int
@@ -203,13 +198,12 @@ class Audit:
     """The result of an audit.
 
     Attributes:
-        findings: what does not hold, one line each; empty if all does.
+        findings: violations, one line each; empty if there are none.
         incarnations: number of journals.
         rounds: number of applied rounds.
-        counted: contributions, by iteration and worker, of which a part at least is in the
-            parameters.
+        counted: contributions, by iteration and worker, that are at least partly in the parameters.
         dropped: iterations that the bound has dropped.
-        lost: colayers sent by workers that died, and missing in the parameters as a whole.
+        lost: colayers sent by workers that died, of which no part is in the parameters.
         pulls: how often parameters were pulled.
     """
 
@@ -261,16 +255,16 @@ def audit(journals: Iterable[Iterable[str]]) -> Audit:
 
 
 def applied_delays(journals: Iterable[Iterable[str]]) -> Mapping[int, int]:
-    """Count contributions by the rounds that the parameters had advanced when they were applied.
+    """Count contributions by their delay.
 
     A contribution is one piece of one colayer of one worker's iteration. Its delay is the number of
-    rounds in the parameters when it was applied, less those when its worker began the iteration; 0
+    rounds in the parameters when it was applied, minus those when its worker began the iteration; 0
     in BSP.
     """
     records = [read_journal(lines) for lines in journals]
     begun = {(t, record.rank): at for record in records for t, at in record.begun_at.items()}
     delays: Counter[int] = Counter()
-    # All workers have applied the same rounds, so the longest journal has them all.
+    # All workers have applied the same rounds, so the longest journal has all of them.
     longest = max(records, key=lambda record: len(record.rounds))
     for number, parts in longest.rounds.items():
         for entries in parts.values():
@@ -279,7 +273,7 @@ def applied_delays(journals: Iterable[Iterable[str]]) -> Mapping[int, int]:
 
 
 def read_journal(lines: Iterable[str]) -> JournalRecord:
-    """Read one journal. An unfinished last line is ignored.
+    """Read one journal; ignore an unfinished last line.
 
     Raises:
         UsageError: these are not the lines of a journal.
@@ -299,7 +293,7 @@ def read_journal(lines: Iterable[str]) -> JournalRecord:
 
 
 def _read_training(record: JournalRecord, word: dict[str, Any]) -> bool:
-    """Read what training did; return whether the line is about that."""
+    """Read a line about training; return False for other lines."""
     match word:
         case {"began": iteration}:
             record.began.append(iteration)
@@ -325,7 +319,6 @@ def _read_training(record: JournalRecord, word: dict[str, Any]) -> bool:
 
 
 def _read_applied(record: JournalRecord, word: dict[str, Any]) -> None:
-    """Read what was put into the parameters."""
     match word:
         case {"pulled": applied}:
             record.at, record.pulls = applied, record.pulls + 1
@@ -345,10 +338,9 @@ def _read_applied(record: JournalRecord, word: dict[str, Any]) -> None:
 
 
 def _merged_rounds(records: Sequence[JournalRecord]) -> tuple[Rounds, list[str]]:
-    """Return the rounds of a run, and findings about workers that have applied others.
+    """Return the rounds of a run, and findings about workers that have applied other rounds.
 
-    Rounds that only dead workers had applied were summed again by the others; or they were pulled,
-    and are in no other journal.
+    A round that only dead workers had applied was summed again, or pulled by another worker.
     """
     rounds: Rounds = {}
     findings = []
@@ -367,7 +359,7 @@ def _describe(key: Key) -> str:
 
 def _check_senders(records: Sequence[JournalRecord], counted: Iterable[Key]) -> Iterator[str]:
     sent = {(t, record.rank, z) for record in records for t, z in record.sent}
-    # A worker that was killed may have sent more than it could write down.
+    # A killed worker may have sent more than it recorded.
     killed = {record.rank for record in records if not record.complete}
     for key in counted:
         if key[:3] not in sent and key[1] not in killed:
@@ -381,7 +373,7 @@ def _missing(record: JournalRecord, counted: Counter[Key]) -> list[Key]:
 
 
 def _check_drops(record: JournalRecord) -> Iterator[str]:
-    """Yield iterations that were neither sent as a whole nor dropped by the bound."""
+    """Yield iterations that were neither fully sent nor dropped by the bound."""
     for iteration in record.began if record.complete else ():
         sent = sum(begun == iteration for begun, _ in record.sent)
         if sent != record.dropped.get(iteration, record.thresholds(iteration)[0]):

@@ -1,9 +1,9 @@
-"""The membership log in the rendezvous store, and how a worker joins the others.
+"""The membership log in the rendezvous store, and how a worker joins.
 
-The log is a list of views that only grows; each entry names its author. Whoever writes an entry
-first decides it, so a partitioned network has one part that continues. A worker writes an entry
-when it misses others: it waits until it has heard every other worker since then, or misses it as
-well, so the entry names the whole other part. A worker that finds itself removed ends.
+The log is an append-only list of views; each entry names its author. The first entry written at an
+index is binding, so one part of a partitioned network continues. A worker writes an entry when
+other workers are lost. It first waits until each remaining worker has sent a message since then or
+is lost as well, so the entry names the whole other part. A removed worker ends.
 """
 
 from __future__ import annotations
@@ -37,21 +37,14 @@ from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.store import AtomicStore
 
 _POLL_S = 0.2
-"""Seconds between two reads of the log."""
+"""Interval between reads of the log, in seconds."""
 
 _CARD_S = 5.0
-"""Seconds to wait for the contact card of a worker that has been announced."""
+"""Seconds to wait for the contact information of an announced worker."""
 
 
 class MembershipChange(NamedTuple):
-    """What an entry changes for one worker.
-
-    Attributes:
-        worker: the worker.
-        incarnation: the incarnation that has ended or started.
-        joined: whether it has started.
-        author: the worker that wrote the entry.
-    """
+    """"""
 
     worker: int
     incarnation: int
@@ -60,7 +53,7 @@ class MembershipChange(NamedTuple):
 
 
 class MembershipEvent(NamedTuple):
-    """A change of the log, and the contact card of a worker that has joined again."""
+    """A change of the log, with the contact information of a worker that has rejoined."""
 
     change: MembershipChange
     card: PeerInfo | None
@@ -79,11 +72,7 @@ class LogEntry:
 
     @classmethod
     def from_json(cls, text: str, workers: int) -> LogEntry:
-        """Decode an entry.
-
-        Raises:
-            MalformedMessage: the text is not an entry for this number of workers.
-        """
+        """Decode an entry for this number of workers; raise MalformedMessage if it is not one."""
         try:
             fields = json.loads(text)
             author, view = fields["author"], fields["view"]
@@ -101,7 +90,6 @@ class MembershipLog:
 
     Attributes:
         view: all entries merged.
-        length: number of entries.
     """
 
     def __init__(self, workers: int) -> None:
@@ -109,7 +97,7 @@ class MembershipLog:
         self.length = 0
 
     def append(self, text: str) -> list[MembershipChange]:
-        """Append the next entry; return what it changes, ends before starts."""
+        """Append the next entry; return its changes, ends before starts."""
         entry = LogEntry.from_json(text, len(self.view))
         before, self.view = self.view, merge_views(self.view, entry.view)
         self.length += 1
@@ -128,7 +116,7 @@ class MembershipLog:
 
 
 class MembershipClient:
-    """Reads and writes the membership log in a thread of its own, as the store may hang."""
+    """Reads and writes the membership log in a separate thread, because the store may block."""
 
     def __init__(
         self,
@@ -158,12 +146,12 @@ class MembershipClient:
         self._thread.start()
 
     def stop(self) -> None:
-        """Have the thread end when the store has answered."""
+        """Stop the thread after its current call of the store."""
         self._stopped.set()
         self._wake.set()
 
     def propose(self, view: View) -> None:
-        """Have ``view`` appended to the log, unless the log contains it by then."""
+        """Append ``view`` to the log unless the log already contains it."""
         merged = view if self._proposal is None else merge_views(self._proposal, view)
         if merged != self._proposal:
             self._proposal = merged
@@ -172,7 +160,7 @@ class MembershipClient:
             self._wake.set()
 
     def unavailable_reason(self, seconds: float) -> str:
-        """Return why a proposal was not written in ``seconds``; empty if there is no problem."""
+        """Return why no proposal was written within ``seconds``; empty without a problem."""
         if self._proposed_at is None:
             return ""
         if self._failure:
@@ -181,11 +169,7 @@ class MembershipClient:
         return f"no answer for {waited:.1f} s" if waited > seconds else ""
 
     def take_events(self) -> list[MembershipEvent]:
-        """Return the events since the last call.
-
-        Raises:
-            PeerError: the thread has failed.
-        """
+        """Return the events since the last call; raise PeerError if the thread has failed."""
         if self._thread.failure:
             raise PeerError(f"rank {self._rank}: {self._thread.failure}")
         out = []
@@ -194,7 +178,7 @@ class MembershipClient:
         return out
 
     def acknowledge(self, worker: int, incarnation: int) -> None:
-        """Tell a worker that has joined again that this worker is ready for it."""
+        """Acknowledge a rejoined worker: this worker is ready for it."""
         self._acknowledgements.append((worker, incarnation))
         self._wake.set()
 
@@ -238,7 +222,7 @@ class MembershipClient:
                         self._store, self._namespace, worker, change.incarnation, _CARD_S
                     )
                 except TimeoutError:
-                    continue  # it has ended meanwhile
+                    continue  # the incarnation has ended meanwhile
                 except ValueError as error:
                     log.warning(
                         "rank %d: cannot accept rank %d again: %s", self._rank, worker, error
@@ -250,10 +234,9 @@ class MembershipClient:
 def register_worker(
     store: AtomicStore, namespace: str, rank: int, workers: int
 ) -> tuple[MembershipLog, int]:
-    """Register this worker; return the log, and its incarnation, counted from 0.
+    """Register this worker; return the log, and the worker's incarnation, counted from 0.
 
-    Raises:
-        RendezvousError: the store does not answer, or has a malformed entry.
+    Raises RendezvousError if the store does not answer, or has a malformed entry.
     """
     membership_log = MembershipLog(workers)
     try:
@@ -275,13 +258,9 @@ def announce_incarnation(
     membership_log: MembershipLog,
     seconds: float,
 ) -> dict[int, int]:
-    """Append to the log that an incarnation starts, and wait until all others acknowledge it.
+    """Log the start of an incarnation; return the other members once all have acknowledged it.
 
-    Returns:
-        The other members with their incarnations.
-
-    Raises:
-        RendezvousError: a worker did not acknowledge it, or another process took the place.
+    Raises RendezvousError if a worker did not acknowledge it, or another process has this rank.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -294,7 +273,7 @@ def announce_incarnation(
             raise RendezvousError(
                 f"rank {rank}: another process has joined with this rank; end one of the two"
             )
-        ahead = MembershipLog(len(view))  # later entries are read by `MembershipClient`
+        ahead = MembershipLog(len(view))  # `MembershipClient` reads later entries
         ahead.view, ahead.length = view, membership_log.length
         others = [worker for worker in members(view) if worker != rank]
         while missing := _missing(store, namespace, rank, incarnation, others):
@@ -335,10 +314,10 @@ class JoinedWorker:
     """The connections of a worker to the others.
 
     Attributes:
-        mailbox: to the workers that its interfaces reach.
-        lanes: to all workers.
-        membership: to the membership log.
-        incarnation: counted from 0; if it is larger, parameters have to be pulled.
+        mailbox: connects to the workers that its interfaces reach.
+        lanes: connect to all workers.
+        membership: the client of the membership log.
+        incarnation: counted from 0; above 0, parameters must be pulled.
     """
 
     mailbox: Mailbox
@@ -360,20 +339,12 @@ def join_workers(
     patience: float = 10.0,
     seconds: float = 300.0,
 ) -> JoinedWorker:
-    """Join the other workers, or join them again if this rank has joined before.
+    """Join the other workers, or rejoin them if this rank has joined before.
 
-    Args:
-        store: the rendezvous store. It must outlive every worker that is restarted, and should be a
-            connection of its own: a pending wait of other code would delay failure detection.
-        rank: of this worker.
-        workers: number of workers.
-        namespace: separates the trainings of a job; the same on all workers.
-        interfaces: names of the interfaces to use; None for all.
-        neighbours: by rank, the workers that its interfaces reach (see `Lanes`); None if all do.
-        encrypted: as for `open_mailbox`.
-        limits: as for `open_mailbox`.
-        patience: seconds of silence, at least, after which a worker is suspected.
-        seconds: timeout for the others to join.
+    The store must outlive every restarted worker, and should be a separate connection: a pending
+    wait of other code would delay failure detection. ``namespace`` separates the trainings of a
+    job. ``neighbours`` has by rank the workers that its interfaces reach (see `Lanes`); None if all
+    reach all. A worker is suspected after at least ``patience`` seconds of silence.
     """
     membership_log, incarnation = register_worker(store, namespace, rank, workers)
     near = range(workers) if neighbours is None else neighbours[rank]

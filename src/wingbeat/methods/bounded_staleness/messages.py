@@ -2,7 +2,7 @@
 
 Iterations, rounds, colayers (0 has the last layers), pieces and workers are counted from 0. A frame
 is a header, the integers of one message, and its payload (gradients, sums or parameters). Every
-integer is range-checked before use. The receiver of a payload checks its size.
+integer is range-checked before use; the receiver of a payload checks its size.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from wingbeat.methods.bounded_staleness.gei import Gei
 from wingbeat.methods.bounded_staleness.view import View, ViewProposal, Watermarks
 
 Contribution = tuple[int, int]
-"""Iteration and worker that computed the gradients of one colayer."""
+"""Iteration and worker of the gradients of one colayer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a worker is, and the rounds for which it has nothing (more): the empty packet.
+    """Progress of a worker, and the rounds for which it has nothing (more): the empty packet.
 
     Attributes:
-        iteration: the iteration that it computes, or is going to compute.
-        sent_through: it has sent all that it has for the rounds up to this one.
+        iteration: the current or next iteration.
+        sent_through: the worker has sent everything for the rounds up to this one.
         applied: rounds in its parameters; -1 if it has to pull parameters itself.
-        finished: it begins no iteration until all workers have finished.
-        zeta: the latest iteration that it knows any worker has entered.
+        finished: whether it begins no iteration until all workers have finished.
+        zeta: the latest iteration that any worker is known to have entered.
         view: its committed view.
     """
 
@@ -95,8 +95,6 @@ class PullResponse:
     Attributes:
         applied: rounds in the parameters.
         watermarks: the contributions in these rounds, by piece.
-        gei: the index of these contributions.
-        payload: parameters and the state of the optimizer.
     """
 
     applied: int
@@ -107,7 +105,7 @@ class PullResponse:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A worker that has finished has received ``rounds`` rounds and expects no more."""
+    """A finished worker has received ``rounds`` rounds and expects no more."""
 
     rounds: int
     view: View
@@ -120,7 +118,7 @@ Message = (
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message and its receivers; a receiver gets the messages of a sender in order."""
+    """A message and its receivers; each receiver gets the messages of a sender in order."""
 
     to: tuple[int, ...]
     message: Message
@@ -129,7 +127,7 @@ class Envelope:
 # -- frames ----------------------------------------------------------------------------------
 
 MAX_NUMBER = 1 << 48
-"""Iterations, rounds and incarnations are below this."""
+"""Upper bound of iterations, rounds and incarnations, exclusive."""
 
 _HEADER = struct.Struct("<IIQ")
 """Bytes of an integer, number of integers, bytes of the payload."""
@@ -148,16 +146,11 @@ _FIELDS: Mapping[type, tuple[str, ...]] = {
 
 
 class MalformedMessage(Exception):
-    """Bytes or text that no worker of this job sends; says what is wrong."""
+    """Bytes or text that no worker of this job sends; the text states the violation."""
 
 
 class Frame(NamedTuple):
-    """An encoded message.
-
-    Attributes:
-        header: header and integers.
-        payload: may be empty.
-    """
+    """An encoded message."""
 
     header: bytes
     payload: memoryview
@@ -168,8 +161,7 @@ class ReceivedFrame(NamedTuple):
 
     Attributes:
         numbers: the integers; see `decode_message`.
-        payload_nbytes: size of the payload.
-        payload: the whole payload, or nothing if it follows in later parts.
+        payload: the whole payload; empty if it follows in later parts.
     """
 
     numbers: tuple[int, ...]
@@ -219,10 +211,9 @@ def _encode_gei(gei: Gei) -> list[int]:
 
 
 def decode_frames(part: Any, max_payload: int) -> Iterator[ReceivedFrame]:
-    """Yield the frames in a part; the payload of the last one may follow in later parts.
+    """Yield the frames in a part; the last payload may follow in later parts.
 
-    Raises:
-        MalformedMessage: the part is not a sequence of frames.
+    Raises MalformedMessage if the part is not a sequence of frames.
     """
     view = memoryview(part).cast("B")
     if not len(view):
@@ -244,24 +235,14 @@ def decode_frames(part: Any, max_payload: int) -> Iterator[ReceivedFrame]:
 
 
 def decode_epoch(numbers: Sequence[int]) -> int:
-    """Return the epoch of the sender, which determines how the other integers are decoded."""
+    """Return the sender's epoch, which determines how the other integers are decoded."""
     return _FieldReader(numbers, 0, 0).number("epoch")
 
 
 def decode_message(
     numbers: Sequence[int], workers: int, colayers: int, payload: Any
 ) -> tuple[int, Message]:
-    """Return the incarnation of the sender, and its message.
-
-    Args:
-        numbers: the integers of a frame.
-        workers: number of workers.
-        colayers: k.
-        payload: passed on unchanged; None if there is none.
-
-    Raises:
-        MalformedMessage: the integers encode no message of this job.
-    """
+    """Return the sender's incarnation and message; MalformedMessage if they are invalid here."""
     reader = _FieldReader(numbers, workers, colayers)
     reader.number("epoch")
     kind = _KINDS[reader.number("kind", end=len(_KINDS))]
@@ -276,8 +257,6 @@ def decode_message(
 
 
 class _FieldReader:
-    """Reads one field after the other from the integers of a frame."""
-
     def __init__(self, numbers: Sequence[int], workers: int, colayers: int) -> None:
         self._numbers, self._at = numbers, 0
         self._workers, self._colayers = workers, colayers

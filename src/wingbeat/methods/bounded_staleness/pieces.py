@@ -1,9 +1,9 @@
-"""Gradients of colayers in pieces, one for each worker, dense or through a codec.
+"""Gradients of colayers in pieces, one for each worker, dense or encoded by a codec.
 
 A piece is a block of a colayer's gradients, one parameter after the other, as dense elements or as
-the payload of a codec; then a byte for each parameter of the colayer, 1 if it has a gradient. The
-owner of a piece adds the contributions in the given order (Canary, section 4.4.2). Every worker
-joins the pieces of a round into gradients again.
+the payload of a codec, followed by one byte for each parameter of the colayer: 1 if it has a
+gradient. The owner of a piece adds the contributions in the given order (Canary, section 4.4.2).
+Every worker joins the pieces of a round into gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Payload = bytes | bytearray
 
 
 class Pieces:
-    """Splits gradients, adds contributions, and joins sums; keeps no parameters."""
+    """Splits gradients, adds contributions, and joins sums; holds no parameters."""
 
     def __init__(self, colayers: Sequence[Mapping[str, torch.Tensor]], workers: int) -> None:
         for colayer in colayers:
@@ -43,16 +43,13 @@ class Pieces:
         self._spans = [blocks_of(size, workers) for size in sizes]
 
     def __len__(self) -> int:
-        """Number of colayers."""
         return len(self._shapes)
 
     def split(self, colayer: int, flat: torch.Tensor, used: Sequence[bool]) -> list[Payload]:
-        """Return the pieces of this worker's gradients, copied.
+        """Return copies of the pieces of this worker's gradients.
 
-        Args:
-            colayer: its number.
-            flat: the gradients, one parameter after the other; zeros for parameters without one.
-            used: for each parameter, whether it has a gradient.
+        ``flat`` has the gradients of a colayer, one parameter after the other, zeros for parameters
+        without one; ``used`` states for each parameter whether it has a gradient.
         """
         values, flags = flat.detach().numpy(), bytes(map(bool, used))
         return [
@@ -73,7 +70,7 @@ class Pieces:
         return self._encode(colayer, piece, total, used.tobytes())
 
     def join(self, parts: Sequence[PieceSum]) -> list[list[torch.Tensor | None]]:
-        """Return the gradients of a round by colayer and parameter; None for those without one."""
+        """Return the gradients of a round by colayer and parameter; None where there is none."""
         flats = [
             np.zeros(spans[-1].stop, dtype)
             for spans, dtype in zip(self._spans, self._dtypes, strict=True)
@@ -98,7 +95,7 @@ class Pieces:
     def _read(
         self, colayer: int, piece: int, payload: Any, worker: int, out: Array, *, add: bool = False
     ) -> Array:
-        """Write or add the values of a payload; return for each parameter if it has a gradient."""
+        """Write or add the values of a payload; return by parameter whether it has a gradient."""
         flags = len(self._shapes[colayer])
         wanted, found = self._nbytes(colayer, piece) + flags, len(payload or b"")
         if wanted != found:
@@ -116,15 +113,12 @@ class Pieces:
         return used
 
     def _encode(self, colayer: int, piece: int, values: Array, flags: bytes) -> Payload:  # noqa: ARG002
-        """Return the payload of a contribution or a sum."""
         return values.tobytes() + flags
 
     def _nbytes(self, colayer: int, piece: int) -> int:
-        """The bytes of a piece's values in a payload."""
         return len(self._spans[colayer][piece]) * self._dtypes[colayer].itemsize
 
     def _decode(self, colayer: int, piece: int, payload: Any, out: Array, *, add: bool) -> None:  # noqa: ARG002
-        """Write or add the values in a payload of the right size."""
         values = np.frombuffer(payload, self._dtypes[colayer], count=len(out))
         if add:
             out += values
@@ -148,18 +142,15 @@ def _check_colayer(colayer: Mapping[str, torch.Tensor]) -> None:
 
 
 class EncodedPieces(Pieces):
-    """Pieces of which some colayers travel through a codec.
+    """Pieces of which some colayers are encoded by a codec.
 
     A worker encodes its contributions. The owner of a piece decodes them, adds them in float32, and
-    encodes the sum once for all workers, itself included, so all have the same bits. One residual
-    keeps what this worker's contributions and the sums of its own piece have lost: the sums lack
-    both. Sums are made by the communication thread, while the training thread encodes.
+    encodes the sum once for all workers including itself, so all workers hold the same bits. One
+    residual keeps the error of this worker's contributions and of the sums of its own piece. The
+    communication thread computes sums while the training thread encodes.
 
-    Args:
-        colayers: as for `Pieces`.
-        workers: as for `Pieces`.
-        wires: by colayer, the codec and its residual, at least as long as the gradients; None for
-            a colayer that travels dense.
+    ``wires`` has by colayer the codec and its residual, at least as long as the gradients; None for
+    a dense colayer.
     """
 
     def __init__(
@@ -179,7 +170,7 @@ class EncodedPieces(Pieces):
     def undo_split(self, colayer: int, flat: torch.Tensor, payloads: Sequence[Payload]) -> None:
         """Undo the effect of `split` on the residual, for pieces that were not sent.
 
-        The gradients in them are dropped, but not what earlier gradients have left.
+        The gradients in them are dropped; the residual of earlier gradients is kept.
         """
         residual = self._residuals[colayer]
         if residual is None:
@@ -210,7 +201,7 @@ class EncodedPieces(Pieces):
                 payload = torch.frombuffer(out, dtype=torch.uint8, count=nbytes)
                 coding.encode(torch.from_numpy(np.ascontiguousarray(values)), whole, payload, part)
             if part is not None and before is not None:
-                # What was sent of parameters without a gradient is not used.
+                # Values of parameters without a gradient are not used.
                 for start, stop in self._ranges(colayer, span, flags, used=False):
                     part[start:stop] = before[start:stop]
         return out

@@ -1,6 +1,6 @@
-"""A model and its optimizer under bounded staleness: rounds are applied as a whole, by any step.
+"""A model and its optimizer under bounded staleness: each round is applied as a whole.
 
-The control colayer has number k, behind the k colayers of gradients. It carries the options of the
+The control colayer has number k, after the k colayers of gradients. It carries the options of the
 optimizer, or the number of steps in synchronous training.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from wingbeat.transport.world import World
 
 _MAX_DIGITS = 20
-"""Digits of a number of steps."""
+"""Maximum digits of a number of steps."""
 
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -39,7 +39,7 @@ Groups = list[dict[str, Any]]
 def bound_with_control(
     s: int | None, p: int, colayers: int, in_flight: int | None = IN_FLIGHT
 ) -> StalenessBound:
-    """Return the bound of a machine, which has the control colayer as well.
+    """Return the bound of a machine, which includes the control colayer.
 
     The control colayer is sent last: a worker that has exchanged ``p`` < k colayers needs no more;
     BSP and SSP wait for all.
@@ -55,17 +55,13 @@ def bound_with_control(
 
 
 class OptionsSchema:
-    """Parses the options of other workers; does not refer to the optimizer."""
+    """Parses the options of other workers; holds no reference to the optimizer."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
     def parse(self, payload: Any, sender: str) -> Groups:
-        """Parse the options that a worker has serialized.
-
-        Raises:
-            PeerError: they do not match this optimizer.
-        """
+        """Parse a worker's options; raise PeerError if they do not match this optimizer."""
         own = self._groups
         try:
             found = json.loads(bytes(payload))
@@ -77,13 +73,11 @@ class OptionsSchema:
 
 
 class OptimizerOptions:
-    """The options of an optimizer's parameter groups: those that have a default.
+    """The options of an optimizer's parameter groups that have a default.
 
-    Workers apply a round in different iterations of their own, and a learning rate's schedule goes
-    by these. So the options travel, and a round is applied with those of its latest contribution.
-
-    Attributes:
-        schema: parses the options of other workers.
+    Workers apply a round in different iterations, and learning-rate schedules depend on the
+    iteration. So workers send their options, and a round is applied with those of its latest
+    contribution.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -102,9 +96,7 @@ class OptimizerOptions:
     def serialize(self) -> bytes:
         """Return the current options for the other workers.
 
-        Raises:
-            UsageError: as the class; or the groups hold other parameters than before, a change that
-                workers would see in different rounds.
+        Raises UsageError if options cannot be sent, or the parameter groups have changed.
         """
         if self._group_members() != self._members:
             raise UsageError(
@@ -129,7 +121,7 @@ class OptimizerOptions:
 
     @contextlib.contextmanager
     def use(self, groups: Groups) -> Iterator[None]:
-        """Have the optimizer use these options; restore its own afterwards, for its schedules."""
+        """Set these options on the optimizer; restore its own afterwards, for its schedules."""
         own = self._current()
         self._set(groups)
         try:
@@ -168,7 +160,7 @@ def _merge(sender: str, mine: dict[str, Any], theirs: Any) -> dict[str, Any]:
 
 
 def _parse_value(sender: str, name: str, mine: Any, theirs: Any) -> Any:
-    """Return another worker's value of an option, of the same kind as this worker's."""
+    """Return another worker's value of an option, converted to the type of this worker's."""
     if type(mine) in (tuple, list) and type(theirs) is list and len(theirs) == len(mine):
         both = zip(mine, theirs, strict=True)
         return type(mine)(_parse_value(sender, name, a, b) for a, b in both)
@@ -190,7 +182,7 @@ def _mismatch(sender: str, what: str) -> PeerError:
 
 
 class Aggregator:
-    """Makes the sums of a piece's owner; keeps no parameters and no optimizer."""
+    """Computes the sums of owned pieces; holds no parameters and no optimizer."""
 
     def __init__(
         self, pieces: Pieces, control: Callable[[Mapping[Contribution, Any]], bytes]
@@ -216,8 +208,7 @@ def latest_options(schema: OptionsSchema, contributions: Mapping[Contribution, A
 def join_step_counts(contributions: Mapping[Contribution, Any]) -> bytes:
     """Return the number of steps of each worker, as ``worker:steps``.
 
-    Raises:
-        PeerError: a number is malformed; names the worker that sent it.
+    Raises PeerError if a number is malformed; the error names the sender.
     """
     counts = []
     for (_, worker), payload in sorted(contributions.items()):
@@ -239,7 +230,6 @@ def _is_number(text: bytes) -> bool:
 def _gradients(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> Iterator[None]:
-    """Set ``p.grad`` of each parameter, and restore what it was afterwards."""
     before = [param.grad for param in params]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
@@ -254,18 +244,9 @@ def _gradients(
 
 
 class Replica:
-    """Parameters and an optimizer, as `CommunicationThread` uses them in the training thread.
+    """Parameters and an optimizer; `CommunicationThread` calls it in the training thread.
 
-    Args:
-        params: the parameters of each colayer.
-        pieces: of their gradients.
-        optimizer: whose state belongs to the replica.
-        step: makes a step of the optimizer on the gradients in ``p.grad``.
-        workers: number of workers.
-        others: buffers and frozen parameters, which are pulled as well.
-
-    Attributes:
-        aggregator: makes sums of contributions.
+    ``others`` are buffers and frozen parameters, which are pulled as well.
     """
 
     aggregator: Aggregator
@@ -284,7 +265,7 @@ class Replica:
         self.set_colayers(params, pieces)
 
     def set_colayers(self, params: Sequence[Sequence[torch.Tensor]], pieces: Pieces) -> None:
-        """Use other colayers of the same parameters."""
+        """Use different colayers of the same parameters."""
         self._pieces = pieces
         self._flat = [param for colayer in params for param in colayer]
         self._tensors = [*self._flat, *self._others]
@@ -298,33 +279,28 @@ class Replica:
         raise NotImplementedError
 
     def control_payloads(self) -> list[bytes | None]:
-        """Return the pieces of the control colayer: piece 0 has all of it."""
+        """Return the pieces of the control colayer; piece 0 holds its content."""
         return [self._control_payload(), *[None] * (self._workers - 1)]
 
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
-        """Apply the sums of a round.
-
-        Raises:
-            PeerError: a sum is malformed; names the worker with the piece's number.
-        """
+        """Apply the sums of a round; a malformed sum raises a PeerError that names the sender."""
         raise NotImplementedError
 
     def _join(self, parts: Sequence[PieceSum]) -> list[torch.Tensor | None]:
-        """Return the gradient of each parameter in a round; None for those without one."""
         joined = self._pieces.join([part for part in parts if part.colayer != self.control])
         return [grad for grads in joined for grad in grads]
 
     def load_state(self, payload: Any) -> None:
-        """Load parameters, optimizer state and other tensors that were pulled."""
+        """Load pulled parameters, optimizer state and other tensors."""
         Snapshot(payload, self._tensors, self._flat).load_into(self._optimizer)
 
     def state_bytes(self) -> bytes:
-        """Return these for another worker."""
+        """Return the state that `load_state` loads."""
         return encode_snapshot(self._tensors, self._flat, self._optimizer, [])
 
 
 class AsynchronousReplica(Replica):
-    """A replica that applies each round by a step of the optimizer, with the options of the round.
+    """A replica that applies each round by an optimizer step with the options of the round.
 
     Raises:
         UsageError: the optimizer needs a closure, or has options that cannot be sent.
@@ -349,7 +325,7 @@ class AsynchronousReplica(Replica):
         self._groups: Groups = self._options.schema.parse(self._options.serialize(), "rank 0")
 
     def set_colayers(self, params: Sequence[Sequence[torch.Tensor]], pieces: Pieces) -> None:
-        """Use other colayers of the same parameters."""
+        """Use different colayers of the same parameters."""
         super().set_colayers(params, pieces)
         combine_options = functools.partial(latest_options, self._options.schema)
         self.aggregator = Aggregator(pieces, combine_options)
@@ -360,9 +336,9 @@ class AsynchronousReplica(Replica):
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
         """Make a step on the sums of a round, with the options of its latest contribution.
 
-        A round without options, of which all iterations were dropped, uses those of the round
-        before, and at first the optimizer's initial ones. Parameters without a gradient are not
-        updated. ``p.grad`` is restored afterwards.
+        A round without options, all of whose iterations were dropped, uses those of the previous
+        round, and initially the optimizer's own. Parameters without a gradient are not updated.
+        ``p.grad`` is restored afterwards.
         """
         for part in parts:
             if part.colayer == self.control and part.piece == 0 and part.payload is not None:
@@ -374,9 +350,9 @@ class AsynchronousReplica(Replica):
             self._step()
 
     def load_state(self, payload: Any) -> None:
-        """Load parameters, optimizer state and other tensors that were pulled.
+        """Load pulled parameters, optimizer state and other tensors.
 
-        The optimizer keeps its own options; the next round uses those that were pulled.
+        The optimizer keeps its own options; the next round uses the pulled ones.
         """
         snapshot = Snapshot(payload, self._tensors, self._flat)
         groups = self._options.schema.parse(
@@ -386,20 +362,20 @@ class AsynchronousReplica(Replica):
         self._groups = groups
 
     def state_bytes(self) -> bytes:
-        """Return these for another worker."""
+        """Return the state that `load_state` loads."""
         return encode_snapshot(self._tensors, self._flat, self._optimizer, self._groups)
 
 
 class SynchronousReplica(Replica):
-    """A replica whose rounds go back to the buckets, as the gradients of an all-reduce do.
+    """A replica that writes the sums of a round to the buckets, as an all-reduce does.
 
-    The user's step is then made on them, and no options travel. The control colayer has the number
-    of steps of each worker, which must be equal. A worker that has run out of batches applies the
-    rounds of the others by steps of its own.
+    The user's step then applies them, and no options are sent. The control colayer carries the
+    number of steps of each worker, which must be equal. A worker that has run out of batches
+    applies the rounds of the others by additional steps.
 
     Attributes:
-        in_iteration: whether the next round is that of this worker's own iteration.
-        own_steps: rounds that were applied by steps of its own.
+        in_iteration: whether the next round belongs to this worker's current iteration.
+        own_steps: rounds that were applied by additional steps.
     """
 
     def __init__(
@@ -424,7 +400,7 @@ class SynchronousReplica(Replica):
 
     @torch.no_grad()
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
-        """Put the sums of a round into the buckets, or make a step on them."""
+        """Write the sums of a round to the buckets, or make a step on them."""
         if not self.in_iteration:
             self._step_alone(self._join(parts))
             return
@@ -470,10 +446,11 @@ class SynchronousReplica(Replica):
 
 
 class WeakReplica:
-    """Refers weakly to a replica, so that the communication thread does not keep the model alive.
+    """Holds a weak reference to a replica, so that the communication thread does not keep the model
+    alive.
 
     Attributes:
-        spent_ns: nanoseconds spent to apply rounds.
+        spent_ns: nanoseconds spent applying rounds.
     """
 
     def __init__(self, replica: Replica, world: World) -> None:
@@ -486,7 +463,7 @@ class WeakReplica:
         self._released = True
 
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
-        """As `Replica.apply_round`, while there is a replica."""
+        """Do as `Replica.apply_round` while the replica exists."""
         replica = self._replica()
         if replica is not None and not self._released:
             begin = time.monotonic_ns()
@@ -494,17 +471,13 @@ class WeakReplica:
             self.spent_ns += time.monotonic_ns() - begin
 
     def load_state(self, payload: Any) -> None:
-        """As `Replica.load_state`, while there is a replica."""
+        """Do as `Replica.load_state` while the replica exists."""
         replica = self._replica()
         if replica is not None:
             replica.load_state(payload)
 
     def state_bytes(self) -> bytes:
-        """As `Replica.state_bytes`.
-
-        Raises:
-            UsageError: the replica is gone.
-        """
+        """Do as `Replica.state_bytes`; raise UsageError if the replica no longer exists."""
         replica = self._replica()
         if replica is None:
             raise UsageError(

@@ -1,6 +1,6 @@
 """Rounds: contributions are kept, summed by the owner of a piece, and applied in order.
 
-The owner of a piece alone decides which contributions a round has (Canary, section 4.4.2). So every
+Only the owner of a piece decides which contributions a round has (Canary, section 4.4.2). So every
 worker adds the same sums in the same order, and all replicas hold the same bits.
 """
 
@@ -20,13 +20,13 @@ class ReceivedRounds:
     """The rounds that a worker has received and not applied.
 
     A round is complete when all pieces of all colayers have arrived. It is applied as a whole, so
-    an optimizer of any kind makes one step a round on the same gradients on every worker.
+    any optimizer makes one step per round on the same gradients on every worker.
 
     Attributes:
         complete: number of rounds that are complete or applied.
         applied: number of rounds in the parameters.
-        pull_target: number of rounds that pulled parameters must have, as earlier rounds cannot
-            be received any more; None if no parameters are needed, and while some first rounds are
+        pull_target: number of rounds that pulled parameters must have, because earlier rounds can
+            no longer be received; None if no parameters are needed, or while some first rounds are
             unknown.
     """
 
@@ -40,11 +40,11 @@ class ReceivedRounds:
         self._received: dict[int, dict[tuple[int, int], PieceSum]] = {}
 
     def clear_expected(self) -> None:
-        """Expect no rounds until `expect`: a joining worker receives first rounds in Welcome."""
+        """Expect no rounds until `expect`; a joining worker receives first rounds in Welcome."""
         self._next = [None] * self._workers
 
     def expect(self, piece: int, first_rounds: Sequence[int]) -> None:
-        """Expect the rounds of a piece from ``first_rounds`` on, one number a colayer."""
+        """Expect the rounds of a piece from ``first_rounds`` on, one number per colayer."""
         self._next[piece] = list(first_rounds)
         self._update_pull_target()
 
@@ -63,7 +63,7 @@ class ReceivedRounds:
         self._update_complete()
 
     def add_sum(self, part: PieceSum) -> None:
-        """Add a part that `is_next`. One that is already in pulled parameters is not kept."""
+        """Add a part that `is_next`; skip it if pulled parameters already contain it."""
         numbers = self._next[part.piece]
         assert numbers is not None
         numbers[part.colayer] += 1
@@ -79,12 +79,9 @@ class ReceivedRounds:
             self.complete += 1
 
     def restart_piece(self, piece: int, number: int) -> None:
-        """Discard the rounds of a piece from ``number`` on: its new owner sums them again.
+        """Discard the rounds of a piece from ``number`` on, which its new owner sums again.
 
-        Args:
-            piece: the piece.
-            number: the first round of the new owner. All earlier ones are complete on some worker,
-                and no later one has been applied here.
+        All earlier rounds are complete on some worker, and no later one has been applied here.
         """
         self._next[piece] = [number] * self._colayers
         for later in (n for n in self._received if n >= number):
@@ -94,7 +91,7 @@ class ReceivedRounds:
         self._update_pull_target()
 
     def _update_pull_target(self) -> None:
-        """Find the first round from which on all parts are here or can still arrive."""
+        """Compute the first round from which all parts have arrived or can still arrive."""
         self.pull_target = None
         if not self.knows_first_rounds:
             return
@@ -114,11 +111,11 @@ class ReceivedRounds:
 
     @property
     def buffered(self) -> int:
-        """Number of rounds that are held, complete or not."""
+        """Number of buffered rounds, complete or not."""
         return len(self._received)
 
     def take_round(self) -> tuple[PieceSum, ...] | None:
-        """Return the parts of the next complete round by colayer and piece, as applied now."""
+        """Return the parts of the next complete round by colayer and piece; count it as applied."""
         if self.applied == self.complete:
             return None
         parts = self._received.pop(self.applied)
@@ -172,8 +169,8 @@ def _update_watermarks(watermarks: Table, parts: Iterable[PieceSum]) -> None:
 class OwnedPiece:
     """Collects the contributions to one piece of all colayers, and decides what a round has.
 
-    A round closes when each worker has sent its contribution to it, or has said that it has none.
-    A later contribution joins a later round.
+    A round closes when each worker has sent its contribution to it, or has reported that it has
+    none. A later contribution joins a later round.
 
     Attributes:
         next_rounds: by colayer, the round that closes next.
@@ -183,16 +180,16 @@ class OwnedPiece:
         self.next_rounds = [first] * colayers
         self._pending: list[dict[Contribution, Any]] = [{} for _ in range(colayers)]
         self._sent_through = [[-1] * workers for _ in range(colayers)]
-        self._changed = set(range(colayers))  # those that may be ready to close
+        self._changed = set(range(colayers))  # colayers that may be ready to close
         self._members: tuple[int, ...] = ()
 
     def add_contribution(self, worker: int, iteration: int, colayer: int, payload: Any) -> None:
-        """Add a contribution; it is also the worker's answer for the round of its iteration."""
+        """Add a contribution, which is also the worker's answer for the round of its iteration."""
         self._pending[colayer][iteration, worker] = payload
         self._mark(colayer, worker, iteration)
 
     def mark_sent_through(self, worker: int, number: int) -> None:
-        """Record that the worker has sent all that it has for the rounds up to ``number``."""
+        """Record that the worker has sent everything for the rounds up to ``number``."""
         for colayer in range(len(self.next_rounds)):
             self._mark(colayer, worker, number)
 
@@ -219,9 +216,9 @@ class OwnedPiece:
     ) -> Iterator[tuple[int, int, dict[Contribution, Any]]]:
         """Yield colayer, number and contributions of each round that can close now.
 
-        Contributions are sorted by iteration, then by worker: the same ones give the same bits, and
-        all those of one iteration give the synchronous sum. A contribution of a later iteration
-        than the round waits for its own round.
+        Contributions are sorted by iteration, then by worker, so equal contributions give equal
+        bits, and all those of one iteration give the synchronous sum. A contribution of an
+        iteration later than the round waits for its own round.
         """
         members = tuple(members)
         if members != self._members:
@@ -239,7 +236,7 @@ class OwnedPiece:
 
 
 class SentContributions:
-    """A worker's own payloads until they are in its parameters: the owner of a piece may die."""
+    """A worker's own payloads, kept until applied, because the owner of a piece may die."""
 
     def __init__(self, colayers: int) -> None:
         self._kept: list[deque[tuple[int, Sequence[Any]]]] = [deque() for _ in range(colayers)]

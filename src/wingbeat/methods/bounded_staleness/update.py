@@ -1,7 +1,7 @@
 """Optimizer steps under bounded staleness: ``step`` applies the rounds that have arrived.
 
-A worker's own gradients are sent in backward (Canary, section 5.3). All workers apply the same
-rounds in the same order, each at its own time: none, one or several in a step of the user's.
+Backward sends a worker's own gradients (Canary, section 5.3). All workers apply the same rounds in
+the same order, but at different times: none, one or several per call of ``step``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _state_versions(state: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 class SynchronousUpdate(WholeUpdate):
-    """The optimizer's own step on synchronous rounds; workers drain when state is made equal."""
+    """The optimizer's own step on synchronous rounds; workers drain before they equalize state."""
 
     def __init__(self, training: Training, exchange: BoundedStalenessExchange) -> None:
         super().__init__(training)
@@ -56,7 +56,7 @@ class BoundedUpdate(WholeUpdate):
         super().__init__(training)
         self._views, self._exchange = views, exchange
         self._has_stepped = False
-        self._versions: dict[str, _Versions] | None = None  # after a step; None if all are equal
+        self._versions: dict[str, _Versions] | None = None  # None if all are equal
         self._alike = ConsistencyCheck(training, exchange)
         self._loaded = self._leaving = False
 
@@ -65,8 +65,7 @@ class BoundedUpdate(WholeUpdate):
 
         Raises:
             UsageError: gradients were changed since they were sent, have not been sent, or were
-                used by the step before; or ``step`` has a closure or other arguments.
-            PeerError: training cannot continue, or the wait for others took too long.
+                used by the previous step; or ``step`` has a closure or other arguments.
         """
         if closure is not None:
             raise UsageError(
@@ -94,7 +93,6 @@ class BoundedUpdate(WholeUpdate):
         return super().step(host, None)
 
     def _check_nothing_to_step(self) -> None:
-        """Raise a `UsageError` unless a step without gradients is meant."""
         slots = self._training.bucketing.slots
         slot = next((slot for slot in slots if slot.param.grad is not None), None)
         if slot is not None:
@@ -111,10 +109,7 @@ class BoundedUpdate(WholeUpdate):
             )
 
     def _check_unchanged(self) -> None:
-        """Raise a `UsageError` if weights or optimizer state were changed since the last step.
-
-        Workers may have applied different rounds by then, so a change would leave them different.
-        """
+        """Raise a `UsageError` if weights or optimizer state were changed since the last step."""
         if self._versions is None:
             return
         for name, now in self._current_versions().items():
@@ -128,11 +123,7 @@ class BoundedUpdate(WholeUpdate):
                 )
 
     def _check_equal(self) -> None:
-        """Raise a `UsageError` if weights or optimizer state differ between workers.
-
-        Versions do not show writes through ``p.data``, nor what was loaded. During ``release`` a
-        difference is logged only.
-        """
+        """Raise a `UsageError` if weights or optimizer state differ; log it during ``release``."""
         found = self._alike.different()
         if found is None:
             return
@@ -148,7 +139,6 @@ class BoundedUpdate(WholeUpdate):
 
     @torch.no_grad()
     def _broadcast_frozen(self) -> None:
-        """Copy the first worker's frozen parameters to all, if they differ."""
         first = self._alike.of_frozen()
         if first is not None:
             for _, param in self._training.bucketing.frozen:
@@ -169,7 +159,7 @@ class BoundedUpdate(WholeUpdate):
         }
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
-        """Apply rounds; there is no other command."""
+        """Apply rounds, the only command."""
         assert isinstance(command, Step), command
         self._training.steps.count += 1
         self._has_stepped = True
@@ -193,12 +183,7 @@ class BoundedUpdate(WholeUpdate):
         return self.differs
 
     def level(self, *, always: bool) -> bool:
-        """Wait for all workers, and apply all that has been sent.
-
-        Raises:
-            UsageError: between backward and step.
-            PeerError: a worker did not call it; names it.
-        """
+        """Wait for all workers and apply all sent rounds; UsageError between backward and step."""
         if self._views.sent:
             raise UsageError(
                 "synchronize(), load_state_dict() or release() between backward() and step() "
@@ -206,7 +191,7 @@ class BoundedUpdate(WholeUpdate):
                 "first"
             )
         drains, self._has_stepped = self._has_stepped or always, False
-        self._loaded = self._loaded or not always  # a state is going to be loaded
+        self._loaded = self._loaded or not always  # a state is about to be loaded
         if drains:
             self._check_unchanged()
             self._exchange.drain()
@@ -217,7 +202,7 @@ class BoundedUpdate(WholeUpdate):
         return drains
 
     def before_detach(self) -> None:
-        """End the iteration that is open when training is released: its gradients were sent."""
+        """End the open iteration when training is released; its gradients were sent."""
         self._leaving = True
         if self._views.sent:
             self.perform(Step(), None)
@@ -225,11 +210,7 @@ class BoundedUpdate(WholeUpdate):
             self._versions = None
 
     def refuse_lost(self, what: str) -> NoReturn:
-        """Refuse what changes gradients after backward: they have been sent.
-
-        Raises:
-            UsageError: always.
-        """
+        """Raise a UsageError: gradients cannot be changed after backward has sent them."""
         raise UsageError(
             f"{what}: under bounded staleness (Canary) gradients are sent in backward, and sums of "
             f"several iterations come back; leave it out, {_OTHERS}"

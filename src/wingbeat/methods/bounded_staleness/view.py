@@ -1,8 +1,8 @@
 """Views of the membership, and how workers agree on a view change.
 
 A view has one number for each worker. The number is even while the worker is alive, in incarnation
-number / 2, and odd when that incarnation has ended. Numbers only grow, so two views are merged by
-taking the larger number of each worker.
+number / 2, and odd when that incarnation has ended. Numbers only grow, so merging two views takes
+the larger number of each worker.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def initial_view(workers: int) -> View:
 
 
 def merge_views(a: View, b: View) -> View:
-    """Return the view that contains what is known in either."""
+    """Return the view with all information of both."""
     return View(tuple(map(max, a, b)))
 
 
 def covers(a: View, b: View) -> bool:
-    """Whether ``a`` contains everything that is known in ``b``."""
+    """Whether ``a`` contains all information of ``b``."""
     return all(x >= y for x, y in zip(a, b, strict=True))
 
 
@@ -49,19 +49,19 @@ def members(view: View) -> tuple[int, ...]:
 
 
 def piece_owner(view: View, piece: int) -> int:
-    """Return the worker that sums a piece: the one with its number, or the next that is alive."""
+    """Return the worker that sums a piece: the one with its number, or the next living one."""
     n = len(view)
     return next(w % n for w in range(piece, piece + n) if view[w % n] % 2 == 0)
 
 
 def is_reassigned(view: View, piece: int) -> bool:
-    """Whether the worker of a piece has ever died: its rounds then restart in each view."""
+    """Whether the worker of a piece has ever died; its rounds then restart in each view."""
     return view[piece] != 0
 
 
 @dataclass(frozen=True, slots=True)
 class ViewProposal:
-    """The message by which a worker proposes a view, and says which rounds it has.
+    """A worker's proposal of a view, with the rounds that the worker has.
 
     Attributes:
         complete: rounds of which it has all pieces of all colayers; -1 if it is joining.
@@ -78,8 +78,7 @@ class CommittedView:
     """The result of a view change.
 
     Attributes:
-        view: the members from now on.
-        best: the proposal with the most complete rounds; of several, that of the lowest rank.
+        best: the proposal with the most complete rounds; the lowest rank breaks ties.
     """
 
     view: View
@@ -89,14 +88,13 @@ class CommittedView:
 class ViewChange:
     """One worker's part in the agreement on a view.
 
-    Each worker sends all others the largest view that it knows and the rounds that it has. A worker
-    that receives a larger view merges it and sends its proposal again. A view commits when every
-    member has proposed exactly this view: all members have then stopped to accept rounds of workers
-    that died, and compute the same from the same proposals.
+    Each worker sends all others the largest view that it has received, and the rounds that it has.
+    A worker that receives a larger view merges it and sends its proposal again. A view commits when
+    every member has proposed exactly this view. All members have then stopped accepting rounds of
+    workers that died, and compute the same result from the same proposals.
 
     Attributes:
-        view: the committed view.
-        proposed: the view that this worker has proposed last.
+        proposed: the view that this worker proposed last.
     """
 
     def __init__(self, view: View, *, joining: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""The state machine of a worker: without torch, clock or I/O (Canary, sections 4.3, 4.4.2, 5.3).
+"""The state machine of a worker, without torch, clock or I/O (Canary, sections 4.3, 4.4.2, 5.3).
 
-The caller reports what training does and what arrives, and then sends the messages in ``outbox``.
-If two threads call it, one lock is enough.
+The caller reports the events of training and the received messages, and then sends the messages in
+``outbox``. If two threads call it, one lock is enough.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from wingbeat.methods.bounded_staleness.view import (
 )
 
 Combine = Callable[[int, int, dict[Contribution, Any]], Any]
-"""Colayer, piece and contributions, in the order of addition, to the payload of their sum."""
+"""Maps colayer, piece and the contributions in order of addition to the payload of their sum."""
 
 
 class PeerProgress:
@@ -59,7 +59,7 @@ class PeerProgress:
         self._latest[worker] = progress
 
     def remove_worker(self, worker: int) -> None:
-        """Discard what is known of an incarnation that has ended."""
+        """Discard the progress of an ended incarnation."""
         self._latest.pop(worker, None)
 
     def peers(self, view: View) -> tuple[int, ...]:
@@ -70,14 +70,14 @@ class PeerProgress:
         return (self._latest.get(worker) for worker in self.peers(view))
 
     def behind(self, view: View, iteration: int) -> tuple[int, ...]:
-        """Return the peers that are before ``iteration``, or may be, and have not finished."""
+        """Return the peers that are, or may be, before ``iteration`` and have not finished."""
         latest = ((worker, self._latest.get(worker)) for worker in self.peers(view))
         return tuple(
             w for w, p in latest if p is None or not (p.finished or p.iteration >= iteration)
         )
 
     def training(self, view: View) -> tuple[int, ...]:
-        """Return the peers that have not finished, as far as is known."""
+        """Return the peers that are not known to have finished."""
         return tuple(
             w for w in self.peers(view) if w not in self._latest or not self._latest[w].finished
         )
@@ -94,9 +94,9 @@ class PeerProgress:
         return 0 if progress is None else progress.iteration
 
     def fastest(self, view: View) -> int | None:
-        """Return the peer with most applied rounds that needs no pull; None if there is none.
+        """Return the peer with the most applied rounds that needs no pull; None if there is none.
 
-        Messages of earlier views do not count: they may be outdated.
+        Messages of earlier views do not count, because they may be outdated.
         """
         latest = ((w, self._latest.get(w)) for w in self.peers(view))
         known = [(p.applied, -w) for w, p in latest if p is not None and p.view == view]
@@ -104,17 +104,17 @@ class PeerProgress:
         return -worker if most >= 0 else None
 
     def can_be_pulled(self, view: View, worker: int) -> bool:
-        """Whether a worker has said in this view that it does not have to pull parameters."""
+        """Whether a worker has reported in this view that it does not have to pull parameters."""
         progress = self._latest.get(worker)
         return progress is not None and progress.view == view and progress.applied >= 0
 
     def all_must_pull(self, view: View) -> bool:
-        """Whether all peers have said that they have to pull parameters."""
+        """Whether all peers have reported that they have to pull parameters."""
         known = tuple(self._known(view))
         return all(p is not None and p.view == view and p.applied < 0 for p in known)
 
     def replicated_rounds(self, view: View) -> int:
-        """Return how many rounds two peers have applied, or one if there is only one.
+        """Return how many rounds two peers have applied, or one peer if it is the only one.
 
         These rounds survive the death of one more worker.
         """
@@ -128,32 +128,27 @@ class Worker:
     """One worker: its iterations, the pieces that it owns, its rounds, and the view.
 
     An iteration is `can_begin`, `begin_iteration`, `send_colayer` for each colayer, then
-    `end_iteration`. Before it, `take_pulled_state` and `take_round` return what is put into the
-    parameters, and `take_pull_requests` the workers that are sent them. `finish` follows the last
-    iteration; when ``drained``, all replicas hold the same bits once all rounds are taken.
+    `end_iteration`. Before it, `take_pulled_state` and `take_round` return what the caller puts
+    into the parameters, and `take_pull_requests` the workers that the caller sends them to.
+    `finish` follows the last iteration. When ``drained``, all replicas hold the same bits once all
+    rounds are taken.
 
-    Args:
-        rank: of this worker.
-        workers: number of workers.
-        bound: the thresholds.
-        combine: adds contributions.
-        max_buffered: rounds that may be buffered if parameters can be pulled from another worker
-            instead; None for any number.
-        incarnation: 0, or larger than in all earlier ones if the worker was restarted.
-        history: whether the GEI keeps retired rows.
-        epoch: how often colayers had changed when the worker started.
+    If parameters can be pulled from another worker, at most ``max_buffered`` rounds are buffered
+    (None: no limit). ``incarnation`` is 0, or larger than all earlier ones if the worker was
+    restarted. With ``history`` the GEI keeps retired rows.
 
     Attributes:
         outbox: the messages to send, oldest first.
-        iteration: the iteration that is computed, or is going to be.
+        iteration: the current or next iteration.
         zeta: the latest iteration that any worker has entered.
         gei: the contributions in the parameters.
         dropped: iterations that the bound has dropped, each with the number of colayers that were
-            sent, and so count.
+            sent and therefore count.
         pulls: how often parameters were pulled.
-        expelled: the other workers have removed this one; it must be restarted.
+        expelled: whether the other workers have removed this one; it must be restarted.
         finished: whether this worker begins no iterations until all have finished.
-        epoch: how often colayers have changed. Messages of other epochs are not for this machine.
+        epoch: how often colayers have changed. Messages of other epochs must not reach this
+            machine.
     """
 
     def __init__(
@@ -189,7 +184,7 @@ class Worker:
         self._advance()
 
     def _start(self, bound: StalenessBound, combine: Combine, first: int) -> None:
-        """Reset what belongs to the current colayers."""
+        """Reset the state of the current colayers."""
         self.bound, self.colayers, self._combine = bound, bound.colayers, combine
         self.outbox: deque[Envelope] = deque()
         self.iteration = first
@@ -202,7 +197,7 @@ class Worker:
         self._drained: dict[int, int] = {}
         self._deferred: list[tuple[int, int, Message]] = []  # messages of later views
         self._last_progress: Progress | None = None
-        self._requested: tuple[int, int] | None = None  # from whom, and how many rounds
+        self._requested: tuple[int, int] | None = None  # worker, and number of rounds
         self._pulled: PullResponse | None = None
 
     def _own_piece(self, piece: int, first: int) -> None:
@@ -227,7 +222,7 @@ class Worker:
 
     @property
     def pull_target(self) -> int | None:
-        """How many rounds pulled parameters must have; None if none are needed."""
+        """Number of rounds that pulled parameters must have; None if none are needed."""
         if self._joining:
             return self._rounds.pull_target or self._rounds.applied
         return self._rounds.pull_target
@@ -245,12 +240,12 @@ class Worker:
 
     @property
     def buffered_rounds(self) -> int:
-        """Rounds that are held until they are taken or discarded."""
+        """Number of rounds that are held until they are taken or discarded."""
         return self._rounds.buffered
 
     @property
     def applied(self) -> int:
-        """Rounds that have been taken, or were pulled with the parameters."""
+        """Number of rounds that have been taken, or were pulled with the parameters."""
         return self._rounds.applied
 
     # -- iterations -----------------------------------------------------------------------
@@ -260,14 +255,14 @@ class Worker:
         """The iteration that would begin now."""
         if not self._out:
             return self.iteration
-        # No iteration twice, and none of a row that is complete without this worker.
+        # No iteration is repeated, and none is computed whose row is complete without this worker.
         least = max(self._rounds.last_partly_applied(self.rank) + 1, self.gei.retired)
-        if self.bound.mode == "BSP":  # nor one for which it has answered that it has nothing
+        if self.bound.mode == "BSP":  # nor one that this worker has answered with nothing
             return max(self._sent_through() + 1, least)
         return max(self.zeta, least)
 
     def can_begin(self) -> bool:
-        """Whether the next iteration may begin: no worker is left behind the bound."""
+        """Whether the next iteration may begin: no worker would be behind the bound."""
         if self.pull_target is not None:
             return False
         if self._out and self.bound.mode == "BSP":  # the others wait for it from here on
@@ -281,7 +276,7 @@ class Worker:
         return s is None or not self._peers.behind(self.view, wanted - s)
 
     def lagging_peers(self) -> tuple[int, ...]:
-        """Return the workers that may have to be waited for."""
+        """Return the workers that this one may have to wait for."""
         most = 1 << 62 if self.finished else self.next_iteration
         return self._peers.behind(self.view, most)
 
@@ -294,11 +289,7 @@ class Worker:
         return self.iteration
 
     def send_colayer(self, colayer: int, payloads: Sequence[Any]) -> bool:
-        """Send the pieces of a colayer of which backward is done, one for each worker.
-
-        Returns:
-            Whether they were sent: they are not if the iteration has been dropped.
-        """
+        """Send the pieces of a colayer, one to each worker; False if the iteration was dropped."""
         if not self._computing:
             return False
         self.gei.mark_sent(self.iteration, colayer)
@@ -309,14 +300,14 @@ class Worker:
         return True
 
     def end_iteration(self) -> None:
-        """End the iteration: all of its colayers have been computed."""
+        """End the iteration after all of its colayers have been computed."""
         if self._computing:
             self.iteration, self._computing = self.iteration + 1, False
         self._inside = False
         self._advance()
 
     def take_round(self) -> tuple[PieceSum, ...] | None:
-        """Return the parts of the next round to apply, by colayer and piece; None if none is."""
+        """Return the parts of the next round to apply, by colayer and piece; None without one."""
         if self.pull_target is not None:
             return None
         parts = self._rounds.take_round()
@@ -332,13 +323,13 @@ class Worker:
     # -- the end of training, and its continuation ----------------------------------------
 
     def finish(self) -> None:
-        """Begin no more iterations, and let what is in flight be applied everywhere."""
+        """Begin no more iterations, and let all workers apply what is in flight."""
         self.finished, self._inside = True, False
         self._advance()
 
     @property
     def drained(self) -> bool:
-        """Whether all have finished and received all that was sent; take rounds before."""
+        """Whether all workers have finished and received all that was sent; take rounds before."""
         mine = self._drained.get(self.rank)
         return mine is not None and all(
             self._drained.get(worker) == mine for worker in self._peers.peers(self.view)
@@ -346,7 +337,7 @@ class Worker:
 
     @property
     def fully_applied(self) -> bool:
-        """Whether all are ``drained``, and all rounds are in the parameters here."""
+        """Whether all workers are ``drained`` and all rounds are in the parameters here."""
         rounds = self._drained.get(self.rank)
         return self.drained and self.pull_target is None and self._rounds.applied == rounds
 
@@ -357,7 +348,7 @@ class Worker:
         return mine is not None and self.zeta >= mine
 
     def resume(self) -> None:
-        """Resume after all were drained, with the same iteration everywhere."""
+        """Resume after all were drained, with the same iteration on all workers."""
         # If the view has changed meanwhile, this worker is about to drain again.
         self.iteration = self._drained.get(self.rank, self._rounds.applied)
         self._drained = {}
@@ -366,7 +357,7 @@ class Worker:
         self._advance()
 
     def resume_at(self, first: int) -> None:
-        """Resume, without being drained, with workers that were and continue with ``first``."""
+        """Resume, without being drained, with drained workers that continue with ``first``."""
         self.finished, self._out, self._drained = False, True, {}
         self._enter(first)
         self._advance()
@@ -374,12 +365,7 @@ class Worker:
     def change_colayers(self, bound: StalenessBound, combine: Combine, view: View) -> None:
         """Continue with other colayers; all members of ``view`` do so from the same round on.
 
-        All that was sent is in the parameters of all, so only the deaths since then matter.
-
-        Args:
-            bound: the thresholds, with the new number of colayers.
-            combine: adds contributions.
-            view: the workers that were drained, with this one.
+        The parameters of all workers contain all that was sent, so only deaths since then matter.
         """
         known, first = self._view_change.proposed, self._rounds.applied
         self.epoch += 1
@@ -398,7 +384,7 @@ class Worker:
     # -- pulled parameters ----------------------------------------------------------------
 
     def take_pull_requests(self) -> tuple[int, ...]:
-        """Return the workers that the present parameters are sent to."""
+        """Return the workers that have requested the current parameters."""
         if self.pull_target is not None:
             return ()
         ready = tuple(w for w, least in self._pull_requests.items() if least <= self.applied)
@@ -412,7 +398,7 @@ class Worker:
         return PullResponse(self._rounds.applied, watermarks, self.gei.copy_applied(), payload)
 
     def take_pulled_state(self) -> Any:
-        """Return the payload of a `PullResponse` to load now; None if there is none to load."""
+        """Return the payload of a `PullResponse` to load now; None if there is none."""
         if self.view_changing:
             return None  # it may contain rounds that will be summed again
         response, self._pulled = self._pulled, None
@@ -430,7 +416,7 @@ class Worker:
     # -- messages -------------------------------------------------------------------------
 
     def receive(self, sender: int, incarnation: int, message: Message) -> None:
-        """Process a message; the messages of a sender arrive in order."""
+        """Process a message; messages of one sender arrive in order."""
         if isinstance(message, ViewProposal):
             self._propose(message.view)
             if self._is_current(sender, incarnation):
@@ -482,7 +468,7 @@ class Worker:
             owned.add_contribution(sender, message.iteration, message.colayer, message.payload)
 
     def _is_valid_for(self, piece: int, view: View) -> bool:
-        """Whether a message of a view counts for a piece; otherwise it will be sent again."""
+        """Whether a message of a view counts for a piece; if not, it will be sent again."""
         return not is_reassigned(self.view, piece) or view == self.view
 
     def _receive_sum(self, sender: int, incarnation: int, message: PieceSum) -> None:
@@ -491,7 +477,7 @@ class Worker:
                 self._deferred.append((sender, incarnation, message))
                 return
             if message.view != self.view:
-                return  # it is summed again
+                return  # the piece is summed again
         if self._rounds.is_next(message):
             self._rounds.add_sum(message)
 
@@ -512,7 +498,7 @@ class Worker:
             self._send_proposal({w for w, number in enumerate(before) if proposed[w] != number})
 
     def _send_proposal(self, changed: set[int] | frozenset[int] = frozenset()) -> None:
-        """Send the proposal to all members, and to the workers that have just been removed."""
+        """Send the proposal to all members, and to the workers that were just removed."""
         view = self._view_change.proposed
         self.expelled = view[self.rank] != 2 * self.incarnation
         self._rounds.freeze()
@@ -522,7 +508,7 @@ class Worker:
         self._send(sorted((changed | set(members(view))) - {self.rank}), proposal)
 
     def _install(self, committed: CommittedView, before: View) -> None:
-        """Install a view: pieces of dead workers restart from what all members will have."""
+        """Install a view: pieces of dead workers restart from the rounds all members will have."""
         view, first = committed.view, max(committed.best.complete, 0)
         changed = [w for w in range(self.workers) if view[w] != before[w] and w != self.rank]
         for worker in changed:
@@ -540,7 +526,7 @@ class Worker:
             self._send(joined, Welcome(self.rank, first_rounds))
         self._rounds.unfreeze()
         self._requested = self._last_progress = self._pulled = None
-        self._drained.pop(self.rank, None)  # so that a joining worker is sent it as well
+        self._drained.pop(self.rank, None)  # so that a joining worker receives it as well
 
     def _restart_piece(self, piece: int, first: int, committed: CommittedView) -> None:
         self._rounds.restart_piece(piece, first)
@@ -554,7 +540,7 @@ class Worker:
     # -- consequences of any event --------------------------------------------------------
 
     def _advance(self) -> None:
-        """Do all that has become possible."""
+        """Perform all transitions that have become possible."""
         before = self.view
         if not self.expelled and (committed := self._view_change.commit()) is not None:
             self._install(committed, before)
@@ -590,10 +576,10 @@ class Worker:
     def _sent_through(self) -> int:
         """Return the round up to which this worker has sent all that it has.
 
-        It gives no answer for later rounds while no worker is more than one iteration ahead: so
-        workers that are about equally fast are summed together, in whatever order they arrive.
+        It does not answer for later rounds while no worker is more than one iteration ahead. So
+        workers of about equal speed are summed together, whatever the order of arrival.
         """
-        if self.finished:  # once all have: no more until it resumes, even if others did
+        if self.finished:  # once all have finished: no more until it resumes, even if others did
             rounds = self._drained.get(self.rank)
             return self._last_round if rounds is None else rounds - 1
         if self._out:  # rounds that closed before this worker joined need no answer
@@ -634,7 +620,7 @@ class Worker:
 
     @property
     def _last_round(self) -> int:
-        """The round after all iterations: it takes late contributions."""
+        """Return the round after all iterations, which takes late contributions."""
         return self.zeta + 1
 
     def _check_drained(self) -> None:
@@ -648,8 +634,7 @@ class Worker:
     def _discard_buffered(self) -> None:
         """Discard buffered rounds if their parameters can be pulled from another worker.
 
-        Only within an iteration: between two, incomplete rounds are still on their way, and so may
-        be pulled parameters.
+        Only within an iteration: between two, missing rounds and parameters may still arrive.
         """
         exceeds = self._max_buffered is not None and self._rounds.buffered > self._max_buffered
         if exceeds and self._inside and not self.view_changing:
@@ -658,9 +643,9 @@ class Worker:
                 self._rounds.drop_before(end)
 
     def _request_pull(self) -> None:
-        """Request parameters from the fastest worker if some rounds cannot arrive any more.
+        """Request parameters from the fastest worker if some rounds can no longer arrive.
 
-        Not within an iteration: the parameters could not be loaded, and would soon be too old.
+        Not within an iteration: the parameters could not be loaded, and would soon be outdated.
         """
         target = self.pull_target
         if target is None or self._inside or not self._rounds.knows_first_rounds:

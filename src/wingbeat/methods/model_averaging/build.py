@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class ModelExchange:
-    """The exchange of a runtime without gradient exchange: the update averages models."""
+    """The exchange of a runtime without gradient exchange; the update averages models."""
 
     def __init__(self, sections: Callable[[], Sequence[Section]]) -> None:
         self.sections = sections
@@ -66,19 +66,8 @@ def build_runtime(
 ) -> Runtime:
     """Return the runtime of a model that is averaged.
 
-    Args:
-        averaging: how models are averaged.
-        wire: the name of the dtype in which models are sent, empty for float32 (or float64); or
-            the codec of their differences.
-        training: the model and its optimizer.
-        compression: keeps the residuals of codecs.
-        buffers: returns the model's current buffers.
-
-    Raises:
-        UsageError: the model, or the optimizer's state, cannot be averaged, or the generator cannot
-            be started.
-        MismatchError: the workers' optimizers have different state, and it is averaged.
-        RendezvousError: a worker did not connect.
+    ``wire`` is the dtype in which models are sent, empty for float32 (or float64), or the codec of
+    their differences.
     """
     bucketing, world = training.bucketing, training.collectives.world
     _check(training, world, averaging)
@@ -108,7 +97,7 @@ def build_runtime(
         state_of_worker = LiveState(training, update)
         session = averager.session
         session.snapshot = state_of_worker.written
-        # With one shared model, a worker is active from the moment that it has a peer's state.
+        # If workers share one model, a worker is active from the moment that it has a peer's state.
         shared = averaging.outer is not None and averaging.partners == "all"
         if shared and isinstance(update, OuterUpdate):
             session.copy_state_when_excluded()
@@ -136,7 +125,6 @@ _in_groups: Any = weakref.WeakKeyDictionary()
 
 
 def _copy_state(session: GroupSession, state: LiveState, *, join: bool) -> None:
-    """Copy a peer's state if groups have continued without this worker."""
     if session.must_fetch:
         log.warning(
             "groups continued without this worker, which took too long: it copies a peer's model"
@@ -145,15 +133,15 @@ def _copy_state(session: GroupSession, state: LiveState, *, join: bool) -> None:
 
 
 def _close_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:
-    """Close the averager with the world, or when the update is garbage collected."""
+    """Close the averager with the world, or when the update is garbage-collected."""
     world.on_close(averager.close)
-    # A garbage collector must not wait for other workers.
+    # The garbage collector must not wait for other workers.
     closing = threading.Thread(target=averager.close, name="wingbeat-ending", daemon=True)
     weakref.finalize(update, closing.start).atexit = False
 
 
 def _check(training: Training, world: World, averaging: Averaging) -> None:
-    """Raise a `UsageError` for a model that cannot be averaged on this device, or not now."""
+    """Raise a `UsageError` for a model that cannot be averaged on this device or at this time."""
     other = _in_groups.get(world.parent or world, lambda: None)()
     if averaging.in_groups and other is not None and not other.left:
         raise UsageError(
@@ -203,7 +191,7 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
 
 
 def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
-    """Return the optimizer's state to average, after a check that all workers have the same."""
+    """Return the optimizer's state to average, after checking that it is equal on all workers."""
     state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
     world, own = training.collectives.world, state.described()
     if not world.returned:
@@ -220,7 +208,7 @@ def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
 
 
 def _difference(description: Any, other: Any) -> str:
-    """Return the first item of an `ElementState.described` that another one lacks."""
+    """Return the first item of an `ElementState.described` that the other one lacks."""
     try:
         name, kept = next(each for each in description if each not in other)
         return f"{kept[:80] or 'nothing'} of {name!r:.80}"
@@ -245,7 +233,7 @@ def _flat_model(
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that have a mean, unlike the number of batches, for example."""
+    """Return the tensors that have a mean, unlike integer counters."""
     return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
@@ -258,7 +246,7 @@ def _model_compression(
 ) -> ModelCompression:
     """Return how a flat model with the parameters of ``slots`` is compressed.
 
-    Models that are rounded need error feedback, as most steps are smaller than the rounding error.
+    Rounded models need error feedback, because most steps are smaller than the rounding error.
     Pairs and outer optimizers round differences.
     """
     if isinstance(wire, str):

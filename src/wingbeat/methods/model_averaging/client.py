@@ -1,4 +1,4 @@
-"""A worker's client of the group generator, which falls back to `StaticClient` without one."""
+"""A worker's client of the group generator; it falls back to `StaticClient` without one."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 _log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
-"""Interval of checks of whether the generator lives, while a message of it is awaited."""
+"""Interval between checks of the generator while one of its messages is awaited, in seconds."""
 
 _KEEPALIVE_S = 1.0
-"""Interval of messages that fail to arrive if the generator is dead."""
+"""Interval between keepalive messages, whose loss shows that the generator is dead, in seconds."""
 
 State = TypeVar("State")
 
 _AWAITED = {False: "the end of its step", True: SYNC_CALL}
-"""What a worker waits for; by whether it synchronizes."""
+"""What a worker waits for, by whether it synchronizes."""
 
 _REASONS = {
     Reason.LATE: "took too long for a step, or for an average",
@@ -58,11 +58,11 @@ _REASONS = {
 
 
 class GeneratorLost(Exception):
-    """The generator has died, left or cannot be reached; the text states how."""
+    """The generator has died, left or is unreachable; the text states how."""
 
 
 class GeneratorConnection:
-    """Messages to and from the generator. For one thread.
+    """Messages to and from the generator. Not thread-safe.
 
     Attributes:
         received: messages that were received and not handled, oldest first.
@@ -76,7 +76,7 @@ class GeneratorConnection:
 
     @property
     def lost(self) -> bool:
-        """Whether the generator has left, is silent or has closed its connections; for good."""
+        """Whether the generator has left, is silent or has closed its connections; permanent."""
         if not self._lost:
             mailbox, generator = self._mailbox, self._generator
             self._lost = (
@@ -87,11 +87,7 @@ class GeneratorConnection:
         return self._lost
 
     def send(self, kind: Kind, *ids: int) -> None:
-        """Send a message.
-
-        Raises:
-            GeneratorLost: the generator cannot be sent anything.
-        """
+        """Send a message; raise GeneratorLost if the generator cannot receive it."""
         try:
             padded = (*ids, 0, 0, 0, 0)[:4]
             self._mailbox.post(self._generator, kind, ids=padded, urgency=0)
@@ -101,9 +97,7 @@ class GeneratorConnection:
     def receive(self, deadline: float) -> Message:
         """Wait for the next message.
 
-        Raises:
-            GeneratorLost: the generator is lost.
-            PeerError: the deadline has passed.
+        Raises GeneratorLost if the generator is lost. Raises PeerError if the deadline has passed.
         """
         sent_at = time.monotonic()
         while True:
@@ -144,32 +138,24 @@ class GeneratorConnection:
 
 
 class Client:
-    """Takes part in the groups that the generator makes. For one thread.
+    """Takes part in the groups that the generator makes. Not thread-safe.
 
     When the generator is lost, all workers continue with the static schedule from its first step,
-    or with groups of all workers if these are the rules, each as soon as it detects the loss.
+    or with groups of all workers if the rules require these, each as soon as it detects the loss.
     Members of a group wait for those that have not detected it yet.
 
-    Args:
-        mailbox: is connected to the generator.
-        worker: this worker's rank.
-        generator: the number of the generator's mailbox.
-        layout: which worker is on which host.
-        rules: the generator's.
-        timeout: seconds without a message of the generator after which a wait fails. The generator
-            sends messages while the awaited workers live; then a wait fails after
-            `MAX_WAIT_FACTOR` times as many.
-        table: the status table, used when the generator is lost.
-        is_running: whether the process of a worker runs, as far as is known; used without a
-            generator.
+    A wait fails after ``timeout`` seconds without a message from the generator. The generator sends
+    messages while the awaited workers live; then a wait fails after `MAX_WAIT_FACTOR` times the
+    timeout. ``table`` and ``is_running`` (whether a worker's process is known to run) are used
+    without a generator.
 
     Attributes:
         fallback: why groups are made without the generator; None if they are not.
         excluded: whether groups have continued without this worker since it last synchronized, or
             copied a peer's state.
-        stale: whether it was silent for so long that it must copy a peer's state before it is in a
+        stale: whether it was silent for so long that it must copy a peer's state before it joins a
             group again. Until then steps end without an average.
-        copies_state: whether an excluded worker always copies a peer's state before it is in a
+        copies_state: whether an excluded worker always copies a peer's state before it joins a
             group again. Until then steps end without an average.
         on_lost: called with each worker that is lost.
         on_back: called with each worker that is active again.
@@ -207,15 +193,11 @@ class Client:
 
     @property
     def lost_peers(self) -> set[int]:
-        """The workers that are not active, as far as this worker knows."""
+        """The workers that this worker does not know to be active."""
         return set(self._inactive) if self._static is None else self._static.lost_peers
 
     def step(self, reducer: Reducer) -> None:
-        """Take part in groups until the next step may begin.
-
-        Raises:
-            PeerError: no group came in time, or the generator violates the protocol.
-        """
+        """Take part in groups until the next step may begin."""
         if self._static is None and self._use_generator(reducer, synchronize=False):
             return
         assert self._static is not None
@@ -226,11 +208,6 @@ class Client:
 
         The others may make steps before; their groups do not wait for this worker. Lost workers are
         left out. Afterwards all have the same parameters.
-
-        Raises:
-            PeerError: the generator is silent, or violates the protocol; a worker lives, and does
-                not call this; or no other worker is active, and one lives or has synchronized
-                without this worker.
         """
         if self._static is None and self._use_generator(reducer, synchronize=True):
             self._check_isolation()
@@ -244,13 +221,9 @@ class Client:
     ) -> State:
         """Return the state of an active peer.
 
-        Args:
-            receive: receives it from a worker over the connection with an id. Its last argument
-                returns whether the worker is still active. Returns None if it was lost.
-            join: whether this worker is active from now on, instead of from its next request.
-
-        Raises:
-            PeerError: no peer is active, or has sent it in time, or the generator is lost.
+        ``receive(worker, connection, is_active)`` returns None if the worker was lost. With
+        ``join`` this worker is active from now on, otherwise from its next request. Raises
+        PeerError if no peer is active or has sent the state in time, or the generator is lost.
         """
         self._joins, self.excluded, self.stale, self._missed = join, False, False, False
         lost, deadline = -1, time.monotonic() + self._timeout
@@ -301,7 +274,6 @@ class Client:
                 self.on_fetch(message.ids[1], message.ids[2])
 
     def _note_peer(self, kind: int, ids: Sequence[int]) -> None:
-        """Note that another worker is not active any more, or is active again."""
         worker, before = ids[0], self._inactive.pop(ids[0], None)
         if kind == Kind.REMOVED:
             self._inactive[worker] = reason = Reason.parse(ids[2])
@@ -321,11 +293,7 @@ class Client:
             stream.happened("left" if kind == Kind.REMOVED else "joined", (worker,))
 
     def _note_exclusion(self, reason: int) -> None:
-        """Note that groups have continued without this worker.
-
-        Raises:
-            PeerError: it copies a peer's state.
-        """
+        """Record that groups have continued without this worker; fail if it must copy a state."""
         self.excluded = True
         self.stale |= reason == Reason.SILENT
         if self._joins:
@@ -335,9 +303,9 @@ class Client:
             )
 
     def _check_isolation(self) -> None:
-        """Raise a `PeerError` if the mean was of this worker alone, and others have another model.
+        """Raise a `PeerError` if the mean was of this worker alone, but others have another model.
 
-        They do not if all have died, or have left, and have not synchronized without this worker.
+        They do not if all have died or left, and none has synchronized without this worker.
         """
         over = {Reason.DIED, Reason.LEFT}
         if len(self._members) > 1 or not (self._missed or set(self._inactive.values()) - over):
@@ -347,12 +315,12 @@ class Client:
         raise PeerError(isolation_text(self._worker, names + missed))
 
     def leave(self, *, failed: bool = False) -> None:
-        """Publish that this worker takes part no more, if there is no generator to notice it."""
+        """Publish that this worker has left, if there is no generator that detects it."""
         if self._static is not None:
             self._static.leave(failed=failed)
 
     def _use_generator(self, reducer: Reducer, *, synchronize: bool) -> bool:
-        """Execute what the generator sends; return False if it is lost and there was no average."""
+        """Follow the generator; return False if it was lost before there was an average."""
         self._synchronizes = synchronize
         try:
             self._request_and_run(reducer)
@@ -362,14 +330,13 @@ class Client:
         return True
 
     def _fall_back(self, why: str, reducer: Reducer) -> None:
-        """Continue without the generator."""
         self.fallback = why
         reducer.close()
         everyone = self._rules.whole
         self._handle_received()
         self._table.mark_fallback(self._worker, self._member.last)
         for worker, reason in self._inactive.items():
-            # The other workers may not know it.
+            # The other workers may not have detected the loss.
             self._table.mark_lost(worker, left=reason == Reason.LEFT)
         self._static = StaticClient(
             self._worker, self._layout, self._timeout, self._table,
@@ -401,11 +368,7 @@ class Client:
                 ) from None
 
     def _check_wait(self, wait: WaitLog, peer: str) -> None:
-        """Log a long wait for a live worker.
-
-        Raises:
-            PeerError: it is too long.
-        """
+        """Log a long wait for a live worker; fail if it is too long."""
         wait.log_if_due(peer)
         if wait.seconds() > MAX_WAIT_FACTOR * self._timeout:
             me = f"rank {self._worker}"
@@ -464,11 +427,11 @@ class Client:
         if lost == ABANDONED:
             return  # The generator has sent that the group runs again.
         if lost is not None:
-            # The group runs again without it.
+            # The group runs again without that member.
             self._connection.send(Kind.LOST, run.number, run.epoch, lost)
             return
         self._joins = False
-        if self.copies_state:  # an excluded worker would not be in a group
+        if self.copies_state:  # an excluded worker would not join a group
             self.excluded = False
         self._member.finish()
         self._connection.send(Kind.DONE, run.number, run.epoch)
@@ -480,7 +443,7 @@ class Client:
         self._connection.keep_alive()
         if not self._connection.lost:
             return Arrival.POSSIBLE
-        # A worker that falls back abandons the group it was in.
+        # A worker that falls back abandons its group.
         lasts = self._table.fallbacks(set(run.members) - {self._worker}).values()
         return Arrival.IMPOSSIBLE if any(last < run.number for last in lasts) else Arrival.DEPARTED
 

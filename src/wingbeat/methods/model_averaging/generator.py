@@ -4,15 +4,15 @@
 a worker's side. Neither has a clock or does I/O. Decisions:
 
 - *A group runs when it is the oldest group of each member, and all members have sent a request*
-  (section 5.1). So models are averaged between two steps, which a Group Buffer relies on. With
+  (section 5.1). So models are averaged between two steps, as a Group Buffer requires. With
   ``Rules(notified=True)`` a group does not wait for requests (Fig. 8), and workers average in the
   middle of a step.
 - *The lock vector is the front of all buffers.* A group holds the locks of the members whose oldest
   group it is. All other groups form the pending queue. Each member's acknowledgement releases that
   member's lock.
-- *All members see one order,* that in which groups were made. A group never overtakes another one
-  with a common member, even one that waits for locks. So the oldest group of all is the oldest of
-  each of its members, it runs once these have sent requests, and there is no deadlock.
+- *All members see one order,* in which groups were made. A group never overtakes another one with a
+  common member, even one that waits for locks. So the globally oldest group is the oldest of each
+  of its members and runs once these have sent requests: there is no deadlock.
 - *A worker continues when the group that answers its request is done:* its oldest group with a
   Group Buffer, otherwise the one made for it. Before that it takes part in all older groups.
 - *A worker that synchronizes waits for a group of all workers,* and is in no other group until
@@ -38,14 +38,13 @@ class ProtocolError(Exception):
 
 
 class Run(NamedTuple):
-    """The command to average the parameters of a group now.
+    """Command: average the parameters of a group now.
 
     Attributes:
         number: of the group, in the order in which groups are made.
-        epoch: 0, plus 1 each time that a member was lost while the group ran. A member that is
-            still in an older epoch abandons it and runs this one. A member that has completed one
+        epoch: 0, plus 1 each time that a member was lost while the group ran. A member that is in
+            an older epoch abandons it and runs this one. A member that has completed an epoch
             ignores later ones.
-        members: in no order.
         initiator: the worker whose request the group was made for, which may not be a member.
     """
 
@@ -56,7 +55,7 @@ class Run(NamedTuple):
 
 
 class _Group:
-    """A group that is not done. Only members that are removed leave ``members``."""
+    """A group that is not done. ``members`` shrinks only when members are removed."""
 
     __slots__ = ("epoch", "initiator", "members", "missing", "number", "running")
 
@@ -64,11 +63,11 @@ class _Group:
         self.number, self.initiator, self.members = number, initiator, members
         self.epoch, self.running = 0, False
         self.missing = len(members)
-        """The number of members that have sent no request, or have an older group."""
+        """Number of members that have sent no request, or have an older group."""
 
 
 class Generator:
-    """Decides whose parameters are averaged. At first all workers of the layout are active."""
+    """Decides whose parameters are averaged. Initially all workers of the layout are active."""
 
     def __init__(self, layout: Layout, rules: Rules | None = None, seed: int = 0) -> None:
         self.rules = rules or Rules()
@@ -82,7 +81,6 @@ class Generator:
         self._next_number = 0
 
     def __contains__(self, worker: int) -> bool:
-        """Whether ``worker`` is active."""
         return worker in self._pool or worker in self._synchronizing
 
     def is_late(self, worker: int) -> bool:
@@ -90,18 +88,14 @@ class Generator:
         return worker in self._late
 
     def waiting_for(self, worker: int) -> tuple[int, ...]:
-        """Return the workers that ``worker``, which waits, waits for."""
+        """Return the workers that the waiting ``worker`` waits for."""
         if worker in self._synchronizing:
             return tuple(sorted([*self._pool.active, *self._late]))
         own = self._buffers[worker]
         return tuple(w for w in own[0].members if not self.is_waiting(w)) if own else ()
 
     def request(self, worker: int) -> list[Run]:
-        """Handle the request of a worker that has ended a step; return the groups that run now.
-
-        Raises:
-            ProtocolError: it is not active, or already waits.
-        """
+        """Handle the request of a worker that has ended a step; return the groups that run now."""
         self._check_free(worker, "requests a group")
         runs: list[Run] = []
         own = self._buffers[worker]
@@ -123,9 +117,8 @@ class Generator:
         It leaves its groups, which run without it, and is in no other group until all active
         workers synchronize. Then one group of all runs, which is acknowledged like any other.
 
-        Raises:
-            ProtocolError: it is not active, or already waits; or with ``Rules(notified=True)``,
-                with which it might be in a group that runs.
+        Raises ProtocolError if it is not active, already waits, or might be in a running group
+        because of ``Rules(notified=True)``.
         """
         self._check_free(worker, "synchronizes")
         if self.rules.notified:
@@ -141,13 +134,12 @@ class Generator:
     def acknowledge(self, worker: int, number: int, epoch: int = 0) -> list[Run]:
         """Handle a worker that has completed group ``number``; return the groups that run now.
 
-        Raises:
-            ProtocolError: this group does not run there.
+        Raises ProtocolError if this group does not run on the worker.
         """
         own = self._buffers[worker]
         if not own or own[0].number != number or not own[0].running or epoch > own[0].epoch:
             if worker not in self:
-                return []  # It does not know yet that it was removed.
+                return []  # The worker has not received its removal yet.
             raise ProtocolError(f"worker {worker} acknowledges group {number}, which does not run")
         runs: list[Run] = []
         group = own[0]
@@ -158,7 +150,7 @@ class Generator:
         return runs
 
     def mark_late(self, worker: int) -> list[Run]:
-        """Let groups continue without a worker that lives; return the groups that run now.
+        """Let groups continue without a live worker; return the groups that run now.
 
         It is active again after `add`. Until then, or until `remove`, there is no group of all
         workers: its model may differ from the others'.
@@ -170,7 +162,7 @@ class Generator:
     def remove(self, worker: int) -> list[Run]:
         """Remove a worker that has died or left; return the groups that run now.
 
-        Its groups continue without it. Those that run start a new epoch with the members that have
+        Its groups continue without it. Running ones start a new epoch with the members that have
         not acknowledged them.
         """
         self._late.discard(worker)
@@ -197,13 +189,8 @@ class Generator:
     def add(self, worker: int, *, at_once: bool = False) -> None:
         """Add a worker (again). It is idle, and counts as one of the fastest.
 
-        Args:
-            worker: its rank.
-            at_once: whether it joins the groups of all workers that were made and do not run yet,
-                instead of the next one.
-
-        Raises:
-            ProtocolError: it is active.
+        With ``at_once`` it joins the groups of all workers that were made and do not run yet,
+        otherwise the next one. Raises ProtocolError if the worker is active.
         """
         if worker in self:
             raise ProtocolError(f"worker {worker} joins, but is active")
@@ -237,7 +224,7 @@ class Generator:
         )
 
     def unfinished(self, worker: int) -> tuple[int, ...]:
-        """Return the members that are not done of the group that ``worker`` runs."""
+        """Return the unfinished members of the group that ``worker`` runs."""
         own = self._buffers[worker]
         return tuple(self._unfinished(own[0])) if own and own[0].running else ()
 
@@ -294,10 +281,7 @@ class Generator:
         return group
 
     def _make_groups(self, initiator: int, disconnected: bool, runs: list[Run]) -> _Group:
-        """Make groups, and return the first one of ``initiator``.
-
-        If ``disconnected``, the initiator's group gets a worker of another component.
-        """
+        """Make groups; return the first of ``initiator``, which ``disconnected`` extends."""
         buffers, own = self._buffers, None
         for members in self._policy(initiator, self._pool):
             if disconnected and initiator in members:
@@ -333,14 +317,13 @@ class Generator:
             self._count_present(own[0], runs)
 
     def _count_present(self, group: _Group, runs: list[Run]) -> None:
-        """Count one missing member less; run the group if none is missing."""
+        """Decrement the missing members; run the group if none is missing."""
         group.missing -= 1
         if not group.missing and group.members:
             group.running = True
             runs.append(Run(group.number, 0, tuple(group.members), group.initiator))
 
     def _rerun(self, group: _Group, runs: list[Run]) -> None:
-        """Start a new epoch of a running group with its unfinished members."""
         left = self._unfinished(group)
         if left:
             group.epoch += 1
@@ -352,7 +335,6 @@ class Member:
 
     Attributes:
         waiting: whether it has sent a request whose group is not done.
-        running: the group that it runs now.
         last: the number of the last group that it has completed; -1 before the first.
     """
 
@@ -364,18 +346,16 @@ class Member:
         self.last = -1
 
     def request(self, *, synchronize: bool = False) -> None:
-        """Note a request for a group; with ``synchronize`` for a group of all workers."""
+        """Record a request for a group; with ``synchronize``, for a group of all workers."""
         assert not self.waiting, "a worker sends one request per step"
         self.waiting, self._synchronizes = True, synchronize
 
     def start(self, run: Run) -> bool:
-        """Return whether to execute ``run``, abandoning the group that runs.
+        """Return whether to execute ``run``, abandoning the running group.
 
-        It is ignored if this worker has completed the group: then a member was lost before others
-        had, and they run it again without this worker.
-
-        Raises:
-            ProtocolError: the generator does not send this to this worker now.
+        It is ignored if this worker has completed the group: a member was lost before others had
+        completed it, and they run it again without this worker. Raises ProtocolError if the
+        generator may not send this to this worker now.
         """
         now = self.running
         if self._worker not in run.members:
@@ -392,8 +372,8 @@ class Member:
         run = self.running
         assert run is not None, "nothing runs"
         self.running, self.last = None, run.number
-        # With a Group Buffer a request is answered by the worker's oldest group, otherwise by the
-        # one that was made for it. A worker that synchronizes is in one group only.
+        # With a Group Buffer the worker's oldest group answers a request, otherwise the one made
+        # for it. A worker that synchronizes is in one group only.
         if self._buffer or self._synchronizes or run.initiator == self._worker:
             self.waiting = self._synchronizes = False
         return run
@@ -417,30 +397,34 @@ class Kind(enum.IntEnum):
 
     REQUEST = 1
     """A step has ended. An excluded worker becomes active again, unless the first number is 1: then
-    it gets `REMOVED`, and copies a peer's state first."""
+    it gets `REMOVED`, and copies a peer's state first.
+    """
     DONE = 2
     """The sender's parameters are the group's average."""
     LOST = 3
     """The third number is a member that was lost while the group ran."""
     SYNCHRONIZE = 4
-    """The sender waits for a group of all workers. It counts as a request."""
+    """The sender waits for a group of all workers. Counts as a request."""
     KEEPALIVE = 5
-    """It fails to arrive if the receiver is dead. The generator's first number is 0, or 1 more than
-    a live worker that the receiver waits for."""
+    """Is not delivered if the receiver is dead. The generator's first number is 0, or 1 more than a
+    live worker that the receiver waits for.
+    """
     RUN = 6
     """Average with the payload's workers. The third number is the initiator, the fourth the
     connection id. The payload ends with connection ids to close first."""
     REMOVED = 7
-    """The first number is a worker that is not active any more, the second how many requests it has
-    sent, from which it sees whether it has sent another one since. The third is a `Reason`. The
-    fourth is 1 if others have synchronized without the receiver."""
+    """The first number is a worker that is no longer active, the second the number of requests that
+    it has sent, which shows whether it has sent another one since. The third is a `Reason`. The
+    fourth is 1 if others have synchronized without the receiver.
+    """
     ADDED = 8
     """The first number is a worker that is active again."""
     REFUSED = 9
-    """The receiver has violated the protocol; the payload states how. Nothing else follows."""
+    """The receiver has violated the protocol; the payload states how. No message follows."""
     FETCH_STATE = 10
-    """The sender requests a peer's state. The first number is 0, or 1 more than a peer that was
-    lost; the second is 1 if the sender is active from now on."""
+    """The sender requests a peer's state. The first number is 0, or 1 more than a lost peer; the
+    second is 1 if the sender is active from now on.
+    """
     SEND_STATE = 11
     """The first number is the worker that sends its state to the second; the third is their
     connection id. If both are the same, no worker has a state to send."""
@@ -450,14 +434,16 @@ class Reason(enum.IntEnum):
     """Why a worker is not active."""
 
     LATE = 0
-    """Its step, or an average with it, took too long. It lives: synchronization waits for it."""
+    """The worker lives, but its step, or an average with it, took too long. Synchronization waits.
+    """
     SILENT = 1
-    """No message came from it for long: it was stopped, or the network failed. Its model is old, so
-    it copies a peer's state before it is in a group again."""
+    """The worker sent no message for long: it was stopped, or the network failed. Its model is old,
+    so it copies a peer's state before it joins a group again.
+    """
     DIED = 2
-    """Its connections have closed without a goodbye."""
+    """Its connections closed without a shutdown message."""
     LEFT = 3
-    """It has shut down in good order."""
+    """It has shut down gracefully."""
 
     @classmethod
     def parse(cls, number: int) -> Reason:
@@ -469,7 +455,6 @@ class RunMessage(NamedTuple):
     """The content of a `Kind.RUN`.
 
     Attributes:
-        run: the group.
         connection: the id of the group's connections, see `ConnectionCache`.
         close: ids of connections to close.
     """
@@ -490,11 +475,7 @@ def run_ids(run: Run, connection: int) -> tuple[int, int, int, int]:
 
 
 def decode_run(ids: Sequence[int], payload: bytes | memoryview, workers: int) -> RunMessage:
-    """Return the content of a `Kind.RUN`.
-
-    Raises:
-        ProtocolError: it is malformed, or not about ``workers`` workers.
-    """
+    """Return the content of a `Kind.RUN`; ProtocolError unless it is about ``workers`` workers."""
     if ids[2] >= workers:
         raise ProtocolError(f"initiator {ids[2]} is none of {workers} workers")
     if len(payload) % 4 or not 8 <= len(payload) <= _MAX_PAYLOAD:

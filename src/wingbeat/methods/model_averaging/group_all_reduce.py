@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from wingbeat.transport.world import World
 
 _CHECK_S = 0.5
-"""Interval of checks of whether missing members may still arrive."""
+"""Interval between checks of whether missing members may still arrive, in seconds."""
 
 GRACE_S = 5.0
 """Seconds, plus twice the longest average so far, in which data of departed members may arrive."""
@@ -33,18 +33,18 @@ GRACE_S = 5.0
 class ModelCompression:
     """How parts of a flat model are compressed, with error feedback.
 
-    Each average may fail and be repeated. So a part is encoded with a copy of its residual, which
-    replaces the residual when the average is applied. Until then a checkpoint has the residual from
-    before the average. Where models are sent it is replaced at once, as an average with another
-    group may follow before one is applied.
+    An average may fail and be repeated. So a part is encoded with a copy of its residual, which
+    replaces the residual when the average is applied; until then a checkpoint has the earlier
+    residual. If models are sent it is replaced at once, because an average with another group may
+    follow before one is applied.
 
     Args:
         compression: the dtype or codec of all parts; None for none.
-        residual: the error of codecs so far, float32, as long as the model; None for no error
+        residual: the accumulated codec error, float32, as long as the model; None without error
             feedback.
-        gathers: whether each worker receives all payloads, instead of their sum.
-        models: whether models are sent, instead of differences: then the residual is a part of
-            this worker's model.
+        gathers: whether each worker receives all payloads instead of their sum.
+        models: whether models are sent instead of differences; the residual is then a part of this
+            worker's model.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class ModelCompression:
             self._residual.zero_()
 
     def end(self, part: Span) -> None:
-        """Note that the average of ``part`` is complete."""
+        """Record that the average of ``part`` is complete."""
         self._averaged = slice(part.start, part.stop)
         if self._models:
             self.commit()
 
     def commit(self) -> None:
-        """Replace the residual, if the last average is complete, which has been applied."""
+        """Replace the residual if the last average, which has been applied, is complete."""
         inside, self._averaged = self._averaged, None
         if inside is not None and self._residual is not None and self._new_residual is not None:
             self._residual[inside] = self._new_residual[inside]
@@ -97,19 +97,13 @@ class ModelCompression:
 class GroupAllReduce:
     """Averages this worker's parameters with those of groups. A `Reducer`.
 
-    Connections stay open until `close`. If a group fails, the buffer is unchanged.
-
-    Args:
-        world: all workers, on CPUs.
-        buffer: all parameters: flat, contiguous, floating point, on the CPU.
-        compression: how parameters are compressed; None for not at all.
-        first: the epoch of connection id 0 in the world; different for each buffer.
+    Connections stay open until `close`. If a group fails, the buffer is unchanged. The buffer has
+    all parameters: flat, contiguous, floating point, on the CPU. ``first``, different for each
+    buffer, is the epoch of connection id 0 in the world.
 
     Attributes:
         part: the part of the buffer that is averaged; initially all of it.
         uncompressed: whether the next averages ignore ``compression``.
-        compression: as given.
-        members: of the current or last group.
         completed: the number of completed averages.
     """
 
@@ -128,7 +122,7 @@ class GroupAllReduce:
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
         self.completed = 0
-        # A collective that fails leaves garbage in its buffer.
+        # A failed collective leaves undefined values in its buffer.
         self._sum = torch.empty_like(buffer)
         self._longest_s = 0.0
         self._open: dict[int, tuple[Group, World, Collectives]] = {}
@@ -136,8 +130,8 @@ class GroupAllReduce:
     def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
         """Replace the buffer's part by its mean over the members; same bits on all of them.
 
-        Opens the connections if needed. Returns None; or a lost member, or `ABANDONED`, and the
-        buffer is unchanged.
+        Opens the connections if needed. Returns None on success; otherwise a lost member or
+        `ABANDONED`, and the buffer is unchanged.
         """
         if connection not in self._open:
             group = Group(run.members, epoch=self._first + connection)
@@ -179,7 +173,8 @@ class GroupAllReduce:
                 opened[1].close()
 
     def _start(self, collectives: Collectives, total: torch.Tensor) -> Handle:
-        # The bucket number differs by part: members at different fragments must not add them up.
+        # The bucket number differs by part, so that members at different fragments do not add them
+        # up.
         bucket = self.part.start or -1
         wire = None if self.uncompressed else self.compression.begin(self.part)
         if isinstance(wire, Encoded) and self.compression.gathers:

@@ -1,4 +1,4 @@
-"""Averages with groups beside training, and the transfer of state to restarted workers."""
+"""Averages with groups in the background, and the transfer of state to restarted workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 16 << 20
-"""Bytes of a state that are sent at a time, each with the full timeout."""
+"""Bytes of a state that are sent at a time, each chunk with the full timeout."""
 
 _TAG = 0
 _CHECK_S = 0.1
@@ -45,7 +45,7 @@ _NO_STATE = -1
 """Sent instead of a size if there is no state."""
 
 _STATE_FACTOR, _STATE_EXTRA = 8, 64 << 20
-"""Limit of a state: a multiple of the parameters' bytes, plus some."""
+"""Limit of a state: a multiple of the parameters' bytes, plus a constant."""
 
 
 class StateSender:
@@ -56,7 +56,7 @@ class StateSender:
         self._running: dict[threading.Thread, World] = {}
 
     def send(self, receiver: int, connection: int, state: bytes | bytearray | None) -> None:
-        """Start to send a state to a worker; None if there is none."""
+        """Start sending a state to a worker; None if there is none."""
         self._running = {thread: w for thread, w in self._running.items() if thread.is_alive()}
         inner = self._world.open_group(Group((self._world.rank, receiver), epoch=connection))
         thread = threading.Thread(
@@ -66,7 +66,7 @@ class StateSender:
         thread.start()
 
     def close(self) -> None:
-        """Cancel all transfers; receivers ask another worker."""
+        """Cancel all transfers; receivers request the state from another worker."""
         for thread, inner in self._running.items():
             for link in inner.links:
                 link.close()
@@ -78,7 +78,7 @@ def _send_state(inner: World, state: bytes | bytearray | None) -> None:
     with contextlib.suppress(RuntimeError, WingbeatError), inner:  # the receiver reports errors
         link, peer = inner.links[0], 1 - inner.rank
         _send(link, peer, torch.tensor([_NO_STATE if state is None else len(state)]), inner.timeout)
-        # torch warns of tensors that share the memory of immutable bytes.
+        # torch warns about tensors that share the memory of immutable bytes.
         for chunk in _chunks(bytearray(state or b"")):
             _send(link, peer, chunk, inner.timeout)
         _receive(link, peer, torch.zeros(1, dtype=torch.int64), inner.timeout)
@@ -89,9 +89,8 @@ def receive_state(
 ) -> bytearray:
     """Receive the state that ``sender`` sends.
 
-    Raises:
-        PeerError: the sender has no state, or the state is too large.
-        SenderLost: the sender was lost.
+    Raises PeerError if the sender has no state, or it is too large. Raises SenderLost if the sender
+    was lost.
     """
     inner = world.open_group(Group((world.rank, sender), epoch=connection))
     receiver = _Receiver(inner, limit)
@@ -127,13 +126,7 @@ class SenderLost(Exception):
 
 
 class _Receiver:
-    """Receives a state. `run` is a thread's target.
-
-    Attributes:
-        size: the announced size.
-        state: all of it; None if the sender was lost.
-        error: how it was lost.
-    """
+    """Receives a state; ``error`` states how the sender was lost, and ``state`` is then None."""
 
     def __init__(self, inner: World, limit: int) -> None:
         self._inner, self._limit = inner, limit
@@ -174,14 +167,10 @@ def _receive(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> Non
 class GroupSession:
     """Connects a flat buffer to the groups that average it. Rank 0 starts the generator.
 
-    Args:
-        world: all workers. Each makes a session at the same time, or when it was restarted.
-        buffer: all parameters: flat, contiguous, on the CPU.
-        rules: how groups are made, the same on all workers; None for the static schedule, which
-            needs no generator.
-        compression: how parameters are compressed; None for not at all.
-        seed: of random groups.
-        encrypted: whether messages to the generator are encrypted. Parameters are not.
+    All workers make a session at the same time, or when they were restarted. The buffer has all
+    parameters: flat, contiguous, on the CPU. ``rules`` are the same on all workers; None selects
+    the static schedule, which needs no generator. ``encrypted`` covers messages to the generator,
+    not parameters.
 
     Attributes:
         snapshot: returns the state for a restarted worker, between two steps; None for no state.
@@ -189,8 +178,6 @@ class GroupSession:
 
     Raises:
         UsageError: the generator cannot be started, or no process can rejoin.
-        PeerError: a worker sent a malformed identity of its host.
-        RendezvousError: a worker, or the generator, did not connect.
     """
 
     def __init__(
@@ -251,25 +238,18 @@ class GroupSession:
             raise
 
     def step(self) -> None:
-        """Average the buffer with groups, until the next step may begin.
-
-        Raises:
-            PeerError: no group came in time.
-        """
+        """Average the buffer with groups, until the next step may begin."""
         self.client.step(self.reducer)
 
     def synchronize(self) -> None:
         """Average the buffer over all active workers, once all of them have called this.
 
         Afterwards it is the same on all of them. The others may make steps before.
-
-        Raises:
-            PeerError: the generator gave no sign in time.
         """
         self.client.synchronize(self.reducer)
 
     def copy_state_when_excluded(self) -> None:
-        """Let an excluded worker be in no group until `fetch_state`.
+        """Let an excluded worker join no group until `fetch_state`.
 
         Until then steps end without an average, and `must_fetch` is true.
         """
@@ -278,7 +258,7 @@ class GroupSession:
 
     @property
     def must_fetch(self) -> bool:
-        """Whether this worker must call `fetch_state` before it is in a group again."""
+        """Whether this worker must call `fetch_state` before it joins a group again."""
         client = self.client
         if not isinstance(client, Client) or client.fallback is not None:
             return False
@@ -288,15 +268,9 @@ class GroupSession:
         """Return the state of an active peer, for a restarted or excluded worker before a step.
 
         The peer calls its `snapshot` while it waits for a group, and sends the state in a thread.
-        If it is lost, another peer is asked.
-
-        Args:
-            join: whether this worker is active from now on, so that the peer's group waits for it,
-                instead of from its next request.
-
-        Raises:
-            UsageError: groups follow the static schedule, which has no rejoin.
-            PeerError: no peer is active, has a state or sends it in time; or it is too large.
+        If it is lost, another peer is used. With ``join`` this worker is active from now on, so the
+        peer's group waits for it; otherwise from its next request. Raises UsageError if groups
+        follow the static schedule, which does not support rejoining.
         """
         if not isinstance(self.client, Client):
             raise UsageError("fetch_state(): the static schedule has no rejoin; use Rules()")
@@ -349,7 +323,7 @@ _serials: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 def next_serial(world: World) -> int:
     """Return a number from 1 on for a user of a world's groups, the same on all workers.
 
-    Its epochs start at ``(number - 1) * SERIES``. A restarted process makes its users in the same
+    Its epochs start at ``(number - 1) * SERIES``. A restarted process creates its users in the same
     order.
     """
     serial = _serials[world] = _serials.get(world, 0) + 1
@@ -399,19 +373,11 @@ class GroupAverager:
         return (self._rank,)
 
     def begin(self, part: Span) -> None:
-        """Start to average the part with the next groups. It must not be used until `end`.
-
-        Raises:
-            UsageError: the averager is closed.
-        """
+        """Start to average the part with the next groups. It must not be used until `end`."""
         self._start(part, self.session.step)
 
     def end(self) -> None:
-        """Wait until this worker's groups are done.
-
-        Raises:
-            PeerError: no group came in time, or the generator violated the protocol.
-        """
+        """Wait until this worker's groups are done."""
         self._waits += not self._idle.is_set()
         self._idle.wait()
         error, self._error = self._error, None
@@ -419,17 +385,13 @@ class GroupAverager:
             raise error
 
     def commit(self) -> None:
-        """Note that the average is applied: its compression error is sent with the next one."""
+        """Record that the average is applied; its compression error is sent with the next one."""
         self.session.reducer.compression.commit()
 
     def synchronize(self, part: Span | None = None) -> None:
-        """Make the buffer the mean over all active workers, which all call this.
+        """Replace the buffer by the mean over all active workers, which all call this.
 
         It is sent uncompressed, after compression errors of earlier averages are added to it.
-
-        Raises:
-            PeerError: a worker did not call it.
-            UsageError: the averager is closed.
         """
         self.session.reducer.compression.add_residual(self.buffer)
         self._start(part or self._whole, self.session.synchronize)

@@ -10,8 +10,8 @@ import numpy as np
 def spectral_gap(groups: Iterable[Sequence[int]], workers: int) -> float:
     """Return 1 - rho of equally likely groups (section 3.3).
 
-    rho is the second largest eigenvalue of E[F^T F], which is E[F] as each F is a projection. The
-    gap is 0 if and only if the groups do not connect all workers. A single group leaves most of
+    rho is the second largest eigenvalue of E[F^T F], which is E[F] because each F is a projection.
+    The gap is 0 if and only if the groups do not connect all workers. A single group leaves most of
     many workers unchanged: multiply by the groups per iteration for the gap of an iteration.
 
     Raises:
@@ -27,7 +27,7 @@ def spectral_gap(groups: Iterable[Sequence[int]], workers: int) -> float:
         raise ValueError("spectral_gap(): there is no group")
     if workers == 1:
         return 1.0
-    # Eigenvalues of I - E[F]. The smallest is 0, that of the mean of all models.
+    # Eigenvalues of I - E[F]. The smallest is 0 and belongs to the mean of all models.
     gaps = np.linalg.eigvalsh(-total / number)
     return max(0.0, float(gaps[1]))
 

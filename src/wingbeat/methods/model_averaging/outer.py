@@ -1,4 +1,4 @@
-"""The outer optimizer of DiLoCo: its gradient is the average of how far workers have moved."""
+"""The outer optimizer of DiLoCo: its gradient is the average change of the workers' models."""
 
 from __future__ import annotations
 
@@ -36,36 +36,26 @@ def num_copies(momentum: float, *, narrow: bool) -> int:
 class OuterUpdate(LocalUpdate):
     """Runs local steps, and an outer step of SGD with Nesterov momentum on their average.
 
-    DiLoCo (Douillard et al., 2023), Algorithm 1. With ``g`` the mean over workers of the shared
-    model minus each one's own: ``m = momentum * m + g``, and the shared model is decreased by
-    ``lr * (g + momentum * m)``, as in ``torch.optim.SGD(nesterov=True)``. All workers continue from
-    there.
+    DiLoCo (Douillard et al., 2023), Algorithm 1. ``g`` is the mean over workers of the shared model
+    minus each worker's model. Then ``m = momentum * m + g``, and ``lr * (g + momentum * m)`` is
+    subtracted from the shared model, as in ``torch.optim.SGD(nesterov=True)``. All workers continue
+    from the result.
 
     With a delay (Streaming DiLoCo, Douillard et al., 2025, section 2.2) a worker continues from the
     shared model plus all its steps since it sent. The paper mixes ``alpha`` of the worker's own
-    parameters with the rest of the shared model. So no step is lost, no parameter needs tuning, and
-    workers differ by the steps of the delay only.
+    parameters with the rest of the shared model. Here no step is lost, no parameter needs tuning,
+    and workers differ only by the steps of the delay.
 
     In groups of some workers, shared models differ. Then models are averaged, and ``g`` is a
-    worker's own shared model minus that mean, which also makes shared models converge. With one
-    group of all it is the same number.
+    worker's own shared model minus that mean, so shared models converge too. With one group of all
+    workers both definitions of ``g`` agree.
 
-    If parameters are narrower than the shared model (bf16), moves are counted from the model from
-    which the worker started, not from the rounded shared model.
+    If parameters are narrower than the shared model (bf16), changes are measured from the model
+    from which the worker started, not from the rounded shared model.
 
-    If all workers share one model, an excluded worker has missed outer steps, and may be at another
-    fragment. Instead of its next average it copies a peer's state, like a restarted worker.
-
-    Args:
-        training: the model and its optimizer.
-        model: the parameters, with `num_copies` copies.
-        averager: averages the flat model.
-        schedule: when to average.
-        names: of the parameters, in the order of the flat model.
-        lr: the outer learning rate.
-        momentum: Nesterov's, 0 for none.
-        shared: whether all workers are in each group, and share one model: then differences are
-            averaged.
+    If all workers share one model (``shared``), an excluded worker has missed outer steps and may
+    be at another fragment. Instead of its next average it copies a peer's state, like a restarted
+    worker.
     """
 
     def __init__(
@@ -88,7 +78,7 @@ class OuterUpdate(LocalUpdate):
         self._velocity = next(copies) if momentum else torch.zeros_like(self._shared)
         self._start = next(copies) if model.narrow else self._shared
         self._known = self._given = False
-        self._first_checksum: int | None = None  # of the shared model, until compared
+        self._first_checksum: int | None = None  # checksum of the shared model, until compared
 
     def step(self, host: Host, closure: Closure) -> object:
         """Run the optimizer's own step, and the averages that are due."""
@@ -101,7 +91,7 @@ class OuterUpdate(LocalUpdate):
 
     @property
     def keeps(self) -> bool:
-        """Always true: for a shared model, and a velocity."""
+        """Always true: the shared model and the velocity are kept."""
         return True
 
     @property
@@ -116,7 +106,7 @@ class OuterUpdate(LocalUpdate):
         return {kind: self._named(flat.clone()) for kind, flat in self._kinds().items()}
 
     def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:
-        """Continue after ``steps`` steps, with the result of `tensors`; without it if empty."""
+        """Continue after ``steps`` steps with the result of `tensors`, if not empty."""
         super().resume(steps, tensors)
         self._given = self._known = SHARED in tensors
         self._velocity.zero_()
@@ -140,9 +130,7 @@ class OuterUpdate(LocalUpdate):
     def take_over(self, numbers: Sequence[int]) -> None:
         """Continue from another worker's state, and make its current outer step.
 
-        Raises:
-            ValueError: the numbers do not belong to this training.
-            PeerError: the others continued without this worker.
+        Raises ValueError if the numbers do not belong to this training.
         """
         steps, *turn = numbers
         super().take_over([steps])
@@ -164,7 +152,7 @@ class OuterUpdate(LocalUpdate):
     # -- averages -----------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Make the current model the shared one, unless the shared model is known.
+        """Use the current model as the shared one, unless the shared model is known.
 
         It is known after an average. A model that the user loads becomes the shared model.
         """
@@ -190,11 +178,7 @@ class OuterUpdate(LocalUpdate):
         return self._training.collectives.world
 
     def _check_shared(self) -> None:
-        """Compare the first shared model with those of the group.
-
-        Raises:
-            UsageError: one differs, so that models would never become equal.
-        """
+        """Compare the first shared model with those of the group; fail if one differs."""
         mine, self._first_checksum = self._first_checksum, None
         if mine is None:
             return
@@ -215,16 +199,16 @@ class OuterUpdate(LocalUpdate):
 
     def _level(self) -> None:
         self._catch_up()
-        # The copies are averaged too, as an excluded worker has missed outer steps.
+        # The copies are averaged too, because an excluded worker has missed outer steps.
         super()._level()
-        self._first_checksum = None  # all share the mean now
+        self._first_checksum = None  # all workers share the mean now
         if self._model.narrow:
             mean = self._trained.clone()
             self._model.read(0, len(self._model.spans))
             self._start.add_(self._trained).sub_(mean)
 
     def _offer(self, first: int, last: int) -> None:
-        """Write this worker's move, or its model, to the flat model."""
+        """Write this worker's change, or its model, to the flat model."""
         super()._offer(first, last)
         if self._one_model:
             inside = self._inside(first, last)

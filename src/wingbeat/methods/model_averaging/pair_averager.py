@@ -1,7 +1,8 @@
-"""AD-PSGD: two workers at a time average their parameters atomically, beside training.
+"""AD-PSGD: two workers at a time average their parameters atomically, while training continues.
 
-As published by Lian et al. (2018) and described in sections 2.3 and 2.4 of Ripples. Active workers
-send requests and passive ones serve them, so there is no deadlock. `pair_machine` has the protocol.
+The algorithm is that of Lian et al. (2018), described in sections 2.3 and 2.4 of Ripples. Active
+workers send requests and passive ones serve them, so there is no deadlock. `pair_machine` has the
+protocol.
 """
 
 from __future__ import annotations
@@ -50,40 +51,35 @@ from wingbeat.transport.world import World
 from wingbeat.types import SERIES, Span
 
 SILENCE_S = 10.0
-"""Seconds without a message, at most, after which an awaited worker is lost."""
+"""Maximum seconds without a message after which an awaited worker is lost."""
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a chunk of a model, at most."""
+"""Maximum bytes of a chunk of a model."""
 
 _CHECK_S = 0.5
-"""Interval of checks of whether awaited workers live."""
+"""Interval between checks of whether awaited workers live, in seconds."""
 
 _PROGRESS = frozenset({Kind.GRANT, Kind.CHUNK, Kind.AVERAGE, Kind.DONE, Kind.SYNCHRONIZE})
 """Messages that show progress, and extend the deadline of a wait."""
 
 _QUICK_CLOSE_S = 1.0
-"""Timeout of the shutdown after a failure."""
+"""Timeout of the shutdown after a failure, in seconds."""
 
 
 class PairBuffer:
     """A worker's parameters, and the memory in which an average is made.
 
     The average is x_i, x_j <- (x_i + x_j) / 2, chunk by chunk. The parameters do not change before
-    all chunks have arrived, so that a worker that dies leaves its peer's model unchanged.
+    all chunks have arrived, so a worker that dies leaves its peer's model unchanged.
 
-    Uncompressed, the responder computes the average and sends it back, so both end with the same
-    bits. If models were rounded to a narrower dtype, they would lose most steps, which are smaller
-    than the last bit of most parameters. So the response is half of the difference, rounded: one
-    worker adds it, the other subtracts it. The sum of both models is unchanged; they differ by the
-    rounding error, as models of AD-PSGD differ anyway.
+    Uncompressed, the responder computes the average and returns it, so both hold the same bits.
+    Models rounded to a narrower dtype would lose most steps, which are smaller than the last bit of
+    most parameters. So the response is then half of the difference, rounded: one worker adds it,
+    the other subtracts it. The sum of both models is unchanged; they differ by the rounding error,
+    and models of AD-PSGD differ anyway.
 
-    Args:
-        buffer: all parameters: flat, contiguous, floating point, on the CPU.
-        dtype: in which chunks are sent; None, or a dtype that is no narrower, for the buffer's.
-        chunk_bytes: size of a chunk.
-
-    Attributes:
-        spans: the chunks, in elements.
+    The buffer has all parameters: flat, contiguous, floating point, on the CPU. ``dtype`` is that
+    of chunks; None, or a dtype that is no narrower, selects the buffer's.
 
     Raises:
         UsageError: parameters cannot be sent in this dtype.
@@ -139,7 +135,7 @@ class PairBuffer:
         self._result_bytes[self._place(self.spans[chunk])] = payload
 
     def apply(self, *, is_requester: bool) -> None:
-        """Make the complete average this worker's model."""
+        """Replace this worker's model by the complete average."""
         with torch.no_grad():
             if not self._compressed:
                 self._buffer.copy_(self._result)
@@ -149,7 +145,7 @@ class PairBuffer:
                 self._buffer.sub_(self._result)
 
     def discard(self) -> None:
-        """Discard an average. Its memory may still be referenced by unsent messages."""
+        """Discard an average. Unsent messages may still reference its memory."""
         self._result = torch.empty_like(self._result)
         self._result_bytes = _bytes_of(self._result)
         if self._compressed:
@@ -165,23 +161,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class PairExchange:
-    """Executes the commands of a worker's machine in a thread, beside training.
+    """Executes the commands of a worker's machine in a thread, while training continues.
 
-    A lock protects the machine and the buffer, which this thread and the training thread use.
-
-    Args:
-        machine: this worker's.
-        mailbox: is connected to its partners, numbered by rank; used by the thread only.
-        buffer: the parameters.
-        timeout: seconds; a live partner is awaited `MAX_WAIT_FACTOR` times as long.
-        on_lost: called with each worker that is lost, in the thread.
-        departures: logs lost workers.
-        clock: returns seconds.
+    A lock protects the machine and the buffer, which this thread and the training thread use. Only
+    the thread uses the mailbox, whose partners are numbered by rank. A live partner is awaited for
+    `MAX_WAIT_FACTOR` times ``timeout`` seconds. The thread calls ``on_lost`` with each lost worker.
 
     Attributes:
         waits: how often training had to wait for an average.
         members: this worker, and its last partner.
-        watches_all: whether all partners are checked, and not only awaited ones.
+        watches_all: whether all partners are checked instead of only awaited ones.
     """
 
     def __init__(
@@ -219,22 +208,14 @@ class PairExchange:
         self._thread.start()
 
     def begin(self) -> None:
-        """Allow averages of the model; see `PairMachine.begin`.
-
-        Raises:
-            PeerError: the thread has failed, or no partner is left.
-        """
+        """Allow averages of the model; see `PairMachine.begin`."""
         with self._changed:
             self._check()
             self.machine.begin()
         self._interrupt()
 
     def end(self) -> None:
-        """Wait until the model may change; see `PairMachine.end`.
-
-        Raises:
-            PeerError: no partner is left, or an awaited one gives no sign.
-        """
+        """Wait until the model may change; see `PairMachine.end`."""
         with self._changed:
             self._check()
             self.machine.end()
@@ -244,9 +225,7 @@ class PairExchange:
     def synchronize(self) -> None:
         """Wait until no more models are averaged; see `PairMachine.synchronize`.
 
-        Raises:
-            PeerError: a worker did not call it. It may be called again, or `begin`; `end` waits for
-                a running average then.
+        After a PeerError it may be repeated, or `begin` called; `end` then waits for an average.
         """
         with self._changed:
             self._check()
@@ -261,7 +240,7 @@ class PairExchange:
             self.machine.end()
 
     def close(self, *, quick: bool = False) -> None:
-        """Leave after running averages; after a failure ``quick``, without. May be repeated."""
+        """Leave after running averages; at once with ``quick``, after a failure."""
         self._quick = self._quick or quick
         self._closing = True
         self._interrupt()
@@ -269,7 +248,7 @@ class PairExchange:
             self._thread.join()
 
     def request_close(self) -> None:
-        """Let the thread leave soon. Takes no lock, as a garbage collector may call it."""
+        """Let the thread leave soon. Takes no lock, because a garbage collector may call it."""
         self._closing = True
 
     def _check(self) -> None:
@@ -331,12 +310,9 @@ class PairExchange:
         self._mailbox.close(_QUICK_CLOSE_S if failed else CLOSE_TIMEOUT_S)
 
     def step(self, message: Message | None) -> None:
-        """Handle a message, if any, further ones that have arrived, and checks that are due.
-
-        Raises:
-            PeerError: a worker violates the protocol.
-        """
-        # Read before the messages: what a worker sent before it left must still be handled.
+        """Handle the given message, further ones that have arrived, and checks that are due."""
+        # Read before the messages, because messages sent before a worker left must still be
+        # handled.
         left, lost = self._mailbox.left, self._mailbox.lost
         while message is not None or (message := self._mailbox.poll()) is not None:
             with self._changed:
@@ -450,7 +426,7 @@ class PairExchange:
         try:
             self._mailbox.post(peer, kind, payload, ids=ids, interface=interface)
         except PeerError:
-            # The next step removes a peer that is gone, after its last messages.
+            # The next step removes a lost peer, after its last messages.
             if peer not in self._mailbox.lost and peer not in self._mailbox.left:
                 raise
 
@@ -465,7 +441,7 @@ class PairExchange:
             self._send_keepalives()
 
     def _send_keepalives(self) -> None:
-        """Probe awaited partners, and tell those in the queue that this busy worker lives."""
+        """Probe awaited partners, and send keepalives to the partners in the queue."""
         awaited, queue = self.machine.waiting_for(), self.machine.queue
         queued = queue if self.machine.served is not None else ()
         for peer in self.machine.live_partners if self.watches_all else (*awaited, *queued):
@@ -478,27 +454,16 @@ class PairAverager:
     Workers of even rank are active: each `begin` requests an average from a random passive worker,
     and `end` waits for it. Passive workers serve requests, one at a time, between `begin` and
     `end`, which waits only for a running average. An average is atomic: if a partner dies, an
-    active worker asks another one, and a passive one keeps its model.
+    active worker requests one from another partner, and a passive one keeps its model.
 
-    Args:
-        world: all workers, on CPUs; all make one at the same time.
-        buffer: all parameters: flat, contiguous, floating point, on the CPU.
-        whole: what `synchronize` averages, of which the buffer is a part; the buffer if None.
-        dtype: in which parameters are sent; None for their own. Then both workers have the same
-            bits afterwards; otherwise they differ by the rounding error, and their sum is
-            unchanged.
-        seed: of the random choice of partners.
-        encrypted: whether messages are encrypted.
-        silence: seconds without a message after which an awaited worker is lost.
+    All workers create one at the same time. The buffer has all parameters: flat, contiguous,
+    floating point, on the CPU. ``whole`` is what `synchronize` averages, of which the buffer is a
+    part; None for the buffer. ``dtype`` is that in which parameters are sent; None for their own.
+    Only with their own dtype do both workers hold the same bits afterwards. An awaited worker is
+    lost after ``silence`` seconds without a message.
 
-    Attributes:
-        buffer: as given.
-
-    Raises:
-        UsageError: the buffer cannot be averaged, or not in this dtype.
-        MismatchError: another worker has a different buffer or dtype.
-        RendezvousError: a worker did not connect.
-        PeerError: a worker cannot be reached.
+    The constructor may raise UsageError (the buffer cannot be averaged, or not in this dtype),
+    MismatchError (another worker's buffer or dtype differs), RendezvousError or PeerError.
     """
 
     def __init__(
@@ -546,7 +511,7 @@ class PairAverager:
                 on_lost=table.mark_lost, departures=departures_of(world),
             )  # fmt: skip
             self._exchange.start()
-            # An averager that is garbage collected without `close_world` ends its thread.
+            # Ends the thread of an averager that is garbage-collected without `close_world`.
             weakref.finalize(self, self._exchange.request_close).atexit = False
         world.on_close(_CloseWith(self))
 
@@ -556,11 +521,9 @@ class PairAverager:
         return () if self._exchange is None else self._exchange.members
 
     def begin(self, part: Span) -> None:
-        """Allow averages of the buffer. It must not be used until `end`.
+        """Allow averages of the buffer, which must not be used until `end`.
 
-        Raises:
-            UsageError: the part is not the whole buffer, or `end` was not called.
-            PeerError: no partner is left.
+        Raises UsageError if the part is not the whole buffer, or `end` was not called.
         """
         if part != Span(0, self.buffer.numel()):
             raise UsageError(
@@ -574,13 +537,7 @@ class PairAverager:
         self._begun = True
 
     def end(self) -> None:
-        """Wait until the buffer may change. Does nothing without `begin`.
-
-        An active worker waits for its average, a passive one for a running average.
-
-        Raises:
-            PeerError: an awaited worker gave no sign.
-        """
+        """Wait until a requested or running average is done and the buffer may change."""
         try:
             if self._begun and self._exchange is not None:
                 self._exchange.end()
@@ -593,13 +550,11 @@ class PairAverager:
         """Do nothing: rounding errors are not fed back."""
 
     def synchronize(self, part: Span | None = None) -> None:
-        """Make the buffer, and what it is a part of, the mean over all workers; same bits.
+        """Replace the buffer, and ``whole``, by the mean over all workers; same bits.
 
         Passive workers serve until all active ones have called this. Running averages are
-        completed. Workers that are lost or have left are left out.
-
-        Raises:
-            PeerError: a worker did not call it in time, or the others continued without this one.
+        completed. Workers that are lost or have left are left out. Raises PeerError if a worker did
+        not call it in time, or the others continued without this one.
         """
         self.end()
         if self._exchange is None:
@@ -651,8 +606,6 @@ class PairAverager:
 
 
 class _CloseWith:
-    """Closes an averager, to which it has a weak reference."""
-
     def __init__(self, averager: PairAverager) -> None:
         self._ref = weakref.ref(averager)
 
@@ -672,7 +625,6 @@ def _check_buffer(buffer: torch.Tensor) -> None:
 
 
 def _check_equal(world: World, own: list[object]) -> None:
-    """Raise a `MismatchError` if a worker has another buffer or dtype."""
     for rank, theirs in enumerate(world.exchange("pairs", own)):
         if theirs != own:
             raise MismatchError(

@@ -1,11 +1,11 @@
 """The protocol of AD-PSGD (Ripples, sections 2.3 and 2.4): one worker's state machine. No I/O.
 
-Workers are active or passive. An active worker requests an average from a random passive one
-whenever it has made a step, and waits until the average is its model. A passive worker serves one
-request at a time, in order of arrival, and only between `PairMachine.begin` and `PairMachine.end`;
-at other times its model changes. So active workers wait for passive ones, and passive ones only for
-the one they serve, which waits for nothing else: there is no deadlock. If all workers could request
-and serve, as in the algorithm (Fig. 3), they could wait for each other in a ring (Fig. 2a);
+Workers are active or passive. An active worker requests an average from a random passive one after
+each step, and waits until the average is its model. A passive worker serves one request at a time,
+in order of arrival, and only between `PairMachine.begin` and `PairMachine.end`; at other times its
+model changes. So active workers wait for passive ones, and passive ones only for the one they
+serve, which waits for nothing else: there is no deadlock. If all workers could request and serve,
+as in the algorithm (Fig. 3), they could wait for each other in a ring (Fig. 2a);
 ``bipartite=False`` simulates that.
 
 A message is a kind, the number of the average and, for a chunk of a model, the number of the chunk.
@@ -28,7 +28,7 @@ WINDOW = 16
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages, and who sends them."""
+    """Kinds of messages, and their senders."""
 
     REQUEST = 1
     """Active: requests an average."""
@@ -43,13 +43,13 @@ class Kind(enum.IntEnum):
     SYNCHRONIZE = 6
     """Active: sends no request until all workers have synchronized for the ``number``-th time."""
     KEEPALIVE = 7
-    """Any: fails to arrive if the receiver is dead."""
+    """Any: is not delivered if the receiver is dead."""
     FAILED = 8
     """Any: training has failed at the sender."""
 
 
 class Send(NamedTuple):
-    """Command: send a message; a `Kind.CHUNK` or `Kind.AVERAGE` with the chunk of that number."""
+    """Command: send a message; `Kind.CHUNK` and `Kind.AVERAGE` with the chunk of that number."""
 
     peer: int
     kind: Kind
@@ -61,7 +61,6 @@ class Apply(NamedTuple):
     """Command: the average is complete; make it this worker's model.
 
     Attributes:
-        peer: the other worker.
         is_requester: whether this worker has requested the average.
     """
 
@@ -70,7 +69,7 @@ class Apply(NamedTuple):
 
 
 class Discard(NamedTuple):
-    """Command: the peer is gone; discard the average, and keep the model."""
+    """Command: the peer is lost; discard the average, and keep the model."""
 
     peer: int
 
@@ -83,10 +82,9 @@ class PairAverage:
     """An average with one peer.
 
     Attributes:
-        peer: the other worker.
         number: of the average, counted by the requester.
         missing: numbers of the chunks that have not arrived.
-        sent: of the requester, the number of chunks sent.
+        sent: on the requester, the number of chunks sent.
         granted: whether the responder serves it now.
     """
 
@@ -101,7 +99,7 @@ def is_active(rank: int) -> bool:
     """Whether the worker requests averages; passive workers serve them.
 
     Ranks alternate. torchrun numbers the workers of a host consecutively, so each host has both
-    kinds, its workers average among themselves too, and the traffic is spread over all hosts. With
+    kinds, its workers also average among themselves, and the traffic is spread over all hosts. With
     an odd number of workers the larger set is active, because only active workers average in each
     step.
     """
@@ -120,26 +118,18 @@ def partners(rank: int, workers: int) -> tuple[int, ...]:
 class PairMachine:
     """The state of one worker.
 
-    Args:
-        rank: of this worker.
-        workers: the number of workers.
-        chunks: the number of chunks of a model; the same on all workers.
-        seed: of the random choice of partners.
-        bipartite: whether workers are active or passive; if not, all request and serve, which
-            deadlocks.
-        choose: returns one of several workers; random if None.
+    ``chunks``, the number of chunks of a model, is the same on all workers. If not ``bipartite``,
+    all workers request and serve, which deadlocks. ``choose`` returns one of several workers; None
+    chooses at random.
 
     Attributes:
-        rank: as given.
         requests: whether this worker requests averages.
         serves: whether this worker serves requests.
-        partners: the workers that it may average with.
         commands: for the driver to execute and remove, oldest first.
         requested: the average that this worker has requested.
         served: the average that this worker serves.
-        averages: the number of complete averages.
-        skipped: the number of steps without an average, as no partner was left.
-        lost: partners that were lost, and have not left.
+        skipped: the number of steps without an average, because no partner was left.
+        lost: partners that were lost without leaving.
     """
 
     def __init__(
@@ -175,7 +165,7 @@ class PairMachine:
 
     @property
     def live_partners(self) -> tuple[int, ...]:
-        """The partners that are not gone."""
+        """The partners that are neither lost nor have left."""
         return tuple(self._live)
 
     @property
@@ -195,11 +185,11 @@ class PairMachine:
 
     @property
     def synchronized(self) -> bool:
-        """Whether no request will come before the next step."""
+        """Whether no request will arrive before the next step."""
         return not (self._not_synchronizing() or self.pending)
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Return the workers that training waits for: in an average, or in a synchronization."""
+        """Return the workers that training waits for, in an average or a synchronization."""
         if self.requested is not None:
             return (self.requested.peer,)
         if self.served is not None:
@@ -215,14 +205,11 @@ class PairMachine:
         self._serve_next()
 
     def end(self) -> None:
-        """Start no other average. The model may change once this worker is not `pending`."""
+        """Start no further average. The model may change once this worker is not `pending`."""
         self._open = False
 
     def synchronize(self) -> None:
-        """Request no average, and serve until there are no requests: then `synchronized`.
-
-        The caller then calls `end`.
-        """
+        """Request no average, and serve until ``synchronized``; the caller then calls `end`."""
         assert not self._open, "a step ends before a synchronization"
         assert self.requests != self.serves, "only active and passive workers can synchronize"
         self._round += 1
@@ -236,14 +223,14 @@ class PairMachine:
     def cancel_synchronization(self) -> None:
         """Abandon a synchronization that not all workers have reached; the next one repeats it."""
         self._open = False
-        if self.serves:  # an active worker has told the others, and waits for none
+        if self.serves:  # an active worker has notified the others, and waits for none
             self._round -= 1
 
     def leave(self) -> None:
-        """Start no other average. A granted one continues."""
+        """Start no further average. A granted one continues."""
         self._open, self._leaving = False, True
         if self.requested is not None and not self.requested.granted:
-            self.requested = None  # the responder sees that this worker leaves
+            self.requested = None  # the responder detects that this worker leaves
 
     def _not_synchronizing(self) -> tuple[int, ...]:
         if not self.serves:
@@ -270,13 +257,10 @@ class PairMachine:
     # -- messages -------------------------------------------------------------------------
 
     def receive(self, peer: int, kind: int, number: int, chunk: int = 0) -> bool:
-        """Handle a message whose payload is valid.
+        """Handle a message whose payload is valid; return whether the payload is needed.
 
-        Returns:
-            Whether the payload is needed; False if the peer is gone, or this worker leaves.
-
-        Raises:
-            ProtocolError: the message is not allowed now.
+        It is not needed if the peer is lost or this worker leaves. Raises ProtocolError if it is
+        not allowed now.
         """
         if peer not in self._rounds:
             raise ProtocolError(f"a message of rank {peer}, which is no partner")
@@ -357,7 +341,7 @@ class PairMachine:
             self.commands.append(Apply(peer, is_requester=False))
 
     def remove(self, peer: int, *, lost: bool) -> None:
-        """Remove a partner that has left, or was lost; request another average if needed."""
+        """Remove a partner that has left or was lost; request another average if needed."""
         if peer not in self._live:
             return
         del self._live[peer]

@@ -1,7 +1,7 @@
 """How the generator chooses groups: the worker pool, its connectivity, and the policies.
 
-A policy is a function from an initiator and the worker pool to groups, in the order in which they
-are to run (Ripples, sections 4.1, 5.1 and 5.2). The initiator is in at least one of them.
+A policy maps an initiator and the worker pool to groups, in the order in which they run (Ripples,
+sections 4.1, 5.1 and 5.2). The initiator is in at least one of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ class WorkerPool:
     `fastest`. Every ``rules.forget`` requests of the fastest worker all counters are halved.
 
     Attributes:
-        layout: which worker is on which host.
-        rules: the options.
         rng: the source of all random choices.
         active: the workers that take part, in no order.
-        requests: of each worker, how many requests it has sent; halved at times.
+        requests: by worker, the requests that it has sent; halved periodically.
     """
 
     def __init__(self, layout: Layout, rules: Rules, rng: Random) -> None:
@@ -39,8 +37,8 @@ class WorkerPool:
         self.active = list(range(layout.workers))
         self.requests = [0] * layout.workers
         self._position = list(range(layout.workers))
-        # Idle workers by number of requests, so that a division skips filtered workers without
-        # visiting them. Only divisions need them.
+        # Idle workers by number of requests, so a division skips filtered workers without visiting
+        # them. Only divisions need this index.
         self._tracks_idle = rules.division
         self._idle: dict[int, dict[int, None]] = {}
         self._counts: list[int] = []
@@ -126,7 +124,7 @@ class Connectivity:
     """Whether the groups made so far connect all active workers. A union-find structure.
 
     A division takes idle workers only, and workers that send requests at the same time are idle at
-    the same time. So without a bound two sets of workers could exchange nothing forever.
+    the same time. Without a bound, two sets of workers could therefore stay unconnected forever.
     """
 
     def __init__(self, workers: int, steps: int | None) -> None:
@@ -209,7 +207,7 @@ def random_group(initiator: int, pool: WorkerPool) -> list[list[int]]:
     group, floor = [initiator], pool.min_requests(initiator)
     size = min(pool.rules.size, len(active))
     if pool.rules.threshold is None:
-        # The sample has one worker more than needed, as it may contain the initiator.
+        # The sample has one worker more than needed, because it may contain the initiator.
         drawn = pool.rng.sample(active, size)
         return [group + [worker for worker in drawn if worker != initiator][: size - 1]]
     for _ in range(_MEMBER_DRAWS * size):
@@ -231,9 +229,9 @@ def inter_and_intra(initiator: int, pool: WorkerPool) -> list[list[int]]:
 
     First a random idle worker of each host, its head, is in a group of heads, and the others are in
     groups within their host. Then all idle workers of a host are in one group. A worker without
-    partners gets a group of its own, so that it needs as many steps to its second group as the
-    others. With ``rules.filter_intra`` a worker that fails the fastest worker's filter is alone in
-    its second group.
+    partners gets a group of its own, so it needs as many steps to its second group as the others.
+    With ``rules.filter_intra`` a worker that fails the fastest worker's filter is alone in its
+    second group.
     """
     host_of, size = pool.layout.host_of, pool.rules.size
     hosts: dict[int, list[int]] = {}
@@ -254,8 +252,8 @@ def inter_and_intra(initiator: int, pool: WorkerPool) -> list[list[int]]:
 def isolate_slow(workers: Sequence[int], requests: Sequence[int], floor: int) -> list[list[int]]:
     """Return one group of the workers with ``floor`` requests, and one group per slower worker.
 
-    A second group waits for its members' next steps. With a slow member the others would become as
-    slow, and then fail the filter themselves. The paper filters first groups only.
+    A second group waits for its members' next steps. A slow member would slow down the others,
+    which would then fail the filter themselves. The paper filters first groups only.
 
     >>> isolate_slow([0, 1, 2], requests=[9, 2, 8], floor=6)
     [[0, 2], [1]]
@@ -287,7 +285,7 @@ def split_evenly(workers: Sequence[int], size: int) -> list[list[int]]:
 
 
 def shuffle(items: list[int], rng: Random) -> None:
-    """Shuffle in place, in a third of the time of ``Random.shuffle``."""
+    """Shuffle in place, three times as fast as ``Random.shuffle``."""
     draw = rng.random
     for i in range(len(items) - 1, 0, -1):
         j = int(draw() * (i + 1))

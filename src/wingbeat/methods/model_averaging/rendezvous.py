@@ -1,4 +1,4 @@
-"""What workers and the group generator publish in the rendezvous store.
+"""Information that workers and the group generator publish in the rendezvous store.
 
 `StatusTable` replaces the generator when it is lost, or for the static schedule. `RejoinLog` lets a
 restarted process return to the generator of a running job.
@@ -23,23 +23,23 @@ from wingbeat.transport.store import AtomicStore, Store
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
-"""Interval in which the generator reads the rejoin log."""
+"""Interval between the generator's reads of the rejoin log, in seconds."""
 
 _READ_S = 5.0
-"""Timeout of a read of an existing key."""
+"""Timeout of a read of an existing key, in seconds."""
 
 _LEFT = "left"
 
 
 class Status(NamedTuple):
-    """The progress of a worker. It only grows.
+    """The progress of a worker. Its values only grow.
 
     Attributes:
         rounds: the number of synchronizations that it has completed.
         synchronizing: whether it waits for the next one, and makes no steps until then.
-        steps: the number of its steps without a generator. A synchronization sets it to the largest
-            of all workers.
-        failed: the number of the latest group that failed there, whose connections it has closed;
+        steps: the number of its steps without a generator. A synchronization sets it to the maximum
+            over all workers.
+        failed: the number of the latest group that failed on it, whose connections it has closed;
             -1 for none.
     """
 
@@ -69,7 +69,7 @@ class StatusTable:
         return found
 
     def mark_lost(self, worker: int, *, left: bool = False) -> None:
-        """Mark ``worker`` as inactive for good; ``left`` if it has shut down in good order."""
+        """Mark ``worker`` as inactive permanently; ``left`` if it has shut down gracefully."""
         self._set(f"lost/{worker}", _LEFT if left else "1")
 
     def mark_fallback(self, worker: int, last: int) -> None:
@@ -89,11 +89,11 @@ class StatusTable:
         return found
 
     def lost(self) -> set[int]:
-        """Return the workers that are inactive for good."""
+        """Return the workers that are permanently inactive."""
         return {w for w in range(self._workers) if self._store.has(f"{self._room}/lost/{w}")}
 
     def has_left(self, worker: int) -> bool:
-        """Whether ``worker`` has shut down in good order."""
+        """Whether ``worker`` has shut down gracefully."""
         return self._get(f"lost/{worker}") == _LEFT
 
     def _set(self, key: str, value: str) -> None:
@@ -112,7 +112,6 @@ class Rejoin(NamedTuple):
     """A restarted worker.
 
     Attributes:
-        worker: its rank.
         incarnation: the number of its restarts; 0 is the first process.
         card: the address of its mailbox.
     """
@@ -123,11 +122,7 @@ class Rejoin(NamedTuple):
 
 
 def next_incarnation(store: Store, room: str, worker: int) -> int:
-    """Return the incarnation of a restarted ``worker``.
-
-    Raises:
-        RendezvousError: the store does not answer.
-    """
+    """Return the incarnation of a restarted ``worker``; RendezvousError without the store."""
     try:
         incarnation, index = 1, 0
         while store.has(_entry(room, index)):
@@ -144,8 +139,7 @@ def announce_rejoin(
 ) -> None:
     """Append ``worker`` to the rejoin log, and wait until the generator has connected to it.
 
-    Raises:
-        RendezvousError: the generator is lost, or does not answer within ``timeout`` seconds.
+    Raises RendezvousError if the generator is lost, or does not answer within ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
     text, index = json.dumps([worker, incarnation]), 0
@@ -169,7 +163,7 @@ def announce_rejoin(
 
 
 class RejoinLog:
-    """The generator's reader of the rejoin log. A thread reads it, as the store may block.
+    """The generator's reader of the rejoin log, with a thread because the store may block.
 
     Attributes:
         generator_lost: whether a worker has published that it continues without the generator.
@@ -193,25 +187,17 @@ class RejoinLog:
         self._stopped.set()
 
     def next_rejoin(self) -> Rejoin | None:
-        """Return the next restarted worker, if any.
-
-        Raises:
-            RendezvousError: the thread has failed.
-        """
+        """Return the next restarted worker, if any; RendezvousError if the thread has failed."""
         if self._thread.failure:
             raise RendezvousError(f"group generator: {self._thread.failure}")
         return self._rejoined.popleft() if self._rejoined else None
 
     def confirm(self, rejoin: Rejoin) -> None:
-        """Tell a restarted worker that the generator has connected to it."""
+        """Publish to a restarted worker that the generator has connected to it."""
         self._to_confirm.append(rejoin[:2])
 
     def poll(self) -> None:
-        """Read new entries, and write confirmations.
-
-        Raises:
-            TimeoutError: the store does not answer.
-        """
+        """Read new entries, and write confirmations."""
         while self._to_confirm:
             self._store.set(_confirmed(self._room, *self._to_confirm.popleft()), "1")
         while self._store.has(key := _entry(self._room, self._read)):
@@ -223,7 +209,7 @@ class RejoinLog:
                     card = read_peer_info(self._store, self._room, *entry, _READ_S)
                 except ValueError as error:
                     _log.warning("rank %d rejoins, and is refused: %s", entry[0], error)
-            self._read += 1  # after the reads: an entry whose read timed out is read again
+            self._read += 1  # after the reads, so that an entry whose read timed out is read again
             if entry is not None and card is not None:
                 self._rejoined.append(Rejoin(*entry, card))
         lost = f"{self._room}/{_GENERATOR_LOST}"

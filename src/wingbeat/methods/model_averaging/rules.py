@@ -17,7 +17,8 @@ FORGET = 32
 """Requests of the fastest worker after which all counters are halved."""
 
 CONNECT = 2
-"""Requests per worker, times the bits of their number, within which groups connect all workers."""
+"""Requests per worker, times the bit length of their number, within which groups connect them all.
+"""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -25,7 +26,7 @@ class Layout:
     """Workers by host. Hosts may have different numbers of workers.
 
     Attributes:
-        hosts: the workers of each host in ascending order: the k-th is the host's local worker k.
+        hosts: the workers of each host in ascending order; the k-th is local worker k of the host.
         host_of: the host of each worker.
 
     Raises:
@@ -80,28 +81,29 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How the generator makes groups (Ripples, sections 4.1 and 5). The defaults are smart groups.
+    """How the generator makes groups (Ripples, sections 4.1 and 5). The default is the smart GG.
 
-    They are the paper's smart GG with three additions: ``filter_intra``, ``forget`` and
+    The defaults are the paper's smart GG with three additions: ``filter_intra``, ``forget`` and
     ``connect``. `Rules.paper()` is the paper's smart GG, `Rules.random()` its random GG, and
     `Rules.everyone()` makes one group of all workers.
 
     Attributes:
-        size: members of a random group. The remainder of a division makes some groups larger by
-            one or two.
+        size: members of a random group. The remainder of a division makes some groups larger by one
+            or two.
         buffer: whether a worker that is already in a group gets that group (Group Buffer).
-        division: whether all idle workers are divided into groups at once (Global Division).
-            Needs ``buffer``.
+        division: whether all idle workers are divided into groups at once (Global Division). Needs
+            ``buffer``.
         inter_intra: whether a division gives each worker two groups: first one across hosts for one
             worker of each host and one within the host for the others, then the whole host. Needs
             ``division``.
-        threshold: C_thres. A worker that is this many requests or more behind the initiator is
-            left out of its group (slowdown filter). None disables the filter.
+        threshold: C_thres. A worker that is this many requests or more behind the initiator is left
+            out of its group (slowdown filter). None disables the filter.
         filter_intra: whether the filter applies to second groups too: a worker ``threshold``
-            requests behind the fastest worker shares no second group. False in the paper, which
-            filters a division once, by the initiator's counter. No effect without ``threshold``.
+            requests behind the fastest worker is alone in its second group. False in the paper,
+            which filters a division once, by the initiator's counter. No effect without
+            ``threshold``.
         forget: requests of the fastest worker after which all counters are halved. None disables
-            this, as in the paper, where a worker that was slow once stays filtered.
+            this, as in the paper, where a worker that was slow once remains filtered.
         connect: requests per worker, times the bits of their number, within which groups connect
             all workers. After that, the next group gets a worker of another component, even if it
             is not idle. None disables the bound, as in the paper.
@@ -125,11 +127,7 @@ class Rules:
     whole: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            UsageError: a value is not allowed, or needs another one.
-        """
+        """Check the values; raise UsageError for one that is not allowed, or needs another one."""
         if self.size < 2:
             raise UsageError(f"Rules(size={self.size}): allowed are groups of 2 workers and more")
         if self.threshold is not None and self.threshold < 2:
@@ -187,8 +185,8 @@ class Rules:
 
         Group Buffer and Global Division (5.1), Inter-Intra (5.2) and the slowdown filter (5.3),
         with counters that only grow. The paper states neither the group size of a division nor
-        C_thres, so both are arguments. These rules do not bound for how long two sets of workers
-        stay unconnected.
+        C_thres, so both are arguments. These rules do not bound how long two sets of workers stay
+        unconnected.
         """
         return cls(size=size, threshold=threshold, filter_intra=False, forget=None, connect=None)
 
@@ -218,7 +216,7 @@ ABLATION = {
 
 
 POLICIES = ("smart", "paper", "random", "buffered", "divided", "inter-intra", "static", "all")
-"""Names of policies in strategies. Each step of the ablation includes those before it."""
+"""Names of policies in strategies. Each step of the ablation includes the previous ones."""
 
 FILTERED = ("smart", "paper")
 """Policies with a slowdown filter."""
@@ -230,7 +228,7 @@ def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
     Args:
         policy: one of `POLICIES`, except ``"static"``, which needs no rules.
         size: members of a random group.
-        threshold: of the slowdown filter.
+        threshold: C_thres of the slowdown filter.
 
     Raises:
         UsageError: a value is not allowed.

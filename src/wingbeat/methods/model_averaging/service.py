@@ -38,44 +38,37 @@ from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Ma
 from wingbeat.transport.store import AtomicStore, Store
 
 FACTOR = 8.0
-"""Timeout of a step, in usual steps of its worker."""
+"""Timeout of a step, as a multiple of its worker's usual step."""
 
 MIN_TIMEOUT_S = 2.0
-"""Lower bound of the timeout of a step."""
+"""Lower bound of the timeout of a step, in seconds."""
 
 CAPACITY = 16
-"""Groups whose connections a worker keeps open."""
+"""Number of groups whose connections a worker keeps open."""
 
 SILENCE_S = 5.0
 """Seconds without a message after which an awaited worker, or the generator, is dead."""
 
 _DECAY = 0.9
-"""Factor per step of a worker's longest step."""
+"""Factor per step by which a worker's longest step decays."""
 
 _CHECK_S = 0.25
-"""Interval of checks for dead and slow workers."""
+"""Interval between checks for dead and slow workers, in seconds."""
 
 _BATCH = 256
 """Messages that are handled between two checks."""
 
 _KEEPALIVE_S = 5.0
-"""Interval of keepalive messages to waiting workers, at most."""
+"""Maximum interval between keepalive messages to waiting workers, in seconds."""
 
 _QUICK_CLOSE_S = 1.0
-"""Timeout of the shutdown if the worker that has started this process is gone."""
+"""Timeout of the shutdown if the worker that started this process has exited, in seconds."""
 
 
 class AdaptiveTimeout:
-    """Timeouts of steps that follow each worker's own step times. Time is passed in.
+    """Timeouts of steps, adapted to each worker's own step times. Time is passed in.
 
-    Args:
-        workers: the number of workers.
-        first_s: timeout while a worker's usual step is unknown: of its first step.
-        factor: timeout of later steps, in usual steps.
-        min_s: lower bound of the timeout.
-
-    Attributes:
-        first_s: as given.
+    ``first_s`` is the timeout while a worker's usual step is unknown, that is of its first step.
     """
 
     def __init__(
@@ -88,11 +81,11 @@ class AdaptiveTimeout:
         self._steps = [0] * workers
 
     def start_step(self, worker: int, now: float) -> None:
-        """Note that ``worker`` starts a step."""
+        """Record that ``worker`` starts a step."""
         self._since[worker] = now
 
     def start_paused_step(self, worker: int, now: float) -> None:
-        """Note that ``worker`` starts a step after a synchronization, or a copy of a state.
+        """Record that ``worker`` starts a step after a synchronization, or a copy of a state.
 
         It may evaluate and save first, so its timeout is that of a first step, and its duration
         does not count as usual.
@@ -101,16 +94,16 @@ class AdaptiveTimeout:
         self._paused.add(worker)
 
     def stop(self, worker: int) -> None:
-        """Note that ``worker`` waits for others."""
+        """Record that ``worker`` waits for others."""
         self._since[worker] = None
 
     def start_completion(self, worker: int, now: float) -> None:
-        """Note that others have completed a group that ``worker`` has not completed."""
+        """Record that others have completed a group that ``worker`` has not completed."""
         if self._since[worker] is None:
             self._since[worker] = now
 
     def end_step(self, worker: int, now: float) -> None:
-        """Note that ``worker`` has ended a step."""
+        """Record that ``worker`` has ended a step."""
         since, self._since[worker] = self._since[worker], None
         if worker in self._paused:
             self._paused.discard(worker)
@@ -121,7 +114,7 @@ class AdaptiveTimeout:
             self._usual_s[worker] = max(now - since, decay * self._usual_s[worker])
 
     def reset(self, worker: int) -> None:
-        """Drop the step times of ``worker``: a restarted process may differ."""
+        """Drop the step times of ``worker``; a restarted process may differ."""
         self._usual_s[worker], self._since[worker], self._steps[worker] = 0.0, None, 0
         self._paused.discard(worker)
 
@@ -146,7 +139,7 @@ class ConnectionCache:
 
     The paper keeps NCCL communicators until there are 64, and then makes one for each average
     (section 6.1). Here each worker keeps the connections of its most recent groups. The generator
-    knows all of them, decides which are closed, and tells every member before it opens others.
+    tracks all of them, decides which are closed, and notifies every member before it opens others.
 
     Raises:
         UsageError: the capacity is less than 1.
@@ -187,12 +180,12 @@ class ConnectionCache:
         return self._last_id
 
     def close_all(self, worker: int) -> None:
-        """Close all connections of a worker: they may be broken."""
+        """Close all connections of a worker, because they may be broken."""
         for key in list(self._open[worker]):
             self._close(key)
 
     def pop_closed(self, worker: int) -> list[int]:
-        """Return the ids that ``worker`` must close before it opens others; once."""
+        """Return the ids that ``worker`` must close before it opens others; each once."""
         ids, self._closed[worker] = self._closed[worker], []
         return ids
 
@@ -206,14 +199,8 @@ class ConnectionCache:
 class GroupService:
     """Serves one job's group generator.
 
-    Args:
-        mailbox: is connected to all workers, whose numbers are their ranks.
-        generator: the state machine.
-        workers: the number of workers.
-        timeouts: of steps.
-        connections: which groups' connections stay open.
-        clock: returns seconds.
-        rejoins: the restarted workers; None if there are none.
+    The mailbox is connected to all workers, numbered by rank. ``rejoins`` are the restarted
+    workers; None if there are none.
     """
 
     def __init__(
@@ -231,9 +218,9 @@ class GroupService:
         self._connections = connections or ConnectionCache(workers)
         self._rejoins = rejoins
         self._checked_at = clock()
-        self._gone: set[int] = set()  # they send nothing any more
-        self._silent: set[int] = set()  # they send nothing, but may again
-        self._stale: set[int] = set()  # they were silent, and have not copied a state since
+        self._gone: set[int] = set()  # send no more messages
+        self._silent: set[int] = set()  # send no messages, but may again
+        self._stale: set[int] = set()  # were silent, and have not copied a state since
         self._probed: set[int] = set()
         self._synchronizing: set[int] = set()  # their group of all workers is not done
         self._behind: set[int] = set()  # groups have continued without them
@@ -247,10 +234,10 @@ class GroupService:
     def run(self, parent: Callable[[], bool] = lambda: True) -> None:
         """Serve until all workers have left, or a worker has fallen back.
 
-        Or until ``parent()`` is false: rank 0, which has started this process, is gone.
+        It also ends when ``parent()`` is false: rank 0, which has started this process, has exited.
         """
         while len(self._gone | self._silent) < self._workers and parent():
-            # After this process was stopped, workers may continue without it.
+            # If this process was suspended, workers may have continued without it.
             if self._rejoins is not None and self._rejoins.generator_lost:
                 break
             self.step(self._mailbox.next(_CHECK_S))
@@ -260,7 +247,7 @@ class GroupService:
             self._mailbox.close(CLOSE_TIMEOUT_S if parent() else _QUICK_CLOSE_S)
 
     def step(self, message: Message | None) -> None:
-        """Handle a message, if any, further ones that have arrived, and checks that are due."""
+        """Handle the given message, further ones that have arrived, and checks that are due."""
         for _ in range(_BATCH):
             if message is None:
                 break
@@ -289,11 +276,6 @@ class GroupService:
         self._start(runs)
 
     def _handle(self, worker: int, kind: int, ids: Sequence[int]) -> list[Run]:
-        """Handle a message; return the groups that run now.
-
-        Raises:
-            ProtocolError: the message is not allowed.
-        """
         generator, now = self._generator, self._clock()
         self._probed.discard(worker)
         match kind:
@@ -306,7 +288,7 @@ class GroupService:
             case Kind.LOST:
                 if generator.run_together(worker, ids[0], ids[1], ids[2]):
                     return self._remove(ids[2])
-                return []  # The group already runs without it.
+                return []  # The group already runs without that member.
             case Kind.FETCH_STATE:
                 self._handle_fetch(worker, now, join=bool(ids[1]))
                 self._find_sender(worker, ids[0] - 1)
@@ -318,10 +300,10 @@ class GroupService:
     def _handle_request(
         self, worker: int, now: float, *, copies_state: bool = False, synchronize: bool = False
     ) -> list[Run]:
-        """Handle a request for a group, or for one of all workers. It adds an excluded worker.
+        """Handle a request for a group, or for one of all workers; add an excluded worker.
 
-        Not one that ``copies_state``: it may be at another fragment of the model than the others.
-        Not one that was silent: its model is old. If there are no others, it has missed nothing.
+        Not one that ``copies_state``, which may be at another fragment, or that was silent, whose
+        model is old. Without other workers it has missed nothing.
         """
         generator = self._generator
         self._requests[worker] += 1
@@ -378,7 +360,7 @@ class GroupService:
         return runs
 
     def _start(self, runs: Iterable[Run]) -> None:
-        """Tell members to run groups. A member that cannot be reached is removed."""
+        """Send members the groups to run; remove a member that cannot be reached."""
         due = deque(runs)
         while due:
             run = due.popleft()
@@ -395,10 +377,7 @@ class GroupService:
                     break  # The others run the next epoch.
 
     def _find_sender(self, receiver: int, lost: int) -> None:
-        """Have an active worker send its state to ``receiver``; ``lost`` only if there is no other.
-
-        A waiting worker handles this at once, the others after their step.
-        """
+        """Let an active worker send its state to ``receiver``; ``lost`` only without any other."""
         generator = self._generator
         senders = self._others(receiver)
         senders.sort(key=lambda w: (w == lost, w in self._behind, not generator.is_waiting(w)))
@@ -445,10 +424,7 @@ class GroupService:
         self._start(self._remove(worker, gone=True))
 
     def _remove(self, worker: int, *, gone: bool = False) -> list[Run]:
-        """Remove a worker; return the groups that run now.
-
-        Unless it is ``gone`` it lives, as far as is known, and synchronization waits for it.
-        """
+        """Remove a worker; unless ``gone`` it counts as alive, and synchronization waits for it."""
         generator = self._generator
         if worker in generator or (gone and generator.is_late(worker)):
             self._behind.add(worker)
@@ -463,7 +439,7 @@ class GroupService:
         return generator.mark_late(worker)
 
     def _broadcast_membership(self, kind: Kind, worker: int) -> None:
-        """Tell all workers, including ``worker``, that it is active or not."""
+        """Notify all workers, including ``worker``."""
         for other in range(self._workers):
             self._send_membership(other, worker, kind)
 
@@ -519,7 +495,7 @@ class GroupService:
             self._send_keepalives()
 
     def _send_keepalives(self) -> None:
-        """Tell waiting workers that a worker they wait for lives."""
+        """Notify waiting workers that a worker they wait for is alive."""
         for worker in range(self._workers):
             waits = worker in self._generator and self._generator.is_waiting(worker)
             if waits and (awaited := self._generator.waiting_for(worker)):
@@ -532,14 +508,10 @@ class GeneratorConfig:
 
     Attributes:
         room: prefix of keys in the rendezvous store.
-        host_of: the host of each worker.
-        interfaces: names of the network interfaces to use.
-        encrypted: whether messages are encrypted.
         timeout: seconds for connection setup, a worker's first step, and a wait for a group.
         rules: how groups are made.
-        seed: of random groups.
         silence: seconds without a message after which an awaited peer is dead.
-        factor: timeout of a step, in usual steps of its worker.
+        factor: timeout of a step, as a multiple of its worker's usual step.
         least: lower bound of that timeout in seconds.
         capacity: groups whose connections a worker keeps open.
     """
@@ -560,11 +532,7 @@ class GeneratorConfig:
     capacity: int = CAPACITY
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            UsageError: groups would run in the middle of steps.
-        """
+        """Raise UsageError if groups would run in the middle of steps."""
         if self.rules.notified:
             raise UsageError(
                 "Rules(notified=True) is for simulations only: a worker receives groups only while "
@@ -616,8 +584,7 @@ class GeneratorConfig:
     ) -> tuple[Mailbox, Client]:
         """Connect a worker to the generator. The caller closes the mailbox.
 
-        Raises:
-            RendezvousError: the generator did not connect, or is dead.
+        Raises RendezvousError if the generator did not connect, or is dead.
         """
         if not returned:
             mailbox = self._open(store, rank, [self.number])

@@ -1,6 +1,6 @@
 """Groups without a generator: the static schedule (Ripples, section 4.2), or all workers.
 
-Figs. 9 and 10 have 4 hosts of 4 workers. Their rules, for any number of workers L of a host:
+Figs. 9 and 10 have 4 hosts of 4 workers. Their rules, generalized to L workers per host:
 
 ===== ================================ ============================== =========================
 phase local worker 0                   local worker 1                 the others
@@ -11,13 +11,13 @@ phase local worker 0                   local worker 1                 the others
 3     with its whole host              with its whole host            with their whole host
 ===== ================================ ============================== =========================
 
-Of three workers of a host, the last takes local worker 3's part in phase 2; a host's only worker
-takes local worker 1's there. The other host is the *opposite on the ring*, half the hosts further
-on. With an odd number of hosts one has no opposite, a different one in each cycle.
+In phase 2, the last worker of a host with three acts as local worker 3, and the only worker of a
+host as local worker 1. The other host is the *opposite on the ring*, half the number of hosts
+ahead. With an odd number of hosts one has no opposite, a different one in each cycle.
 
 The schedule needs no messages, and groups of one step never overlap. But the groups depend on the
-step, which the convergence proof of AD-PSGD, the paper's third condition, forbids (section 4.3);
-and one slow worker delays all.
+step, which the convergence proof of AD-PSGD, the paper's third condition, does not allow (section
+4.3), and one slow worker delays all.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ NO_INITIATOR = -1
 """The initiator of groups that no worker has requested. Their numbers grow with the step."""
 
 ABANDONED = -1
-"""Result of an average that was abandoned: members are missing and will not arrive."""
+"""Result of an abandoned average: members are missing and will not arrive."""
 
 STATIC_CONNECTIONS = 1 << 31
-"""The first connection id of groups without a generator, which counts from 1."""
+"""The first connection id of groups without a generator; the generator's ids start at 1."""
 
 SYNC_CALL = "the call of wingbeat.synchronize()"
 
 _CHECK_S = 0.5
-"""Interval of checks of the status table while members are awaited."""
+"""Interval between checks of the status table while members are awaited, in seconds."""
 
 _SYNC_CHECK_S = 0.05
-"""Interval of checks of the status table during synchronization."""
+"""Interval between checks of the status table during synchronization, in seconds."""
 
 _PUBLISH_S = 1.0
-"""Interval in which a worker publishes its status."""
+"""Interval in which a worker publishes its status, in seconds."""
 
 _NO_STORE = "the rendezvous store is down (with rank 0, or the launcher), so peers cannot be found"
 
@@ -69,9 +69,9 @@ class Arrival(enum.Enum):
 
     POSSIBLE = enum.auto()
     DEPARTED = enum.auto()
-    """Some will not, but if they were there, what they have sent may still arrive."""
+    """Some will not; if they took part before, the data that they have sent may still arrive."""
     IMPOSSIBLE = enum.auto()
-    """Some will not, and were not there."""
+    """Some will not, and did not take part before."""
 
     def __bool__(self) -> bool:
         return self is Arrival.POSSIBLE
@@ -84,16 +84,11 @@ class Reducer(Protocol):
     """
 
     def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
-        """Average the parameters of a group of two or more members.
+        """Average the parameters of a group of two or more members over its connection id.
 
-        Args:
-            run: the group.
-            connection: the id of its connections, which are reused if they are open.
-            arrival: whether missing members will arrive. A member may have died, or may never learn
-                of the group because the generator has died.
-
-        Returns:
-            A member that was lost, `ABANDONED`, or None for success.
+        ``arrival`` returns whether missing members will arrive: a member may have died, or may
+        never receive the group because the generator has died. Returns a lost member, `ABANDONED`,
+        or None for success.
         """
         ...
 
@@ -140,8 +135,8 @@ def _outgoing(local: tuple[int, ...]) -> int:
 def _opposite(host: int, hosts: int, cycle: int) -> int:
     """Return the host half a ring away; the host itself if it has none in this cycle."""
     half = hosts // 2
-    # With an odd number of hosts half a ring there and back is another host. So pairs are counted
-    # from another host in each cycle, and the last host is left over.
+    # With an odd number of hosts, half a ring forth and back leads to another host. So pairs start
+    # at another host in each cycle, and the last host is left over.
     first = cycle % hosts if hosts % 2 else 0
     place = (host - first) % hosts
     if place >= 2 * half:
@@ -159,24 +154,19 @@ def isolation_text(worker: int, others: str) -> str:
 
 
 class StaticClient:
-    """Averages with the groups of a schedule that all workers know. For one thread.
+    """Averages with the groups of a schedule known to all workers. Not thread-safe.
 
     Lost workers are left out. Workers learn of losses from the status table. It also shows which
     workers synchronize, and so make no step, and which are past a step that others could not
     complete; groups run without both.
 
-    Args:
-        worker: its rank.
-        layout: which worker is on which host.
-        timeout: seconds without a status change after which a worker is lost.
-        table: the status table.
-        everyone: whether all workers are one group in each step, instead of the static schedule.
-        lost: workers that are lost from the beginning.
-        is_running: whether the process of a silent worker runs, as far as is known.
+    A worker is lost after ``timeout`` seconds without a status change, or if it is in ``lost``.
+    With ``everyone`` all workers are one group in each step, instead of the static schedule.
+    ``is_running`` returns whether the process of a silent worker is known to run.
 
     Attributes:
-        fallback: None: there is no generator that could be lost.
-        lost_peers: the workers that are lost or have left, as far as this worker knows.
+        fallback: None; there is no generator that could be lost.
+        lost_peers: the workers that this worker knows to be lost or to have left.
         silent: those of them that were silent while all others synchronized.
         on_lost: called with each worker that is lost.
     """
@@ -225,9 +215,8 @@ class StaticClient:
     def synchronize(self, reducer: Reducer) -> None:
         """Average with all active workers, once all of them have called this.
 
-        Raises:
-            PeerError: no other worker is active, and not all have left in good order after a mean
-                with this one; a worker lives and does not call this; or the store is down.
+        Raises PeerError if no other worker is active, and not all have left gracefully after a mean
+        with this one; a live worker does not call this; or the store is down.
         """
         self._status = self._status._replace(synchronizing=True)
         self._await_all()
@@ -264,7 +253,7 @@ class StaticClient:
         return any(self._statuses.get(w, Status()).rounds >= rounds for w in others)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Publish that this worker takes part no more; ``failed`` if an exception ends it."""
+        """Publish that this worker has left; ``failed`` if an exception ends it."""
         self._status = self._status._replace(synchronizing=True)  # it makes no more steps
         self._publish()
         self._table.mark_lost(self._worker, left=not failed)
@@ -361,11 +350,7 @@ class StaticClient:
         self._table.publish(self._worker, self._status)
 
     def _await_all(self) -> None:
-        """Wait until all active workers synchronize; silent dead ones are lost.
-
-        Raises:
-            PeerError: a worker lives, and does not synchronize; or the store is down.
-        """
+        """Wait until all active workers synchronize; silent dead ones are lost."""
         self._publish()
         wait = WaitLog(f"rank {self._worker}", SYNC_CALL, time.monotonic)
         since: dict[int, tuple[Status | None, float]] = {}
@@ -388,7 +373,7 @@ class StaticClient:
     def _not_synchronizing(self, since: dict[int, tuple[Status | None, float]]) -> list[int]:
         """Return the active workers that do not synchronize yet; mark silent dead ones as lost.
 
-        ``since`` has the last status of each worker, and when it was seen first.
+        ``since`` has the last status of each worker, and when it was first seen.
         """
         now, missing = time.monotonic(), []
         for worker in sorted(set(range(self._layout.workers)) - self.lost_peers - {self._worker}):

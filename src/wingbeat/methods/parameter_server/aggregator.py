@@ -1,8 +1,7 @@
 """Sums of slices over all workers, without torch: numpy, and C++ for float16 and bfloat16.
 
-Gradients are added as they arrive, in the order of ranks, so that the same gradients give the same
-bits in every run. Payloads that arrive early wait; their sender learns when they are added, and its
-window stays occupied until then.
+Gradients are added in the order of ranks, so equal gradients give equal bits in every run. A
+payload that arrives early waits, and occupies its sender's window, until it is added.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from wingbeat.methods.parameter_server.protocol import RequestError
 Array = NDArray[np.generic]
 
 OnAdded = Callable[[], object]
-"""Called when a payload is added, or is next to be added."""
+"""Called when a payload is added, or is the next to be added."""
 
 SliceKey = tuple[int, int]
 """Plan and slice."""
 
 MAX_DEFERRED = 16 << 20
-"""Bytes of gradients that wait in place for the next payload of their slice. Adding two payloads at
-a time halves the memory traffic of the sum."""
+"""Maximum bytes of gradients that wait in place for the next payload of their slice. Adding two
+payloads at a time halves the memory traffic of the sum.
+"""
 
 SLICE_OVERHEAD = 1024
-"""Bytes that count for a slice beside its sums, so that the number of slices has a limit."""
+"""Bytes that count per slice in addition to its sums, which limits the number of slices."""
 
 
 # -- arithmetic ----------------------------------------------------------------------------
@@ -45,7 +45,7 @@ _HALF: dict[str, np.dtype[np.generic]] = {
 _FLOAT32: np.dtype[np.generic] = np.dtype(np.float32)
 
 _BLOCK = 1 << 15
-"""Elements of a block: the intermediate sums of a block stay in the cache."""
+"""Elements of a block, whose intermediate sums stay in the cache."""
 
 
 def sum_dtype(dtype: str) -> np.dtype[np.generic]:
@@ -86,10 +86,7 @@ def convert(total: Array, dtype: str) -> Array:
 def add_payloads(
     total: Array, payloads: Sequence[memoryview], dtype: str, *, begin: bool = False
 ) -> None:
-    """Add payloads to a sum in order; with ``begin``, overwrite the sum.
-
-    Blocks stay in the cache, so the sum goes through memory once.
-    """
+    """Add payloads to a sum block by block, in order; with ``begin``, overwrite the sum."""
     arrays = [np.frombuffer(payload, _HALF.get(dtype, dtype)) for payload in payloads]
     if wrong := [len(array) for array in arrays if len(array) != len(total)]:
         raise ValueError(f"payload of {wrong[0]} elements; the sum has {len(total)}")
@@ -97,7 +94,7 @@ def add_payloads(
         addresses = [_address(array, _HALF[dtype]) for array in arrays]
         _native.add_half(_address(total), addresses, len(total), dtype == "bfloat16", begin)
         return
-    # Workers check sums for overflow (GradScaler): no warnings here.
+    # Workers check sums for overflow (GradScaler), so numpy must not warn here.
     with np.errstate(all="ignore"):
         for part in _blocks(total, len(payloads)):
             _add_block(total[part], [array[part] for array in arrays], begin)
@@ -122,7 +119,7 @@ def _address(array: Array, dtype: np.dtype[np.generic] = _FLOAT32) -> int:
 
 
 def _blocks(total: Array, payloads: int) -> Iterator[slice]:
-    """Yield blocks; a single block for one payload, which has no intermediate sum."""
+    """Yield blocks; one block for a single payload, which has no intermediate sums."""
     step = max(1, len(total)) if payloads == 1 else _BLOCK
     for start in range(0, len(total), step):
         yield slice(start, min(start + step, len(total)))
@@ -135,8 +132,8 @@ def _blocks(total: Array, payloads: int) -> Iterator[slice]:
 class SliceSum:
     """A complete sum of one slice, in the form in which it is sent.
 
-    ``round`` counts earlier sums of the slice. ``result`` is constant until every function in
-    ``readers`` reports that its reader has finished. ``requested_by`` are ranks.
+    ``round`` counts earlier sums of the slice. ``result`` is constant until all functions in
+    ``readers`` return true. ``requested_by`` are ranks.
     """
 
     round: int
@@ -152,19 +149,19 @@ class SliceSum:
 
 @dataclass(slots=True)
 class Accumulator:
-    """One slice: the sum in progress, and the last complete ones.
+    """The state of one slice: the sum in progress, and the last complete ones.
 
     Attributes:
         round: number of earlier sums.
-        added: number of workers whose gradients are added; they are added in the order of ranks.
-        early: payloads whose turn has not come, by rank.
-        deferred: payloads that wait to be added together with the next.
-        started_at: when the first payload of this round arrived, in seconds.
+        added: number of workers whose gradients are added, in the order of ranks.
+        early: payloads that arrived before it was their turn, by rank.
+        deferred: payloads that wait to be added together with the next one.
+        started_at: arrival time of the first payload of this round, in seconds.
         buffer: the sum in progress; None once it is complete.
         spare: an unused buffer, where sums are sent in another dtype.
         out: unused memory for the sum in that dtype.
-        sums: complete sums whose memory is in use, the last one at the end.
-        nbytes: size of all of these.
+        sums: complete sums whose memory is in use, the latest one last.
+        nbytes: total size of these buffers.
     """
 
     dtype: str
@@ -181,22 +178,16 @@ class Accumulator:
     nbytes: int = 0
 
     def has_pushed(self, worker: int) -> bool:
-        """Whether a worker has pushed in the present round."""
+        """Whether a worker has pushed in the current round."""
         return worker < self.added or worker in self.early
 
 
 class Aggregator:
     """All sums of one server.
 
-    Args:
-        workers: number of workers, each of which pushes each slice.
-        max_nbytes: maximum size of all sums.
-        max_deferred: maximum size of payloads that wait to be added together with the next.
-        dense: whether sums are sent in the dtype of the sum, and not in that of the gradients.
-
-    Attributes:
-        nbytes: size of the sums.
-        max_nbytes: the limit.
+    All sums together are limited to ``max_nbytes``; at most ``max_deferred`` bytes of payloads wait
+    to be added together with the next. With ``dense``, sums are sent in the dtype of the sum
+    instead of that of the gradients.
     """
 
     def __init__(
@@ -243,11 +234,7 @@ class Aggregator:
         return self._complete(key, state)
 
     def completed_sum(self, key: SliceKey, number: int) -> SliceSum | None:
-        """Return the sum of a round if it is complete.
-
-        A sum is available until the next is complete: a slow worker may pull it while others push
-        for the next round.
-        """
+        """Return the sum of a round if it is complete; it is available until the next one is."""
         if key[0] < self._plan:
             raise RequestError(
                 f"slice {key[1]} of plan {key[0]} was pulled after plan {self._plan}"
@@ -259,14 +246,14 @@ class Aggregator:
         return state.sums[-1] if state is not None and number == last else None
 
     def take_residual(self, key: SliceKey) -> Array | None:  # noqa: ARG002
-        """Return and drop the encoding residual of a slice: None without a codec."""
+        """Return and drop the encoding residual of a slice; always None without a codec."""
         return None
 
     def find_incomplete(self, before: float) -> tuple[SliceKey, set[int]] | None:
         """Return a slice whose round began before a time, and the workers it waits for.
 
-        Workers that wait with another slice are left out: their windows may be full until the
-        others catch up.
+        Workers that wait for another slice are excluded: their windows may be full until the others
+        catch up.
         """
         for key, state in self._slices.items():
             if state.buffer is not None and state.started_at < before:
@@ -303,7 +290,7 @@ class Aggregator:
             raise RequestError(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
 
     def _begin_round(self, state: Accumulator, now: float) -> None:
-        """Start a round, in unused memory; the last sum stays available."""
+        """Start a round in unused memory; the last sum stays available."""
         unused = next((old for old in state.sums[:-1] if old.is_unused()), None)
         dtype = sum_dtype(state.dtype)
         itemsize = ITEMSIZE[self._reply_dtype(state.dtype)]
@@ -333,7 +320,7 @@ class Aggregator:
         state.nbytes += need
 
     def _add_due(self, state: Accumulator) -> None:
-        """Add the payloads whose turn has come, and report it."""
+        """Add the payloads whose turn has come, and report each."""
         due: list[tuple[memoryview, OnAdded]] = []
         while (found := state.early.pop(state.added + len(due), None)) is not None:
             due.append(found)
@@ -371,7 +358,7 @@ class Aggregator:
         return done
 
     def _drop_before(self, plan: int) -> None:
-        """Drop older plans: all workers have pushed for this one, so none pulls older sums."""
+        """Drop older plans. All workers have pushed for this one, so none pulls older sums."""
         self._plan = plan
         for key in [key for key in self._slices if key[0] < plan]:
             state = self._slices.pop(key)
@@ -379,7 +366,6 @@ class Aggregator:
             self._deferred -= sum(map(len, state.deferred))
 
     def _finish_sum(self, state: Accumulator) -> SliceSum:
-        """Return a complete sum in the form in which it is sent."""
         assert state.buffer is not None
         dtype = self._reply_dtype(state.dtype)
         return SliceSum(state.round, dtype, narrow(state.buffer, dtype, state.out))

@@ -1,4 +1,4 @@
-"""The worker's connection to the servers: a thread that pushes slices and receives their sums."""
+"""The worker's connection to the servers: a thread pushes slices and receives their sums."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 
 _QUICK_S = 1.0
-"""Seconds to close the mailbox after a failure."""
+"""Timeout to close the mailbox after a failure, in seconds."""
 
 _CHECK_S = 0.1
-"""Seconds between two checks for lost servers and late sums."""
+"""Interval between checks for lost servers and late sums, in seconds."""
 
 _WITHOUT_PAYLOAD = frozenset({Kind.PULL, Kind.PULL_RESIDUAL, Kind.FETCH, Kind.STATE})
 
@@ -56,7 +56,7 @@ _NOTHING = memoryview(b"")
 
 
 class SliceFormat(Protocol):
-    """How a slice travels, if not as it is in memory."""
+    """How a slice is sent, if not in its own dtype."""
 
     @property
     def dtype(self) -> str:
@@ -79,10 +79,10 @@ class Transfer:
 
     Attributes:
         server: number of the server's mailbox.
-        memory: the gradients; the reply is written there.
+        memory: the gradients, overwritten by the reply.
         urgency: traffic class of the push, 0 the most urgent.
         position: the bucket's position in forward order.
-        format: how the slice travels; None: as it is in memory.
+        format: how the slice is sent; None for its own dtype.
     """
 
     server: int
@@ -94,7 +94,7 @@ class Transfer:
 
     @property
     def link(self) -> int:
-        """The link, in both directions."""
+        """The link, used in both directions."""
         return link_of(self.ids.route)
 
     @property
@@ -103,7 +103,7 @@ class Transfer:
         return len(self.memory) if self.format is None else self.format.nbytes
 
     def write(self, message: Message, dtype: str) -> bool:
-        """Write a reply to the slice, which has this dtype; return False if it is malformed."""
+        """Write a reply of this dtype to the slice; return False if it is malformed."""
         if self.server != message.peer:
             return False
         if self.format is not None:
@@ -123,9 +123,9 @@ class Request:
     """Slices that are pushed or pulled together; usable as a collective's `Handle`.
 
     Attributes:
-        description: what error messages call the request.
-        on_complete: called by the client's thread when all replies have arrived, before the
-            request is done.
+        description: the name of the request in error messages.
+        on_complete: called in the client's thread when all replies have arrived, before the request
+            is done.
         missing: number of replies that have not arrived.
         posted: messages in flight, of a request without a reply.
         documents: received optimizer state, by plan, slice and round.
@@ -159,10 +159,9 @@ class Request:
     def wait(self) -> None:
         """Block until all replies are written, or all messages without a reply have arrived.
 
-        Raises:
-            PeerError: a server or a worker has failed; names it.
+        Raises PeerError if a server or a worker has failed; the error names it.
         """
-        # No timeout: the client's thread ends every request.
+        # No timeout: the client's thread completes or fails every request.
         self._finished.wait()
         if self.error is not None:
             raise PeerError(str(self.error))
@@ -170,7 +169,7 @@ class Request:
     wait_received = wait
 
     def finish(self, error: PeerError | None = None) -> None:
-        """Complete the request, or fail it with an error; for the client's thread."""
+        """Complete the request, or fail it with an error; called by the client's thread."""
         with self._lock:
             self.error = error
             self._finished.set()
@@ -180,25 +179,16 @@ class Request:
 
 
 class Client:
-    """Pushes and pulls slices for one worker, in a thread of its own after `serve`.
+    """Pushes and pulls slices for one worker, in a separate thread after `serve`.
 
-    Args:
-        mailbox: connects this worker to the servers; used by the client's thread only.
-        servers: numbers of the servers' mailboxes.
-        me: name of this worker in messages.
-        name: returns the name of the process with a mailbox number.
-        timeout: seconds that a sum may take.
-        order: the order in which slices are pushed that are ready at the same time.
-        check_servers: returns how a server that this worker started has ended, if one has.
-        publish_failure: publishes why this worker has failed.
-        poll_failure: returns why another worker has failed, if one has.
-        attribute_failure: returns which worker's exception has caused the failure, if known.
-        on_abandoned: called after the thread of an abandoned client has ended.
+    ``order`` applies to slices that are ready at the same time. ``check_servers`` returns how a
+    server that this worker started has ended, if one has. ``publish_failure``, ``poll_failure`` and
+    ``attribute_failure`` exchange the reasons of failures between workers.
 
     Attributes:
         failed: whether a server or a worker has failed.
         sent: bytes of payloads by mailbox and class; any thread may copy it.
-        received: likewise, by the class that was requested.
+        received: likewise, by the requested class.
     """
 
     def __init__(
@@ -252,11 +242,7 @@ class Client:
         description: str,
         on_complete: Callable[[], None] = lambda: None,
     ) -> Request:
-        """Submit a request; returns at once.
-
-        Raises:
-            PeerError: a server or a worker has failed before.
-        """
+        """Submit a request without blocking; PeerError if a server or worker has failed before."""
         before = self._failure()
         if before is not None:
             raise PeerError(str(before))
@@ -277,7 +263,7 @@ class Client:
         return self._error
 
     def close(self, *, quick: bool = False) -> None:
-        """Leave the servers, and end the thread; may be called again.
+        """Disconnect from the servers and end the thread; may be called again.
 
         Pushed gradients are delivered first, because other workers need them, unless ``quick``.
         Sums are not awaited.
@@ -292,7 +278,7 @@ class Client:
     def abandon(self) -> None:
         """End the thread within a second, without `close`.
 
-        Takes no lock: the garbage collector may call this in any thread at any time.
+        Takes no lock, because the garbage collector may call it in any thread.
         """
         self._abandoned = self._closing = True
 
@@ -305,7 +291,7 @@ class Client:
                 self.run_once(message)
         except PeerError as error:
             self._fail(error)
-        except Exception as error:  # raised again by the requests
+        except Exception as error:  # the requests raise it again
             self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
         finally:
             self._end()
@@ -320,7 +306,7 @@ class Client:
         self._publish_failure(str(error).removeprefix(f"{self._me}: "))
 
     def _is_finished(self) -> bool:
-        """Whether all requests are handed over to the mailbox, after `close`."""
+        """Whether the mailbox has accepted all requests, after `close`."""
         return self._closing and (self._quick or not (self._queue.queued or self._submitted))
 
     @property
@@ -328,11 +314,7 @@ class Client:
         return bool(self._awaited or self._one_way or self._queue.queued)
 
     def run_once(self, message: Message | None) -> None:
-        """Handle received messages, start submitted requests, send what has room.
-
-        Raises:
-            PeerError: a server or a worker has failed; names it.
-        """
+        """Handle received messages, start submitted requests, and send what windows allow."""
         while message is not None:
             self._handle(message)
             message = self._mailbox.poll()
@@ -362,7 +344,7 @@ class Client:
             if request.kind is Kind.EXPECT:
                 continue
             nbytes = MAX_HEADER_BYTES if empty else MAX_HEADER_BYTES + transfer.nbytes
-            # One link for requests to servers with an optimizer: their order matters.
+            # Servers with an optimizer depend on the order of requests, so these use one link.
             link = 0 if request.kind in UPDATE_KINDS else transfer.link
             flow = Flow(transfer.server, 0 if empty else transfer.urgency, link)
             self._queue.enqueue(flow, transfer.position, nbytes, (request, transfer))
@@ -398,11 +380,7 @@ class Client:
         return posted.done
 
     def _handle(self, message: Message) -> None:
-        """Write a reply to its slice.
-
-        Raises:
-            PeerError: the reply was not requested, is malformed, or reports a failure.
-        """
+        """Write a reply to its slice, unless it is unexpected, malformed or reports a failure."""
         server = self._name(message.peer)
         if message.kind == Kind.FAILED:
             raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
@@ -429,14 +407,10 @@ class Client:
         if not request.missing:
             request.on_complete()
             request.finish()
-        del self._awaited[key]  # last, so that `_end` finds the request if anything above raises
+        del self._awaited[key]  # last, so that `_end` finds the request if a call above raises
 
     def _append_state(self, message: Message, request: Request, transfer: Transfer) -> bool:
-        """Append to the received optimizer state; return whether it is complete.
-
-        Raises:
-            PeerError: the state is malformed.
-        """
+        """Append to the received optimizer state; return whether it is complete."""
         key = transfer.ids[:3]
         try:
             if message.peer != transfer.server:
@@ -458,11 +432,6 @@ class Client:
                 request.finish()
 
     def _check(self, now: float) -> None:
-        """Check for lost servers and late sums.
-
-        Raises:
-            PeerError: a server is lost or late; names it.
-        """
         ended = self._check_servers()
         if ended is not None:
             raise PeerError(f"{self._me}: {ended}")
@@ -507,7 +476,7 @@ class Client:
             )
 
     def _ping(self, now: float) -> None:
-        """Look for a published failure, and ping the servers whose replies are missing."""
+        """Read published failures, and ping the servers whose replies are missing."""
         self._pinged_at = now
         reason = self._poll_failure()
         if reason is not None:
@@ -516,13 +485,13 @@ class Client:
             self._pinger.ping(server, [link])
 
     def _end(self) -> None:
-        """Fail all requests, and leave."""
+        """Fail all requests, and disconnect."""
         error = self._error or PeerError(f"{self._me}: the connection to the servers is closed")
         self._error = error
         pending = {id(r): r for r in self._one_way}
         pending.update({id(r): r for r, _ in self._awaited.values()})
-        pending.update({id(r): r for r in tuple(self._submitted)})  # others may still submit
+        pending.update({id(r): r for r in tuple(self._submitted)})  # other threads may still submit
         for request in pending.values():
             request.finish(error)
-        with contextlib.suppress(PeerError):  # reported already
+        with contextlib.suppress(PeerError):  # already reported
             self._mailbox.close(_QUICK_S if self.failed or self._quick else self._timeout)

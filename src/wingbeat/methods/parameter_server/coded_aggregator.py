@@ -1,9 +1,9 @@
 """Sums of slices that a codec has encoded: decoded, added in float32, encoded once. Needs torch.
 
 Only servers of a job with a codec load this module. The residual of encoding a sum, one float32 for
-each element, is added to the next sum of the slice, whatever that is sent in. Residuals belong to
-the workers: between iterations the worker that owns a slice pulls its residual, and the server
-drops it.
+each element, is added to the next sum of the slice, in whatever dtype that is sent. Residuals
+belong to the workers: between iterations the worker that owns a slice pulls its residual, and the
+server drops it.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Encoding:
 
 @dataclass(slots=True)
 class CodedAccumulator(Accumulator):
-    """An `Accumulator` whose encoding may change between rounds, as with a codec on trial.
+    """An `Accumulator` whose encoding may change between rounds, as in a codec trial.
 
     Attributes:
-        encoding: of the present round.
-        incoming: of the payload in hand.
+        encoding: of the current round.
+        incoming: of the payload that is being handled.
         residual: None if nothing was lost since it was taken.
         reserved: whether the residual's bytes are counted.
     """
@@ -133,7 +133,7 @@ class CodedAggregator(Aggregator):
     def _encoding(
         self, worker: int, key: SliceKey, payload: memoryview, known: Encoding | None
     ) -> Encoding:
-        """Return the encoding of a payload, which is most likely the same as the last one."""
+        """Return the encoding of a payload; usually the last one, which is cached."""
         where = f"rank {worker} pushed slice {key[1]} malformed"
         if known is None or not known.header or payload[: len(known.header)] != known.header:
             try:
@@ -156,7 +156,7 @@ class CodedAggregator(Aggregator):
         return Coding(regions)
 
     def _begin_round(self, state: Accumulator, now: float) -> None:
-        """Start a round; the sum and its encoded form have separate memory."""
+        """Start a round; the sum and its encoded form use separate memory."""
         assert isinstance(state, CodedAccumulator)
         encoding, unused = state.incoming, [old for old in state.sums[:-1] if old.is_unused()]
         assert encoding is not None
@@ -196,7 +196,6 @@ class CodedAggregator(Aggregator):
         return encoding.nbytes
 
     def _plain_dtype(self, encoding: Encoding) -> str:
-        """Return the dtype of a sum that is sent without the codec."""
         return encoding.sum_dtype.name if self._dense else encoding.dtype
 
     def _finish_sum(self, state: Accumulator) -> SliceSum:
@@ -221,7 +220,7 @@ class CodedAggregator(Aggregator):
         return SliceSum(state.round, CODED, result)
 
     def _plain_sum(self, state: CodedAccumulator, dtype: str) -> Array:
-        """Return a sum without the codec, plus the residual; keep what rounding loses."""
+        """Return a sum without the codec, plus the residual; keep the rounding error."""
         assert state.buffer is not None
         residual, state.residual = state.residual, None
         wide = torch.from_numpy(state.buffer)

@@ -64,7 +64,7 @@ _ONE_CLASS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CastFormat:
-    """Gradients in ``dtype``, and a sum in ``reply_dtype``, which is written to ``part``."""
+    """Gradients sent in ``dtype``; a sum received in ``reply_dtype`` and written to ``part``."""
 
     part: torch.Tensor
     dtype: str
@@ -97,7 +97,7 @@ class SliceCoding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedFormat:
-    """Encoded gradients, and an encoded sum, unless the server replies in the dtype ``dense``."""
+    """Encoded gradients, and an encoded sum unless the server replies in the dtype ``dense``."""
 
     part: torch.Tensor
     residual: torch.Tensor | None
@@ -173,16 +173,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class ServerExchange:
     """Pushes buckets to the servers, and writes the sums back.
 
-    Args:
-        world: the workers.
-        serving: number of servers, placement, and traffic classes.
-        nbytes: size of all gradients, which determines the servers' memory limit.
-        wire: dtype or codec of the gradients; empty for their own dtype.
-        optimizer: what the servers apply, see `ServerConfig`; empty if they only sum.
-        max_update_bytes: maximum size of parameters and optimizer state on a server.
-
-    Attributes:
-        remote: the optimizer on the servers.
+    ``wire`` is the dtype or codec of the gradients, empty for their own dtype. ``nbytes``, the size
+    of all gradients, and ``max_update_bytes`` determine the servers' memory limits. ``optimizer``
+    is what the servers apply, see `ServerConfig`; empty if they only sum.
     """
 
     def __init__(
@@ -212,8 +205,7 @@ class ServerExchange:
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Replace the buckets; ``forward`` has them in forward order.
 
-        Raises:
-            UsageError: servers cannot sum a parameter, or there are too many slices.
+        Raises UsageError if servers cannot sum a parameter, or there are too many slices.
         """
         for bucket in buckets:
             if bucket.flat.device.type != "cpu" or bucket.flat.dtype not in DTYPES:
@@ -225,7 +217,7 @@ class ServerExchange:
         self._buckets = list(buckets)
         self._codings, self._residuals, self._uncollected = {}, {}, set()
         largest = self._servers.message // max(bucket.flat.element_size() for bucket in buckets)
-        if self._wire:  # incompressible gradients, and sums that are sent in float32
+        if self._wire:  # incompressible gradients, and sums sent in float32
             largest = min(largest, (self._servers.message - MAX_HEADER_BYTES) // FLOAT32)
         connected = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
         self._planner.set_buckets(
@@ -250,22 +242,15 @@ class ServerExchange:
             )
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
-        """Change the thresholds between the classes.
+        """Change the thresholds between the classes, see `BucketPriorities.set_thresholds`.
 
-        Messages in flight stay in their class. Sums that are requested from now on use the new
-        classes, even if their gradients were pushed before.
-
-        Raises:
-            UsageError: see `BucketPriorities.set_thresholds`.
+        Messages in flight stay in their class. Sums requested from now on use the new classes, even
+        if their gradients were pushed before.
         """
         self._planner.priorities.set_thresholds(thresholds)
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
-        """Start an operation on a bucket, and store its handle there.
-
-        Raises:
-            PeerError: a server or a worker has failed before.
-        """
+        """Start an operation on a bucket, and store its handle in the bucket."""
         kind = KIND_OF[operation]
         begin = self._pull_parameters if kind in (Kind.FETCH, Kind.EXPECT) else self._push_or_pull
         for number in self._planner.begin(operation, bucket.index):
@@ -290,11 +275,8 @@ class ServerExchange:
     def collect(self) -> None:
         """Add the residuals of the servers' sums to this worker's residuals.
 
-        Each slice's residual goes to one worker, so all workers have to call this. Nothing may be
-        in flight from this worker. Waits until the last sums are complete.
-
-        Raises:
-            PeerError: a server or a worker has failed.
+        Each slice's residual goes to one worker, so all workers must call this, with nothing in
+        flight. It waits until the last sums are complete.
         """
         uncollected, self._uncollected = sorted(self._uncollected), set()
         requests = [
@@ -337,7 +319,7 @@ class ServerExchange:
         )
 
     def _pull_parameters(self, kind: Kind, bucket: Bucket) -> None:
-        """Receive the parameters after the next update in place of the bucket's gradients."""
+        """Receive the parameters after the next update instead of the bucket's gradients."""
         flat, updates = self.remote.landing.get(bucket.index, bucket.flat), self.remote.updates
         memory = _Memory(flat)
         transfers = [
@@ -379,10 +361,9 @@ class ServerExchange:
         return CodedFormat(part, residual, coding, "float32" if self._dense else "")
 
     def _keep_unused(self, bucket: Bucket, slices: Sequence[Slice]) -> None:
-        """Return sums of parameters without a gradient on any worker to the residual.
+        """Return the sums of parameters without a gradient on any worker to the residual.
 
-        They consist of residuals of earlier gradients, and no worker would use them. One worker
-        keeps each slice's.
+        No worker would use them; they consist of residuals. One worker keeps each slice's.
         """
         residual = self._residuals.get(bucket.index)
         if residual is None or bucket.dense:
@@ -398,8 +379,7 @@ class ServerExchange:
 def _drop_unused(bucket: Bucket, residual: torch.Tensor | None, unused: frozenset[int]) -> None:
     """Drop the residual of parameters whose sums the servers do not use.
 
-    A codec may encode a zero gradient as something else. Residuals of earlier gradients are kept
-    elsewhere meanwhile (`Compression.launching`).
+    A codec may encode a zero gradient as a nonzero value.
     """
     if residual is None or not unused:
         return
@@ -409,7 +389,7 @@ def _drop_unused(bucket: Bucket, residual: torch.Tensor | None, unused: frozense
 
 
 def _bounds(bucket: Bucket) -> Iterator[tuple[Slot, int, int]]:
-    """Yield each parameter of a bucket with its first element and the element after its last."""
+    """Yield each parameter of a bucket with the start and end of its elements."""
     start = 0
     for slot in bucket.slots:
         stop = start + slot.param.numel()

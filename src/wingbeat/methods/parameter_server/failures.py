@@ -1,8 +1,8 @@
 """Failure detection between workers and servers.
 
-Packet loss on a network interface is visible to the sender only. A process that waits for a message
-therefore pings its peers: a ping that is not delivered reports the interface. A failed server
-cannot report itself: the worker that started it publishes the failure in the rendezvous store.
+Only the sender sees packet loss on a network interface. A process that waits for a message
+therefore pings its peers: an undelivered ping reports the interface. A failed server cannot report
+itself: the worker that started it publishes the failure in the rendezvous store.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def ping_delay(timeout: float) -> float:
 
 
 class Pinger:
-    """Pings peers, with at most one ping in flight to each peer over each interface."""
+    """Pings peers, with at most one ping in flight per peer and interface."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._in_flight: dict[tuple[int, int], Posted] = {}
 
     def ping(self, peer: int, links: Iterable[int]) -> None:
-        """Ping a peer over each of these links, unless the last ping is still in flight."""
+        """Ping a peer over each of these links, unless the previous ping is still in flight."""
         reachable = self._mailbox.interfaces(peer)
         for interface in sorted({interface_of(reachable, link) for link in links}):
             last = self._in_flight.get((peer, interface))
@@ -63,13 +63,10 @@ def printable(text: bytes) -> str:
 
 
 class FailureNotice:
-    """Publishes this worker's reason for a failure, and reads that of other workers.
+    """Publishes this worker's reason for a failure, and reads the reasons of other workers.
 
     The store may be slow or unreachable when a host has failed, so a separate thread accesses it.
-
-    Args:
-        store: the rendezvous store.
-        key: the key of the reason. The first reason is kept.
+    The first reason under the key is kept.
     """
 
     def __init__(self, store: Store, key: str) -> None:
@@ -81,19 +78,19 @@ class FailureNotice:
         self._thread = BackgroundThread(self._run, "wingbeat-failures")
 
     def publish(self, reason: str) -> None:
-        """Publish a reason; returns at once."""
+        """Publish a reason without blocking."""
         self._unpublished = reason
         self._request()
 
     def poll(self) -> str | None:
-        """Return the published reason, as of the last access to the store; start another access."""
+        """Return the published reason as of the last access to the store; start another access."""
         if self._reason is None:
             self._request()
         return self._reason
 
     @property
     def failure(self) -> str:
-        """The exception that has ended the thread; empty if none has."""
+        """The exception that ended the thread; empty if there is none."""
         return self._thread.failure
 
     def close(self, seconds: float) -> None:

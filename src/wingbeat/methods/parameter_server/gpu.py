@@ -1,8 +1,8 @@
 """Parameter servers on GPUs: each worker's GPU serves its block of every bucket.
 
-Geryon (Wang et al., 2020), sections III-A and IV, over NCCL. A flow is a communicator, and each
-traffic class has its own, which the network prioritizes on InfiniBand and RoCE. A push is a
-reduce-scatter, because the server of a block is the worker that keeps it, and a pull an all-gather.
+Geryon (Wang et al., 2020), sections III-A and IV, over NCCL. A flow is a communicator. Each traffic
+class has its own, which the network prioritizes on InfiniBand and RoCE. A push is a reduce-scatter,
+because the worker that keeps a block is its server, and a pull is an all-gather.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _COLLECTIVES = {
 class GpuServerExchange:
     """Sums buckets on the GPUs, each bucket with the communicator of its class.
 
-    Operations start in the order of the calls, which is the same on all workers, as NCCL requires
-    where several communicators share a GPU.
+    Operations start in the order of the calls, which is the same on all workers. NCCL requires this
+    if several communicators share a GPU.
 
     Raises:
-        UsageError: an option that NCCL does not support.
+        UsageError: NCCL does not support an option.
     """
 
     def __init__(self, world: World, serving: Serving, wire: str | Coded = "") -> None:
@@ -64,8 +64,7 @@ class GpuServerExchange:
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Replace the buckets; ``forward`` has them in forward order.
 
-        Raises:
-            UsageError: a bucket is not on a GPU.
+        Raises UsageError if a bucket is not on a GPU.
         """
         for bucket in buckets:
             if bucket.flat.device.type not in self._world.nccl_devices:
@@ -84,12 +83,12 @@ class GpuServerExchange:
         self._priorities.set_thresholds(thresholds)
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
-        """Start an operation on a bucket, and store its handle there."""
+        """Start an operation on a bucket, and store its handle in the bucket."""
         priorities, position = self._priorities, self._positions[bucket.index]
         pulls = operation is Operation.PULL
         urgency = priorities.of_reply(position) if pulls else priorities.of_push(position)
         if pulls and bucket.handle is not None:
-            bucket.handle.wait()  # NCCL keeps no order between the communicators of two classes
+            bucket.handle.wait()  # NCCL does not order the communicators of two classes
         name = _COLLECTIVES[operation]
         work = getattr(self._group(urgency), name)(bucket.flat)
         bucket.handle = Handle([NcclJob(work, name, self._world.rank)])

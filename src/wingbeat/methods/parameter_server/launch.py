@@ -28,30 +28,25 @@ from wingbeat.types import Serving
 MEMORY_FACTOR = 8
 """A server's memory limit as a multiple of the gradients' size. Two sums of each slice are kept, in
 twice the bytes where float16 or bfloat16 is summed in float32; and twice that while buckets change
-and sums of the old ones are still in flight."""
+and sums of the old ones are still in flight.
+"""
 
 _SPARE_BYTES = 64 << 20
 
 OVERHEAD_PART = 4
-"""The overhead of a plan's slices may take one part in so many of a server's memory limit."""
+"""The slice overhead of a plan may take at most 1/4 of a server's memory limit."""
 
 _POLL_S = 1.0
-"""Seconds between two checks for ended servers while this worker waits for their mailboxes."""
+"""Interval between checks for ended servers while connecting, in seconds."""
 
 
 class ServerGroup:
-    """The job's servers: starts those of this worker, and connects to all of them.
+    """The servers of a job: starts those of this worker, and connects to all of them.
 
-    Args:
-        world: the workers, each of which creates a `ServerGroup`.
-        serving: number of servers, placement, and traffic classes.
-        nbytes: size of all gradients.
-        wire: dtype or codec of the gradients; empty for their own dtype.
-        optimizer: what the servers apply, see `ServerConfig`; empty if they only sum.
-        max_update_bytes: maximum size of parameters and optimizer state on a server.
+    Each worker creates a `ServerGroup`. ``nbytes``, ``wire``, ``optimizer`` and
+    ``max_update_bytes`` are as for `ServerExchange`.
 
     Attributes:
-        count: number of servers.
         message: maximum size of a message.
         max_slices: maximum slices of a server.
         weights: for each network between workers and servers, its share of the total speed.
@@ -105,7 +100,8 @@ class ServerGroup:
             self._notice.close(_POLL_S)
             raise
         self.client = self._make_client(mailbox, config)
-        # If nobody calls `close_world`, for example because the model is garbage.
+        # Ends the servers if `close_world` is never called, for example if the model is
+        # garbage-collected.
         weakref.finalize(self, self.client.abandon).atexit = False
 
     def _start(self, config: ServerConfig, store: Store) -> None:
@@ -134,7 +130,7 @@ class ServerGroup:
         )
 
     def _make_client(self, mailbox: Mailbox, config: ServerConfig) -> Client:
-        """Return the client. Its thread must not keep this object, and the model, alive."""
+        """Return the client, whose thread must not keep this object, and the model, alive."""
         world, notice, started = self._world, self._notice, self._started
         return Client(
             mailbox,
@@ -158,7 +154,7 @@ class ServerGroup:
         return [self.number(index) for index in range(self.count)]
 
     def close(self) -> None:
-        """Leave the servers, and wait until those that this worker started have ended.
+        """Disconnect, and wait until the servers that this worker started have ended.
 
         Other workers may need them longer. After a failure the servers are killed.
         """
@@ -211,9 +207,9 @@ class _WatchedStore:
 
 
 def _network_weights(world: World) -> tuple[float, ...]:
-    """Return each network's share of the total speed, in the mailboxes' order of networks.
+    """Return each network's share of the total speed, ordered as in the mailboxes.
 
-    The order follows rank 0's names of the networks, so that all workers have the same.
+    The order is that of rank 0's networks, so it is the same on all workers.
     """
     if world.threads or len(world.links) < 2 or len(world.links) > MAX_LINKS:
         return (1.0,)
@@ -227,12 +223,7 @@ def _network_weights(world: World) -> tuple[float, ...]:
 def place_servers(identities: list[object], count: int) -> tuple[int, ...]:
     """Return for each server the rank that starts it: round-robin over hosts, then over ranks.
 
-    Args:
-        identities: for each rank, the identity of its host.
-        count: number of servers; 0 for one on each host.
-
-    Raises:
-        PeerError: an identity is malformed.
+    A ``count`` of 0 means one server per host. Raises PeerError if a host's identity is malformed.
     """
     ranks: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):

@@ -1,8 +1,8 @@
-"""Messages between workers and parameter servers. Pure.
+"""Messages between workers and parameter servers, without I/O.
 
 A message has a `Kind`, four integers (`Ids`), a dtype and a payload. Settings and optimizer state
-travel as a `Document`. The payload of an encoded slice begins with a header: little-endian, without
-padding, `HEADER_BYTES` bytes, then `PIECE_BYTES` bytes for each piece::
+are sent as a `Document`. The payload of an encoded slice begins with a header: little-endian,
+without padding, `HEADER_BYTES` bytes, then `PIECE_BYTES` bytes for each piece::
 
      0   1  version   of this layout
      1   1  reserved  0
@@ -54,7 +54,8 @@ class Kind(enum.IntEnum):
     """Worker to server: requests the encoding residual of a slice's sums, up to this round."""
     RESIDUAL = 7
     """Server to worker: the residual in float32, empty if there is none. The server drops it."""
-    # Only for servers that run the optimizer. A worker sends these in one flow, hence in order.
+    # Only for servers that run the optimizer. A worker sends these in one flow, so they stay in
+    # order.
     LOAD = 8
     """Worker to server: parameters of a slice, and optionally optimizer state, as a document."""
     CONTINUATION = 9
@@ -96,8 +97,8 @@ class Ids(NamedTuple):
         plan: number of the bucketing.
         slice: number of the slice within the plan. In a `Kind.STEP`: the round whose sums are used.
         round: number of earlier sums of the slice; for parameters, number of updates.
-        route: how the reply travels, see `pack_route`. In a `Kind.STEP`: 1 if the server sends
-            the parameters without a request.
+        route: class, link and position of the reply, see `pack_route`. In a `Kind.STEP`: 1 if the
+            server sends the parameters without a request.
     """
 
     plan: int
@@ -110,7 +111,7 @@ _POSITIONS = 1 << 24
 _CLASSES = 1 << 4
 
 MAX_LINKS = 1 << 4
-"""Maximum number of links that slices are divided among."""
+"""Maximum number of links among which slices are divided."""
 
 
 def pack_route(urgency: int, position: int, link: int = 0) -> int:
@@ -136,12 +137,9 @@ def position_of(route: int) -> int:
 def interface_of(reachable: Sequence[int], link: int) -> int:
     """Return the local interface of a link to a peer.
 
-    Both ends number their interfaces in the order of networks, so a link means the same network.
-
-    Args:
-        reachable: the local interfaces that reach the peer, in order. There are fewer than links to
-            a process of the same host, or where not all networks connect all hosts.
-        link: number of the link.
+    Both ends number their interfaces in the order of networks, so a link is the same network on
+    both. ``reachable`` are the local interfaces that reach the peer, in order. There may be fewer
+    than links, to a process of the same host or if not all networks connect all hosts.
     """
     return reachable[link % len(reachable)]
 
@@ -176,13 +174,7 @@ def pack_header(wire: Coded, pieces: Sequence[Piece]) -> bytes:
 
 
 def unpack_header(payload: memoryview, wire: Coded, max_numel: int) -> tuple[Piece, ...]:
-    """Return the pieces of an encoded slice.
-
-    Args:
-        payload: the received payload, unchecked.
-        wire: the job's codec.
-        max_numel: maximum elements of a slice.
-    """
+    """Return the pieces of an encoded slice; ValueError if the received payload is malformed."""
     if len(payload) < HEADER_BYTES:
         raise ValueError(f"an encoded slice of {len(payload)} bytes has no header")
     version, count, settings = _HEADER.unpack_from(payload)
@@ -239,15 +231,7 @@ def split_document(
 
 
 class Document(Reassembly):
-    """A document as its messages arrive.
-
-    Args:
-        payload: of the first message.
-        max_nbytes: maximum size of the arrays.
-
-    Attributes:
-        fields: the fields of the first message.
-    """
+    """A document, assembled from its messages."""
 
     def __init__(self, payload: Any, max_nbytes: int) -> None:
         try:
@@ -271,7 +255,7 @@ class Document(Reassembly):
 
 
 def pack_numbers(numbers: Iterable[int]) -> str:
-    """Write a set of integers as a bit mask in hexadecimal."""
+    """Encode a set of integers as a bit mask in hexadecimal."""
     bits = 0
     for number in numbers:
         bits |= 1 << number

@@ -1,8 +1,8 @@
-"""Queues of messages to send, in an order that depends on the baseline. Pure.
+"""Queues of messages to send, in an order that depends on the baseline; without I/O.
 
 The baselines of Geryon differ only here. With `Order.READY` (Geryon) a flow is first in, first out,
 and the network enforces priorities. With `Order.URGENT` (P3) the sender has a priority queue, and
-few bytes in flight. With `Order.FORWARD` (TICTAC) messages leave in a global order.
+few bytes in flight. With `Order.FORWARD` (TICTAC) messages are sent in a global order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 Item = TypeVar("Item")
 
 MAX_IN_FLIGHT = 1 << 20
-"""Bytes in flight per flow with `Order.URGENT`: a message in flight cannot be overtaken."""
+"""Maximum bytes in flight per flow with `Order.URGENT`, because no message overtakes one in flight.
+"""
 
 
 class Order(enum.Enum):
@@ -44,10 +45,10 @@ class _FlowQueue(Generic[Item]):
     """The messages of one flow.
 
     Attributes:
-        flow: the flow.
         rank: sort key among the queues; the most urgent class first.
         queued: a deque of (bytes, item), or a heap of (position, counter, bytes, item).
-        in_flight: bytes of each message in flight, and a function that reports its arrival.
+        in_flight: bytes of each message in flight, and a function that returns whether it has
+            arrived.
         in_flight_bytes: their sum.
     """
 
@@ -65,15 +66,7 @@ class _FlowQueue(Generic[Item]):
 
 
 class SendQueue(Generic[Item]):
-    """A queue for each flow.
-
-    Args:
-        order: the order within a flow.
-        max_in_flight: bytes in flight per flow with `Order.URGENT`.
-
-    Attributes:
-        queued: number of queued messages.
-    """
+    """A queue for each flow; ``max_in_flight`` bytes per flow apply with `Order.URGENT`."""
 
     def __init__(self, order: Order = Order.READY, max_in_flight: int = MAX_IN_FLIGHT) -> None:
         self._urgent = order is Order.URGENT
@@ -106,11 +99,9 @@ class SendQueue(Generic[Item]):
     ) -> None:
         """Send messages, the most urgent class first.
 
-        Args:
-            room: returns the bytes that a flow accepts now.
-            send: sends a message, and returns a function that reports its arrival.
-            ready: whether a message can be sent. A message that cannot blocks those behind it,
-                which happens only with `Order.FORWARD`.
+        ``room`` returns the bytes that a flow accepts now. ``send`` sends a message, and returns a
+        function that returns whether it has arrived. A message that is not ``ready`` blocks those
+        behind it, which happens only with `Order.FORWARD`.
         """
         drain = self._by_urgency if self._urgent else self._in_order
         emptied = False

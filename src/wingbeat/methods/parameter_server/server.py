@@ -1,7 +1,7 @@
-"""The parameter server: sums the slices that workers push, and sends them back.
+"""The parameter server: sums the slices that workers push, and sends the sums.
 
-With an optimizer the server keeps the sums, updates its parameters, and sends those (Geryon,
-section II-A).
+With an optimizer the server keeps the sums, updates its parameters, and sends these instead
+(Geryon, section II-A).
 """
 
 from __future__ import annotations
@@ -56,28 +56,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
-"""Seconds between two checks for lost workers and incomplete sums."""
+"""Interval between checks for lost workers and incomplete sums, in seconds."""
 
 _NOTHING = np.empty(0, np.float32)
 
 _QUICK_S = 1.0
-"""Seconds to close the mailbox after the worker that started this server has ended."""
+"""Timeout to close the mailbox after the worker that started this server has ended, in seconds."""
 
 _BATCH = 32
 """Messages that are handled before sums are sent."""
 
 WINDOW = 128 << 20
-"""Bytes that may wait at a server to be added, over all workers and classes."""
+"""Maximum bytes that wait at a server to be added, over all workers and classes."""
 
 _MIN_MESSAGES = 2
-"""Minimum messages in a flow's window: one is added while the next arrives."""
+"""Minimum messages in a flow's window: one is added while the next one arrives."""
 
 SILENT = 0.8
-"""Part of the timeout after which a silent peer is lost. All other waits are longer, so that the
-error names the interface."""
+"""Fraction of the timeout after which a silent peer is lost. All other waits are longer, so that
+the error names the interface.
+"""
 
 SOONER = 0.9
-"""Part of the timeout after which a server reports late workers, before workers time out."""
+"""Fraction of the timeout after which a server reports late workers, before workers time out."""
 
 
 class Reply:
@@ -109,7 +110,7 @@ class Reply:
         return self.result is not None
 
     def post(self, mailbox: Mailbox, interface: int) -> Callable[[], bool]:
-        """Send the reply; return a function that reports its arrival."""
+        """Send the reply; return a function that returns whether it has arrived."""
         self._posted = mailbox.post(
             self.worker,
             self.kind,
@@ -136,14 +137,8 @@ def _requested_twice(reply: Reply) -> RequestError:
 class Server:
     """One server: handles the requests of all workers for its slices.
 
-    Args:
-        mailbox: connects the server to all workers; their numbers are their ranks.
-        workers: number of workers.
-        aggregator: computes the sums; its limit also limits the number of pending pulls.
-        updates: the server's parameters; None if it only sums.
-        order: the order in which replies are sent.
-        timeout: seconds that a sum may wait for a worker.
-        classes: number of traffic classes.
+    Mailbox numbers are ranks. The limit of ``aggregator`` also limits the number of pending pulls.
+    ``updates`` are the server's parameters; None if it only sums.
     """
 
     def __init__(
@@ -189,7 +184,7 @@ class Server:
             self._mailbox.close(seconds)
 
     def run_once(self, message: Message | None) -> None:
-        """Handle received messages, update one slice, send what has room."""
+        """Handle received messages, update one slice, and send what windows allow."""
         try:
             drained = self._handle_batch(message)
             if self._updates is not None and not self._failed:
@@ -224,8 +219,7 @@ class Server:
 
     def _handle(self, message: Message) -> None:
         free = functools.partial(self._mailbox.free, message)
-        # Only gradients stay in the sender's window. The size of other requests is limited
-        # separately.
+        # Only gradients stay in the sender's window. The size of other requests has its own limit.
         if self._failed or message.kind not in (Kind.PUSH_PULL, Kind.PUSH):
             free()
         if self._failed or message.kind == Kind.PING:
@@ -239,7 +233,7 @@ class Server:
                 )
             self._perform(message, ids, free)
         except RequestError:
-            free()  # has no effect if the message is free
+            free()  # no effect if the message is already freed
             raise
 
     def _perform(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
@@ -297,7 +291,6 @@ class Server:
             reply.set_sum(total)
 
     def _add_pending(self, reply: Reply) -> None:
-        """Record a request for an incomplete sum."""
         waiting = self._pulls.setdefault(reply.ids[:2], [])
         if any((reply.worker, reply.kind) == (each.worker, each.kind) for each in waiting):
             raise _requested_twice(reply)
@@ -397,9 +390,9 @@ class Server:
                 self._fail(f"rank {worker} {why}")
 
     def _check_late(self, now: float) -> None:
-        """Fail if workers wait for each other, or for a live worker for too long.
+        """Fail if workers wait for each other, or too long for a live worker.
 
-        A live worker that has pushed nothing may evaluate or save.
+        A live worker that has pushed nothing may be evaluating or saving.
         """
         aggregator = self._aggregator
         for seconds in (MAX_WAIT_FACTOR * self._timeout, self._timeout):
@@ -441,17 +434,12 @@ class ServerConfig:
 
     Attributes:
         room: name of the rendezvous of servers and workers.
-        index: index of this server.
-        workers: number of workers. Mailboxes are numbered by rank; servers follow.
         hosts: for each server, the rank of the worker that starts it.
-        interfaces: names of the network interfaces to use.
-        classes: number of traffic classes.
-        encrypted: whether messages are encrypted.
         timeout: seconds that any wait may take.
         max_sum_bytes: maximum size of all sums.
         order: the order in which sums are sent, see `Order`.
         wire: codec of the gradients, optional.
-        dense: whether sums are sent in the dtype of the sum, and not in that of the gradients.
+        dense: whether sums are sent in the dtype of the sum instead of that of the gradients.
         optimizer: the optimizer as JSON, see `shard_optimizer.rebuild_optimizer`; empty if the
             server only sums.
         max_update_bytes: maximum size of parameters and optimizer state.
@@ -505,7 +493,7 @@ class ServerConfig:
 
     @staticmethod
     def from_json(text: str) -> ServerConfig:
-        """Parse what `to_json` returns."""
+        """Parse the result of `to_json`."""
         fields = json.loads(text)
         fields["hosts"], fields["interfaces"] = tuple(fields["hosts"]), tuple(fields["interfaces"])
         if fields["wire"] is not None:
@@ -528,7 +516,7 @@ class ServerConfig:
         )
 
     def make_aggregator(self) -> Aggregator:
-        """Return the aggregator. With a codec it loads torch, which takes a second."""
+        """Return the aggregator. With a codec this imports torch, which takes a second."""
         if self.wire is None:
             return Aggregator(self.workers, self.max_sum_bytes, dense=self.dense)
         from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator
@@ -542,9 +530,9 @@ class ServerConfig:
         )
 
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
-        """Connect to all workers; return a function that serves them while its argument says so."""
-        # Modules are loaded before workers connect: on a busy host this takes longer than a sum
-        # may.
+        """Connect to all workers; return a function that serves while its argument returns true."""
+        # Modules are loaded before workers connect, because on a busy host this takes longer than
+        # the timeout of a sum.
         aggregator = self.make_aggregator()
         if self.optimizer:
             importlib.import_module("wingbeat.methods.parameter_server.shard_optimizer")

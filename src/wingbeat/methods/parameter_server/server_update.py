@@ -1,9 +1,9 @@
 """Optimizer updates on the servers: gradients are pushed, parameters are pulled.
 
-Geryon (Wang et al., 2020), section II-A. `wingbeat.schedules.served_updates` decides what starts
-when. Nothing is pickled: a server imports the optimizer's class by name, and receives its
-attributes and settings as JSON. Before training, test tensors show whether the rebuilt optimizer
-gives the same results as the user's, and treats each element independently.
+Geryon (Wang et al., 2020), section II-A. `wingbeat.schedules.served_updates` decides when
+operations start. Nothing is pickled: a server imports the optimizer's class by name, and receives
+its attributes and settings as JSON. Before training, the rebuilt optimizer is compared with the
+user's on test tensors: it must give the same results and treat each element independently.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OPTION = 'update="server"'
 _ALTERNATIVE = 'use update="worker"'
 
 _REBUILT_ATTRIBUTES = {*HOOKS, "defaults", "param_groups", "state", "step"}
-"""Attributes of every optimizer, which a server creates by itself."""
+"""Attributes of every optimizer, which a server creates itself."""
 
 _BEFORE_GRADIENTS = -1
 """Position in forward order of messages that precede all gradients."""
@@ -74,7 +74,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class OptimizerDescription(NamedTuple):
     """What a server needs to rebuild an optimizer, as JSON.
 
-    ``elementwise`` says by name of the optimizer state whether it has a value for each element.
+    ``elementwise`` maps names of optimizer state to whether it has a value for each element.
     """
 
     text: str
@@ -83,8 +83,8 @@ class OptimizerDescription(NamedTuple):
     def max_nbytes(self, numel: int, nbytes: int) -> int:
         """Return an upper bound on parameters and state, over all servers.
 
-        Both exist under two plans while buckets change. An element of the state may take 8 bytes:
-        the optimizer chooses its dtype.
+        Both exist under two plans while buckets change. An element of the state may take 8 bytes,
+        because the optimizer chooses its dtype.
         """
         return 2 * (nbytes + 8 * numel * (sum(self.elementwise.values()) + 1))
 
@@ -92,11 +92,7 @@ class OptimizerDescription(NamedTuple):
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, snapshot: GroupSnapshot
 ) -> OptimizerDescription:
-    """Describe an optimizer, and check that it can run on servers.
-
-    Raises:
-        UsageError: the optimizer cannot run on servers.
-    """
+    """Describe an optimizer; raise UsageError if it cannot run on servers."""
     refuse_evaluating(optimizer)
     kind = type(optimizer)
     _check_importable(kind)
@@ -121,11 +117,7 @@ def describe_optimizer(
 
 
 def encode_groups(snapshot: GroupSnapshot) -> list[dict[str, Any]]:
-    """Encode the settings of the param groups.
-
-    Raises:
-        UsageError: a setting cannot be sent to servers.
-    """
+    """Encode the settings of the param groups; UsageError if one cannot be sent to servers."""
     out: list[dict[str, Any]] = []
     for number, group in enumerate(snapshot):
         out.append({})
@@ -142,7 +134,7 @@ def encode_groups(snapshot: GroupSnapshot) -> list[dict[str, Any]]:
 
 
 def _encode_possible(values: dict[str, Any]) -> dict[str, Any]:
-    """Encode the values that can be; the comparison shows whether the others are needed."""
+    """Encode the values that can be encoded; the comparison shows whether others are needed."""
     out = {}
     for key, value in values.items():
         try:
@@ -170,13 +162,13 @@ def _check_importable(kind: type) -> None:
 class RemoteOptimizer:
     """The optimizer on the servers, from the view of one worker.
 
-    All requests use the most urgent class, so that a server receives them in order.
+    All requests use the most urgent class, so a server receives them in order.
 
     Attributes:
         updates: number of requested updates.
         landing: by bucket, the buffer for its parameters; by default the bucket's buffer.
-        unused: slot indices of parameters whose sums the next update does not use, as no worker
-            has a gradient for them.
+        unused: slot indices of parameters whose sums the next update does not use, because no
+            worker has a gradient for them.
     """
 
     def __init__(self, servers: ServerGroup, planner: RequestPlanner) -> None:
@@ -198,10 +190,8 @@ class RemoteOptimizer:
     def load(self, each: Slice, fields: dict[str, Any], data: torch.Tensor) -> None:
         """Load parameters of a slice, and its optimizer state if the fields describe it.
 
-        Args:
-            each: the slice.
-            fields: see `shard_optimizer.ShardOptimizer.load`; empty: replace the values only.
-            data: the arrays; must not change until they have arrived.
+        See `shard_optimizer.ShardOptimizer.load` for ``fields``; empty ones replace the values
+        only. ``data`` must not change until it has arrived.
         """
         ids = Ids(self.plan, each.number, self.updates, 0)
         document = split_document(fields, [_bytes_of(data)], self._servers.message)
@@ -214,36 +204,29 @@ class RemoteOptimizer:
         self._send(Kind.GRADIENTS, each.server, ids, _bytes_of(gradients))
 
     def barrier(self) -> None:
-        """Signal that this worker has loaded all its slices: servers wait for all workers."""
+        """Signal that this worker has loaded all its slices; servers wait for all workers."""
         for server in range(self._servers.count):
             self._send(Kind.BARRIER, server, Ids(self.plan, 0, 0, 0), b"")
 
     def step(self, settings: bytes, *, summed: bool, unasked: bool) -> None:
         """Request the update with number `updates`.
 
-        Args:
-            settings: the settings as JSON.
-            summed: whether the update uses the last round's sums, or the gradients of
-                `send_gradients`.
-            unasked: whether the servers send the parameters without a request.
+        With ``summed``, the update uses the last round's sums, otherwise the gradients of
+        `send_gradients`. With ``unasked``, the servers send the parameters without a request.
         """
         number = self._planner.completed_rounds() if summed else NO_ROUND
         for server in range(self._servers.count):
             self._send(Kind.STEP, server, Ids(self.plan, number, self.updates, unasked), settings)
 
     def collect(self, plan: int, slices: Sequence[Slice]) -> Iterable[tuple[Slice, Document]]:
-        """Request the optimizer state of slices, and wait for it.
-
-        Raises:
-            PeerError: a server or a worker has failed.
-        """
+        """Request the optimizer state of slices, and wait for it."""
         request = self.request_state(plan, slices)
         request.wait()
         for each, transfer in zip(slices, request.transfers, strict=True):
             yield each, request.documents.pop(transfer.ids[:3])
 
     def request_state(self, plan: int, slices: Sequence[Slice]) -> Request:
-        """Request the optimizer state of slices; returns at once."""
+        """Request the optimizer state of slices without blocking."""
         transfers = [
             self._transfer(each.server, Ids(plan, each.number, self.updates, 0), b"")
             for each in slices
@@ -288,8 +271,8 @@ class SlotPart:
 class OwnedSlice:
     """A slice with the parts of parameters in it.
 
-    The worker ``owner`` sends changed parameters to the server; there, ``known`` are the server's
-    values.
+    The worker ``owner`` sends changed parameters to the server. On that worker, ``known`` are the
+    server's values.
     """
 
     known: torch.Tensor
@@ -323,11 +306,7 @@ class OwnedSlice:
     def export(
         self, states: ParamState, elementwise: dict[str, bool]
     ) -> tuple[dict[str, Any], torch.Tensor]:
-        """Return the slice's parameters and optimizer state: fields, and the bytes of all arrays.
-
-        Raises:
-            UsageError: the state's shape does not match, or the state cannot be sent.
-        """
+        """Return the slice's parameters and optimizer state: fields, and the bytes of arrays."""
         self.update_known()
         state: list[Any] = []
         arrays = [self.known]
@@ -373,7 +352,7 @@ def _bits_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class OwnedSlices:
-    """All slices of one plan, which the workers own in turn; ``owned`` are this worker's."""
+    """All slices of one plan, assigned to workers in turn; ``owned`` are this worker's."""
 
     def __init__(
         self, plan: int, slices: Sequence[Slice], training: Training, rank: int, workers: int
@@ -416,11 +395,7 @@ class OwnedSlices:
         ]
 
     def join_states(self, documents: Iterable[tuple[Slice, Document]]) -> ParamState:
-        """Join the servers' optimizer state; elements of other slices are zeros.
-
-        Raises:
-            PeerError: a server sent a malformed state.
-        """
+        """Join the servers' state, zeros for other slices; PeerError if a server's is malformed."""
         states: ParamState = {}
         arrays: dict[tuple[int, str], torch.Tensor] = {}
         for each, document in documents:
@@ -432,7 +407,7 @@ class OwnedSlices:
                 ) from None
         slots = {part.slot.index: part.slot for each in self.all for part in each.parts}
         for (index, key), flat in arrays.items():
-            # In the parameter's memory format, as the optimizer would create it.
+            # Use the parameter's memory format, as the optimizer would.
             value = torch.empty_like(slots[index].param, dtype=flat.dtype).detach()
             states[index][key] = value.copy_(flat.view(value.shape))
         return states
@@ -525,7 +500,7 @@ class ServerUpdate(DividedUpdate):
                     self._apply_parameters(buckets[number])
 
     def _send_changes(self, answer: Answer) -> None:
-        """Send locally changed parameters, and gradients that are not the servers' sums."""
+        """Send locally changed parameters, and gradients that differ from the servers' sums."""
         self._remote.updates += 1
         self._has_state = True
         self._summed = self._schedule.phase is Phase.REDUCED
@@ -538,8 +513,8 @@ class ServerUpdate(DividedUpdate):
         active = [r for r, _ in enumerate(answer.intents) if not answer.follows(r)]
         finals = [] if self._summed else self._prepare_gradients(answer.used, active, rank)
         for each in self._plan.all:
-            # The leader also sends the slices of workers without batches, which do not follow
-            # what the others change.
+            # The leader also sends the slices of workers without batches, which do not see local
+            # changes of the others.
             if each.owner == rank and each.update_known():
                 self._remote.load(each.slice, {}, each.known)
             elif rank == answer.leader and answer.follows(each.owner):
@@ -596,7 +571,6 @@ class ServerUpdate(DividedUpdate):
             self._views.on_new_buffer(bucket)
 
     def _apply_parameters(self, bucket: Bucket) -> None:
-        """Copy received parameters to the model."""
         self._pending.remove(bucket)
         fresh = {slot.index for slot in self._fresh.pop(bucket.index)}
         landing = self._remote.landing.get(bucket.index, bucket.flat)
@@ -656,7 +630,7 @@ class ServerUpdate(DividedUpdate):
 
     @torch.no_grad()
     def _whole(self) -> State:
-        """Collect the state from the servers; other workers do not take part."""
+        """Collect the state from the servers, without other workers."""
         plan = self._plan
         slices = [each.slice for each in plan.all]
         joined = plan.join_states(self._remote.collect(plan.plan, slices))

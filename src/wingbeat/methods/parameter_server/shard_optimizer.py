@@ -29,11 +29,10 @@ HOOKS = (
 
 
 def rebuild_optimizer(description: Mapping[str, Any]) -> Any:
-    """Return an optimizer without parameters, as the description says.
+    """Return an optimizer without parameters, rebuilt from its description.
 
-    Args:
-        description: ``module`` and ``name`` of the class, the import ``path``, and the
-            ``attributes`` and ``defaults`` by name, see `json_values.encode`.
+    The description has ``module`` and ``name`` of the class, the import ``path``, and the
+    ``attributes`` and ``defaults`` by name, see `json_values.encode`.
     """
     sys.path.extend(place for place in description["path"] if place not in sys.path)
     found: Any = importlib.import_module(description["module"])
@@ -91,9 +90,9 @@ class SliceParameters:
 class ShardOptimizer:
     """One optimizer for all slices of a server, which it updates one at a time.
 
-    Args:
-        description: see `rebuild_optimizer`; in addition ``elementwise``, by name of the optimizer
-            state whether it has a value for each element, and ``dtype``, torch's default.
+    In addition to the fields of `rebuild_optimizer`, the description has ``elementwise``, which
+    maps names of optimizer state to whether it has a value for each element, and ``dtype``, torch's
+    default.
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
@@ -106,19 +105,18 @@ class ShardOptimizer:
         self._groups: list[dict[str, Any]] = []
         self._scaler: dict[str, Any] = {}
         step: Callable[[Any], Any] = type(self._optimizer).step
-        # Without the hooks of the process's optimizers, where workers are threads.
+        # Bypasses the optimizer hooks of the process, where workers are threads.
         self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
         self.name = type(self._optimizer).__name__
 
     # -- parameters and state -------------------------------------------------------------
 
     def load(self, fields: Mapping[str, Any], data: bytearray) -> SliceParameters:
-        """Load the parameters of a slice, and their optimizer state.
+        """Load the parameters and optimizer state of a slice; RequestError if they are malformed.
 
-        Args:
-            fields: ``dtype``, ``numel``, ``pieces`` (see `SliceParameters.layout`), and ``state``:
-                for each piece by name ``{"each": dtype}`` or ``{"all": value}``, or None.
-            data: the values, then the elementwise state of each piece.
+        The fields are ``dtype``, ``numel``, ``pieces`` (see `SliceParameters.layout`), and
+        ``state``: for each piece by name ``{"each": dtype}`` or ``{"all": value}``, or None. The
+        data are the values, then the elementwise state of each piece.
         """
         try:
             dtype, numel = str(fields["dtype"]), int(fields["numel"])
@@ -161,7 +159,7 @@ class ShardOptimizer:
         params.set_storage(_tensor(data, 0, len(data), params.values.dtype))
 
     def copy_values(self, params: SliceParameters) -> None:
-        """Move the values to new memory, as the old is still being sent."""
+        """Move the values to new memory, because the old memory is still being sent."""
         params.set_storage(params.values.clone())
 
     def drop(self, params: SliceParameters) -> None:
@@ -215,10 +213,8 @@ class ShardOptimizer:
     def step(self, params: SliceParameters, gradients: Array, used: frozenset[int]) -> None:
         """Update the parameters of a slice.
 
-        Args:
-            params: the slice.
-            gradients: bytes in the parameters' dtype; the optimizer may write to them.
-            used: slots of the parameters that have a gradient; others stay unchanged.
+        ``gradients`` are bytes in the parameters' dtype, which the optimizer may overwrite.
+        ``used`` are the slots of the parameters that have a gradient; others stay unchanged.
         """
         flat = torch.from_numpy(gradients.view(np.uint8)).view(params.values.dtype)
         members: dict[int, list[torch.nn.Parameter]] = {}

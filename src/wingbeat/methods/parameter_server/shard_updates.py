@@ -1,4 +1,4 @@
-"""The parameters of one server: pending steps, barriers, and requests for parameters. Pure.
+"""The parameters of one server: pending steps, barriers, and requests for parameters; without I/O.
 
 Geryon (Wang et al., 2020), section II-A: servers aggregate, and workers pull parameters. A slice is
 updated once its sum is complete and the step is known; slices do not wait for each other.
@@ -41,7 +41,7 @@ class Shard:
 
     ``current`` are the parameters in the form in which they are sent; its round counts updates.
     ``gradients`` replace the sum in the next update. ``route`` is for parameters that are sent
-    without a request. ``fetches`` are requests for the next update's parameters, by rank.
+    without a request. ``fetches`` are requests for the parameters of the next update, by rank.
     """
 
     params: SliceParameters
@@ -74,7 +74,6 @@ class _Request:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the request in the queue, without those of a document."""
         return SLICE_OVERHEAD + (0 if isinstance(self.payload, Document) else len(self.payload))
 
 
@@ -85,10 +84,10 @@ class _Step:
     Attributes:
         number: number of updates after it.
         round: the round whose sums are used; `NO_ROUND`: gradients that were sent for this step.
-        pushes_to: for each rank that has requested the step, whether the server sends the
-            parameters without a request.
+        pushes_to: by rank that has requested the step, whether the server sends the parameters
+            without a request.
         digest: the first rank that sent settings, and their digest.
-        settings: of the optimizer, from the leading worker.
+        settings: the optimizer's, from the leading worker.
         remaining: slices that are not updated yet.
         used: parameters with a gradient on some worker.
     """
@@ -107,14 +106,8 @@ class _Step:
 class ShardUpdates:
     """All parameters of one server.
 
-    Args:
-        workers: number of workers.
-        make_optimizer: creates the optimizer when it is needed for the first time.
-        completed_sum: returns a slice's sum of a round if it is complete.
-        max_nbytes: maximum size of parameters and optimizer state.
-
-    Attributes:
-        nbytes: size of parameters and optimizer state.
+    ``make_optimizer`` is called on first use. ``completed_sum`` returns a slice's sum of a round if
+    it is complete. Parameters and optimizer state are limited to ``max_nbytes``.
     """
 
     def __init__(
@@ -170,8 +163,8 @@ class ShardUpdates:
     ) -> Iterator[ParameterReply]:
         """Handle a request; yield the replies.
 
-        Requests after a `Kind.BARRIER` wait until all workers have sent as many barriers: all
-        workers load parameters and state, and none may read a part of it.
+        Requests after a `Kind.BARRIER` wait until all workers have sent as many barriers, because
+        none may read before all have loaded.
         """
         if kind == Kind.BARRIER:
             yield from self._pass_barrier(worker, ids.plan)
@@ -190,7 +183,7 @@ class ShardUpdates:
             return
         if document.complete:
             kind = Kind.LOAD if "pieces" in document.fields else Kind.CONTINUATION
-            # Whole slices are loaded once all workers have sent theirs; values are at once.
+            # Whole slices are loaded once all workers have sent theirs; plain values at once.
             barrier = self._barriers[worker] + (kind == Kind.LOAD)
             yield from self._submit(_Request(worker, barrier, kind, ids, document, now))
         else:
@@ -208,7 +201,6 @@ class ShardUpdates:
             self._drop_before(plan)
 
     def _submit(self, request: _Request) -> Iterator[ParameterReply]:
-        """Perform a request, or queue it until all workers have passed its barrier."""
         if request.barrier > min(self._barriers):
             self._queued_nbytes += request.nbytes
             if self._queued_nbytes + self.nbytes > self._max_nbytes:
@@ -244,13 +236,12 @@ class ShardUpdates:
             shard.route = route
 
     def sum_completed(self, key: SliceKey) -> None:
-        """Update a slice, if the step is known: its sum is complete."""
+        """Update a slice whose sum is complete, if the step is known."""
         step = self._step
         if step is not None and step.plan == key[0] and key[1] in step.remaining:
             self._push_due(step, key[1])
 
     def _load(self, ids: Ids, document: Document) -> None:
-        """Load a slice with its optimizer state."""
         shards = self._shards.setdefault(ids.plan, {})
         params = self._optimizer.load(document.fields, document.data)
         before = shards.get(ids.slice)
@@ -273,7 +264,7 @@ class ShardUpdates:
                 f"rank {worker} sent {len(payload)} bytes of gradients for slice {ids.slice}, "
                 f"which has {shard.params.memory.nbytes}"
             )
-        # A copy: the payload may be read-only, and the optimizer may write to gradients.
+        # Copied: the payload may be read-only, and the optimizer may overwrite gradients.
         shard.gradients = np.frombuffer(payload, np.uint8).copy()
 
     def _fetch(self, worker: int, ids: Ids) -> SliceSum | None:
@@ -390,7 +381,7 @@ class ShardUpdates:
         assert total is not None
         if total.dtype != shard.params.dtype:
             return convert(total.result, shard.params.dtype)
-        # The optimizer may write to gradients.
+        # The optimizer may overwrite the gradients.
         return total.result if total.is_unused() else total.result.copy()
 
     @property
@@ -406,7 +397,7 @@ class ShardUpdates:
         return self._created
 
     def _drop_before(self, plan: int) -> None:
-        """Drop older plans: all workers have passed the barrier of a newer one."""
+        """Drop older plans; all workers have passed the barrier of a newer one."""
         for old in [old for old in self._shards if old < plan]:
             for shard in self._shards.pop(old).values():
                 self._drop(shard)

@@ -1,4 +1,4 @@
-"""Slices of buckets: which server sums them, over which link, and in which traffic class. Pure.
+"""Slices of buckets: server, link and traffic class of each; without I/O.
 
 Geryon (Wang et al., 2020), section IV: "we partition each parameter into multiple shards, with one
 shard on each PS", and "perform fine-grained parameter slicing based on partition result". The
@@ -21,7 +21,7 @@ from wingbeat.schedules.events import Operation
 from wingbeat.types import Serving, Span, split
 
 MIN_SHARD = 4096
-"""Minimum elements of a shard: a smaller one is not worth a message."""
+"""Minimum elements of a shard; smaller messages cost more than they save."""
 
 KIND_OF = {
     Operation.ALL_REDUCE: Kind.PUSH_PULL,
@@ -93,16 +93,10 @@ def partition_buckets(
 ) -> tuple[Slice, ...]:
     """Divide every bucket evenly among the servers, and large shards into slices.
 
-    A bucket whose shards would be smaller than ``smallest`` goes to fewer servers, those with the
-    least load. A shard likewise uses fewer links.
-
-    Args:
-        sizes: elements of each bucket.
-        servers: number of servers.
-        threshold: maximum elements of a slice, the paper's "parameter slicing threshold"; None: a
-            shard is one slice (the paper's "partition" alone).
-        smallest: minimum elements of a shard, and of a link's part of it.
-        weights: each link's share of the total speed.
+    A shard has at least ``smallest`` elements: a small bucket uses fewer servers, those with the
+    least load, and a small shard fewer links. ``threshold`` is the paper's "parameter slicing
+    threshold", in elements; None keeps each shard in one slice (the paper's "partition" alone).
+    ``weights`` are each link's share of the total speed.
     """
     links = _LinkLoads(servers, weights)
     load = [(0, server) for server in range(servers)]
@@ -124,14 +118,11 @@ def place_buckets(
 ) -> tuple[Slice, ...]:
     """Assign whole buckets to servers in round-robin order, as TensorFlow does (section II-B).
 
-    Args:
-        sizes: elements of each bucket.
-        servers: number of servers.
-        limit: maximum elements of a message. A larger bucket takes several, which are summed and
-            sent independently. TensorFlow waits for the whole bucket, which is slower.
-        weights: each link's share of the total speed.
+    A bucket above ``limit`` elements takes several messages, which are summed and sent
+    independently. TensorFlow waits for the whole bucket, which is slower. ``weights`` are each
+    link's share of the total speed.
     """
-    # One server has too few buckets to balance its links: balance the links of all servers.
+    # One server has too few buckets to balance its links, so the links of all servers are balanced.
     links = _LinkLoads(1, weights)
     slices: list[Slice] = []
     for bucket, numel in enumerate(sizes):
@@ -153,7 +144,7 @@ def _even(start: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
 
 def urgency_level(position: int, layers: int) -> float:
     """Return ``1 - l/L``, the urgency of layer ``position`` (section III-C)."""
-    # Not 1 - l / L, which rounds twice: a threshold of 0.3 is met by layer 7 of 10.
+    # ``1 - l / L`` rounds twice; this form meets a threshold of 0.3 at layer 7 of 10.
     return (layers - position) / layers
 
 
@@ -188,8 +179,8 @@ def layer_positions(buckets: Sequence[Sequence[str]]) -> LayerPositions:
 def priority_classes(places: LayerPositions, thresholds: Sequence[float]) -> tuple[int, ...]:
     """Return the traffic class of each bucket, 0 the most urgent: the paper's ``map_table``.
 
-    A bucket is as urgent as its first layer in forward order. A bucket above the first threshold
-    has class 0, a bucket not above any has the last class.
+    A bucket is as urgent as its first layer in forward order. Buckets above the first threshold
+    have class 0, buckets above no threshold the last class.
 
     Raises:
         UsageError: the thresholds do not fall from 1 to 0.
@@ -205,12 +196,8 @@ def priority_classes(places: LayerPositions, thresholds: Sequence[float]) -> tup
 class BucketPriorities:
     """The traffic classes of a model's buckets, by position in forward order.
 
-    Classes are by urgency, or with ``serving.coarse`` by kind of layer (section III-B): buckets
+    Classes follow urgency, or with ``serving.coarse`` the kind of layer (section III-B): buckets
     with only fully connected layers have class 1, all others class 0.
-
-    Attributes:
-        classes: the class of each bucket, 0 the most urgent.
-        thresholds: the thresholds between the classes.
     """
 
     def __init__(self, serving: Serving) -> None:
@@ -230,9 +217,8 @@ class BucketPriorities:
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         """Change the thresholds between the classes.
 
-        Raises:
-            UsageError: the number of thresholds does not match the classes, the thresholds do not
-                fall, or classes are by kind of layer.
+        Raises UsageError if the number of thresholds does not match the classes, the thresholds do
+        not fall, or classes depend on the kind of layer.
         """
         levels, serving = tuple(thresholds), self._serving
         if serving.coarse or len(levels) != serving.classes - 1:
@@ -267,15 +253,11 @@ class SliceRequest(NamedTuple):
 class RequestPlanner:
     """Divides buckets into slices, and numbers the rounds of each bucket.
 
-    Args:
-        serving: placement, slice size and classes.
-        servers: number of servers.
-        seed: seed of the order of pulls, where that is random.
-        weights: each link's share of the total speed.
+    ``seed`` applies to a random order of pulls; ``weights`` are each link's share of the total
+    speed.
 
     Attributes:
-        priorities: the class of each bucket.
-        plan: how many times buckets were set.
+        plan: how often buckets were set.
     """
 
     def __init__(
@@ -300,13 +282,9 @@ class RequestPlanner:
     ) -> None:
         """Replace the buckets.
 
-        Args:
-            sizes: elements of each bucket.
-            forward: indices of the buckets in forward order.
-            fully_connected: for each bucket, whether it contains only parameters of fully
-                connected layers.
-            places: layer positions of the buckets in forward order.
-            largest: maximum elements of a message.
+        ``forward`` are the indices of the buckets in forward order. ``fully_connected`` states for
+        each bucket whether it has only parameters of fully connected layers. ``places`` are layer
+        positions in forward order. ``largest`` is the maximum number of elements of a message.
         """
         serving, servers, weights = self._serving, self._servers, self._weights
         if serving.whole:
@@ -333,7 +311,7 @@ class RequestPlanner:
     def begin(self, operation: Operation, bucket: int) -> list[int]:
         """Record the start of an operation; return the buckets to start it on now, in order.
 
-        Where the order of pulls is random, all pulls start with the last one.
+        If the order of pulls is random, all pulls start with the last one.
         """
         if operation in (Operation.ALL_REDUCE, Operation.PUSH):
             self._rounds[bucket] += 1

@@ -27,13 +27,13 @@ TIE = 1e-12
 """Relative difference below which finish times are equal within rounding."""
 
 WIDTH, ROOM, GROWTH = 32, 4, 4
-"""Corners and prefixes kept for each position in the first round, and how both grow."""
+"""Corners and prefixes kept for each position in the first round, and the growth of both."""
 
 UNLIMITED = 2**63
 """A work limit that no search reaches."""
 
 MAX_EXHAUSTIVE = 20
-"""Tensors; beyond, there are too many plans for `exhaustive`."""
+"""Most tensors for `exhaustive`; more have too many plans."""
 
 MAX_LABELS = 128
 """Prefixes that `exact_two_phase` keeps for each position."""
@@ -47,8 +47,8 @@ class SearchResult:
 
     Attributes:
         plan: the best plan found.
-        lower_bound_s: no plan finishes earlier, rounding aside. It is the plan's own finish, or
-            within a tie of it, if the plan is optimal.
+        lower_bound_s: no plan finishes earlier, except for rounding. It equals the plan's own
+            finish, within a tie, if the plan is optimal.
         optimal: whether the plan is proven optimal, ties included, as `exact` returns it.
     """
 
@@ -61,24 +61,23 @@ def exact(workload: Workload, costs: CostModel) -> Plan:
     """Return the plan with the least ``finish_s`` of all ``2**(L - 1)`` (Eqs. 16 to 19).
 
     Finish times that are equal within rounding (1e-12 of them) are ties; they go to fewer buckets,
-    and then to the lesser finish. Curves may have any shape. The same input gives the same plan.
+    and then to the lesser finish. Curves may have any shape. The search is deterministic.
 
-    **Why two numbers.** By Eqs. 5 to 9 and 13 to 15 a bucket that ends with the tensor ready at r
-    changes the state of the prefix before it to
+    **State.** By Eqs. 5 to 9 and 13 to 15 a bucket that ends with the tensor ready at r changes the
+    state of the prefix before it to
 
         free' = max(r + delayed + e, free) + c,    delayed' = delayed + e + w
 
-    where e, c and w, by which its exchange delays backward, depend on the bucket alone. So a
-    prefix affects the rest only through the pair (delayed, free), Eq. 17 is the last ``free``, and
-    both right-hand sides never fall when ``delayed`` or ``free`` grow, rounding included. A prefix
-    whose pair is no less than another's, in both numbers, at the same position, is dominated and
-    can be dropped. What remains at each position is a Pareto front, and searching all of it is
-    exact.
+    where e, c and w, by which its exchange delays backward, depend on the bucket alone. A prefix
+    therefore affects the rest only through the pair (delayed, free), Eq. 17 is the last ``free``,
+    and both right-hand sides never fall when ``delayed`` or ``free`` grow, rounding included. A
+    prefix is dominated, and can be dropped, if another pair at the same position is no greater in
+    both numbers. The remaining pairs form a Pareto front, and searching all of it is exact.
 
-    **Why not one.** Only if delays are proportional to elements and bytes is ``delayed`` the same
-    for all prefixes, and ``free`` alone enough: O(L^2). With ``a + b * d`` it still differs by the
-    number of buckets, and with Eq. 10 by where they are cut: a prefix that frees the links sooner
-    may have delayed backward for longer. Theorem 1 of the paper overlooks this.
+    **One number is not enough.** Only if delays are proportional to elements and bytes is
+    ``delayed`` the same for all prefixes, and ``free`` alone sufficient: O(L^2). With ``a + b * d``
+    it differs by the number of buckets, and with Eq. 10 by where they are cut: a prefix that frees
+    the links sooner may have delayed backward for longer. Theorem 1 of the paper overlooks this.
 
     **From both ends.** A suffix also affects the rest through two numbers only: ``rest``, the
     seconds of its exchanges, and ``late``, when its last exchange would end with free links and no
@@ -88,26 +87,21 @@ def exact(workload: Workload, costs: CostModel) -> Plan:
 
     and a bucket in front changes it to ``c + rest`` and ``max(r + e + c + rest, e + w + late)``.
 
-    **Why it terminates quickly.** Fronts may be long (no polynomial bound is known for curves of
-    any shape). So a front is thinned: neighbours are replaced by the corner below them, which still
-    bounds them all. A round bounds suffixes in this way, then extends the most promising prefixes,
-    up to a limit, which gives better plans; then it bounds prefixes in the same way. Neither end
-    keeps labels that, by the bounds of the other, cannot finish before the best plan so far. The
-    limit grows from round to round until nothing has to be dropped: then the best plan is optimal.
-    500 tensors take about 10 ms in all, curves with jumps sometimes tenths of a second.
+    **Time.** Fronts may be long (no polynomial bound is known for curves of any shape). A front is
+    therefore thinned: neighbours are replaced by the corner below them, which bounds them all. A
+    round bounds suffixes in this way, extends the most promising prefixes up to a limit, which
+    gives better plans, and bounds prefixes in the same way. Both ends drop labels that, by the
+    bounds of the other, cannot finish before the best plan so far. The limit grows from round to
+    round until nothing has to be dropped: then the best plan is optimal. 500 tensors take about 10
+    ms in all, curves with jumps sometimes tenths of a second.
     """
     return search(workload, costs, UNLIMITED).plan
 
 
 def search(workload: Workload, costs: CostModel, work: int) -> SearchResult:
-    """Run the search of `exact` with limited work.
+    """Run the search of `exact` with limited work; deterministic, because work is counted.
 
-    Work is counted, not timed, so the same input gives the same plan.
-
-    Args:
-        workload: the backward pass.
-        costs: the costs of buckets.
-        work: about how many prefixes and suffixes may be visited; each takes some 10 ns.
+    About ``work`` prefixes and suffixes may be visited; each takes some 10 ns.
 
     Raises:
         UsageError: ``work`` is negative or no whole number.
@@ -201,17 +195,16 @@ def exact_two_phase(workload: Workload, costs: CostModel) -> tuple[Plan, bool]:
 
     DeAR (Zhang et al., 2023), section III-B. Backward and the reduce-scatters are priced as
     OMGS-SGD's Eqs. 5 to 9 price whole exchanges. All-gathers begin when all reduce-scatters are
-    done, in the order of forward, and a layer waits for that of its bucket. So merging costs time
-    in both phases: a bucket waits for its last gradient, and forward for all of a bucket.
+    done, in the order of forward, and a layer waits for that of its bucket. Merging therefore costs
+    time in both phases: a bucket waits for its last gradient, and forward for all of a bucket.
 
     The plan minimizes the end of the last reduce-scatter, `Timeline.finish_s`, plus
     `gather_phase_s`. A prefix affects the rest through three numbers: the delay of backward, when
     the links are free, and the time of its all-gathers with forward. All three are sums and maxima,
-    so dominated prefixes are dropped, and what remains holds the best.
+    so dominated prefixes can be dropped.
 
-    Returns:
-        The plan, and whether it is proven optimal. It is not where more than `MAX_LABELS` prefixes
-        remained at a position; then those with the least sums were kept.
+    The second result is whether the plan is proven optimal. It is not if more than `MAX_LABELS`
+    prefixes remained at a position; then those with the least sums were kept.
     """
     count = len(workload)
     if not count:

@@ -1,7 +1,7 @@
 """Merging rules: without costs, Algorithm 1 of OMGS-SGD, and MG-WFBP for dense gradients.
 
-The published rules visit the layers once, in the order in which gradients become ready, and decide
-at each whether it waits for the next. Decisions are never revised: all are greedy.
+The published rules are greedy. They visit the layers once, in the order in which gradients become
+ready, and decide at each whether it waits for the next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def single_bucket(workload: Workload) -> Plan:
 
 
 def by_elements(workload: Workload, elements: int) -> Plan:
-    """Merge until a bucket has at least so many elements (MGS-SGD; 8192 in section V-D).
+    """Merge until a bucket has at least ``elements`` elements (MGS-SGD; 8192 in section V-D).
 
     The remainder at the end, or before another kind, is a bucket of its own.
 
@@ -52,8 +52,7 @@ def _merge_up_to(workload: Workload, elements: int | None) -> Plan:
 def startup_s(exchange: Curve, workload: Workload) -> float:
     """Return the startup time of an exchange in seconds, the alpha of the rules (Eq. 11).
 
-    Curves other than `Linear` have no alpha. For these it is the cost of the smallest tensor that
-    has any bytes.
+    Curves other than `Linear` have no alpha; the cost of the smallest non-empty tensor replaces it.
     """
     if isinstance(exchange, Linear):
         return exchange.alpha
@@ -69,8 +68,8 @@ def greedy(workload: Workload, costs: CostModel) -> Plan:
     - Q3: ``u + t_s(d(l)) + t_s(d(l-1)) < tau_c(l) + t_c(d(l))``: the links are busy anyway;
     - Q5: ``tau_c(l) + alpha > u + t_s(d(l) + d(l-1))``: waiting costs less than alpha.
 
-    The paper calls the result optimal (Theorem 1). It is not: the proof changes one layer at a
-    time with the others fixed, and considers the end of layer l - 1 alone. These properties of the
+    The paper calls the result optimal (Theorem 1). It is not: the proof changes one layer at a time
+    with the others fixed, and considers the end of layer l - 1 alone. These properties of the
     published algorithm are kept:
 
     - the rule looks one layer ahead: it does not merge three layers where two save nothing;
@@ -78,7 +77,7 @@ def greedy(workload: Workload, costs: CostModel) -> Plan:
       encoding delays the layers after l - 1 does not count at all;
     - Q3 and Q5 assume that ``t_s`` grows faster than its amount and that ``t_c`` is linear; with
       other curves they are not the gain of the merge;
-    - a merged layer has no elements left, and costs nothing (Eq. 13), although Algorithm 1 as
+    - a merged layer has no elements left and costs nothing (Eq. 13), although Algorithm 1 as
       written charges it alpha in line 22 and takes the logarithm of 0 in line 16.
       `greedy_as_printed` follows these lines, and the others that contradict section IV-A.
 
@@ -104,17 +103,17 @@ def greedy_as_printed(workload: Workload, costs: CostModel) -> Plan:
 
     Its lines contradict the equations of section IV-A, which `greedy` follows, in three places:
 
-    - line 5: ``u = tau_b(l) + t_b(l-1)``, without the ``t_b(l)`` of section IV-A. So more layers
+    - line 5: ``u = tau_b(l) + t_b(l-1)``, without the ``t_b(l)`` of section IV-A, so more layers
       seem worth merging;
     - line 10: after a merge the times from layer l on are counted from ``tau_b(l) + t_b(l-1)``,
       where ``t_b(l-1)`` is that of both layers already (line 38), and not from ``tau_b(l)``
-      (Eq. 15). So backward of merged layers counts twice;
-    - line 22: a merged layer, of 0 elements, is charged alpha, and not nothing (Eq. 13).
+      (Eq. 15), so backward of merged layers counts twice;
+    - line 22: a merged layer, of 0 elements, is charged alpha instead of nothing (Eq. 13).
 
-    Line 16 takes ``0 * log 0`` for a merged layer; it has no value and counts as 0 here. The text
-    from which this was read prints tau_b and t_b alike: of the two terms in lines 5 and 10, the
-    first is read as a time and the second as a duration. ``costs.delay`` is ignored. A layer whose
-    next one is of another kind never waits. Alpha is `startup_s`. Takes O(L^2).
+    Line 16 takes ``0 * log 0`` for a merged layer; it counts as 0 here. The text from which this
+    was read prints tau_b and t_b alike: of the two terms in lines 5 and 10, the first is read as a
+    time and the second as a duration. ``costs.delay`` is ignored. A layer whose next one is of
+    another kind never waits. Alpha is `startup_s`. Takes O(L^2).
     """
     count, alpha = len(workload), startup_s(costs.exchange, workload)
     # Layers are counted as in the paper: L is ready first, and index 0 is not used.

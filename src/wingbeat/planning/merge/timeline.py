@@ -1,7 +1,7 @@
 """When each bucket of a plan is encoded and exchanged (OMGS-SGD, Eqs. 5 to 9 and 13 to 18).
 
-One term is added to the paper's. Where an exchange needs processors that backward needs as well, it
-delays backward. So Eq. 6 becomes ``tau_b(l) = tau_s(l+1) + t_s(l+1) + t_w(l+1)``, where t_w is
+One term is added to those of the paper. An exchange that needs the processors of backward delays
+it, so Eq. 6 becomes ``tau_b(l) = tau_s(l+1) + t_s(l+1) + t_w(l+1)``, where t_w is
 `CostModel.delay`. No backward runs during the last exchange.
 """
 
@@ -27,12 +27,12 @@ FORWARD = 0.5
 class SegmentCosts:
     """Costs of the segments ``[start, stop)`` of a workload's positions.
 
-    All planners price segments here, so that equal segments cost equal bits.
+    All planners price segments here, so that equal segments have bit-identical costs.
 
     Attributes:
         ready: ``ready_s`` of each position, float64[L].
-        first: for each stop 0 to L, the least start of a segment that ends there, int64[L + 1]:
-            the tensors before it are of another kind.
+        first: for each stop 0 to L, the least start of a segment that ends there, int64[L + 1]: the
+            tensors before it are of another kind.
     """
 
     def __init__(self, workload: Workload, costs: CostModel) -> None:
@@ -59,10 +59,7 @@ class SegmentCosts:
         return self._by_bytes(self.costs.exchange, starts, stops)
 
     def delay(self, starts: Positions, stops: Positions) -> Floats:
-        """Return seconds by which the exchange of each segment delays backward.
-
-        The last one delays nothing: backward has ended.
-        """
+        """Return seconds by which each segment's exchange delays backward; 0 for the last one."""
         delays = self._by_bytes(self.costs.delay, starts, stops)
         seconds: Floats = np.where(stops == len(self), 0.0, delays)
         return seconds
@@ -127,7 +124,6 @@ class BucketTimes:
     """The times of one bucket, in seconds from the start of backward.
 
     Attributes:
-        bucket: its tensors.
         ready_s: when its last gradient would be ready if nothing were encoded.
         encode_begin_s: when its last gradient is ready, delayed by the encoding and the exchanges
             of earlier buckets (Eq. 7).
@@ -149,12 +145,11 @@ class Timeline:
     """The predicted backward pass of a plan, in seconds.
 
     Attributes:
-        buckets: the times of each bucket, in the plan's order.
         backward_s: backward alone.
         encode_s: all encoding, which backward waits for.
-        delay_s: by how much exchanges delay backward.
-        exposed_s: exchange time that is not hidden: from the end of the last encoding to the end
-            of the last exchange. Eq. 9 with its sign corrected: it subtracts ``tau_s`` and adds
+        delay_s: total delay of backward by exchanges.
+        exposed_s: exchange time that is not hidden: from the end of the last encoding to the end of
+            the last exchange. Eq. 9 with its sign corrected: it subtracts ``tau_s`` and adds
             ``t_s`` where it has to subtract both.
         finish_s: end of the last exchange, from the start of backward (Eq. 17, which counts from
             the start of forward).
@@ -174,9 +169,6 @@ def predict(plan: Plan, workload: Workload, costs: CostModel) -> Timeline:
     A bucket is encoded when its last gradient is ready, on the thread that runs backward (Eqs. 6
     and 7; a merged layer costs nothing, Eqs. 13 to 15). Exchanges run in the background, one at a
     time, in the plan's order (Eq. 8), and delay later gradients by `CostModel.delay`.
-
-    Raises:
-        UsageError: the buckets are not segments of the workload's tensors, each of one kind.
     """
     stops = np.array(bucket_stops(plan, workload), dtype=np.int64)
     if not len(stops):
@@ -191,7 +183,7 @@ def predict(plan: Plan, workload: Workload, costs: CostModel) -> Timeline:
     for number, bucket in enumerate(plan.buckets):
         ready = workload.ready_s[stops[number] - 1]
         begin = ready + delayed
-        # The search adds in the same order: plans are compared by these bits.
+        # The search adds in the same order, because plans are compared by these bits.
         delayed += encodes[number]
         end = ready + delayed
         delayed += delays[number]
@@ -211,7 +203,7 @@ def predict(plan: Plan, workload: Workload, costs: CostModel) -> Timeline:
 def gather_phase_s(plan: Plan, workload: Workload, costs: CostModel) -> float:
     """Return the seconds of the next forward with its all-gathers (DeAR, FeedPipe).
 
-    From the end of all reduce-scatters until forward ends, without what precedes the layer whose
+    From the end of all reduce-scatters until forward ends, without the time before the layer whose
     gradient is ready first. 0 if there are no all-gathers (``costs.gather`` is None).
     """
     if costs.gather is None:

@@ -1,4 +1,4 @@
-"""Messages between processes of a job, in several traffic classes over every interface. No torch.
+"""Messages between processes of a job, in several traffic classes over all interfaces. No torch.
 
 >>> from wingbeat.transport.messages import open_mailbox
 """

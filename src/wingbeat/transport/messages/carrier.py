@@ -11,7 +11,7 @@ TOS = (0xB8, 0x88, 0x48)
 
 
 def tos_of(urgency: int, classes: int) -> int:
-    """Return the TOS byte of a class: the last of several is best effort, as is the only one.
+    """Return the TOS byte of a class. The last class is best effort.
 
     >>> [hex(tos_of(u, 2)) for u in range(2)]
     ['0xb8', '0x0']
@@ -22,14 +22,14 @@ def tos_of(urgency: int, classes: int) -> int:
 Buffer: TypeAlias = "bytes | memoryview"
 
 MAX_CLASSES = 4
-"""The largest number of traffic classes."""
+"""Maximum number of traffic classes."""
 
 
 class ConnectionId(NamedTuple):
-    """One connection, as its carrier knows it.
+    """A connection of a carrier.
 
     ``interface`` is the number of this process's interface; ``urgency`` is the class, 0 the most
-    urgent; ``name`` is the carrier's hashable name of the other end.
+    urgent; ``name`` is the carrier's hashable name of the remote end.
     """
 
     interface: int
@@ -40,12 +40,9 @@ class ConnectionId(NamedTuple):
 class Arrival(NamedTuple):
     """A received frame.
 
-    Attributes:
-        place: the connection.
-        head: header, and the payload too if that is small.
-        payload: the payload if it was sent separately, in the carrier's memory.
-        peer: number of the peer whose key was proved for this connection; None without keys.
-        whole: False if the frame had too many parts.
+    ``head`` is the header, followed by the payload if that is small; otherwise ``payload`` is in
+    the carrier's memory. ``peer`` is authenticated by its key; None without keys. ``whole`` is
+    False if the frame had too many parts.
     """
 
     place: ConnectionId
@@ -56,9 +53,9 @@ class Arrival(NamedTuple):
 
 
 class Carrier(Protocol):
-    """Carries frames over connections. It may lose, repeat and reorder them.
+    """Carries frames over connections. It may lose, repeat and reorder them. Not thread-safe.
 
-    Used by one thread at a time. Frames are whole or absent, as far as the carrier can tell.
+    Frames arrive whole or not at all, unless a carrier cannot detect truncation.
     """
 
     @property
@@ -67,20 +64,18 @@ class Carrier(Protocol):
 
     @property
     def ended(self) -> int:
-        """Number of connections that have ended; peers may have reconnected since."""
+        """Number of connections that have ended, including those that were renewed."""
 
     def is_disconnected(self, place: ConnectionId) -> bool:
         """Whether a connection that this process made has ended and is not renewed.
 
-        Sending does not show this: frames wait for the new connection.
+        `send` does not detect this: frames wait for the new connection.
         """
 
     def connect(
         self, peer: int, interface: int, urgency: int, *, theirs: int
     ) -> ConnectionId | None:
-        """Connect to a peer's interface number ``theirs``; None if the peer connects to this
-        process.
-        """
+        """Connect to a peer's interface ``theirs``; None if the peer connects to this process."""
 
     def send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
         """Send one frame without waiting; False if no connection exists now."""
@@ -92,7 +87,4 @@ class Carrier(Protocol):
         """Return a function for other threads that ends the current or next wait in `receive`."""
 
     def close(self, linger: float = 0.0) -> None:
-        """Close every connection; unsent frames may leave for ``linger`` seconds.
-
-        May be called again.
-        """
+        """Close every connection after up to ``linger`` seconds for unsent frames. Idempotent."""

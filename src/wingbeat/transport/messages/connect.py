@@ -53,31 +53,32 @@ def open_mailbox(
     incarnation: int = 0,
     announce: Callable[[float], Mapping[int, int]] | None = None,
 ) -> Mailbox:
-    """Connect this process to other processes of the job; each of them has to name this one too.
+    """Connect this process to other processes of the job; each of them must list this one too.
 
     Args:
         store: the rendezvous store, as `World.store`.
         number: number of this process, 0 to 2**32 - 1, unique in the namespace.
         peers: numbers of the processes to connect to; this process's own number is ignored.
         namespace: separates mailboxes of one job. Each (namespace, number) is opened once.
-        interfaces: names of the own interfaces to use; None: all.
-        classes: number of traffic classes, 1 to 4, the same for all. The packets of the first
-            ones carry the DSCP EF, AF41 and AF21, those of the last one none.
-        encrypted: whether to encrypt (CURVE), with keys generated here; the same for all.
-            Without it, whoever sees the traffic can forge frames.
-        limits: limits of messages and windows, the same for all, and of silence.
+        interfaces: names of the interfaces to use on this host; None: all.
+        classes: number of traffic classes, 1 to 4, equal on all processes. The first classes carry
+            the DSCP EF, AF41 and AF21, the last one none.
+        encrypted: whether to encrypt (CURVE) with keys generated here, equal on all processes.
+            Without encryption, a process that observes the traffic can forge frames.
+        limits: limits of messages and windows, equal on all processes, and of silence.
         seconds: timeout of the connection setup.
-        name: returns the name of the process of a number, for messages.
+        name: returns the name of a process for messages, given its number.
         tolerate_silence: do not count a silent peer as lost; the caller detects lost peers.
-        incarnation: above 0 for a process that replaces one that has ended.
-        announce: called with the remaining seconds when this process can be found; returns the
-            peers to connect to and their incarnations, once they know of this process.
+        incarnation: above 0 for a process that replaces one that has exited.
+        announce: called with the remaining seconds after this process has published its addresses;
+            returns the peers to connect to, with their incarnations, once they have registered this
+            process.
 
     Raises:
-        UsageError: an invalid value, a value that differs from a peer's, a mailbox that was
-            opened before, or too few file descriptors.
-        RendezvousError: a peer did not come, or published something malformed.
-        PeerError: a peer came but could not be reached over one of the interfaces.
+        UsageError: an invalid value, a value that differs from a peer's, a mailbox that was opened
+            before, or too few file descriptors.
+        RendezvousError: a peer published nothing in time, or something malformed.
+        PeerError: a peer is present but unreachable over one of the interfaces.
     """
     limits = limits or Limits()
     others = sorted(set(peers) - {number})
@@ -96,7 +97,7 @@ def open_mailbox(
     )
     descriptors.require(descriptors_needed(sockets, len(others), encrypted=encrypted), what)
     # A stopped process counts as lost after `limits.silence`. Its connections must not end before
-    # that, unlike those of a dead process.
+    # that, unlike those of an exited process.
     heartbeat = HEARTBEAT_S if tolerate_silence else max(HEARTBEAT_S, limits.silence)
     try:
         carrier = ZeroMQCarrier(
@@ -110,7 +111,7 @@ def open_mailbox(
     except zmq.ZMQError as err:
         if err.errno != errno.EMFILE:
             raise
-        raise descriptors.too_few_error(what) from None  # other threads have opened files since
+        raise descriptors.too_few_error(what) from None  # other threads have opened files meanwhile
     try:
         key = "" if keys is None else keys.public.decode()
         uses = tuple(i.address for i in mine)
@@ -148,7 +149,7 @@ def _make_mailbox(
     *,
     tolerate_silence: bool,
 ) -> Mailbox:
-    """Make all flows: a connection for each interface pair and class."""
+    """Create all flows: a connection for each interface pair and class."""
     carrier.allow({n: address_of(theirs) for n, theirs in infos.items()})
     sessions = {peer: theirs.session for peer, theirs in infos.items()}
     membership, own = Membership(number, info.session, sessions), info.interfaces
@@ -162,7 +163,7 @@ def _make_mailbox(
     connector = Connector(number, info, carrier)
     for peer, theirs in infos.items():
         connector.add_flows(endpoint, peer, theirs)
-    if not tolerate_silence:  # peers may still come over the others
+    if not tolerate_silence:  # otherwise peers may still join over the others
         carrier.close_other_interfaces({route.interface for route in endpoint.flows})
     return Mailbox(endpoint, carrier, name=name, connector=connector)
 

@@ -1,5 +1,4 @@
-"""All flows of one process: frames in, messages out. No I/O; the time and the send function are
-given.
+"""All flows of one process: frames in, messages out. No I/O; callers pass time and send function.
 
 Every frame is checked before its contents are used. Frames that no member of the job sent are
 counted by reason and dropped.
@@ -28,13 +27,13 @@ from wingbeat.transport.messages.frames import (
 )
 
 MAX_INLINE_BYTES = _native.MOST_INLINE
-"""Payloads up to this size travel in one part with the header: a copy is cheaper."""
+"""Maximum bytes of a payload in one part with the header, where a copy is faster."""
 
-# Looked up once: access to an enum member is slow.
+# Stored as integers: access to an enum member is slow.
 _DATA, _HELLO = int(Type.DATA), int(Type.HELLO)
 
 Send: TypeAlias = "Callable[[ConnectionId, list[Buffer]], bool]"
-"""Hands a frame to the carrier; False if there is no connection."""
+"""Passes a frame to the carrier; False if there is no connection."""
 
 
 class Route(NamedTuple):
@@ -78,10 +77,8 @@ class Limits:
 class Membership:
     """This process and its peers.
 
-    Attributes:
-        number: number of this process.
-        session: drawn when this process started; only members know it.
-        sessions: those of the peers, by number.
+    ``session`` is a random number drawn at the start of this process, known to members only;
+    ``sessions`` are those of the peers, by number.
     """
 
     number: int
@@ -95,7 +92,7 @@ class Message:
     Attributes:
         payload: the memory that the network wrote to, without another copy.
         route: the route of its flow.
-        size: bytes that it takes of the window.
+        size: bytes that it occupies in the window.
         kept: whether it was taken but still counts against the window.
     """
 
@@ -115,7 +112,7 @@ class Message:
 
     @property
     def kind(self) -> int:
-        """The kind, as its users number it."""
+        """The kind, defined by the application."""
         return self._header.kind
 
     @property
@@ -143,18 +140,10 @@ class Message:
 class Endpoint:
     """The flows of one process, and its received messages.
 
-    Args:
-        membership: this process and its peers.
-        limits: limits of messages in flight.
-        tolerate_silence: do not count a silent peer as lost.
-        describe_interface: returns the name of an own interface in messages.
-
-    Attributes:
-        refused: number of dropped frames, by reason.
-        lost: an explanation for each silent peer. A peer that is heard again is not lost.
-        left: peers that have shut down in good order.
-        waiting: number of messages ready to be taken.
-        down: when the connection of a flow was lost.
+    With ``tolerate_silence``, a silent peer does not count as lost. ``refused`` counts dropped
+    frames by reason. ``lost`` explains each silent peer; a frame of the peer removes it. ``left``
+    are peers that have shut down gracefully. ``waiting`` is the number of messages ready to be
+    taken. ``down`` is the time at which the connection of a flow was lost.
     """
 
     def __init__(
@@ -197,7 +186,7 @@ class Endpoint:
             self._send_hello(route, now)
 
     def remove_peer(self, peer: int) -> None:
-        """Remove all state of a peer whose process has ended."""
+        """Remove all state of a peer whose process has exited."""
         for route in [route for route in self.flows if route.peer == peer]:
             for places in (self._place, self._former):
                 if route in places:
@@ -214,7 +203,7 @@ class Endpoint:
         self._sessions.pop(peer, None)
 
     def add_peer(self, peer: int, session: int) -> None:
-        """Register a new peer; its flows are added next."""
+        """Register a new peer, before its flows are added."""
         self._sessions[peer] = session
 
     def post(self, route: Route, message: Posted, send: Send, now: float) -> None:
@@ -235,10 +224,8 @@ class Endpoint:
     ) -> Message | None:
         """Return the oldest message of the most urgent class that has one, or None.
 
-        Args:
-            now: seconds.
-            of: the peers whose messages count; None: all.
-            keep: whether it still counts against the window, until `free`.
+        Only messages of the peers ``of`` count, if given. With ``keep``, the message counts against
+        the window until `free`.
         """
         for waiting in self._inbox:
             if not waiting:
@@ -259,7 +246,7 @@ class Endpoint:
         return None
 
     def free(self, message: Message, now: float) -> None:
-        """Return a taken message's bytes to the sender's window; once."""
+        """Return a taken message's bytes to the sender's window, once."""
         if message.kept:
             message.kept = False
             flow = self.flows[message.route]
@@ -267,7 +254,7 @@ class Endpoint:
             self._schedule(flow)
 
     def flush(self, send: Send, now: float) -> None:
-        """Send pending frames; those that ``send`` refuses wait for the peer."""
+        """Send pending frames; frames that ``send`` refuses wait for the peer."""
         for route in list(self._busy):
             del self._busy[route]
             self._flush(route, self.flows[route], send, now)
@@ -282,13 +269,13 @@ class Endpoint:
         self._schedule(flow)
 
     def probe_connections(self, now: float) -> None:
-        """Queue a frame to every peer, so that `flush` finds lost connections: `down`."""
+        """Queue a frame to every peer, so that `flush` detects lost connections: `down`."""
         for route, flow in self.flows.items():
             if flow.met and flow.up and route.peer not in self.left:
                 self._send_hello(route, now)
 
     def check_connections(self, cut: Callable[[ConnectionId], bool], now: float) -> None:
-        """Record flows whose connection has ended where sending does not show it: `down`."""
+        """Record flows whose connection has ended without an error of `send`: `down`."""
         for route, place in self._place.items():
             if cut(place):
                 self.down.setdefault(route, now)
@@ -296,7 +283,7 @@ class Endpoint:
                 self.down.pop(route, None)
 
     def unconnected(self, now: float) -> dict[int, float]:
-        """Return for how many seconds all flows of a peer have been `down`."""
+        """Return, for each peer whose flows are all `down`, the seconds since then."""
         since: dict[int, float] = {}
         for route in self.flows.keys() if self.down else ():
             down = self.down.get(route, NEVER)
@@ -308,7 +295,7 @@ class Endpoint:
         }
 
     def due(self) -> float:
-        """When to call `tick` at the latest, if nothing arrives before."""
+        """Time by which to call `tick` if nothing arrives before."""
         return self._next
 
     def resume(self, now: float) -> None:
@@ -348,7 +335,7 @@ class Endpoint:
 
     @property
     def unheard(self) -> list[Route]:
-        """Flows whose peer has not been heard."""
+        """Flows from whose peer no frame has arrived."""
         return [route for route, flow in self.flows.items() if not flow.met]
 
     def _accept(self, arrival: Arrival, now: float) -> None:
@@ -356,7 +343,7 @@ class Endpoint:
         if not arrival.whole:
             raise Malformed("parts")
         if not len(arrival.head) and arrival.payload is None:
-            if route is not None:  # the peer accepted a connection and cannot identify it
+            if route is not None:  # the peer accepted a connection and cannot identify it yet
                 self._send_hello(route, now)
             return
         header = unpack(arrival.head)
@@ -364,7 +351,7 @@ class Endpoint:
             self._check_sender(header, arrival)
             route = self._route_of_new(route, header, arrival.place)
         payload = _payload(header, arrival)
-        self.lost.pop(route.peer, None)  # it was stopped or cut off, and continues
+        self.lost.pop(route.peer, None)  # it was stopped or cut off, and has recovered
         flow, kind = self.flows[route], header.type
         renewed = kind == _HELLO and self._place.get(route) != arrival.place
         if flow.accept(header, now, renewed):
@@ -391,7 +378,7 @@ class Endpoint:
             raise Malformed("key")
 
     def _route_of_new(self, known: Route | None, header: Header, place: ConnectionId) -> Route:
-        """Return the flow that the first frame of a new connection names."""
+        """Return the flow named by the first frame of a new connection."""
         if known is not None:
             raise Malformed("key")  # a member that claims to be another one
         route = Route(header.sender, place.interface, place.urgency)
@@ -402,7 +389,7 @@ class Endpoint:
     def _bind(self, route: Route, place: ConnectionId) -> None:
         if self._place.get(route) == place:
             return
-        # Frames read late from the former connection are still the peer's.
+        # Late frames of the former connection are still the peer's.
         self._route.pop(self._former.pop(route, place), None)
         if route in self._place:
             self._former[route] = self._place[route]
@@ -414,7 +401,6 @@ class Endpoint:
         self._update_timer(route, flow)
 
     def _update_timer(self, route: Route, flow: Flow) -> None:
-        """Schedule the flow's next timer."""
         if flow.pending and flow.up:
             self._busy[route] = None
         self._schedule(flow)
@@ -434,7 +420,6 @@ class Endpoint:
 
 
 def _payload(header: Header, arrival: Arrival) -> memoryview:
-    """Return the payload, whose length must match the header."""
     size = header.size
     if arrival.payload is None:
         payload = memoryview(arrival.head)[size:]

@@ -1,10 +1,10 @@
 """Frames: the wire header of a message, its checks, and how a message is composed.
 
-Header and flow control are C++ (``native/src/header.h``, ``native/src/flow.h``): every message
-passes through them at each end. A flow carries messages to and from one peer, over one interface,
-in one class.
+Header and flow control are C++ (``native/src/header.h``, ``native/src/flow.h``), because every
+message passes through them at each end. A flow carries messages to and from one peer, over one
+interface, in one class.
 
-The header is little-endian, without gaps, of `HEADER_BYTES` bytes, then ``spans`` times two
+The header is little-endian, without gaps, of `HEADER_BYTES` bytes, followed by ``spans`` times two
 numbers of 8 bytes::
 
      0   4  magic         b"wgbt"
@@ -12,13 +12,13 @@ numbers of 8 bytes::
      5   1  type          a `Type`
      6   1  dtype         an index in `DTYPES`
      7   1  spans         number of ranges that follow, 0 to 255
-     8   8  session       a random number that the sender drew when it started
+     8   8  session       a random number drawn by the sender when it started
     16   4  sender        its number in the job
     20   4  receiver      number of the receiver
     24   8  sequence      number of a message in its flow, from 1
     32   8  arrived       all messages of the reverse flow up to this number have arrived
     40   8  taken         bytes of the reverse flow that the sender has consumed
-    48   4  kind          kind of the message, as its users number it
+    48   4  kind          kind of the message, defined by the application
     52  16  ids           four numbers of 4 bytes whose meaning depends on the kind
     68   4  length        bytes of the payload
     72   4  checksum      CRC-32 of the rest of the header, ranges included
@@ -42,7 +42,7 @@ Flow = _native.Flow
 Posted = _native.Posted
 
 MAX_IN_FLIGHT = _native.MOST_UNDER_WAY
-"""Messages of one flow that its connection has accepted and that have not arrived."""
+"""Maximum messages of one flow that the connection has accepted and that have not arrived."""
 
 
 DTYPES = ("", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -59,25 +59,23 @@ class Type(enum.IntEnum):
     """Type of a frame."""
 
     HELLO = 1
-    """Introduces the sender with its acknowledgements; asks for WELCOME."""
+    """Introduces the sender with its acknowledgements, and requests WELCOME."""
     WELCOME = 2
-    """The answer to HELLO."""
+    """The reply to HELLO."""
     DATA = 3
-    """A message of the users."""
+    """An application message."""
     ACKNOWLEDGE = 4
     """Acknowledgements only: ``arrived`` and ``taken``."""
     MISSING = 5
     """As ACKNOWLEDGE, and requests retransmission of everything after ``arrived``."""
     ASK = 6
-    """Asks whether everything up to ``sequence`` has arrived."""
+    """Requests an acknowledgement up to ``sequence``."""
     LEAVE = 7
-    """The last message of the flow: the sender has shut down in good order."""
+    """The last message of the flow: the sender is shutting down gracefully."""
 
 
 Malformed = _native.Malformed
-"""A frame that no process of this job sent; ``str`` of it is one of `REASONS` or of a flow's
-reasons.
-"""
+"""A frame that no process of this job sent; ``str`` is one of `REASONS` or of a flow's reasons."""
 
 REASONS = ("size", "magic", "version", "checksum", "type", "dtype", "length")
 """Why a header is rejected, in the order of the checks."""
@@ -86,10 +84,10 @@ Header = _native.Header
 """The fields of the layout above; ``spans`` are (start, length) pairs. `pack` returns the bytes."""
 
 unpack = _native.unpack
-"""Read and check the header at the beginning of some bytes; raises `Malformed`."""
+"""Parse and check the header at the beginning of a buffer; raises `Malformed`."""
 
 
-# Looked up once: access to an enum member is slow.
+# Stored as integers: access to an enum member is slow.
 _DATA, _LEAVE = int(Type.DATA), int(Type.LEAVE)
 _DTYPES = {name: number for number, name in enumerate(DTYPES)}
 
@@ -105,19 +103,7 @@ def compose(
     *,
     most: int,
 ) -> Posted:
-    """Check the arguments of `Mailbox.post` and make a message of them.
-
-    Args:
-        kind: 0 to 2**32 - 1.
-        payload: any object with a contiguous buffer.
-        ids: four numbers from 0 to 2**32 - 1.
-        dtype: one of `DTYPES`.
-        spans: (start, length) pairs of numbers from 0 to 2**64 - 1, up to 255.
-        most: limit of the payload in bytes.
-
-    Raises:
-        UsageError: a value that cannot be sent.
-    """
+    """Check the arguments of `Mailbox.post` and return the message; a `UsageError` if invalid."""
     view = _byte_view(payload, most)
     number = _DTYPES.get(dtype)
     if number is None:

@@ -17,14 +17,9 @@ from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults of frames: probabilities from 0 to 1, and seconds.
+    """Probabilities of loss, duplication and truncation of frames; maximum delay in seconds.
 
-    Attributes:
-        drop: probability of loss.
-        repeat: probability of duplication.
-        cut: probability of truncation.
-        delay: upper limit of the delay in seconds.
-        reorder: whether frames may overtake each other within a flow.
+    With ``reorder``, frames may overtake each other within a flow.
     """
 
     drop: float = 0.0
@@ -39,13 +34,7 @@ Name = tuple[int, int]
 
 
 class Network:
-    """Connects the carriers of several processes.
-
-    Args:
-        faults: faults of frames.
-        seed: seed of all random choices.
-        clock: returns seconds; a test may pass a virtual clock.
-    """
+    """Connects the carriers of several processes; ``clock`` returns seconds and may be virtual."""
 
     def __init__(
         self,
@@ -65,7 +54,7 @@ class Network:
         self._latest: dict[tuple[Name, Name, int], float] = {}
 
     def carrier(self, number: int) -> LoopbackCarrier:
-        """Make the carrier of the process of that number."""
+        """Return the carrier of process ``number``."""
         with self.changed:
             self._mail[number] = []
         return LoopbackCarrier(self, number)
@@ -81,7 +70,7 @@ class Network:
             self.broken.discard(frozenset((a, b)))
 
     def next_at(self) -> float | None:
-        """When the next frame arrives anywhere; None if none is in flight."""
+        """Time of the next arrival at any process; None if no frame is in flight."""
         with self.changed:
             return min((mail[0][0] for mail in self._mail.values() if mail), default=None)
 
@@ -161,7 +150,7 @@ class LoopbackCarrier:
         return self._network.ended
 
     def is_disconnected(self, place: ConnectionId) -> bool:  # noqa: ARG002
-        """As `Carrier.is_disconnected`: sending shows it here."""
+        """As `Carrier.is_disconnected`; `send` detects it here."""
         return False
 
     def connect(
@@ -185,6 +174,6 @@ class LoopbackCarrier:
         """As `Carrier.interrupter`."""
         return functools.partial(self._network.interrupt, self._number)
 
-    def close(self, linger: float = 0.0) -> None:  # noqa: ARG002  what was sent has arrived
-        """As `Carrier.close`."""
+    def close(self, linger: float = 0.0) -> None:  # noqa: ARG002
+        """As `Carrier.close`; sent frames have arrived."""
         self._network.leave(self._number)

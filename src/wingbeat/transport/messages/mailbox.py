@@ -1,4 +1,4 @@
-"""Mailboxes: where a thread posts messages to other processes and receives theirs."""
+"""Mailboxes, with which a thread posts messages to other processes and receives theirs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,7 @@ if TYPE_CHECKING:
 
 
 class Routes:
-    """The routes of one process.
-
-    Args:
-        routes: all routes.
-        own: number of this process.
-        name: returns the name of a process in messages.
-
-    Attributes:
-        me: name of this process in messages.
-    """
+    """The routes of one process; ``me`` is its name in messages, ``name`` formats other names."""
 
     def __init__(self, routes: Iterable[Route], own: int, name: Callable[[int], str]) -> None:
         self.name = name
@@ -53,20 +44,12 @@ class Routes:
         return tuple(self._by_peer)
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
-        """The own interfaces that reach ``peer``.
-
-        Raises:
-            UsageError: there is no route to it.
-        """
+        """Return this process's interfaces that reach ``peer``."""
         self.check([peer])
         return self._interfaces[peer]
 
     def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
-        """Return a message's route; the first interface and the last class if None.
-
-        Raises:
-            UsageError: there is no such route.
-        """
+        """Return a route, by default the first interface and the last class; or a `UsageError`."""
         usual = self._default.get(peer) or _default_route(self._to(peer))
         if interface is None and urgency is None:
             return usual
@@ -108,7 +91,7 @@ def _default_route(routes: list[Route]) -> Route:
 
 
 class LostPeers:
-    """The peers of an endpoint that will not answer: lost ones, and ones that left."""
+    """The peers of an endpoint that will not respond: lost ones, and ones that left."""
 
     def __init__(self, endpoint: Endpoint, routes: Routes) -> None:
         self._endpoint, self._routes = endpoint, routes
@@ -122,19 +105,19 @@ class LostPeers:
         return PeerError(f"{self._routes.me}: {what}")
 
     def check(self, peer: int, what: str) -> None:
-        """Raise a `PeerError` if ``peer`` is gone, so that this process cannot do ``what``."""
+        """Raise a `PeerError` if ``peer`` is lost or has left, so that ``what`` is impossible."""
         if peer in self._endpoint.lost:
             raise self.error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
         if peer in self._endpoint.left:
             raise self.error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
 
     def check_waiting(self, wanted: frozenset[int] | None) -> None:
-        """Raise a `PeerError` if no message can come, or once for each lost peer."""
+        """Raise a `PeerError` if no message can arrive, and once for each lost peer."""
         if wanted is not None:
             for peer in wanted:
                 self.check(peer, "wait for a message of it")
             return
-        self._reported &= self._endpoint.lost.keys()  # others were heard again
+        self._reported &= self._endpoint.lost.keys()  # the others are reachable again
         for peer in self._endpoint.lost.keys() - self._reported:
             self._reported.add(peer)
             self.check(peer, "wait for messages")
@@ -147,9 +130,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Make a mailbox method exclusive to one thread at a time.
+    """Make a mailbox method exclusive to one thread.
 
-    It raises a `UsageError` once the mailbox is closed, and the original error once it is broken.
+    It raises a `UsageError` if the mailbox is closed, and the original error if it is broken.
     """
 
     @functools.wraps(method)
@@ -170,14 +153,14 @@ BUSY_POLL_S, IDLE_POLL_S = 0.005, 0.02
 """Seconds between two turns of the background poller: while frames are expected, and otherwise."""
 
 ACTIVE_S = 1.0
-"""Seconds after a frame for which more are expected."""
+"""Seconds after a frame for which more frames are expected."""
 
 
 class Polled(Protocol):
-    """What the background poller drives."""
+    """An object that the background poller drives."""
 
     def poll_in_background(self) -> float:
-        """Process what is due; return the seconds until the next turn."""
+        """Process due work; return the seconds until the next turn."""
 
 
 def start_poller(polled: weakref.ref[Polled], ended: threading.Event) -> threading.Thread:
@@ -212,18 +195,9 @@ def shut_down(
     clock: Callable[[], float],
     seconds: float,
 ) -> set[int]:
-    """Shut down gracefully within ``seconds``: wait until all messages have arrived, and notify the
-    peers.
+    """Wait until all messages have arrived; notify the peers; return peers with missing messages.
 
-    Args:
-        endpoint: the flows.
-        carrier: carries their frames.
-        pump: sends and receives until the given time at the latest.
-        clock: returns seconds.
-        seconds: upper limit of the duration.
-
-    Returns:
-        The peers at which not all messages have arrived.
+    ``pump`` sends and receives until the given time at the latest.
     """
     gone = endpoint.left | set(endpoint.lost)
     flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
@@ -231,7 +205,7 @@ def shut_down(
     for route in flows:
         endpoint.post(route, leave_frame(), carrier.send, now)
     deadline = now + seconds
-    # A peer that has left reads no more: the notification need not arrive there.
+    # The notification need not arrive at a peer that has left.
     while any(
         not flow.empty and not (flow.ended and flow.only_leave)
         for route, flow in flows.items()
@@ -246,33 +220,27 @@ def shut_down(
 
 
 CLOSE_TIMEOUT_S = 5.0
-"""Seconds in which a peer must acknowledge that this process leaves."""
+"""Seconds for a peer to acknowledge that this process leaves."""
 
 RECONNECT_S = 1.0
-"""Seconds in which a live process renews a lost connection."""
+"""Seconds for a live process to renew a lost connection."""
 
 _LINGER_S = 1.0
-"""Seconds for the last frames to leave, after everything else has arrived."""
+"""Seconds for sending the last frames, after everything else has arrived."""
 
 SUSPENDED_S = 1.0
-"""Seconds without a turn of the poller after which this process counts as having been suspended."""
+"""Seconds without a turn of the poller after which this process counts as suspended."""
 
 _MAX_FRAMES_PER_TURN = 64
-"""Frames received before anything else is checked: more may come without end."""
+"""Frames received before timers are checked, as a peer may send without pause."""
 
 
 class Mailbox:
-    """One process's end of the message layer, made by `open_mailbox`.
+    """One process's end of the message layer, created by `open_mailbox`.
 
-    One thread at a time: a thread that waits blocks the others. While no method runs, a background
-    poller sends acknowledgements and retransmissions, so a process that computes delays no peer.
-
-    Args:
-        endpoint: the flows.
-        carrier: carries their frames.
-        name: returns the name of a process in messages.
-        clock: returns seconds.
-        connector: makes and ends connections later on; None if the peers never change.
+    Methods are serialized: a thread that waits blocks the others. While no method runs, a
+    background poller sends acknowledgements and retransmissions, so a process that computes does
+    not delay its peers.
     """
 
     def __init__(
@@ -298,8 +266,8 @@ class Mailbox:
         self._ended = threading.Event()
         # The poller must not keep an unused mailbox alive.
         self._finalizer = weakref.finalize(self, stop_polling, self._ended, carrier)
-        # Not at interpreter exit: another thread may be using the sockets, in which case libzmq
-        # aborts the process. The system closes them.
+        # Not at interpreter exit: libzmq aborts the process if another thread is using the sockets.
+        # The system closes them.
         self._finalizer.atexit = False
         self._poller = start_poller(weakref.ref(self), self._ended)
 
@@ -324,12 +292,12 @@ class Mailbox:
         return self._carrier.refused_connections
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
-        """Numbers of the own interfaces that reach ``peer``."""
+        """Numbers of this process's interfaces that reach ``peer``."""
         return self._routes.interfaces(peer)
 
     @exclusive
     def room(self, peer: int, *, interface: int | None = None, urgency: int | None = None) -> int:
-        """Bytes of the window that can be posted without a wait."""
+        """Bytes of the window that are free, so that `post` does not wait."""
         return self._endpoint.flows[self._routes.choose(peer, interface, urgency)].room
 
     @exclusive
@@ -346,17 +314,17 @@ class Mailbox:
         urgency: int | None = None,
         seconds: float | None = None,
     ) -> Posted:
-        """Send a message. Waits only while the flow's window is full.
+        """Send a message. Blocks only while the flow's window is full.
 
         Args:
             peer: number of the receiver.
-            kind: kind of the message, 0 to 2**32 - 1, as its users number it.
+            kind: kind of the message, 0 to 2**32 - 1, defined by the application.
             payload: any object with a contiguous buffer. Large payloads are not copied and must not
                 change until the returned `Posted` is `done`.
-            ids: four numbers from 0 to 2**32 - 1, for the users.
+            ids: four numbers from 0 to 2**32 - 1, defined by the application.
             dtype: dtype of the payload, one of `DTYPES`.
             spans: (start, length) pairs, in elements, up to 255.
-            interface: own interface to send over; None: the first that reaches the peer.
+            interface: this process's interface; None: the first that reaches the peer.
             urgency: the class, 0 the most urgent; None: the least urgent.
             seconds: timeout of the wait for the window; None: `Limits.silence`.
 
@@ -380,10 +348,10 @@ class Mailbox:
 
         Args:
             seconds: timeout; None: `Limits.silence`.
-            of: peers whose messages count; None: all.
+            of: peers whose messages to return; None: all.
 
         Raises:
-            PeerError: no message came in time, or an expected sender is lost or has left.
+            PeerError: no message arrived in time, or an expected sender is lost or has left.
         """
         wanted = None if of is None else frozenset(of)
         message = self._take_message(wanted)
@@ -406,11 +374,11 @@ class Mailbox:
 
     @exclusive
     def next(self, seconds: float, *, keep: bool = False) -> Message | None:
-        """Wait for the next event, and return a message if it is one.
+        """Wait for the next event, and return the message if it is one.
 
-        For a thread that only serves the mailbox. Returns None after ``seconds``, after an
-        interruption, or after another event. `lost` and `left` name peers that are gone. For
-        ``keep`` see `poll`.
+        For a thread that only serves the mailbox. Returns None after ``seconds``, an interruption
+        or another event. `lost` and `left` list peers that will not respond. ``keep`` is as in
+        `poll`.
         """
         message = self._take_message(None, keep)
         if message is None:
@@ -424,8 +392,8 @@ class Mailbox:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """An explanation for each silent peer, by number."""
-        return dict(self._endpoint.lost)  # the poller may add peers meanwhile
+        """The silent peers, by number, each with an explanation."""
+        return dict(self._endpoint.lost)  # a copy, as the poller may add peers meanwhile
 
     @property
     def left(self) -> frozenset[int]:
@@ -434,12 +402,13 @@ class Mailbox:
 
     @exclusive
     def unconnected(self) -> Mapping[int, float]:
-        """Return the peers without connections, with the seconds since: their processes have ended.
+        """Return the peers without connections, with the seconds since then.
 
-        Or all their connections have broken, over all interfaces; a live process renews them within
-        moments. Detection does not depend on silence, so a slow or stopped process is not among
-        them. But a connection also ends if its peer has not answered for a minute, or for
-        `Limits.silence` if that is longer: its process is stopped or the network is cut.
+        All connections of such a peer have ended, over all interfaces: its process has exited, as a
+        live process renews them within moments. A slow or stopped process is not listed, because
+        the detection does not depend on silence. But a connection also ends if its peer has not
+        responded for a minute, or for `Limits.silence` if that is longer, because the process is
+        stopped or the network is cut.
         """
         endpoint, ended = self._endpoint, self._carrier.ended
         if ended != self._ended_connections:
@@ -453,7 +422,7 @@ class Mailbox:
 
     @exclusive
     def drop(self, peer: int) -> None:
-        """Remove a peer whose process has ended."""
+        """Remove a peer whose process has exited."""
         if self._connector is not None and peer in self.peers:
             self._connector.disconnect(self._endpoint, peer)
             self._routes.renew(self._endpoint.flows)
@@ -473,7 +442,7 @@ class Mailbox:
     def poll(self, *, of: Iterable[int] | None = None, keep: bool = False) -> Message | None:
         """Return the next message if there is one. Does not wait.
 
-        With ``keep`` it counts against the window of its flow until `free`.
+        With ``keep``, the message counts against the window of its flow until `free`.
         """
         wanted = None if of is None else frozenset(of)
         message = self._take_message(wanted, keep)
@@ -484,7 +453,7 @@ class Mailbox:
 
     @exclusive
     def free(self, message: Message) -> None:
-        """Return a kept message's bytes to the window."""
+        """Return the bytes of a message taken with ``keep`` to the window."""
         self._endpoint.free(message, self._clock())
 
     @exclusive
@@ -498,7 +467,7 @@ class Mailbox:
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
         while True:
-            # Check the last one first: while it waits, the others need no check.
+            # Last one first: while it is missing, the others need no check.
             while waiting and waiting[-1].arrived:
                 waiting.pop()
             if not waiting:
@@ -516,10 +485,10 @@ class Mailbox:
 
     @exclusive
     def wait_connected(self, seconds: float) -> None:
-        """Wait until every peer was heard on every interface and in every class.
+        """Wait until a frame of every peer has arrived on every interface and in every class.
 
         Raises:
-            PeerError: one was not; names it and the interface.
+            PeerError: one has not; names the peer and the interface.
         """
         deadline = self._clock() + seconds
         while unheard := self._endpoint.unheard:
@@ -566,27 +535,27 @@ class Mailbox:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the connections at once, without notifying the peers. May be called again."""
+        """Close the connections at once, without notifying the peers. Idempotent."""
         with self._lock:
             self._closed = True
             self._end()
 
     def _end(self) -> None:
-        """Stop poller and carrier; called with the lock."""
+        """Stop poller and carrier. The caller holds the lock."""
         self._ended.set()
         self._finalizer()
 
     def poll_in_background(self) -> float:
-        """Process what is due in the background; return the seconds until the next turn."""
+        """As `Polled.poll_in_background`."""
         self._detect_suspension()
         if not self._lock.acquire(blocking=False):
-            return BUSY_POLL_S  # the thread inside processes it
+            return BUSY_POLL_S  # the thread that holds the lock processes it
         try:
             if self._closed:
                 return IDLE_POLL_S
             try:
                 self._pump(self._clock())
-            except Exception as error:  # raised by the next call of the user
+            except Exception as error:  # the next call raises it
                 self._broken = error
                 self._ended.set()
             awake = self._endpoint.due() < NEVER or self._clock() < self._last_frame + ACTIVE_S
@@ -597,7 +566,7 @@ class Mailbox:
     def _pump(self, deadline: float, *, until_message: bool = False) -> None:
         """Send pending frames and receive until ``deadline`` at the latest.
 
-        With ``until_message``, frames after the next message are not read yet: memory that was just
+        With ``until_message``, frames after the next message are read later: memory that was just
         written and is used at once is still in the processor's cache.
         """
         endpoint, carrier = self._endpoint, self._carrier
@@ -618,18 +587,14 @@ class Mailbox:
         self._run_timers(now)
 
     def _detect_suspension(self) -> None:
-        """Detect that this process was suspended (SIGSTOP, a paused machine).
-
-        Uses the system's clock, not the deadlines' clock.
-        """
+        """Detect by the system's clock a suspension of this process (SIGSTOP, a paused machine)."""
         before, self._last_turn = self._last_turn, time.monotonic()
         self._was_suspended |= self._last_turn - before > SUSPENDED_S
 
     def _run_timers(self, now: float) -> None:
-        """Run due timers and send the resulting frames."""
         endpoint = self._endpoint
         self._detect_suspension()
-        if self._was_suspended:  # this process did not listen, so peers were not silent
+        if self._was_suspended:  # it received nothing, so peers were not silent
             self._was_suspended = False
             endpoint.resume(now)
         if now >= endpoint.due():

@@ -1,4 +1,4 @@
-"""Peers of a mailbox: what processes publish of themselves, and connections to them."""
+"""Peers of a mailbox: the information that processes publish, and connections to them."""
 
 from __future__ import annotations
 
@@ -41,16 +41,12 @@ _ENDPOINT = re.compile(r"tcp://([0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})"
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """What a process publishes in the store: where it listens, and with which options.
+    """Information that a process publishes in the store: where it listens, and its options.
 
-    Attributes:
-        host: its host and that host's interfaces.
-        uses: addresses that it listens on, in the order of the interfaces' numbers.
-        session: the random number in each of its headers.
-        key: its public key in Z85; empty without encryption.
-        listens: TCP endpoints by interface and class.
-        message: limit of a payload, in bytes.
-        window: limit of a flow, in bytes.
+    ``uses`` are the addresses on which it listens, in the order of the interfaces' numbers;
+    ``listens`` are the TCP endpoints by interface and class. ``session`` is the random number in
+    each of its headers. ``key`` is its public key in Z85, empty without encryption. ``message`` and
+    ``window`` are the limits of a payload and of a flow, in bytes.
     """
 
     host: Host
@@ -63,7 +59,7 @@ class PeerInfo:
 
     @property
     def interfaces(self) -> list[Interface]:
-        """The interfaces that it listens on."""
+        """The interfaces on which it listens."""
         by_address = {i.address: i for i in self.host.interfaces}
         return [by_address[address] for address in self.uses]
 
@@ -83,11 +79,7 @@ class PeerInfo:
 
     @staticmethod
     def from_json(text: str) -> PeerInfo:
-        """Check and rebuild what a peer published.
-
-        Raises:
-            ValueError: it is not the result of `to_json`.
-        """
+        """Parse a peer's `to_json`; a `ValueError` if it is malformed."""
         try:
             data = _typed(dict, json.loads(text))
             uses = tuple(_typed(str, address) for address in _typed(list, data["uses"]))
@@ -119,7 +111,7 @@ class PeerInfo:
 
 
 def _typed(kind: type[_T], value: Any) -> _T:
-    """Return ``value`` if it has exactly this type: True is not a number."""
+    """Return ``value`` if it has exactly this type; a bool is not accepted as an int."""
     if type(value) is not kind:
         raise ValueError(f"{value!r:.40} is no {kind.__name__}")
     return value
@@ -132,13 +124,13 @@ def _number(value: Any, least: int, most: int) -> int:
 
 
 def _key(value: Any) -> str:
-    """Check a public key: ZeroMQ fails in the middle of connecting if it is invalid."""
+    """Check a public key: ZeroMQ fails during the connection setup if it is invalid."""
     if _typed(str, value):
         if _KEY.fullmatch(value) is None:
             raise ValueError(f"malformed key: {value!r:.60}")
         try:
             z85.decode(value.encode())
-        except struct.error:  # five characters encode more than 32 bits
+        except struct.error:  # five characters can encode more than 32 bits
             raise ValueError(f"malformed key: {value!r:.60}") from None
     return str(value)
 
@@ -152,24 +144,18 @@ def _endpoint(value: Any) -> str:
 
 
 class Connector:
-    """Makes and ends connections to peers while a mailbox is open.
-
-    Args:
-        number: number of this process.
-        own: what this process published.
-        carrier: carries frames.
-    """
+    """Opens and closes connections to peers while a mailbox is open."""
 
     def __init__(self, number: int, info: PeerInfo, carrier: ZeroMQCarrier) -> None:
         self._number, self._info, self._carrier = number, info, carrier
 
     def disconnect(self, endpoint: Endpoint, peer: int) -> None:
-        """End all connections to a peer."""
+        """Close all connections to a peer."""
         endpoint.remove_peer(peer)
         self._carrier.disconnect(peer)
 
     def connect(self, endpoint: Endpoint, peer: int, info: PeerInfo) -> None:
-        """Make the flows to a new process of a peer, over each interface pair and in each class."""
+        """Create the flows to a new process of a peer, for each interface pair and class."""
         check_same_options(f"process {self._number}", self._info, f"process {peer}", info)
         self.disconnect(endpoint, peer)
         self._carrier.allow_peer(peer, address_of(info))
@@ -177,7 +163,7 @@ class Connector:
         self.add_flows(endpoint, peer, info)
 
     def add_flows(self, endpoint: Endpoint, peer: int, theirs: PeerInfo) -> None:
-        """Make the flows to a peer that carrier and endpoint know."""
+        """Create the flows to a peer that carrier and endpoint have registered."""
         own = self._info
         for mine, other in interface_pairs(
             own.host, own.interfaces, theirs.host, theirs.interfaces
@@ -188,24 +174,19 @@ class Connector:
 
 
 def address_of(info: PeerInfo) -> PeerAddress:
-    """Return where a peer listens, and its public key."""
+    """Return a peer's endpoints and public key."""
     return PeerAddress(info.listens, info.key.encode() or None)
 
 
 def store_key(namespace: str, number: int, incarnation: int) -> str:
-    """Return the key of a process's `PeerInfo`."""
+    """Return the store key of a process's `PeerInfo`."""
     return f"messages/{namespace}/{number}" + (f".{incarnation}" if incarnation else "")
 
 
 def read_peer_info(
     store: Store, namespace: str, number: int, incarnation: int, seconds: float
 ) -> PeerInfo:
-    """Return what a restarted process published.
-
-    Raises:
-        TimeoutError: nothing was published within ``seconds``.
-        ValueError: it is malformed; names its key.
-    """
+    """Return the `PeerInfo` of a restarted process; a `ValueError` with its key if malformed."""
     where = store_key(namespace, number, incarnation)
     text = store.get(where, seconds)
     try:

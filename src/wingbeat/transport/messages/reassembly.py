@@ -6,25 +6,14 @@ from typing import Any
 
 
 class Reassembly:
-    """A buffer of a known size that is filled in order.
-
-    Args:
-        nbytes: size of the whole payload.
-
-    Attributes:
-        data: the payload; valid once `complete`.
-    """
+    """A buffer of ``nbytes`` bytes, filled in order; ``data`` is valid once `complete`."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)
         self._filled = 0
 
     def append(self, fragment: Any) -> None:
-        """Append the next fragment.
-
-        Raises:
-            ValueError: the fragment is empty, or larger than the rest of the payload.
-        """
+        """Append a fragment; a `ValueError` if it is empty or exceeds the rest of the payload."""
         end = self._filled + len(fragment)
         if end > len(self.data) or not len(fragment):
             raise ValueError(

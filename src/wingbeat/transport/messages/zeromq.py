@@ -1,9 +1,9 @@
 """Frames over ZeroMQ: one ROUTER socket for each interface and class, one connection per peer.
 
-Of two processes the one with the lower number connects, so there is one connection for each
-interface and class between them; the other process identifies it by its first frame. DSCP is set on
-each socket, so classes are honoured wherever the network supports them. Received memory is passed
-on without a copy, and sent memory is read in place unless it is encrypted.
+The process with the lower number connects, so there is one connection for each interface and class
+between two processes; the other one identifies it by its first frame. Each socket sets DSCP, so
+classes apply wherever the network supports them. Received memory is passed on without a copy, and
+sent memory is read in place unless it is encrypted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, MAX_IN_FLIGHT
 
 
 class Wakeup:
-    """A pipe to the own process: any thread sets it, and the polling thread watches it."""
+    """A pipe within the process: any thread sets it, and the polling thread watches it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class Wakeup:
         self._closed = False
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable while it is set."""
+        """Return the descriptor, readable while it is set."""
         return self._read_fd
 
     def set(self) -> None:
@@ -59,7 +59,7 @@ class Wakeup:
                 os.read(self._read_fd, 1)
 
     def close(self) -> None:
-        """Close the pipe. May be called again."""
+        """Close the pipe. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -81,14 +81,11 @@ _ENDED = int(zmq.EVENT_DISCONNECTED)
 
 
 class ZapHandler:
-    """Authenticates connections by their public keys (ZAP, RFC 27) in a thread of its own.
+    """Authenticates connections by their public keys (ZAP, RFC 27) in its own thread.
 
-    Handshakes must proceed while the user's thread computes. It also counts connections that fail
-    before their first frame.
-
-    Attributes:
-        ended: number of connections that have ended.
-        cut: endpoints whose last connection has ended, as the connecting side names them.
+    Handshakes must proceed while the user's thread computes. The handler also counts connections
+    that fail before their first frame, in ``ended`` those that have ended, and in ``cut`` the
+    endpoints whose last connection has ended, as named by the connecting side.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
@@ -118,14 +115,14 @@ class ZapHandler:
         return failed + Counter(unfinished=max(0, unfinished))
 
     def allow(self, keys: Mapping[bytes, int]) -> None:
-        """Accept connections that prove one of these keys, as the peer of that number."""
+        """Accept connections authenticated by one of these keys, as the peer of that number."""
         self._keys = dict(keys)
         if self._thread.ident is None:
             self._thread.start()
 
     @property
     def failure(self) -> str:
-        """The exception that ended the thread, so that no peer can connect; empty if none did."""
+        """The exception that ended the thread, so that no peer can connect; empty while it runs."""
         return self._thread.failure
 
     def watch(self, socket: Any) -> None:
@@ -136,7 +133,7 @@ class ZapHandler:
         self._watched.append(socket.get_monitor_socket(events))
 
     def close(self) -> None:
-        """End the thread. May be called again."""
+        """End the thread. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -161,7 +158,7 @@ class ZapHandler:
                     self._count(watched)
 
     def _answer(self, request: list[bytes]) -> None:
-        """Answer one request: accept a known key and return its peer's number."""
+        """Accept a known key and return its peer's number."""
         try:
             sender, _, version, number, _, _, _, mechanism, key = request[:9]
         except ValueError:
@@ -190,37 +187,37 @@ class ZapHandler:
 
 
 SEND_BUFFER = 1 << 18
-"""Bytes of a socket's buffer in the kernel. Urgent frames cannot overtake what is in it."""
+"""Bytes of a socket's buffer in the kernel. Urgent frames cannot overtake its contents."""
 
 MAX_QUEUED_FRAMES = 4 * MAX_IN_FLIGHT
-"""Frames queued for one connection. Further frames are lost until some have left.
+"""Maximum frames queued for one connection. Further frames are lost until some have been sent.
 
 ZeroMQ counts sent frames in steps of half the limit. The other half holds the frames in flight of a
-flow, and the same again after a reconnection. So only a peer that requests without end and reads
-nothing addresses it.
+flow twice, once more after a reconnection. Only a peer that sends requests without reading any
+reply reaches the limit.
 """
 
 ENCRYPTION_OVERHEAD = 64
 """Upper bound of the bytes that encryption adds to a part."""
 
 HEARTBEAT_S = 60.0
-"""Seconds without an answer after which ZeroMQ ends a connection."""
+"""Seconds without a reply after which ZeroMQ ends a connection."""
 
 CLOSE_S = 5.0
-"""Seconds that ZeroMQ may take to close its connections, after the linger time."""
+"""Seconds for ZeroMQ to close its connections, after the linger time."""
 
 _log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 4096
-"""Connections remembered for each socket. Older ones are identified again."""
+"""Connections cached for each socket. Evicted ones are identified again."""
 
 _WAITS_MS = (1000, 100, 10, 1)
 """Milliseconds of a wait on a single socket; longer waits are several calls."""
 
-# Computed once: operators of an enum cost as much as a call.
+# Stored as integers: operators of an enum cost as much as a call.
 _MORE, _LAST = int(zmq.SNDMORE | zmq.DONTWAIT), int(zmq.DONTWAIT)
 
-# The call below `zmq.Socket.send`, without its cases for socket types not used here.
+# The base of `zmq.Socket.send`, without its cases for socket types not used here.
 _send = BareSocket.send
 
 
@@ -246,14 +243,12 @@ class PeerAddress:
 
 
 class _Connection(NamedTuple):
-    """A connection, and the peer whose key was proved for it."""
-
     id: ConnectionId
     peer: int | None
 
 
 class _Listener:
-    """The socket of one interface and class, and the connections that have sent on it."""
+    """The socket of one interface and class, and the connections from which it has received."""
 
     def __init__(self, interface: int, urgency: int, socket: zmq.Socket[bytes]) -> None:
         self.interface, self.urgency, self.socket = interface, urgency, socket
@@ -261,7 +256,7 @@ class _Listener:
         self.wait_ms = -1
 
     def remember(self, name: bytes, peer: int | None) -> _Connection:
-        """Remember a connection; forget the oldest one if there are too many."""
+        """Cache a connection; evict the oldest one if there are too many."""
         if len(self.connections) >= _MAX_CONNECTIONS:
             self.connections.popitem(last=False)
         known = self.connections[name] = _Connection(
@@ -271,12 +266,10 @@ class _Listener:
 
 
 _CONTEXT, _IO_THREAD, _ZAP, _SOCKET, _WAKEUP = 3, 2, 3, 4, 2
-"""File descriptors of libzmq's context, of each of its I/O threads, of `ZapHandler`, of each
-listening socket (two, and two of its monitor), and of `Wakeup`.
-"""
+"""Descriptors of context, I/O thread, `ZapHandler`, socket (2) with monitor (2), `Wakeup`."""
 
 _FREE_PIPE = 7
-"""File descriptors by which pyzmq learns that a zero-copy buffer has been sent."""
+"""File descriptors with which pyzmq detects that a zero-copy buffer has been sent."""
 
 
 def descriptors_needed(sockets: int, peers: int, *, encrypted: bool) -> int:
@@ -292,16 +285,10 @@ def _io_threads(encrypted: bool) -> int:
 class ZeroMQCarrier:
     """`Carrier` over ZeroMQ.
 
-    Args:
-        number: number of this process.
-        addresses: addresses of the interfaces to listen on.
-        classes: number of traffic classes, 1 to 4.
-        message: bytes of the largest payload; a connection that sends a larger one is closed.
-        keys: key pair for encryption and authentication; None: no encryption.
-        heartbeat: seconds without an answer after which a connection ends.
-
-    Attributes:
-        address: what peers need to connect.
+    It listens on ``addresses`` in ``classes`` traffic classes. A connection that sends a payload
+    larger than ``message`` bytes is closed. ``keys`` is None without encryption. A connection ends
+    after ``heartbeat`` seconds without a reply. ``address`` is the information that peers need to
+    connect.
     """
 
     def __init__(
@@ -344,7 +331,7 @@ class ZeroMQCarrier:
             for i in range(len(addresses))
         ]
         self.address = PeerAddress(tuple(endpoints), None if keys is None else keys.public)
-        # Read in this order: the most urgent classes first.
+        # In the order of reading: the most urgent classes first.
         self._listeners = [_Listener(i, u, socket) for (i, u), socket in self._sockets.items()]
         self._only = self._listeners[0] if len(self._listeners) == 1 else None
 
@@ -363,27 +350,27 @@ class ZeroMQCarrier:
         return self._endpoints.get(place) in self._zap.cut
 
     def allow(self, peers: Mapping[int, PeerAddress]) -> None:
-        """Set which peers may connect, and where they listen. Before that no peer may."""
+        """Set the peers that may connect, and their endpoints; initially none may."""
         self._peers = dict(peers)
         self._zap.allow({address.public: n for n, address in peers.items() if address.public})
 
     def disconnect(self, peer: int) -> None:
-        """Disconnect a peer whose process has ended."""
+        """Disconnect a peer whose process has exited."""
         for place in self._connected.pop(peer, ()):
             self._sockets[place[:2]].disconnect(self._endpoints.pop(place))
         self.allow({n: address for n, address in self._peers.items() if n != peer})
 
     def allow_peer(self, peer: int, address: PeerAddress) -> None:
-        """Allow a new process to connect, which listens at ``address``."""
+        """Allow a new process, which listens at ``address``, to connect."""
         self.allow({**self._peers, peer: address})
 
     @property
     def interfaces(self) -> frozenset[int]:
-        """Numbers of the interfaces that it listens on."""
+        """Numbers of the interfaces on which it listens."""
         return frozenset(interface for interface, _ in self._sockets)
 
     def close_other_interfaces(self, interfaces: Collection[int]) -> None:
-        """Stop listening on all other interfaces: no peer uses them."""
+        """Stop listening on all other interfaces, which no peer uses."""
         for listener in list(self._listeners):
             if listener.interface not in interfaces:
                 self._listeners.remove(listener)
@@ -400,8 +387,8 @@ class ZeroMQCarrier:
         if peer < self._number:
             return None
         socket, address = self._sockets[interface, urgency], self._peers[peer]
-        # libzmq aborts the process if a peer claims the same routing id for a connection of its
-        # own.
+        # Random, because libzmq aborts the process if a peer claims the same routing id for its own
+        # connection.
         name = secrets.token_bytes(16)
         socket.set(zmq.CONNECT_ROUTING_ID, name)
         if self._keys is not None:
@@ -435,7 +422,7 @@ class ZeroMQCarrier:
         return True
 
     def _warn_full(self, place: ConnectionId) -> None:
-        """Warn once about a full queue: its peer may cause this without end."""
+        """Warn once about a full queue, as its peer may cause this without limit."""
         if not self._warned_full:
             self._warned_full = True
             _log.warning(
@@ -448,11 +435,7 @@ class ZeroMQCarrier:
             )
 
     def receive(self, seconds: float) -> Arrival | None:
-        """As `Carrier.receive`.
-
-        Raises:
-            WingbeatError: the authentication thread was ended by an exception.
-        """
+        """As `Carrier.receive`; a `WingbeatError` if the authentication thread has failed."""
         if seconds <= 0:
             return self._receive_ready()
         if self._only is not None:
@@ -469,7 +452,7 @@ class ZeroMQCarrier:
         if self._wakeup is None:
             self._wakeup = Wakeup()
             self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
-            self._only = None  # a wait on one socket would not see it
+            self._only = None  # a wait on one socket would ignore the wakeup
         return self._wakeup.set
 
     def close(self, linger: float = 0.0) -> None:
@@ -510,7 +493,7 @@ class ZeroMQCarrier:
     def _wait_single(self, listener: _Listener, seconds: float) -> Arrival | None:
         """Wait on the only socket, with one call rather than two.
 
-        Uses one of a few timeouts, perhaps shorter than asked for: setting a new one takes time.
+        The timeout is one of a few, possibly shorter than requested: setting a new one takes time.
         """
         for wait_ms in _WAITS_MS:
             if 1e3 * seconds >= wait_ms:
@@ -538,13 +521,13 @@ class ZeroMQCarrier:
         return Arrival(connection.id, head.buffer, payload.buffer, connection.peer, whole)
 
     def _proved_peer(self, frame: Any) -> int | None:
-        """Return the peer whose key was proved for the connection of a frame."""
+        """Return the peer authenticated for the connection of a frame."""
         if self._keys is None:
             return None
         try:
             return int(frame.get("User-Id"))
         except (zmq.ZMQError, ValueError):
-            return None  # this end connected, which verified the peer's key
+            return None  # this end connected, which authenticated the peer
 
     def _listen(self, address: str, urgency: int, message: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -558,10 +541,10 @@ class ZeroMQCarrier:
             zmq.RCVHWM: 1000,
             zmq.SNDBUF: SEND_BUFFER,
             zmq.TOS: tos,
-            # If set, IPv4 addresses are written as IPv6, which loses their traffic class.
+            # If set, IPv4 addresses are mapped to IPv6, and their traffic class is lost.
             zmq.IPV6: int(":" in address),
-            # The default is to wait forever. A connection that the peer has ended keeps the value
-            # from then, whatever `close` sets later, and blocks the whole context.
+            # The default is an infinite wait. A connection ended by the peer keeps the value at
+            # that time, regardless of `close`, and blocks the whole context.
             zmq.LINGER: 0,
             zmq.RECONNECT_IVL: 50,
             zmq.RECONNECT_IVL_MAX: 1000,
@@ -570,9 +553,7 @@ class ZeroMQCarrier:
         }
         for option, value in options.items():
             socket.set(option, value)
-        socket.copy_threshold = (
-            MAX_INLINE_BYTES  # copying a header costs less than a zero-copy send
-        )
+        socket.copy_threshold = MAX_INLINE_BYTES  # copying a header is faster than a zero-copy send
         if self._keys is not None:
             socket.curve_secretkey = self._keys.secret
             socket.curve_publickey = self._keys.public
