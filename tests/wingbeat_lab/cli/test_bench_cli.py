@@ -100,13 +100,10 @@ def test_help_says_of_each_row_what_it_is() -> None:
     shown = " ".join(done.stdout.split())
     for name in contenders.names():
         assert f" {name}: " in shown
-    assert "dear: All-reduce split in two" in shown
+    assert "dear: All-reduce in two halves" in shown
     assert "--slow 3=+2x" in shown
     assert "star:4@1gbit,h3@200mbit" in shown
-    assert (
-        "topksgd: TopK-SGD: the largest of all gradients, after backward (OMGS-SGD, section "
-        in (shown)
-    )
+    assert "topksgd: TopK-SGD: the largest of all gradients, sent after backward" in shown
     assert shown.count("(exact, synchronous)") == 13
     assert shown.count("(not exact, synchronous)") == 7
     assert contenders.parse(contenders.COMPOSED).traits.halves
