@@ -20,6 +20,7 @@ STRATEGIES: dict[str, Any] = {
 
 
 def _begin(kind: str) -> tuple[Any, Any]:
+    wingbeat.shutdown()  # cases of other suites leave the workers of a pool initialised
     world = wingbeat.init(timeout=60)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.BatchNorm1d(16), nn.Linear(16, 3))

@@ -14,27 +14,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
 from wingbeat.compression import TopK
+from wingbeat.errors import UsageError
 from wingbeat.strategies import MGWFBP
+from wingbeat.transport import world
 
 INIT_TIMEOUT = 60.0
 """Seconds, of which no case waits out as many: servers load torch, on busy cores."""
 
-_world_is_up = False
-
 
 def bring_world_up() -> None:
-    """Call `wingbeat.init` once in this process."""
-    global _world_is_up
-    if not _world_is_up:
+    """Call `wingbeat.init` unless a case before has left this process initialised."""
+    try:
+        world.current()
+    except UsageError:
         wingbeat.init(timeout=INIT_TIMEOUT)
-        _world_is_up = True
 
 
 def take_world_down() -> None:
     """Call `wingbeat.shutdown`; the next scenario initialises again."""
-    global _world_is_up
     wingbeat.shutdown()
-    _world_is_up = False
 
 
 def make_strategy(name: str, mb: float) -> Any:
