@@ -428,12 +428,12 @@ def from_json(listed: Sequence[Any]) -> Coded:
         name, options = listed
         make = kinds.get(name) if isinstance(name, str) else None
         if make is None:
-            raise unknown("wire", str(name)[:40], kinds)
+            raise unknown("compression", str(name)[:40], kinds)
         made: Coded = make(**options)
     except (TypeError, ValueError, RecursionError) as err:
         if isinstance(err, UsageError):
             raise
-        raise UsageError(f"malformed wire {reprlib.repr(listed)}: {err!s:.80}") from None
+        raise UsageError(f"malformed compression {reprlib.repr(listed)}: {err!s:.80}") from None
     return made
 
 

@@ -205,7 +205,7 @@ def refuse_fused_layouts(optimizer: torch.optim.Optimizer) -> None:
         if group.get("fused") and not all(p.is_contiguous() for p in group["params"]):
             raise UsageError(
                 f"{type(optimizer).__name__}(fused=True) with parameters that are not contiguous "
-                "(channels_last) is not possible with this wire: use foreach=True"
+                "(channels_last) is not possible with this compression: use foreach=True"
             )
 
 

@@ -18,6 +18,7 @@ import torch
 from wingbeat.engine import checkpoint
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucketing import IGNORED
+from wingbeat.engine.gradients.compression import no_residuals
 from wingbeat.engine.gradients.views import PendingGradient
 from wingbeat.engine.hooks import ModuleHook
 from wingbeat.engine.join_context import joined
@@ -353,10 +354,7 @@ class DistributedOptimizer(_Distributed):
         self._engine.settle()
         residuals = self._engine.compression.state_dict()
         if residuals is None:
-            raise UsageError(
-                "residual_state_dict(): this strategy keeps no residuals; its wire must be "
-                "sketch, topk or lowrank with feedback"
-            )
+            raise no_residuals("residual_state_dict()")
         return residuals
 
     def load_residuals(self, parts: list[dict[str, Any]]) -> None:

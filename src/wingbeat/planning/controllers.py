@@ -110,7 +110,7 @@ class CompressionController:
         if self._trial.result is not None:
             self._decided = True
             log.info(
-                "wire %s: %.4g s an iteration with it, %.4g s with fp32: %s",
+                "compression %s: %.4g s an iteration with it, %.4g s with fp32: %s",
                 self._compression.coded,
                 self._trial.result.compressed_s,
                 self._trial.result.uncompressed_s,

@@ -402,7 +402,7 @@ class Planner:
         """Return the profiled backward pass, with the bytes that travel.
 
         Raises:
-            UsageError: the probe is of another model or wire.
+            UsageError: the probe is of another model or compression.
         """
         wire = wire_text(self.wire)
         if (found.wire, found.collective) != (wire, self.collective):

@@ -108,7 +108,7 @@ def simulate(
     served = choices.servers is not None
     if (choices.wire and not served) or choices.divides or choices.merging is not None:
         raise UsageError(
-            "simulate(): strategies with a wire (but to servers), a divided optimizer "
+            "simulate(): strategies with a compression (but to servers), a divided optimizer "
             '(shard_optimizer, update="server") or measured merging are not simulated yet; '
             "simulate one without"
         )

@@ -401,7 +401,7 @@ def test_invalid_buffer_is_refused(buffer: torch.Tensor, said: str) -> None:
 
 def test_different_models_are_refused_before_connection_setup() -> None:
     def body(world: World) -> None:
-        with pytest.raises(MismatchError, match=r"give all workers the same model and wire"):
+        with pytest.raises(MismatchError, match=r"give all workers the same model and compression"):
             PairAverager(world, torch.zeros(3 + world.rank))
 
     play(2, body)

@@ -276,10 +276,7 @@ class Compression:
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         """Load a share of an earlier run's residuals; raise a `UsageError` for invalid parts."""
         if self.residuals is None:
-            raise UsageError(
-                "load_residuals(parts): this strategy keeps no residuals; its wire must be "
-                "sketch, topk or lowrank with feedback"
-            )
+            raise no_residuals("load_residuals(parts)")
         self.check_parts(parts, "load_residuals")
         step = max(map(_step_of, parts))
         self.settle()
@@ -287,6 +284,14 @@ class Compression:
         first = min(parts, key=lambda part: int(part["rank"]))  # equal in all parts
         restart(self._starts, first.get("starts", {}))
         self._step = step
+
+
+def no_residuals(call: str) -> UsageError:
+    """Return the refusal of a call that needs residuals."""
+    return UsageError(
+        f"{call}: this strategy keeps no residuals; its compression must be sketch, topk or "
+        "lowrank with feedback"
+    )
 
 
 def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:

@@ -628,8 +628,9 @@ def _check_equal(world: World, own: list[object]) -> None:
     for rank, theirs in enumerate(world.exchange("pairs", own)):
         if theirs != own:
             raise MismatchError(
-                f"rank {world.rank} averages [elements, dtype, wire] = {json.dumps(own)}, rank "
-                f"{rank} {json.dumps(theirs)[:80]}: give all workers the same model and wire"
+                f"rank {world.rank} averages [elements, dtype, compression] = {json.dumps(own)}, "
+                f"rank {rank} {json.dumps(theirs)[:80]}: give all workers the same model and "
+                "compression"
             )
 
 
