@@ -351,6 +351,21 @@ def test_the_reduced_command_prints_the_labels_and_units_of_the_page(
         assert {table.columns for table in tables} <= {table.columns for table in of_page}
 
 
+def test_a_measurement_that_ended_with_an_error_leaves_the_kept_ones(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept_file(tool)
+    before = (tool.KEPT / "codecs.json").read_text()
+    script = tool.ROOT / "bench.py"
+    script.write_text(
+        "import sys\nopen(sys.argv[-1], 'w').write('{\"tables\": [{}]}')\nsys.exit(3)\n"
+    )
+    assert tool.measure(tool.Figure("codecs", f"python {script}", "", ("codecs",))) == 3
+    assert (tool.KEPT / "codecs.json").read_text() == before
+    assert [path.name for path in tool.KEPT.glob("codecs*")] == ["codecs.json"]
+    assert "codecs: no figures: the command ended with 3" in capsys.readouterr().err
+
+
 def test_a_package_of_the_lab_has_sources_and_one_that_is_in_both_has_all() -> None:
     assert [path.name for path in TOOLS.sources("pull_order")] == ["pull_order.py"]
     assert {path.parts[-3] for path in TOOLS.sources("cli")} == {"wingbeat", "wingbeat_lab"}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
+from wingbeat.collectives import Collectives
 from wingbeat.methods.model_averaging import group_all_reduce
 from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
@@ -114,6 +116,38 @@ def test_average_is_abandoned_when_members_will_not_arrive(
             assert time.monotonic() < begun + 10
             assert (buffer == (0.5 if kept else 0.0)).all()
             assert next(answers, None) is None
+        reducer.average(run(2, 1, 0), 2, alive)
+        reducer.close()
+        return float(buffer[0])
+
+    assert loopback.run(loopback.worlds(2), body) == [0.5, 0.5]
+
+
+def test_abandoned_average_that_still_writes_does_not_change_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo ends a half-arrived transfer at its deadline; it may write until then."""
+    totals: list[torch.Tensor] = []
+    start = GroupAllReduce._start
+
+    def record(reducer: GroupAllReduce, collectives: Collectives, total: torch.Tensor) -> Any:
+        if collectives.world.ranks[collectives.world.rank] == 0:
+            for earlier in totals:
+                earlier.fill_(99.0)
+            totals.append(total)
+        return start(reducer, collectives, total)
+
+    monkeypatch.setattr(GroupAllReduce, "_start", record)
+
+    def body(world: World) -> float:
+        buffer = filled(float(world.rank))
+        reducer = GroupAllReduce(world, buffer)
+        reducer.average(run(0, 0, 1), 1, alive)
+        if world.rank == 0:
+            totals.clear()  # the first average is complete
+            answers = iter([Arrival.POSSIBLE])
+            arrival = lambda: next(answers, Arrival.IMPOSSIBLE)  # noqa: E731
+            assert reducer.average(run(1, 0, 1), 1, arrival) == ABANDONED
         reducer.average(run(2, 1, 0), 2, alive)
         reducer.close()
         return float(buffer[0])

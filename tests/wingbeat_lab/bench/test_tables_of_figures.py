@@ -94,6 +94,16 @@ def test_all_rows_of_defaults_can_be_made() -> None:
                 contenders.parse(row)
 
 
+def test_turns_of_defaults_with_an_odd_number_of_iterations_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["defaults.py", "--iterations", "6"])
+    with benchmark("defaults") as defaults, pytest.raises(SystemExit, match="2"):
+        defaults.main()
+    said = "--iterations 6 in 2 rounds: a turn needs an even number of iterations; choose a"
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
 def test_hooks_have_the_range_and_what_sends_too_much() -> None:
     turns = [
         {"row": "ddp", "seconds": [0.2, 0.4, 0.3], "sent_bytes": 4e6, "buckets": [1000]},
