@@ -203,6 +203,25 @@ def test_apply_round_restores_gradients() -> None:
     assert one.params[0][1].grad is None
 
 
+def test_apply_round_that_fails_restores_gradients_and_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Trainee(0, 2, bound_with_control(1, 1, K))
+    zeros = one.params[0][0].grad = torch.zeros(3, 2)
+    one.optimizer.param_groups[0]["lr"] = 0.7
+
+    def fail() -> None:
+        raise ArithmeticError("a hook of the optimizer")
+
+    monkeypatch.setattr(one.optimizer, "step", fail)
+    with pytest.raises(ArithmeticError):
+        one.replica.apply_round(a_round(one, 0))
+    assert one.params[0][0].grad is zeros
+    assert one.params[0][1].grad is None
+    assert one.optimizer.param_groups[0]["lr"] == 0.7
+    assert one.rates == [0.1]
+
+
 def test_empty_round_makes_no_step() -> None:
     one = Trainee(0, 2, bound_with_control(1, 1, K))
     one.replica.apply_round(
