@@ -47,11 +47,10 @@ from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
-from wingbeat_lab.bench import contenders, digits, estimate, machine
-from wingbeat_lab.bench.attach import attached
-from wingbeat_lab.bench.attached import Attached
+from wingbeat_lab.bench import contenders, estimate, machine, models
+from wingbeat_lab.bench.attach import Attached, attached
 from wingbeat_lab.bench.contenders import Contender
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
 
 ROWS = (
@@ -88,20 +87,20 @@ class Task:
 
 def digits_task() -> Task:
     """797 test images at nine positions each: with fewer, one image would be a quarter point."""
-    images, names, more_images, more_names = digits.data()
+    images, names, more_images, more_names = models.data()
     names = torch.cat([names, more_names])
     wide = nn.functional.pad(torch.cat([images, more_images]), (2, 2, 2, 2))
     moved = torch.stack([wide[:, :, i : i + 10, j : j + 10] for i in range(3) for j in range(3)])
 
     def network(seed: int) -> nn.Module:
-        made: Any = digits.network(seed)
+        made: Any = models.network(seed)
         made[6] = nn.Linear(32 * 5 * 5, 128)  # 10 by 10, not 8 by 8
         return made  # type: ignore[no-any-return]
 
     def batches(rank: int, workers: int, seed: int) -> Batches:
         places = torch.Generator().manual_seed(1000 * seed + rank)
         order = {"rank": rank, "workers": workers, "seed": seed}
-        for chosen, answers in digits.batches(torch.arange(1000), names[:1000], **order):
+        for chosen, answers in models.batches(torch.arange(1000), names[:1000], **order):
             yield moved[torch.randint(9, chosen.shape, generator=places), chosen], answers
 
     held_out = moved[:, 1000:].flatten(0, 1), names[1000:].repeat(9)

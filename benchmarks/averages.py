@@ -32,7 +32,7 @@ from wingbeat.errors import LabError, UsageError
 from wingbeat_lab import lab
 from wingbeat_lab.bench import contenders
 from wingbeat_lab.bench.attach import attached
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 LOOKS = 60
 """Number of samples of each process."""

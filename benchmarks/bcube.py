@@ -38,9 +38,9 @@ from wingbeat.errors import LabError, UsageError
 from wingbeat_lab import lab
 from wingbeat_lab.bcube import AggregatingBCube
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab import counters
-from wingbeat_lab.lab.units import parse_rate
+from wingbeat_lab.lab.spec import parse_rate
 
 OF_INTERFACES = 0.9
 OF_LINE_RATE = 0.9

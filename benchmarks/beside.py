@@ -22,8 +22,8 @@ from wingbeat.types import Choices
 from wingbeat_lab import paced
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.contenders import Contender
-from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.simulated import GOODPUT
+from wingbeat_lab.bench.table import Printed
 
 WITHIN = 0.1
 """Allowed error of a row, relative to the lab's time."""

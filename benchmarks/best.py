@@ -36,8 +36,8 @@ from common import BEGIN_ANEW, measured_before, run_and_judge, show, write
 
 from wingbeat_lab.bench import contenders, estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.results import Run
+from wingbeat_lab.bench.table import Printed
 
 MODELS = ("resnet50", "vgg16", "bert_base", "densenet201")
 RATES = ("100mbit", "1gbit", "4gbit", "10gbit")

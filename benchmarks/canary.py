@@ -51,8 +51,8 @@ from common import run_and_judge, show, write
 from wingbeat import topologies
 from wingbeat_lab.bench import estimate, models, runner
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.results import Report
+from wingbeat_lab.bench.table import Printed
 
 FIGURES = ("23", "20", "19")
 BML, AKO, SERVER = "bml", "ako", "vanillaps"

@@ -35,7 +35,7 @@ from killing import (
 
 from wingbeat.methods.bounded_staleness.journal import Audit, applied_delays, audit
 from wingbeat_lab import baselines, lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 
 def main() -> int:
@@ -121,20 +121,20 @@ def work(home: Path, row: str, life: int) -> None:
 
     import wingbeat
     from wingbeat.engine.api import bounded_exchange
-    from wingbeat_lab.bench import digits
+    from wingbeat_lab.bench import models
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)
-    images, answers, *held_out = digits.data()
-    network = digits.network(1 if world.returned else 0)  # a worker that rejoins pulls parameters
+    images, answers, *held_out = models.data()
+    network = models.network(1 if world.returned else 0)  # a worker that rejoins pulls parameters
     loss = loss_of(held_out)
-    first = loss(digits.network(0))
+    first = loss(models.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     model, optimizer = wingbeat.distribute(network, optimizer, baselines.parse(row))
     exchange, telling = bounded_exchange(model), Telling(home, world.rank, life)
     assert exchange is not None
     machine = exchange.machine
-    for x, y in digits.batches(
+    for x, y in models.batches(
         images, answers, rank=world.rank, workers=world.size, seed=machine.incarnation
     ):
         optimizer.zero_grad()

@@ -29,7 +29,7 @@ from common import at_least_one, run_and_judge, show, write
 
 from wingbeat.errors import LabError
 from wingbeat_lab import baselines, lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 LOOK_S = 0.05
 AFTER = 20

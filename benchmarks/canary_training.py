@@ -30,7 +30,7 @@ from wingbeat.errors import LabError
 from wingbeat_lab import lab
 from wingbeat_lab.bench import contenders, results
 from wingbeat_lab.bench.attach import attached
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 POINTS = 0.5
 SLEEPS, HOW_OFTEN = 2.0, 0.5

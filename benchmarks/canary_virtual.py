@@ -37,7 +37,7 @@ from wingbeat import simulator
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
 
 PAPER = {"bml": 1.61, "ako": 2.28, "ps": 2.84}

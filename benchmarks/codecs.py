@@ -33,7 +33,7 @@ from common import show, write
 
 from wingbeat.kernels import layout
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 NUMEL = 25_000_000
 BITS = (8, 4)

@@ -84,7 +84,7 @@ def launch(args: argparse.Namespace) -> int:
 
     from wingbeat_lab import lab
     from wingbeat_lab.bench import machine
-    from wingbeat_lab.bench.printed import Printed
+    from wingbeat_lab.bench.table import Printed
 
     spec = lab.LabSpec.parse(args.lab)
     args.line_rate = spec.rate / 8 * spec.rails

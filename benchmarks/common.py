@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
 
 GERYON_TABLES = {

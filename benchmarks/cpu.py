@@ -27,10 +27,10 @@ from typing import Any
 from common import run_and_judge, show, write
 
 from wingbeat.errors import UsageError
-from wingbeat_lab.bench import contenders, estimate, links, runner
+from wingbeat_lab.bench import config, contenders, estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.results import Run
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab.spec import LabSpec
 
 LABS = ("loopback:2", "star:2@1gbit", "star:2@4gbit", "star:2@10gbit", "star:2x2@4gbit")
@@ -52,7 +52,7 @@ DENSE, SKETCH = 1.0, 2.0
 def as_named(lab: str, model: str) -> str:
     """The lab to request from a bench, which scales links with its model, to get ``lab``."""
     scale = float(model.partition("@")[2] or 1)
-    return str(links.scaled(LabSpec.parse(lab), 1 / scale))
+    return str(config.scaled(LabSpec.parse(lab), 1 / scale))
 
 
 def configs(args: argparse.Namespace) -> dict[str, BenchConfig]:
@@ -143,9 +143,9 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report, lab by lab; return the missed limits."""
     benches, labs, out = configs(args), report.setdefault("labs", {}), []
     print(f"about {estimate.about(estimate.of_all(benches.values()))}", file=sys.stderr, flush=True)
-    for lab, config in benches.items():
-        runs = {r.strategy: r for r in runner.run(config, command=sys.argv).report.runs}
-        gradients = estimate.gradient_bytes(config.check()) / 1e9
+    for lab, bench in benches.items():
+        runs = {r.strategy: r for r in runner.run(bench, command=sys.argv).report.runs}
+        gradients = estimate.gradient_bytes(bench.check()) / 1e9
         labs[lab] = {text: figures(r, runs["single"], gradients) for text, r in runs.items()}
         show(report, table(lab, labs[lab]))
         write(args.json, report)

@@ -61,9 +61,9 @@ from wingbeat.errors import UsageError, unknown
 from wingbeat_lab import paced
 from wingbeat_lab.bench import bound, estimate, runner
 from wingbeat_lab.bench.config import BenchConfig, Checked
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.measure import Measured
 from wingbeat_lab.bench.results import Report
-from wingbeat_lab.bench.speedup import Measured
+from wingbeat_lab.bench.table import Printed
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")
 ROWS = ("ddp", "dear:plan=fixed,mb={mb}")

@@ -46,8 +46,7 @@ from wingbeat.observe.figure import blank
 from wingbeat_lab import paced
 from wingbeat_lab.bench import estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
-from wingbeat_lab.bench.table import decided
+from wingbeat_lab.bench.table import Printed, decided
 
 WITHIN = 1.01
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat_lab import lab
-from wingbeat_lab.bench.printed import Printed
-from wingbeat_lab.bench.quantiles import Quantiles
+from wingbeat_lab.bench.measure import Quantiles
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab.spec import LabSpec
 
 SIZES_KB = (4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0)

@@ -27,7 +27,7 @@ from common import run_and_judge, show, write
 from wingbeat import AllReduce, DeAR, simulator
 from wingbeat.errors import UsageError
 from wingbeat_lab import paced
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 GOODPUT = 1448 / 1538
 WORK = simulator.Work(

@@ -31,7 +31,7 @@ from common import run_and_judge, show, write
 
 from wingbeat_lab.bench import estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 WITHIN = 0.05
 LABS = ("star:4@1gbit", "star:4@10gbit")

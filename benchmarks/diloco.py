@@ -34,7 +34,7 @@ from wingbeat.errors import LabError
 from wingbeat_lab import lab
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.attach import attached
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab import counters
 
 OUTER = "outer_lr=0.8,outer_momentum=0.5"

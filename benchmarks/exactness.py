@@ -30,8 +30,8 @@ from torch import nn
 
 import wingbeat
 from wingbeat_lab import baselines, lab
-from wingbeat_lab.bench import attach, contenders, digits, machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench import attach, contenders, machine, models
+from wingbeat_lab.bench.table import Printed
 
 LIMIT = 1e-5
 OPTIMIZERS = ("sgd", "adamw")
@@ -60,8 +60,8 @@ def smooth_network() -> nn.Module:
 
 def train(row: str, optimizer_name: str, steps: int) -> list[torch.Tensor]:
     """Weights after ``steps``."""
-    images, answers, _, _ = digits.data()
-    batches = digits.batches(
+    images, answers, _, _ = models.data()
+    batches = models.batches(
         images, answers, rank=dist.get_rank(), workers=dist.get_world_size(), seed=1
     )
     network = smooth_network()

@@ -24,7 +24,7 @@ from common import run_and_judge, show, write
 
 from wingbeat.errors import LabError
 from wingbeat_lab import lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab import counters
 
 ROWS = ("ddp", "dear:plan=fixed,mb=1", "dear:plan=fixed,mb=1,compression=sketch:auto_disable=false")

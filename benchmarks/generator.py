@@ -31,7 +31,7 @@ from wingbeat.methods.model_averaging.generator import Generator, Run
 from wingbeat.methods.model_averaging.mixing import spectral_gap
 from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 PER_HOST = 4
 LEAST = 100_000

@@ -37,7 +37,7 @@ from wingbeat.transport.services import ProcessService
 from wingbeat.transport.services import run_service as serve
 from wingbeat.transport.store import Store
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 LEAST = 0.5
 SECONDS = 60.0

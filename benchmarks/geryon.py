@@ -54,10 +54,10 @@ from common import GERYON_TABLES as PAPER
 from common import run_and_judge, show, write
 
 from wingbeat.errors import UsageError
-from wingbeat_lab.bench import cross, estimate, runner, simulated
+from wingbeat_lab.bench import estimate, runner, simulated, traffic
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.results import Report
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab.spec import LabSpec
 
 MODELS = ("alexnet", "vgg19", "resnet50", "yolo")
@@ -391,8 +391,8 @@ def notes(found: dict[str, Any]) -> list[str]:
             times = rows[named]["efficiency"] / rows[without]["efficiency"]
             lines.append(f"{named}: {times:.3f} times as fast as without classes")
     met = {row: made.get("cross_traffic") for row, made in rows.items()}
-    crossed = [(row, cross.CrossTraffic(**own)) for row, own in met.items() if own]
-    return lines + cross.notes(LabSpec.parse(found["lab"]), crossed)
+    crossed = [(row, traffic.CrossTraffic(**own)) for row, own in met.items() if own]
+    return lines + traffic.notes(LabSpec.parse(found["lab"]), crossed)
 
 
 if __name__ == "__main__":

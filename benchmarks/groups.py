@@ -31,9 +31,9 @@ from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_grou
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.simulated import GOODPUT
-from wingbeat_lab.lab.units import parse_rate
+from wingbeat_lab.bench.table import Printed
+from wingbeat_lab.lab.spec import parse_rate
 
 NBYTES = 9.23e6
 """Of the model's parameters (section 7.1.2)."""

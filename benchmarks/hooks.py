@@ -37,11 +37,11 @@ from wingbeat import compression
 from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
 from wingbeat_lab import lab, paced
-from wingbeat_lab.bench import ddp as wrapping
+from wingbeat_lab.bench import attach as wrapping
 from wingbeat_lab.bench import machine, models
-from wingbeat_lab.bench.links import scaled
+from wingbeat_lab.bench.config import scaled
 from wingbeat_lab.bench.pace import Pace
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab import counters
 
 ROWS = ("ddp", "ddp+fp16", "sketch@8", "sketch@4", "topk@0.001")

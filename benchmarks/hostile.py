@@ -264,7 +264,7 @@ def launch(args: argparse.Namespace) -> int:
 
     from wingbeat_lab import lab
     from wingbeat_lab.bench import machine
-    from wingbeat_lab.bench.printed import Printed
+    from wingbeat_lab.bench.table import Printed
 
     found = {}
     with tempfile.TemporaryDirectory(prefix="wingbeat-hostile-") as folder:

@@ -25,7 +25,7 @@ from common import run_and_judge, show, write
 
 from wingbeat.errors import LabError
 from wingbeat_lab import baselines, lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 PATIENCE_S = 300.0
 """Seconds for a worker to rejoin, and for the others to continue."""

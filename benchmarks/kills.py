@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 from common import at_least_one, refuse_unwritable, show, write
 
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 WORKERS, SERVERS = 3, 2
 MARK = "WINGBEAT_KILLS"
@@ -78,7 +78,7 @@ def train(rank: int, home: Path, plan: dict[str, Any]) -> None:
     import torch
 
     import wingbeat
-    from wingbeat_lab.bench.digits import BATCH, data
+    from wingbeat_lab.bench.models import BATCH, data
 
     torch.set_num_threads(1)
     images, labels, _, _ = data()
@@ -109,7 +109,7 @@ def fresh(home: Path) -> tuple[Any, Any, int]:
     """Return a model, its optimizer and their number of iterations."""
     import torch
 
-    from wingbeat_lab.bench.digits import network
+    from wingbeat_lab.bench.models import network
 
     model = network(seed=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

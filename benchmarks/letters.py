@@ -32,7 +32,7 @@ from torch import nn
 import wingbeat
 from wingbeat.errors import LabError
 from wingbeat_lab import lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 FEATURES, BATCH = 128, 8
 PAUSE_S = 0.25

@@ -45,7 +45,7 @@ from wingbeat.observe.figure import blank
 from wingbeat.planning import merge
 from wingbeat.planning.costs import CostModel, Linear, Linearithmic, PiecewiseLinear, Workload
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.paced.profile import load_profile
 
 MOST, LARGE = 14, 500

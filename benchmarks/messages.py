@@ -353,7 +353,7 @@ def launch(args: argparse.Namespace) -> int:
 
     from wingbeat_lab import lab
     from wingbeat_lab.bench import machine
-    from wingbeat_lab.bench.printed import Printed
+    from wingbeat_lab.bench.table import Printed
 
     refuse_unwritable(args.json)
     found: dict[str, Any] = {}

@@ -48,8 +48,7 @@ from wingbeat.observe.figure import blank
 from wingbeat.observe.timeline import COLOURS
 from wingbeat_lab.bench import estimate, machine, runner
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
-from wingbeat_lab.bench.table import milliseconds
+from wingbeat_lab.bench.table import Printed, milliseconds
 from wingbeat_lab.cli.bench import check_writable, need_matplotlib
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from wingbeat.errors import WingbeatError
 from wingbeat.transport.text import first_line
 from wingbeat_lab import baselines
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 STRATEGIES = (
     "allreduce",

@@ -33,7 +33,7 @@ from common import show, write
 from wingbeat.errors import UsageError
 from wingbeat_lab import pull_order
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
 from wingbeat_lab.layer_costs import LayerCosts
 from wingbeat_lab.paced.profile import FLOAT32_BYTES, load_profile

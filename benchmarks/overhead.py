@@ -26,8 +26,8 @@ from torch import nn
 
 import wingbeat
 from wingbeat_lab import baselines, paced
-from wingbeat_lab.bench import digits, machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench import machine, models
+from wingbeat_lab.bench.table import Printed
 
 LIMIT_PERCENT = 1.0
 Loop = Callable[[], None]
@@ -35,9 +35,9 @@ Loop = Callable[[], None]
 
 def digits_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """A real network on real images, 256 in a batch so that an iteration takes milliseconds."""
-    images, answers, _, _ = digits.data()
+    images, answers, _, _ = models.data()
     batch, names = images[:256], answers[:256]
-    return digits.network(0), lambda model: nn.functional.cross_entropy(model(batch), names)
+    return models.network(0), lambda model: nn.functional.cross_entropy(model(batch), names)
 
 
 def paced_loop() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:

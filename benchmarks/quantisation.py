@@ -37,8 +37,9 @@ from torch.nn import functional
 from wingbeat.files import replacing
 from wingbeat.kernels import layout, reference
 from wingbeat.observe.figure import blank
-from wingbeat_lab.bench import digits, machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench import machine
+from wingbeat_lab.bench import models as bench_models
+from wingbeat_lab.bench.table import Printed
 
 MOMENTS = (1, 10, 100, 300)
 BITS = (8, 4, 2)
@@ -142,9 +143,9 @@ def gradients(name: str, moment: int, model: nn.Module) -> Iterator[Gradient]:
 
 def recorded(moments: Sequence[int]) -> Iterator[Gradient]:
     """Every gradient to be rounded."""
-    images, answers, _, _ = digits.data()
-    batches = digits.batches(images, answers, rank=0, workers=1, seed=1)
-    yield from train("CNN on digits", digits.network(0), batches, moments)
+    images, answers, _, _ = bench_models.data()
+    batches = bench_models.batches(images, answers, rank=0, workers=1, seed=1)
+    yield from train("CNN on digits", bench_models.network(0), batches, moments)
     torch.manual_seed(0)
     yield from train("transformer on text", Predictor(), text_batches(), moments)
 

@@ -38,7 +38,7 @@ from torch import nn
 
 import wingbeat
 from wingbeat.engine.upgrade import engine_of
-from wingbeat_lab.bench import attach, contenders, digits
+from wingbeat_lab.bench import attach, contenders, models
 
 ROWS = ("dear:plan=fixed", "dear:plan=fixed,shard_optimizer=true", "allreduce")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -69,8 +69,8 @@ class Shuffle:
 
 def train(row: str, dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], int]:
     """Weights after ``steps``, and the number of bucket changes."""
-    images, answers, _, _ = digits.data()
-    batches = digits.batches(
+    images, answers, _, _ = models.data()
+    batches = models.batches(
         images, answers, rank=dist.get_rank(), workers=dist.get_world_size(), seed=1
     )
     network = smooth_network().to(dtype)

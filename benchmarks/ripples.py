@@ -54,9 +54,9 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.pair_machine import is_active
 from wingbeat_lab.bench import estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
-from wingbeat_lab.bench.quantiles import Quantiles
+from wingbeat_lab.bench.measure import Quantiles
 from wingbeat_lab.bench.results import Report
+from wingbeat_lab.bench.table import Printed
 
 FIGURES = ("17", "19", "steps", "15", "16", "18", "20")
 SMART, PUBLISHED = "ripples:policy=smart", "ripples:policy=paper"

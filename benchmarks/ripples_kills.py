@@ -43,7 +43,7 @@ from wingbeat.methods.model_averaging.group_all_reduce import GRACE_S
 from wingbeat.methods.model_averaging.service import FACTOR, MIN_TIMEOUT_S
 from wingbeat.transport.messages.mailbox import RECONNECT_S
 from wingbeat_lab import baselines, lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 LOOKS_S = 1.0
 """Detection interval of the generator, which notifies the others; they check at it too."""
@@ -179,21 +179,21 @@ def work(home: Path, row: str, life: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat_lab.bench import digits
+    from wingbeat_lab.bench import models
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)
-    images, answers, *held_out = digits.data()
-    network = digits.network(1 if world.returned else 0)  # a worker that rejoins copies parameters
+    images, answers, *held_out = models.data()
+    network = models.network(1 if world.returned else 0)  # a worker that rejoins copies parameters
     loss = loss_of(held_out)
-    first = loss(digits.network(0))
+    first = loss(models.network(0))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     model, optimizer = wingbeat.distribute(network, optimizer, baselines.parse(row))
     met, telling = Met(model, world.size), Telling(home, world.rank, life)
     recent: deque[float] = deque(maxlen=RECENT)
     usual_s = 0.0
     seed = 1000 * life + world.rank
-    for x, y in digits.batches(images, answers, rank=world.rank, workers=world.size, seed=seed):
+    for x, y in models.batches(images, answers, rank=world.rank, workers=world.size, seed=seed):
         begin = time.monotonic()
         optimizer.zero_grad()
         found = torch.nn.functional.cross_entropy(model(x), y)

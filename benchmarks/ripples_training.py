@@ -37,9 +37,9 @@ from wingbeat.methods.model_averaging.pair_machine import is_active
 from wingbeat_lab import lab
 from wingbeat_lab.bench import contenders
 from wingbeat_lab.bench.attach import attached
-from wingbeat_lab.bench.printed import Printed
-from wingbeat_lab.bench.quantiles import Quantiles
-from wingbeat_lab.bench.steps import SharedSteps
+from wingbeat_lab.bench.measure import Quantiles
+from wingbeat_lab.bench.table import Printed
+from wingbeat_lab.bench.worker import SharedSteps
 
 POINTS = 0.5
 LAST = 10

@@ -34,7 +34,7 @@ from wingbeat.simulator.model import buckets_of
 from wingbeat.types import Choices
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 WORKERS = 8
 SLICES = (1 << 20, 1 << 19, 1 << 18)

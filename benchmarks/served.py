@@ -39,7 +39,7 @@ from wingbeat import simulator
 from wingbeat.errors import UsageError
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
 
 GOODPUT = 1448 / 1538

@@ -23,7 +23,7 @@ from common import run_and_judge, show, write
 
 from wingbeat.errors import LabError
 from wingbeat_lab import baselines, lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab import counters
 
 ROWS = ("geryon:encrypted=false", "geryon:encrypted=false,update=server")

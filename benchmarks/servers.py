@@ -37,7 +37,7 @@ from wingbeat.methods.parameter_server.protocol import Kind, pack_route
 from wingbeat.methods.parameter_server.server import ServerConfig, limits_of
 from wingbeat.transport.services import PipeStore, answer_request
 from wingbeat.types import Serving
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 MIB = 1 << 20
 PATIENCE = 60.0

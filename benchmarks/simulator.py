@@ -28,7 +28,7 @@ from common import show, write
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat_lab.bench import contenders, machine, runner, simulated
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
 
 WITHIN = 0.10

@@ -44,7 +44,7 @@ from wingbeat import compression
 from wingbeat.errors import UsageError
 from wingbeat_lab import lab, paced
 from wingbeat_lab.bench import estimate, machine, models
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 FIGURES = ("22a", "22b", "ddp")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

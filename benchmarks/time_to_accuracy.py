@@ -44,7 +44,7 @@ import wingbeat
 from wingbeat.errors import LabError, UsageError
 from wingbeat_lab import lab
 from wingbeat_lab.bench import contenders
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 TARGETS = {"digits": 97.0, "text": 56.0}
 """Percent of held-out data, of 2026-11-25."""

@@ -36,7 +36,7 @@ from trainer_rows import NAMES
 
 from wingbeat.errors import LabError
 from wingbeat_lab import lab
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 STRATEGIES = ("ddp", "allreduce", "dear")
 WORKER = Path(__file__).parent / "trainer_rows" / "worker.py"

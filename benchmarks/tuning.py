@@ -42,8 +42,8 @@ import wingbeat
 from wingbeat.engine.upgrade import engine_of
 from wingbeat_lab import lab, paced
 from wingbeat_lab.bench import attach, machine
-from wingbeat_lab.bench.links import scaled
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.config import scaled
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab.spec import LabSpec
 
 MODELS = ("resnet50", "densenet201", "inception_v4", "bert_base", "bert_large")

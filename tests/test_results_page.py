@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 ROOT = Path(__file__).parents[1]
 TOOL = ROOT / "tools/figures.py"

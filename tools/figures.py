@@ -44,7 +44,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 from wingbeat_lab.bench import machine
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -75,8 +75,7 @@ from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
-from wingbeat_lab.lab.spec import LabSpec
-from wingbeat_lab.lab.units import parse_rate, parse_time
+from wingbeat_lab.lab.spec import LabSpec, parse_rate, parse_time
 from wingbeat_lab.paced import profile
 
 FEW, MANY = 40, 2000

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import wingbeat
 import wingbeat_lab
 from wingbeat.transport import loopback
-from wingbeat_lab.bench import digits
+from wingbeat_lab.bench import models
 
 WORKERS, STEPS = 2, 90
 
@@ -20,20 +20,20 @@ WORKERS, STEPS = 2, 90
 def accuracy(strategy: Any) -> float:
     """Share of right answers after a short training on scikit-learn's digits, in %."""
     pytest.importorskip("sklearn")
-    images, answers, *held_out = digits.data()
-    network = digits.network(0)  # before there are threads, which share the generator
+    images, answers, *held_out = models.data()
+    network = models.network(0)  # before there are threads, which share the generator
 
     def body(world: Any) -> float:
         model = copy.deepcopy(network)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         model, sgd = wingbeat.distribute(model, sgd, strategy, world=world)
-        batches = digits.batches(images, answers, rank=world.rank, workers=WORKERS, seed=0)
+        batches = models.batches(images, answers, rank=world.rank, workers=WORKERS, seed=0)
         for _ in range(STEPS):
             x, y = next(batches)
             sgd.zero_grad()
             cross_entropy(model(x), y).backward()
             sgd.step()
-        return 100 * digits.accuracy(model, *held_out)
+        return 100 * models.accuracy(model, *held_out)
 
     found = loopback.run(loopback.worlds(WORKERS), body)
     assert found == [found[0]] * WORKERS

@@ -352,7 +352,7 @@ class DigitsNet(nn.Module):
 
 def digits(kind: str, options: dict[str, Any], steps: int, seed: int = 5) -> tuple[float, float]:
     """Train on scikit-learn's digits; loss and accuracy on images that were not trained on."""
-    from wingbeat_lab.bench.digits import accuracy, batches, data
+    from wingbeat_lab.bench.models import accuracy, batches, data
 
     torch.manual_seed(seed)
     images, labels, test_images, test_labels = data()

@@ -19,7 +19,7 @@ import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
 from helpers.waiting import is_collected
 from wingbeat.errors import PeerError, UsageError
-from wingbeat_lab.bench import digits
+from wingbeat_lab.bench import models
 
 SIZE = 4
 PLAIN: dict[str, Any] = {"s": 2, "p": None, "compression": "fp32", "encrypted": False}
@@ -390,15 +390,15 @@ def test_canary_dropped_iteration_leaves_residual_unchanged() -> None:
 
 def test_canary_learns_digits() -> None:
     """The order of sums differs in each run; all replicas end equal."""
-    images, answers, test_images, test_answers = digits.data()
-    start = digits.network(0).state_dict()
+    images, answers, test_images, test_answers = models.data()
+    start = models.network(0).state_dict()
 
     def body(world: Any) -> tuple[float, dict[str, Tensor]]:
-        model = digits.network(0)
+        model = models.network(0)
         model.load_state_dict(start)
         model, optimizer = made(world, canary(s=2), plain_sgd, model)
         optimizer.param_groups[0]["lr"] = 0.2
-        own = digits.batches(images, answers, rank=world.rank, workers=2, seed=1)
+        own = models.batches(images, answers, rank=world.rank, workers=2, seed=1)
         for _, (x, y) in zip(range(250), own, strict=False):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
@@ -407,7 +407,7 @@ def test_canary_learns_digits() -> None:
         staleness, exchanged = engine(model).meter.sections
         assert staleness.cells["iteration"] >= 100
         assert len(exchanged.cells) == 1 + 4, "a row number, and a cell for each colayer"
-        found = digits.accuracy(model, test_images, test_answers), weights(model)
+        found = models.accuracy(model, test_images, test_answers), weights(model)
         wingbeat.release(model, optimizer)
         return found
 

@@ -10,7 +10,7 @@ from helpers.returning import lines, start
 SCRIPT = """if True:
     import os, signal, sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat_lab.bench import digits
+    from wingbeat_lab.bench import models
     from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
     from wingbeat.engine.api import bounded_exchange
     torch.set_num_threads(1)
@@ -18,14 +18,14 @@ SCRIPT = """if True:
     world = wingbeat.init(timeout=60)
     if world.rank == 2 and not world.returned and moment:
         setattr(LayerProfiler, moment, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    model = digits.network(0)
+    model = models.network(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     strategy = wingbeat.Canary(s=8, p=2, colayers=2, measured=True, encrypted=False)
     model, optimizer = wingbeat.distribute(model, optimizer, strategy)
     exchange = bounded_exchange(model)
     print("returned" if world.returned else "begun", exchange.machine.epoch, flush=True)
-    images, answers, *_ = digits.data()
-    for x, y in digits.batches(images, answers, rank=world.rank, workers=3, seed=1):
+    images, answers, *_ = models.data()
+    for x, y in models.batches(images, answers, rank=world.rank, workers=3, seed=1):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()

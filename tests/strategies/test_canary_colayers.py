@@ -18,8 +18,7 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.colayers import FIRST_ATTEMPT
 from wingbeat.simulator.colayers import bundled
 from wingbeat_lab.paced import simulator_model
-from wingbeat_lab.paced.clock import Clock
-from wingbeat_lab.paced.model import PacedModel
+from wingbeat_lab.paced.model import Clock, PacedModel
 from wingbeat_lab.paced.profile import load_profile
 
 TIED: dict[str, Any] = {

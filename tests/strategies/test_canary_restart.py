@@ -10,18 +10,18 @@ from helpers.returning import lines, start
 SCRIPT = """if True:
     import sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat_lab.bench import digits
+    from wingbeat_lab.bench import models
     from wingbeat.engine.api import bounded_exchange
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
-    model = digits.network(world.rank if world.returned else 0)  # replaced by pulled ones
+    model = models.network(world.rank if world.returned else 0)  # replaced by pulled ones
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     strategy = wingbeat.Canary(s=8, p=2, colayers=4, encrypted=False)
     model, optimizer = wingbeat.distribute(model, optimizer, strategy)
     exchange = bounded_exchange(model)
     print("returned" if world.returned else "begun", exchange.machine.iteration, flush=True)
-    images, answers, *_ = digits.data()
-    for x, y in digits.batches(images, answers, rank=world.rank, workers=3, seed=1):
+    images, answers, *_ = models.data()
+    for x, y in models.batches(images, answers, rank=world.rank, workers=3, seed=1):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import wingbeat
 from helpers.training import assert_same, engine, net, on, train, weights
 from wingbeat import parts
-from wingbeat_lab.bench import digits
+from wingbeat_lab.bench import models
 
 SIZE = 4
 
@@ -57,21 +57,21 @@ def test_shared_models_converge_and_their_mean_is_unchanged() -> None:
 @pytest.mark.slow
 def test_groups_learn_digits_as_well_as_one_group_of_all() -> None:
     """Of groups that are known beforehand, so that the same numbers come each time."""
-    images, names, more_images, more_names = digits.data()
-    first = digits.network(1)
+    images, names, more_images, more_names = models.data()
+    first = models.network(1)
 
     def body(world: Any, policy: str) -> float:
         model = copy.deepcopy(first)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         wingbeat.distribute(model, optimizer, over(policy, every=8), world=world)
-        batches = digits.batches(images, names, rank=world.rank, workers=SIZE, seed=1)
+        batches = models.batches(images, names, rank=world.rank, workers=SIZE, seed=1)
         for _ in range(96):
             x, y = next(batches)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
         wingbeat.synchronize(model)
-        return digits.accuracy(model, more_images, more_names)
+        return models.accuracy(model, more_images, more_names)
 
     right = {p: on(SIZE, lambda w, p=p: body(w, p), timeout=60)[0] for p in ("all", "static")}
     assert right["all"] > 0.85

@@ -12,7 +12,7 @@ from helpers.returning import lines, made, start
 SCRIPT = """if True:
     import os, sys, time, torch, wingbeat
     from torch import nn
-    from wingbeat_lab.bench import digits
+    from wingbeat_lab.bench import models
     from wingbeat.strategies import parse
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
@@ -27,7 +27,7 @@ SCRIPT = """if True:
             sys.exit("loaded")
         except wingbeat.errors.UsageError as error:
             assert "which was started again" in str(error), error
-    images, labels, _, _ = digits.data()
+    images, labels, _, _ = models.data()
     x, y = images.flatten(1), labels
     loss_of = nn.CrossEntropyLoss()
     with torch.no_grad():

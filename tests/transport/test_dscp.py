@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.transport.messages.carrier import TOS, tos_of
-from wingbeat_lab.lab.realise import CLASSES
+from wingbeat_lab.lab.network import CLASSES
 
 
 def test_the_lab_honours_the_same_classes() -> None:

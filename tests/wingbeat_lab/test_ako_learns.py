@@ -10,27 +10,27 @@ import torch
 import wingbeat
 import wingbeat_lab
 from helpers.training import on
-from wingbeat_lab.bench import digits
+from wingbeat_lab.bench import models
 
 SIZE, STEPS = 4, 240
 
 
 def accuracies(strategy: Any) -> list[float]:
     """Each worker's share of test images that it names right."""
-    images, answers, test_images, test_answers = digits.data()
-    start = digits.network(0).state_dict()
+    images, answers, test_images, test_answers = models.data()
+    start = models.network(0).state_dict()
 
     def body(world: Any) -> float:
-        model = digits.network(0)
+        model = models.network(0)
         model.load_state_dict(start)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
-        own = digits.batches(images, answers, rank=world.rank, workers=SIZE, seed=1)
+        own = models.batches(images, answers, rank=world.rank, workers=SIZE, seed=1)
         for _, (x, y) in zip(range(STEPS), own, strict=False):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-        return digits.accuracy(model, test_images, test_answers)
+        return models.accuracy(model, test_images, test_answers)
 
     return on(SIZE, body, timeout=60.0)
 

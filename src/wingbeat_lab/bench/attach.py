@@ -3,21 +3,126 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.engine.api import abandon, bounded_exchange, distribute, release
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.upgrade import engine_of
-from wingbeat_lab.bench import ddp, tracing
-from wingbeat_lab.bench.attached import Attached
+from wingbeat.planning.control import Control, Decisions
+from wingbeat_lab.bench import tracing
 from wingbeat_lab.bench.contenders import Contender
 from wingbeat_lab.bench.tracing import CommHook
+
+
+@dataclass
+class Attached:
+    """A model ready to train.
+
+    Attributes:
+        detach: undoes everything, so that the next row starts from a clean process.
+        settle: finishes work that was deferred into the next iteration.
+        compression: the row's codec and whether it is on; None for rows that are not wingbeat's.
+        control: decisions made during training; None if there are none.
+        applied: how many iterations' worth of all workers' gradients are in the parameters; None
+            where workers are in lockstep and all are.
+        fired: how often the staleness bound has acted on this worker, by action; None without one.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    detach: Callable[[], None]
+    settle: Callable[[], None]
+    compression: Compression | None = None
+    control: Control | None = None
+    applied: Callable[[], float] | None = None
+    fired: Callable[[], dict[str, int]] | None = None
+
+    def deciding(self) -> bool:
+        """Whether the row still tunes itself and cannot be timed yet."""
+        return self.control is not None and self.control.deciding()
+
+    def decisions(self) -> Decisions | None:
+        """The decisions, once they are made; None if there are none."""
+        return None if self.control is None else self.control.decisions()
+
+    def keep(self, known: Decisions) -> None:
+        """Apply the decisions of an earlier training of the same row; on all workers at once."""
+        assert self.control is not None, "a row that decides has a control"
+        self.control.keep(known)
+
+    @property
+    def merge(self) -> dict[str, Any] | None:
+        """What the row's plan of merged gradients reports; None without one."""
+        merging = None if self.control is None else self.control.merging
+        return None if merging is None else merging.report()
+
+    @property
+    def coded(self) -> bool | None:
+        """Whether gradients are encoded; None if the row has no codec."""
+        if self.compression is None or self.compression.coded is None:
+            return None
+        return self.compression.on
+
+
+DEFAULT_MB = 25.0
+"""DDP's default bucket size. Only with this default is its first bucket smaller, 1 MB."""
+
+ONE_BUCKET_MB = 1_000_000.0
+"""Larger than any model: all gradients are in one bucket."""
+
+
+class ScaledDDP(DistributedDataParallel):
+    """Default DDP with both of its bucket sizes multiplied by ``scale``.
+
+    The size of the first bucket is no argument of DDP, so it is set where DDP reads it.
+    """
+
+    def __init__(self, model: nn.Module, scale: float) -> None:
+        self._scale = scale
+        super().__init__(model)
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> Any:
+        dist: Any = torch.distributed  # the only access to this value is by a private name
+        first = int(dist._DEFAULT_FIRST_BUCKET_BYTES * self._scale)
+        self.bucket_bytes_cap = int(self.bucket_bytes_cap * self._scale)
+        config = getattr(self, "_bucket_config", None)  # from about torch 2.12 on
+        if config is not None:
+            self._bucket_config = dataclasses.replace(
+                config, bucket_bytes_cap=self.bucket_bytes_cap, first_bucket_bytes_cap=first
+            )
+        untyped: Any = super()
+        usual = dist._DEFAULT_FIRST_BUCKET_BYTES
+        dist._DEFAULT_FIRST_BUCKET_BYTES = first
+        try:
+            return untyped._ddp_init_helper(*args, **kwargs)
+        finally:
+            dist._DEFAULT_FIRST_BUCKET_BYTES = usual
+
+
+def wrap(model: nn.Module, *, mb: float, scale: float) -> DistributedDataParallel:
+    """DDP with buckets of ``mb`` MB (2**20 bytes), times ``scale``."""
+    if mb != DEFAULT_MB:
+        return DistributedDataParallel(model, bucket_cap_mb=mb * scale)
+    return DistributedDataParallel(model) if scale == 1.0 else ScaledDDP(model, scale)
+
+
+def buckets(model: DistributedDataParallel) -> list[int]:
+    """Bytes of each bucket, in DDP's order; those of the rebuilt buckets if they exist."""
+    untyped: Any = model
+    data = untyped._get_ddp_logging_data()
+    text = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", ""))
+    return [int(part) for part in text.replace(" ", "").split(",") if part]
+
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -39,8 +144,8 @@ def attach(
         return _attach_fsdp(model, make_optimizer)
     # PowerSGD's hook blocks gloo's two worker threads: two buckets at once would deadlock.
     # All gradients go into one bucket.
-    mb = contender.options.get("mb", ddp.ONE_BUCKET_MB)
-    wrapped = ddp.wrap(model, mb=mb, scale=contender.scale)
+    mb = contender.options.get("mb", ONE_BUCKET_MB)
+    wrapped = wrap(model, mb=mb, scale=contender.scale)
     _register_hook(contender, wrapped, recorded=recorded)
     return Attached(wrapped, make_optimizer(wrapped.parameters()), _nothing, _nothing)
 

@@ -16,9 +16,8 @@ from rich.table import Table
 from wingbeat_lab.bench import estimate
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.machine import disturbed
-from wingbeat_lab.bench.printed import Printed
 from wingbeat_lab.bench.results import Report
-from wingbeat_lab.bench.table import MISSING, megabytes, milliseconds
+from wingbeat_lab.bench.table import MISSING, Printed, megabytes, milliseconds
 from wingbeat_lab.lab.spec import LabSpec
 
 ROWS = ("ddp", "allreduce", "dear")

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from wingbeat.compression import TopK
 from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
-from wingbeat_lab.bench.config import BenchConfig, Checked
+from wingbeat_lab.bench.config import BenchConfig, Checked, reduce_seconds_per_byte
 from wingbeat_lab.bench.contenders import Contender
-from wingbeat_lab.bench.links import reduce_seconds_per_byte
 
 OF_LINE_RATE = 0.93
 """Share of the line rate that collectives reach, with headers and the start of messages."""
@@ -206,3 +211,69 @@ def about(seconds: float) -> str:
         return f"{max(10, 10 * round(seconds / 10))} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+class Progress:
+    """Shows the expected duration, then strategy, round, iteration and the time left.
+
+    Output goes to standard error. The time left is the estimate's, times the ratio of the elapsed
+    time to its estimate.
+    """
+
+    def __init__(self, checked: Checked, *, quiet: bool = False) -> None:
+        self._checked = checked
+        self._estimate = of(checked)
+        self._began = time.monotonic()
+        console = Console(stderr=True, quiet=quiet)
+        self._live = console.is_terminal
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=quiet or not self._live,
+        )
+        self._task = self._bar.add_task("starting the workers", total=self._estimate.total_s)
+        self._bar.start()
+        self._turn: tuple[int, int] | None = None
+
+    def __enter__(self) -> Progress:
+        rows = ", ".join(row.text for row in self._checked.rows)
+        self.phase(
+            f"{self._checked.model.name} on {self._checked.lab}, {self._checked.workers} workers: "
+            f"{rows}; takes about {about(self._estimate.total_s)}"
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def at(self, done: int, row: int, round_: int, iteration: int) -> None:
+        """Report that ``done`` iterations are complete; ``iteration`` is below 0 in warm-up."""
+        config = self._checked.config
+        turn = f"{self._checked.rows[row].text}, round {round_ + 1}/{config.rounds}"
+        if (row, round_) != self._turn and not self._live:
+            self._turn = (row, round_)
+            left = about(self.left_s(row, round_, iteration))
+            total = self._checked.total_iterations
+            self.phase(f"{turn} ({done}/{total} iterations done, about {left} left)")
+        what = "warm-up" if iteration < 0 else f"{iteration + 1}/{config.share(round_)}"
+        done_s = self._estimate.done_s(row, round_, iteration)
+        self._bar.update(self._task, completed=done_s, description=f"{turn}, {what}")
+
+    def left_s(self, row: int, round_: int, iteration: int) -> float:
+        """Seconds from the end of this iteration to the end of the bench, at the current pace."""
+        over = self._estimate.done_s(row, round_, iteration)
+        pace = (time.monotonic() - self._began) / over
+        return pace * max(0.0, self._estimate.total_s - over)
+
+    def phase(self, text: str) -> None:
+        """Show a phase that consists of no iterations."""
+        self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -10,12 +10,12 @@ MARK = "@wingbeat-bench "
 """The prefix of a message; every other line is the worker's own output."""
 
 
-def say(kind: str, **values: Any) -> None:
+def send_message(kind: str, **values: Any) -> None:
     """Send one message."""
     print(MARK + json.dumps({"kind": kind, **values}), flush=True)
 
 
-def hear(line: str) -> dict[str, Any] | None:
+def parse_message(line: str) -> dict[str, Any] | None:
     """Parse a message; None for other output and for truncated lines."""
     if not line.startswith(MARK):
         return None

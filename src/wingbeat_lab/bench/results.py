@@ -9,17 +9,133 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from wingbeat.observe.breakdown import Parts
-from wingbeat_lab.bench import bound, clocks, traffic
-from wingbeat_lab.bench import cross as crossing
-from wingbeat_lab.bench.clocks import Rates
-from wingbeat_lab.bench.config import Checked
+from wingbeat_lab.bench import bound, traffic
+from wingbeat_lab.bench.config import LOSSES, Checked, reduce_seconds_per_byte
 from wingbeat_lab.bench.contenders import Contender
-from wingbeat_lab.bench.cross import CrossTraffic, Seen
-from wingbeat_lab.bench.links import reduce_seconds_per_byte
-from wingbeat_lab.bench.quantiles import Quantiles
-from wingbeat_lab.bench.speedup import Measured
-from wingbeat_lab.bench.target import Curve, TimeToLoss, time_to_loss
-from wingbeat_lab.bench.traffic import Samples, Traffic
+from wingbeat_lab.bench.measure import Measured, Quantiles
+from wingbeat_lab.bench.traffic import CrossTraffic, Samples, Seen, Traffic
+
+Curve = Sequence[tuple[float, float]]
+"""Seconds and loss of each iteration, in order, warm-up included; of one worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeToLoss:
+    """When a row's loss fell below a target.
+
+    Attributes:
+        seconds: median over the rounds; None unless every round reached it.
+        by_round: seconds of each round, None where it was not reached.
+    """
+
+    target: float
+    seconds: float | None
+    by_round: list[float | None]
+
+
+def time_to_loss(target: float, rounds: Sequence[Sequence[Curve]]) -> TimeToLoss:
+    """Combine the rounds of a row; each holds one curve for each worker."""
+    by_round = [seconds_to(target, curves) for curves in rounds]
+    reached = [seconds for seconds in by_round if seconds is not None]
+    median = statistics.median(reached) if len(reached) == len(by_round) else None
+    return TimeToLoss(target, median, by_round)
+
+
+def seconds_to(target: float, curves: Sequence[Curve]) -> float | None:
+    """Seconds until the mean loss of the last `LOSSES` iterations is below the target, or None.
+
+    An iteration's loss is the mean over the workers; it ends with its last worker. Workers whose
+    numbers of iterations differ are not in lockstep: their steps count in order of time.
+    """
+    if len({len(curve) for curve in curves}) > 1:
+        return _of_steps(target, curves)
+    losses: list[float] = []
+    spent = [0.0] * len(curves)
+    for workers in zip(*curves, strict=True):
+        losses.append(statistics.fmean(loss for _, loss in workers))
+        spent = [before + s for before, (s, _) in zip(spent, workers, strict=True)]
+        if len(losses) >= LOSSES and statistics.fmean(losses[-LOSSES:]) < target:
+            return max(spent)
+    return None
+
+
+def _of_steps(target: float, curves: Sequence[Curve]) -> float | None:
+    """The same for the last `LOSSES` steps times the number of workers, of any worker."""
+    steps: list[tuple[float, float]] = []
+    for curve in curves:
+        ends = itertools.accumulate(seconds for seconds, _ in curve)
+        steps += zip(ends, (loss for _, loss in curve), strict=True)
+    steps.sort()
+    count = LOSSES * len(curves)
+    for last in range(count, len(steps) + 1):
+        if statistics.fmean(loss for _, loss in steps[last - count : last]) < target:
+            return steps[last - 1][0]
+    return None
+
+
+WORKER = "worker"
+"""The role of a process that trains."""
+
+SERVER = "server"
+"""The role of the parameter servers that a worker has started, combined."""
+
+CORES_FULL = 0.8
+"""Share of the cores' time from which a row counts as limited by them.
+
+Less than 1: processes wait for each other between the bursts of an exchange, and the kernel's work
+for the links outside of any process is not counted.
+"""
+
+Stamps = Sequence[Sequence[float]]
+"""For each worker, when each iteration began and when the last one ended; seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Iterations per second: of all workers together, and of each by its rank."""
+
+    total: float
+    by_rank: list[float]
+
+
+def samples_by_rank_s(blocks: Sequence[Stamps]) -> list[list[float]]:
+    """Seconds of each worker's iterations by its own clock, over all blocks."""
+    return [
+        [after - before for stamps in own for before, after in itertools.pairwise(stamps)]
+        for own in zip(*blocks, strict=True)
+    ]
+
+
+def rates(samples: Sequence[Sequence[float]]) -> Rates:
+    """Iterations per second of workers whose iterations took so many seconds each."""
+    by_rank = [len(own) / sum(own) for own in samples]
+    return Rates(sum(by_rank), by_rank)
+
+
+def cpu_s_per_iteration(
+    blocks: Sequence[Mapping[str, Sequence[float]]], iterations: int
+) -> dict[str, list[float]]:
+    """CPU seconds per iteration of each process, by role and rank; servers by their worker."""
+    roles = {role: len(own) for block in blocks for role, own in block.items()}
+    return {
+        role: [
+            sum(own) / iterations
+            for own in zip(*(b.get(role, [0.0] * ranks) for b in blocks), strict=True)
+        ]
+        for role, ranks in sorted(roles.items())
+    }
+
+
+def cores_share(
+    stamps: Sequence[Stamps], cpu_s: Sequence[Mapping[str, Sequence[float]]], cores: int
+) -> float:
+    """Share of the cores' time, 0 to 1, that the bench's processes used in the timed iterations.
+
+    ``stamps`` and ``cpu_s`` (seconds, by role) are those of each block.
+    """
+    wall = sum(max(own[-1] for own in each) - min(own[0] for own in each) for each in stamps)
+    used = sum(sum(own) for block in cpu_s for own in block.values())
+    return used / (cores * wall)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,14 +373,14 @@ def _run(
 def _of_clocks(frame: _Frame, blocks: Sequence[Block]) -> dict[str, Any]:
     """The fields of a run that derive from each worker's clock and CPU time."""
     stamps, cpu_s = [b.starts for b in blocks], [b.cpu_s for b in blocks]
-    by_rank = clocks.samples_by_rank_s(stamps)
-    busy = clocks.cores_share(stamps, cpu_s, frame.cores)
+    by_rank = samples_by_rank_s(stamps)
+    busy = cores_share(stamps, cpu_s, frame.cores)
     return {
         "samples_by_rank_s": by_rank,
-        "iterations_per_s": clocks.rates(by_rank),
-        "cpu_s_per_iteration": clocks.cpu_s_per_iteration(cpu_s, len(by_rank[0])),
+        "iterations_per_s": rates(by_rank),
+        "cpu_s_per_iteration": cpu_s_per_iteration(cpu_s, len(by_rank[0])),
         "cores_share": busy,
-        "limited_by_cores": busy >= clocks.CORES_FULL,
+        "limited_by_cores": busy >= CORES_FULL,
     }
 
 
@@ -309,7 +425,7 @@ def _cross_traffic(frame: _Frame, blocks: Sequence[Block]) -> CrossTraffic | Non
     if not frame.cross:
         return None
     directions = len(frame.cross) * frame.checked.lab.rails
-    return crossing.during(frame.cross, [block.last_starts() for block in blocks], directions)
+    return traffic.during(frame.cross, [block.last_starts() for block in blocks], directions)
 
 
 def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -22,12 +22,12 @@ from wingbeat.observe.events import Event
 from wingbeat_lab import lab
 from wingbeat_lab.bench import machine, protocol, results
 from wingbeat_lab.bench.config import BenchConfig, Checked
-from wingbeat_lab.bench.cross import Seen
-from wingbeat_lab.bench.notes import NOTES
-from wingbeat_lab.bench.progress import Progress
+from wingbeat_lab.bench.estimate import Progress
+from wingbeat_lab.bench.measure import Measured, Timings, measured
 from wingbeat_lab.bench.protocol import WHOLE
 from wingbeat_lab.bench.results import Block, Deciding, Report, Run
-from wingbeat_lab.bench.speedup import Measured, Timings, measured
+from wingbeat_lab.bench.table import NOTES
+from wingbeat_lab.bench.traffic import Seen
 
 KEPT_LINES = 8
 """Last lines of a worker's output that are shown if it fails."""
@@ -50,7 +50,7 @@ class Listener:
 
     def __call__(self, rank: int, line: str) -> None:
         """Process one line of a worker's output."""
-        message = protocol.hear(line)
+        message = protocol.parse_message(line)
         if message is None:
             self.last.setdefault(rank, deque(maxlen=KEPT_LINES)).append(line)
         elif message["kind"] == "progress":

@@ -15,7 +15,7 @@ from wingbeat.observe.events import stream
 from wingbeat_lab.bench import protocol
 
 if TYPE_CHECKING:
-    from wingbeat_lab.bench.attached import Attached
+    from wingbeat_lab.bench.attach import Attached
     from wingbeat_lab.bench.contenders import Contender
 
 CommHook = Callable[[Any, Any], Any]

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import mmap
+import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,22 +23,286 @@ import torch
 import torch.distributed as dist
 
 import wingbeat
+from wingbeat.collectives import Collectives, Handle
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import WingbeatError
+from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.planning.control import Decisions
 from wingbeat.transport.world import World
-from wingbeat_lab.bench import halves, measure, processes, steps, tracing, traffic
-from wingbeat_lab.bench.attached import Attached
-from wingbeat_lab.bench.clocks import SERVER, WORKER
+from wingbeat_lab.bench import attach, measure, models, protocol, slow, tracing, traffic
+from wingbeat_lab.bench.attach import Attached
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.bench.measure import Timings
+from wingbeat_lab.bench.models import Built
 from wingbeat_lab.bench.pace import Pace
-from wingbeat_lab.bench.protocol import ONLY, say
-from wingbeat_lab.bench.results import Block, Deciding
-from wingbeat_lab.bench.sent import Sent
-from wingbeat_lab.bench.speedup import Timings
-from wingbeat_lab.bench.steps import SharedSteps
-from wingbeat_lab.bench.traffic import Sampler
-from wingbeat_lab.bench.training import Training, training
+from wingbeat_lab.bench.protocol import ONLY, send_message
+from wingbeat_lab.bench.results import SERVER, WORKER, Block, Deciding
+from wingbeat_lab.bench.traffic import Sampler, Sent
+
+_ROUNDING = 1e-6
+
+
+@dataclass
+class Training:
+    """A newly built model that trains by its row.
+
+    Attributes:
+        normal_s: seconds of a normal iteration, the unit of a slow worker's sleeps.
+        made: the same, attached to the row's strategy.
+        steps: of all workers, if they average models without lockstep; None otherwise.
+        curve: seconds and loss of each iteration so far.
+    """
+
+    checked: Checked
+    rank: int
+    normal_s: float
+    built: Built
+    made: Attached
+    steps: SharedSteps | None = None
+    curve: list[tuple[float, float]] = field(default_factory=list)
+
+    def iterate(self, number: int) -> None:
+        """Run one iteration, after the sleep of a slow worker.
+
+        Timed iterations count from 1 over all rounds, those before them from 0 downwards.
+        """
+        begin = time.monotonic()
+        self.pause(number)
+        loss = attach.step(self.made, self.built.loss)
+        end = time.monotonic()
+        self.curve.append((end - begin, loss))
+        if self.steps is not None:
+            self.steps.add(end)
+
+    def done(self) -> float:
+        """Return the number of iterations whose gradients were applied.
+
+        Where workers average models, an iteration is as many steps as there are workers.
+        """
+        if self.steps is not None:
+            return self.steps.total() / self.checked.workers
+        applied = self.made.applied
+        return len(self.curve) if applied is None else applied()
+
+    def iterations(self, first: int, count: int, since: float | None = None) -> Iterator[int]:
+        """Run iterations; yield their numbers, from 0, as each completes.
+
+        Where workers are not in lockstep, an iteration completes when as many gradients of any
+        worker have been applied as all workers produce in one; this worker runs as many of its own
+        as that takes. The same holds for steps where models are averaged.
+
+        ``first`` is as for `iterate`. ``since`` is the number completed before, by default the
+        current one; for a late worker it is lower, because the others have begun.
+        """
+        before, own, found = self.done() if since is None else since, 0, 0
+        while found < count:
+            self.iterate(first + own)
+            own += 1
+            while found < count and self.done() - before > found + 1 - _ROUNDING:
+                yield found
+                found += 1
+
+    def pause(self, number: int) -> None:
+        """Sleep before this iteration if this worker is slow in it."""
+        factor = slow.factor(
+            self.checked.slow,
+            rank=self.rank,
+            iteration=number,
+            workers=self.checked.workers,
+            seed=self.checked.config.seed,
+        )
+        if factor:
+            time.sleep(factor * self.normal_s)
+
+
+@contextlib.contextmanager
+def training(
+    checked: Checked,
+    row: int,
+    rank: int,
+    normal_s: float,
+    known: Decisions | None,
+    *,
+    recorded: bool = False,
+    counted: Path | None = None,
+) -> Iterator[Training]:
+    """Build a row's model for a ``with`` block; the same weights each time.
+
+    ``known`` are earlier decisions of the row, to be applied. ``counted`` is the file in which
+    workers count their steps; None where they are in lockstep.
+    """
+    config = checked.config
+    built = models.build(checked.model, rank=rank, workers=checked.workers, seed=config.seed)
+    maker = attach.optimizer_maker(config.optimizer, paced=checked.model.profile is not None)
+    with attach.attached(checked.rows[row], built.model, maker, recorded=recorded) as made:
+        if known is not None:
+            made.keep(known)
+        steps = None if counted is None else SharedSteps(counted, rank, checked.workers)
+        try:
+            yield Training(checked, rank, normal_s, built, made, steps)
+        finally:
+            if steps is not None:
+                steps.close()
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def own_cpu_s() -> float:
+    """CPU seconds of this process, all threads, user and system."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def children_cpu_s() -> float:
+    """CPU seconds of the current children of this process, to about a hundredth."""
+    return sum(_cpu_s(fields) for fields in _stats() if int(fields[1]) == os.getpid())
+
+
+def _stats() -> list[list[str]]:
+    """The fields of ``/proc/PID/stat`` after the name, for each process: state, parent, ..."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = each.read_text(encoding="utf-8", errors="replace")
+        except OSError:  # the process has just ended
+            continue
+        found.append(text.rpartition(")")[2].split())
+    return found
+
+
+def _cpu_s(fields: list[str]) -> float:
+    user, kernel = fields[11:13]
+    return (int(user) + int(kernel)) / _TICKS
+
+
+ROOM = 100_000
+"""Maximum number of steps of a worker; the file is sparse."""
+
+_BYTES = 8
+
+
+class SharedSteps:
+    """When each worker has made each of its steps.
+
+    The first worker creates the file at ``path``. A worker may make up to ``room`` steps.
+    """
+
+    def __init__(self, path: Path, rank: int, workers: int, room: int = ROOM) -> None:
+        self._rank, self._workers, self._room = rank, workers, room
+        size = workers * (1 + room) * _BYTES
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(handle, size)  # existing content stays, new bytes are 0
+            self._map = mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+        self._cells = memoryview(self._map).cast("d")
+
+    def add(self, now: float) -> None:
+        """Count a step of this worker that ended at ``now``, in seconds of the monotonic clock.
+
+        WingbeatError if the maximum is exceeded.
+        """
+        count = int(self._cells[self._rank * (1 + self._room)])
+        if count == self._room:
+            raise WingbeatError(
+                f"rank {self._rank} has made {count} steps in one turn; a bench counts up to "
+                f"{self._room}: ask for fewer iterations or more rounds"
+            )
+        # Each worker writes only its own part, and the time before the count.
+        self._cells[self._rank * (1 + self._room) + 1 + count] = now
+        self._cells[self._rank * (1 + self._room)] = count + 1
+
+    def by_rank(self) -> list[int]:
+        """Return the number of steps of each worker."""
+        return [int(self._cells[rank * (1 + self._room)]) for rank in range(self._workers)]
+
+    def total(self) -> int:
+        """Return the number of steps of all workers."""
+        return sum(self.by_rank())
+
+    def made(self) -> list[tuple[float, int]]:
+        """Return when each step ended and its worker, in this order."""
+        found = []
+        for rank, count in enumerate(self.by_rank()):
+            first = rank * (1 + self._room) + 1
+            found += [(now, rank) for now in self._cells[first : first + count]]
+        return sorted(found)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._cells.release()
+        self._map.close()
+
+
+def iterations(
+    made: list[tuple[float, int]], workers: int, *, before: int, count: int, begin: float
+) -> tuple[list[float], list[int]]:
+    """Split steps into iterations: each has as many steps as there are workers, of any of them.
+
+    ``begin`` is when the first one began, if ``before`` is 0. Returns when the previous iteration
+    and each iteration ended; and the steps of each worker in them.
+
+    >>> iterations([(1.0, 0), (1.5, 1), (2.0, 0), (3.0, 0)], 2, before=1, count=1, begin=0.0)
+    ([1.5, 3.0], [2, 0])
+    """
+    last = [workers * (before + number) - 1 for number in range(count + 1)]
+    ends = [begin if index < 0 else made[index][0] for index in last]
+    inside = [rank for _, rank in made[workers * before : workers * (before + count)]]
+    return ends, [inside.count(rank) for rank in range(workers)]
+
+
+class ReduceScatterOnly(Collectives):
+    """Omits the all-gathers of buckets."""
+
+    def all_gather(
+        self,
+        buffer: torch.Tensor,
+        *,
+        bucket: int = -1,
+        after: Handle | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Complete as soon as ``after`` does, so that the reduce-scatter is still waited for."""
+        if bucket < 0:
+            return super().all_gather(buffer, bucket=bucket, after=after, **options)
+        return after or Handle([])
+
+
+class AllGatherOnly(Collectives):
+    """Omits the reduce-scatters of buckets."""
+
+    def reduce_scatter(self, buffer: torch.Tensor, *, bucket: int = -1, **options: Any) -> Handle:
+        """Complete at once."""
+        if bucket < 0:
+            return super().reduce_scatter(buffer, bucket=bucket, **options)
+        return Handle([])
+
+    def all_gather(
+        self,
+        buffer: torch.Tensor,
+        *,
+        bucket: int = -1,
+        after: Handle | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Gather after ``after``, unless that was omitted."""
+        kept = after if after is not None and after.jobs else None
+        return super().all_gather(buffer, bucket=bucket, after=kept, **options)
+
+
+_CLASSES = dict(zip(protocol.ONLY, (ReduceScatterOnly, AllGatherOnly), strict=True))
+
+
+def use_only(only: str, model: torch.nn.Module, world: World, topology: str) -> None:
+    """Make a distributed model's engine exchange one half of each bucket (``protocol.ONLY``)."""
+    engine = engine_of(model)
+    assert engine is not None, "the model is not distributed"
+    halves = _CLASSES[only](world, topology)
+    engine.runtime.exchange = CollectiveExchange(halves, engine.compression)
+
 
 TRACED = 3
 """Iterations recorded of each row for a trace."""
@@ -79,7 +346,7 @@ class Worker:
         now = time.monotonic()
         if self.rank == 0 and now - self.said >= 0.1:
             self.said = now
-            say("progress", done=self.done, row=row, round=round_, iteration=iteration)
+            send_message("progress", done=self.done, row=row, round=round_, iteration=iteration)
 
     def training(
         self, row: int, *, recorded: bool = False, round_: int | None = None
@@ -149,14 +416,14 @@ def _timed(worker: Worker, own: Training, row: int, round_: int) -> dict[str, An
     """Run the timed iterations; return this worker's results."""
     config = worker.checked.config
     count, first = config.share(round_), config.before(round_) + 1
-    used, served = processes.own_cpu_s(), processes.children_cpu_s()
+    used, served = own_cpu_s(), children_cpu_s()
     starts = [time.monotonic()]
     with _watched(worker) as sampler:
         for done in own.iterations(first, count, None if own.steps is None else config.warmup):
             starts.append(time.monotonic())
             worker.tick(row, round_, done)
-    used = processes.own_cpu_s() - used
-    served = processes.children_cpu_s() - served
+    used = own_cpu_s() - used
+    served = children_cpu_s() - served
     said: dict[str, Any] = {"starts": starts, "cpu_s": (used, served), "loss": own.curve[-1][1]}
     if config.target_loss is not None:
         said["curve"] = own.curve
@@ -170,7 +437,7 @@ def _counted(
 ) -> tuple[list[float], list[int]]:
     """End times of the timed iterations, by all workers' steps, and the steps of each worker."""
     config = worker.checked.config
-    return steps.iterations(
+    return iterations(
         counted.made(),
         worker.checked.workers,
         before=config.warmup,
@@ -214,7 +481,7 @@ def decide(worker: Worker, row: int) -> Deciding | None:
         return None
     if worker.rank == 0:
         text = worker.checked.rows[row].text
-        say("phase", text=f"{text}: finding out how it trains best, before it is timed")
+        send_message("phase", text=f"{text}: finding out how it trains best, before it is timed")
     with worker.training(row) as own:
         begin = time.monotonic()
         iterations = 0
@@ -233,7 +500,9 @@ def measure_round(worker: Worker, round_: int) -> list[Timings]:
     """Measure computation alone and communication alone; all workers get all figures."""
     if worker.rank == 0:
         config = worker.checked.config
-        say("phase", text=f"round {round_ + 1}/{config.rounds}: computation and links, each alone")
+        send_message(
+            "phase", text=f"round {round_ + 1}/{config.rounds}: computation and links, each alone"
+        )
     own = measure.timings(worker.checked, worker.world)
     return [Timings(**each) for each in worker.world.exchange("timings", asdict(own))]
 
@@ -287,7 +556,7 @@ def _trace(worker: Worker, folder: Path) -> None:
         dist.barrier()
         with worker.training(row, recorded=True) as own:
             if variant in ONLY:
-                halves.use_only(variant, own.made.model, worker.world, _topology(contender))
+                use_only(variant, own.made.model, worker.world, _topology(contender))
             for i in range(max(2, config.warmup)):
                 own.iterate(-i)
             count = BROKEN_DOWN if config.breakdown else TRACED
@@ -357,7 +626,7 @@ def main(argv: list[str]) -> int:
         found = _bench(worker)
         if checked.recorded:
             if worker.rank == 0:
-                say("phase", text="recording what happens when")
+                send_message("phase", text="recording what happens when")
             _trace(worker, result_path.parent)
         if worker.rank == 0:
             result_path.write_text(json.dumps(found), encoding="utf-8")

@@ -14,8 +14,7 @@ from __future__ import annotations
 from wingbeat_lab.lab import counters
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat_lab.lab.features import Finding, available, examine
-from wingbeat_lab.lab.launch import Failure, RunResult, run
-from wingbeat_lab.lab.registry import RunningLab, running, stats
+from wingbeat_lab.lab.launch import Failure, RunningLab, RunResult, run, running, stats
 from wingbeat_lab.lab.spec import LabSpec, Override
 
 __all__ = [

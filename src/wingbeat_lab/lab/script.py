@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
-from wingbeat_lab.lab.spec import LabSpec, check_target, parse_target
-from wingbeat_lab.lab.toml import parse_toml, read_toml
-from wingbeat_lab.lab.units import format_rate, parse_rate, parse_time
+from wingbeat_lab.lab.spec import (
+    LabSpec,
+    check_target,
+    format_rate,
+    parse_rate,
+    parse_target,
+    parse_time,
+    parse_toml,
+    read_toml,
+)
 
 ACTIONS = ("down", "kill", "rate", "up")
 _VICTIM = re.compile(r"h([0-9]{1,6})(?:\.([0-9]{1,6}))?")

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wingbeat_lab.paced.profile import Parameter, Profile, ProfiledLayer, load_profile, names, parse
-from wingbeat_lab.paced.summary import table
+from wingbeat_lab.paced.profile import (
+    Parameter,
+    Profile,
+    ProfiledLayer,
+    load_profile,
+    names,
+    parse,
+    table,
+)
 
 if TYPE_CHECKING:
-    from wingbeat_lab.paced.model import PacedModel
-    from wingbeat_lab.paced.simulated import simulator_model
+    from wingbeat_lab.paced.model import PacedModel, simulator_model
 
 __all__ = [
     "PacedModel",
@@ -32,12 +38,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PacedModel":
-        from wingbeat_lab.paced.model import PacedModel
+    if name in ("PacedModel", "simulator_model"):
+        from wingbeat_lab.paced import model
 
-        return PacedModel
-    if name == "simulator_model":
-        from wingbeat_lab.paced.simulated import simulator_model
-
-        return simulator_model
+        return getattr(model, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -398,3 +398,27 @@ def _check(profile: Profile, data: Mapping[str, Any], where: str) -> None:
             f"profile {where}: batch_size / samples_per_second is {stated:.3f} ms but its layers "
             f"make {made:.3f} ms"
         )
+
+
+def table(profiles: Iterable[Profile]) -> str:
+    """One row per profile: layers, tensors, millions of parameters, MB (1e6 bytes), ms."""
+    head = ["model", "batch", "layers", "tensors", "params (M)", "MB", "forward ms", "backward ms"]
+    rows = [
+        [
+            p.name,
+            str(p.batch_size),
+            str(len(p.layers)),
+            str(p.tensors),
+            f"{p.params / 1e6:.2f}",
+            f"{p.nbytes / 1e6:.1f}",
+            f"{p.forward_ms:.1f}",
+            f"{p.backward_ms:.1f}",
+        ]
+        for p in profiles
+    ]
+    return _markdown(head, rows)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

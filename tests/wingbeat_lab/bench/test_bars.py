@@ -12,10 +12,8 @@ from helpers.disk import room_for
 from wingbeat.errors import UsageError
 from wingbeat.observe.breakdown import Parts
 from wingbeat_lab.bench import bars
-from wingbeat_lab.bench.clocks import Rates
-from wingbeat_lab.bench.quantiles import Quantiles
-from wingbeat_lab.bench.results import Report, Run
-from wingbeat_lab.bench.speedup import Measured
+from wingbeat_lab.bench.measure import Measured, Quantiles
+from wingbeat_lab.bench.results import Rates, Report, Run
 
 DEAR = {
     "whole": Parts(0.09, 0.18, 0.21, 0.27, 0.0, 0.015, 0.001),

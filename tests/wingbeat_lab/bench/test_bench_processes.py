@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from wingbeat_lab.bench import processes
+from wingbeat_lab.bench import worker
 
 BURN = """
 import time
@@ -24,20 +24,20 @@ def test_processor_time_is_that_of_all_threads() -> None:
         while time.thread_time() < end:
             pass
 
-    before = processes.own_cpu_s()
+    before = worker.own_cpu_s()
     thread = threading.Thread(target=burn)
     thread.start()
     thread.join()
-    assert processes.own_cpu_s() - before >= 0.049
+    assert worker.own_cpu_s() - before >= 0.049
 
 
 def test_children_count_while_they_run() -> None:
-    before = processes.children_cpu_s()
+    before = worker.children_cpu_s()
     command = [sys.executable, "-c", BURN]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "burnt\n"
-        burnt = processes.children_cpu_s() - before
+        burnt = worker.children_cpu_s() - before
         child.communicate("\n", timeout=30)
     assert 0.25 <= burnt < 5

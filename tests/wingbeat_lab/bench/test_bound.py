@@ -17,7 +17,7 @@ from wingbeat_lab.bench.bound import (
     simple,
     three_cases,
 )
-from wingbeat_lab.bench.links import reduce_seconds_per_byte, scaled
+from wingbeat_lab.bench.config import reduce_seconds_per_byte, scaled
 from wingbeat_lab.lab.spec import LabSpec
 from wingbeat_lab.layer_costs import LayerCosts
 

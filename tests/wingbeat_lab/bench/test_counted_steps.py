@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from wingbeat.errors import WingbeatError
-from wingbeat_lab.bench import steps, worker
-from wingbeat_lab.bench.sent import Sent
-from wingbeat_lab.bench.steps import SharedSteps
-from wingbeat_lab.bench.training import Training
+from wingbeat_lab.bench import worker
+from wingbeat_lab.bench.traffic import Sent
+from wingbeat_lab.bench.worker import SharedSteps, Training
 
 
 def three(path: Path, room: int = 10) -> list[SharedSteps]:
@@ -44,10 +43,10 @@ def test_too_many_steps_are_refused(tmp_path: Path) -> None:
 
 def test_an_iteration_is_as_many_steps_as_workers_whoever_made_them() -> None:
     made = [(0.1 * number, number % 3 if number < 3 else 0) for number in range(9)]
-    ends, by_rank = steps.iterations(made, 3, before=1, count=2, begin=-1.0)
+    ends, by_rank = worker.iterations(made, 3, before=1, count=2, begin=-1.0)
     assert ends == pytest.approx([0.2, 0.5, 0.8])
     assert by_rank == [6, 0, 0]
-    ends, by_rank = steps.iterations(made, 3, before=0, count=1, begin=-1.0)
+    ends, by_rank = worker.iterations(made, 3, before=0, count=1, begin=-1.0)
     assert ends == pytest.approx([-1.0, 0.2])
     assert by_rank == [1, 1, 1]
 

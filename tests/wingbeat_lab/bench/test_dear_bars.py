@@ -16,7 +16,7 @@ from helpers.scripts import benchmark
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
 from wingbeat_lab import paced
-from wingbeat_lab.bench.quantiles import Quantiles
+from wingbeat_lab.bench.measure import Quantiles
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.scripts import benchmark
 from wingbeat_lab import paced
-from wingbeat_lab.bench.speedup import Measured
+from wingbeat_lab.bench.measure import Measured
 
 
 @pytest.fixture(scope="module")

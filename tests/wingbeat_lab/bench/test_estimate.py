@@ -12,7 +12,7 @@ from wingbeat.errors import LabError
 from wingbeat_lab import lab
 from wingbeat_lab.bench import demo, estimate, runner
 from wingbeat_lab.bench.config import BenchConfig, Checked
-from wingbeat_lab.bench.progress import Progress
+from wingbeat_lab.bench.estimate import Progress
 
 
 def checked(**changes: Any) -> Checked:

@@ -9,12 +9,80 @@ from typing import Any
 import pytest
 
 from wingbeat_lab.bench import bound, demo, results, table
-from wingbeat_lab.bench.config import BenchConfig, Checked
-from wingbeat_lab.bench.notes import NOTES
-from wingbeat_lab.bench.quantiles import Quantiles
-from wingbeat_lab.bench.results import Block, Deciding, Report, Run
-from wingbeat_lab.bench.speedup import Measured
+from wingbeat_lab.bench.config import LOSSES, BenchConfig, Checked
+from wingbeat_lab.bench.measure import Measured, Quantiles
+from wingbeat_lab.bench.results import Block, Deciding, Report, Run, TimeToLoss
+from wingbeat_lab.bench.table import NOTES
 from wingbeat_lab.lab.cross import Sample
+
+FAST_AND_SLOW = [
+    [[0.0, 1.0, 2.0], [0.5, 2.5, 4.5]],
+    [[10.0, 12.0], [10.5, 13.5]],
+]
+"""Two blocks of two workers, of two iterations and of one."""
+
+
+def test_each_worker_has_its_own_iterations() -> None:
+    samples = results.samples_by_rank_s(FAST_AND_SLOW)
+    assert samples == [[1.0, 1.0, 2.0], [2.0, 2.0, 3.0]]
+    made = results.rates(samples)
+    assert made.by_rank == pytest.approx([3 / 4, 3 / 7])
+    assert made.total == pytest.approx(3 / 4 + 3 / 7)
+
+
+def test_every_role_counts() -> None:
+    cpu = [{"worker": [0.4, 0.2], "server": [1.0]}, {"worker": [0.2, 0.1], "server": [0.5]}]
+    assert results.cpu_s_per_iteration(cpu, 3) == {
+        "server": pytest.approx([0.5]),
+        "worker": pytest.approx([0.2, 0.1]),
+    }
+    # From the first worker's begin to the last one's end: 4.5 s and 3.5 s.
+    assert results.cores_share(FAST_AND_SLOW, cpu, 2) == pytest.approx(2.4 / 16)
+    assert results.cores_share(FAST_AND_SLOW, cpu, 1) == pytest.approx(2.4 / 8)
+
+
+def test_a_role_that_took_time_in_one_block_alone_counts_there() -> None:
+    blocks = [{"worker": [1.0, 2.0]}, {"worker": [1.0, 2.0], "server": [0.0, 0.5]}]
+    found = results.cpu_s_per_iteration(blocks, 2)
+    assert found == {"server": [0.0, 0.25], "worker": [1.0, 2.0]}
+
+
+def curve(seconds: float, *losses: float) -> list[tuple[float, float]]:
+    return [(seconds, loss) for loss in losses]
+
+
+HIGH, LOW = [4.0] * LOSSES, [1.0] * LOSSES
+
+
+def test_the_mean_of_the_last_losses_counts() -> None:
+    own = curve(0.5, *HIGH, *LOW)
+    # Below 2.5 once more than half of the last ones are low.
+    assert results.seconds_to(2.5, [own]) == 0.5 * (LOSSES + LOSSES // 2 + 1)
+    assert results.seconds_to(1.0, [own]) is None
+    assert results.seconds_to(9.0, [own]) == 0.5 * LOSSES
+    assert results.seconds_to(9.0, [own[: LOSSES - 1]]) is None
+
+
+def test_of_all_workers_and_until_the_last_of_them() -> None:
+    low, high = curve(1.0, *LOW), curve(3.0, *HIGH)
+    assert results.seconds_to(2.6, [low, high]) == 3.0 * LOSSES
+    assert results.seconds_to(2.4, [low, high]) is None
+
+
+def test_steps_count_as_they_come_where_workers_are_not_in_lockstep() -> None:
+    fast, slow = curve(1.0, *HIGH, *LOW, *LOW), curve(4.0, *HIGH[:5])
+    # Of the last 20 steps the slow one made 4; 11 are low when the fast one has made its 21st.
+    assert results.seconds_to(2.5, [fast, slow]) == 21.0
+    assert results.seconds_to(2.5, [slow, fast]) == 21.0
+    assert results.seconds_to(0.5, [fast, slow]) is None
+
+
+def test_rounds_have_a_median_if_all_have_reached_it() -> None:
+    fast, slow, never = ([curve(s, *losses)] for s, losses in ((1, LOW), (3, LOW), (1, HIGH)))
+    times = [1.0 * LOSSES, 3.0 * LOSSES]
+    assert results.time_to_loss(2.0, [fast, slow]) == TimeToLoss(2.0, 2.0 * LOSSES, times)
+    assert results.time_to_loss(2.0, [fast, never]) == TimeToLoss(2.0, None, [times[0], None])
+
 
 FIELDS = {
     "strategy",

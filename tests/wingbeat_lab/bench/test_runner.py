@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from wingbeat_lab.bench import protocol, runner
+from wingbeat_lab.bench.attach import buckets, wrap
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.ddp import buckets, wrap
-from wingbeat_lab.bench.progress import Progress
+from wingbeat_lab.bench.estimate import Progress
 from wingbeat_lab.lab import Failure, LabStats, RunResult
 
 
@@ -26,7 +26,7 @@ def test_messages_move_the_progress_and_the_rest_is_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hearing = listener()
-    protocol.say("progress", done=9, row=1, round=1, iteration=0)
+    protocol.send_message("progress", done=9, row=1, round=1, iteration=0)
     hearing(0, capsys.readouterr().out.rstrip("\n"))
     hearing(0, "Traceback: something")
     assert "dear, round 2/2 (9/20 iterations done, about " in capsys.readouterr().err
@@ -35,7 +35,7 @@ def test_messages_move_the_progress_and_the_rest_is_kept(
 
 @pytest.mark.parametrize("text", ["", " ", " {", " 3", " " + "[" * 100_000])
 def test_what_is_no_message_is_output(text: str) -> None:
-    assert protocol.hear(text and f"@wingbeat-bench{text}") is None
+    assert protocol.parse_message(text and f"@wingbeat-bench{text}") is None
 
 
 def test_a_dead_worker_is_named_with_its_last_lines_and_its_code() -> None:

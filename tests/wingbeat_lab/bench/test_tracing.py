@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wingbeat.observe.events import stream
 from wingbeat_lab.bench import contenders, tracing
-from wingbeat_lab.bench.attached import Attached
+from wingbeat_lab.bench.attach import Attached
 
 
 def _recorded(last_bucket_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -11,8 +11,67 @@ from hypothesis import strategies as st
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench import traffic
 from wingbeat_lab.bench.config import BenchConfig
-from wingbeat_lab.bench.sent import Sent
+from wingbeat_lab.bench.traffic import Sent
+from wingbeat_lab.lab import counters
+from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters
+from wingbeat_lab.lab.cross import Sample
 from wingbeat_lab.lab.spec import LabSpec
+
+STEADY = [Sample(float(t), 1000 * t, 0.1 * t) for t in range(11)]
+"""1000 bytes in each second, for a tenth of a core."""
+FAST_LATER = [Sample(0.0, 0, 0.0), Sample(5.0, 5000, 0.5), Sample(10.0, 25_000, 1.0)]
+
+
+def test_a_rate_is_that_of_each_iteration_in_one_direction() -> None:
+    found = traffic.during({"x0": STEADY, "x1": FAST_LATER}, [[1.0, 3.5, 5.0, 7.5]], 2)
+    assert found.bytes == pytest.approx(6500 + 4000 + 10_000)
+    assert found.bit_per_s == pytest.approx([8000, 8000, 8 * (2500 + 10_000) / 2.5 / 2])
+    assert found.cores == pytest.approx(0.2)
+
+
+def test_what_was_between_rounds_does_not_count() -> None:
+    found = traffic.during({"x0": STEADY}, [[0.0, 1.0], [8.0, 9.0, 10.0]], 1)
+    assert found.bytes == pytest.approx(3000)
+    assert len(found.bit_per_s) == 3
+
+
+def test_before_the_first_sample_nothing_is_known_to_have_been_sent() -> None:
+    found = traffic.during({"x0": STEADY[5:]}, [[1.0, 4.0]], 1)
+    assert (found.bytes, found.bit_per_s) == (0.0, [0.0])
+
+
+def test_notes_name_what_was_asked_and_what_each_row_met() -> None:
+    lab = LabSpec.parse("fat-tree:4/2@1gbit+500mbit,cross=400mbitx4")
+    own = traffic.CrossTraffic(1e9, [3e8, 4e8, 5e8], 0.05)
+    asked, row = traffic.notes(lab, [("geryon", own)])
+    assert "400mbit asked each way on trunks of 500mbit, in 4 flows" in asked
+    assert row.startswith("geryon: 1000 MB; each way 400 Mbit/s")
+    assert traffic.notes(lab, []) == []
+
+
+def test_classes_of_all_interfaces_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    interface = InterfaceCounters(0, 0, 100, 1)
+    monkeypatch.setattr(
+        counters, "read", lambda: {"eth0": interface, "eth1": interface, "lo": interface}
+    )
+    asked: list[int] = []
+
+    def classes(prio: int) -> dict[str, dict[str, ClassCounters]]:
+        asked.append(prio)
+        port = {"ef": ClassCounters(10, 1, 0), "be": ClassCounters(95, 1, 0)}
+        return {"eth0": port, "eth1": port}
+
+    monkeypatch.setattr(counters, "read_classes", classes)
+    sent = Sent.read(LabSpec.parse("star:2x2@1gbit,prio=2"))
+    assert sent == Sent(200, {"ef": 20, "be": 190})
+    assert Sent.read(LabSpec.parse("star:2x2@1gbit")) == Sent(200, {})
+    assert Sent.read(LabSpec.parse("loopback:2")) == Sent(100, {})
+    assert asked == [2]
+
+
+def test_since_is_an_iteration() -> None:
+    before, after = Sent(100, {"ef": 10, "be": 90}), Sent(500, {"ef": 110, "be": 390})
+    assert after.since(before, 4) == Sent(100, {"ef": 25, "be": 75})
 
 
 def test_a_burst_is_seen_in_its_window_and_in_the_mean() -> None:

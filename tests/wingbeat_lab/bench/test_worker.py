@@ -5,22 +5,127 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import wingbeat
+from helpers.pool import Pool
+from wingbeat.collectives import Handle
+from wingbeat.observe.events import COLLECTIVES, stream
 from wingbeat.planning.control import Decisions
 from wingbeat.transport import loopback
 from wingbeat_lab.bench import attach, worker
-from wingbeat_lab.bench import training as training_module
-from wingbeat_lab.bench.attached import Attached
+from wingbeat_lab.bench.attach import Attached
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.models import Built
 from wingbeat_lab.bench.pace import Open, Pace
-from wingbeat_lab.bench.training import Training
-from wingbeat_lab.bench.worker import Worker
+from wingbeat_lab.bench.worker import Training, Worker
+
+
+def training(monkeypatch: pytest.MonkeyPatch, worth: list[float] | None) -> tuple[Any, list[int]]:
+    """A row whose n-th iteration brings what ``worth`` says to what is applied; None: lockstep."""
+    made = SimpleNamespace(applied=None if worth is None else lambda: sum(worth[: len(own)]))
+    row, own = Training(*[SimpleNamespace()] * 4, made), list[int]()  # type: ignore[arg-type]
+
+    def iterate(_: Training, number: int) -> None:
+        own.append(number)
+        row.curve.append((0.0, 0.0))
+
+    monkeypatch.setattr(Training, "iterate", iterate)
+    return row, own
+
+
+def test_in_lockstep_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, own = training(monkeypatch, None)
+    assert list(row.iterations(5, 3)) == [0, 1, 2]
+    assert own == [5, 6, 7]
+    assert row.done() == 3
+
+
+@pytest.mark.parametrize(
+    ("worth", "made"),
+    [
+        ([1.0, 1.0, 1.0], 3),
+        ([0.5] * 9, 6),  # others are slow
+        ([0.0, 2.5, 0.5], 3),  # what others have made comes at once
+        ([0.1] * 40, 30),  # adds up to a little less than whole numbers
+        ([5.0], 1),
+    ],
+)
+def test_without_lockstep_what_was_applied_counts(
+    monkeypatch: pytest.MonkeyPatch, worth: list[float], made: int
+) -> None:
+    row, own = training(monkeypatch, worth)
+    assert list(row.iterations(1, 3)) == [0, 1, 2]
+    assert len(own) == made
+
+
+def test_what_was_applied_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    row, own = training(monkeypatch, [2.0] + [1.0] * 9)
+    list(row.iterations(1, 1))
+    assert list(row.iterations(2, 2)) == [0, 1]
+    assert len(own) == 3
+
+
+STEPS = 4
+BUCKET_MB = 100 * 4 / 2**20
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+def collectives_of(only: str) -> dict[str, int]:
+    """How often each collective ran, in four iterations after the first two."""
+    world = wingbeat.init(timeout=30.0)
+    try:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(10, 10, bias=False) for _ in range(3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        strategy = wingbeat.DeAR(plan="fixed", mb=BUCKET_MB, edge_mb=0)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy)
+        if only:
+            worker.use_only(only, model, world, strategy.topology)
+        for step in range(2 + STEPS):
+            if step == 2:
+                model.synchronize()  # type: ignore[operator]
+                stream.start(world.rank)
+            optimizer.zero_grad()
+            model(torch.ones(4, 10)).sum().backward()
+            optimizer.step()
+        model.synchronize()  # type: ignore[operator]
+        counted = Counter(event.what for event in stream.stop())
+        wingbeat.release(model, optimizer)
+        return {what: counted[what] for what in COLLECTIVES if counted[what]}
+    finally:
+        wingbeat.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("only", "left"),
+    [
+        ("", {"reduce_scatter": 3 * STEPS, "all_gather": 3 * STEPS}),
+        ("RS-only", {"reduce_scatter": 3 * STEPS}),
+        ("AG-only", {"all_gather": 3 * STEPS}),
+    ],
+)
+def test_only_one_half_travels(pool: Pool, only: str, left: dict[str, int]) -> None:
+    assert pool.run(collectives_of, only) == [left, left]
+
+
+def test_without_gathers_the_reduce_scatter_is_still_waited_for() -> None:
+    own = object.__new__(worker.ReduceScatterOnly)
+    reduced = Handle([])
+    assert own.all_gather(torch.zeros(4), bucket=0, after=reduced) is reduced
+
 
 FOUND = Decisions(bucket_bytes=4096)
 
@@ -161,7 +266,7 @@ def test_a_slow_worker_sleeps_before_its_iteration_and_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(training_module, "time", clock)
+    monkeypatch.setattr(worker, "time", clock)
     began: list[float] = []
 
     def step(*_: Any) -> float:

@@ -14,7 +14,7 @@ import pytest
 from helpers.disk import room_for
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench import contenders, table
-from wingbeat_lab.bench.printed import Printed
+from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import spread, write
 
 PNG = b"\x89PNG\r\n\x1a\n"

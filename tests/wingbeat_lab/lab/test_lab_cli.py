@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from wingbeat.errors import LabError, UsageError
 from wingbeat_lab import lab
 from wingbeat_lab.cli.lab import app
-from wingbeat_lab.lab import features, registry
+from wingbeat_lab.lab import features, launch
 from wingbeat_lab.lab.counters import LabStats
 
 cli = CliRunner()
@@ -86,15 +86,15 @@ def test_bad_input_is_a_usage_error(arguments: list[str]) -> None:
 
 
 def test_stats_without_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "running", list)
+    monkeypatch.setattr(launch, "running", list)
     error = cli.invoke(app, ["stats"]).exception
     assert isinstance(error, LabError)
     assert "no lab is running" in str(error)
 
 
 def test_stats_asks_which_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    labs = [registry.RunningLab(n, ("true",), LabStats(n, {})) for n in ("12-ab", "34-cd")]
-    monkeypatch.setattr(registry, "running", lambda: labs)
+    labs = [launch.RunningLab(n, ("true",), LabStats(n, {})) for n in ("12-ab", "34-cd")]
+    monkeypatch.setattr(launch, "running", lambda: labs)
     with pytest.raises(LabError, match="12-ab, 34-cd"):
         lab.stats()
     assert lab.stats("34-cd").spec == "34-cd"

@@ -8,7 +8,7 @@ import pytest
 
 from wingbeat_lab.lab import counters
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
-from wingbeat_lab.lab.environment import worker_environment
+from wingbeat_lab.lab.inner import worker_environment
 from wingbeat_lab.lab.network import explain
 from wingbeat_lab.lab.spec import LabSpec
 

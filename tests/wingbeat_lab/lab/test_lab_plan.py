@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
-from wingbeat_lab.lab import realise
+from wingbeat_lab.lab import network
 from wingbeat_lab.lab.plan import Host, NetworkPlan, plan_network
-from wingbeat_lab.lab.spec import LabSpec
-from wingbeat_lab.lab.units import MAX_RATE, MIN_RATE
+from wingbeat_lab.lab.spec import MAX_RATE, MIN_RATE, LabSpec
 
 texts = st.one_of(
     st.builds("star:{}x{}@1gbit".format, st.integers(1, 600), st.integers(1, 4)),
@@ -131,36 +130,36 @@ def test_loopback_has_no_network() -> None:
 
 @given(st.integers(MIN_RATE, MAX_RATE))
 def test_pieces_fit_the_burst_and_bursts_stay_below_a_percent_of_a_second(rate: int) -> None:
-    burst = realise.burst_bytes(rate)
-    assert 2 * 1514 < realise.piece_bytes(rate) <= burst - realise.HEADROOM
+    burst = network.burst_bytes(rate)
+    assert 2 * 1514 < network.piece_bytes(rate) <= burst - network.HEADROOM
     assert burst <= 96 * 1024
-    assert burst <= max(realise.MIN_BURST, rate / 8 * 0.01)
-    assert realise.queue_bytes(rate) >= max(1_000_000, rate // 8 // 20)
+    assert burst <= max(network.MIN_BURST, rate / 8 * 0.01)
+    assert network.queue_bytes(rate) >= max(1_000_000, rate // 8 // 20)
 
 
 def test_fast_links_take_whole_pieces() -> None:
-    assert realise.piece_bytes(10**9) == 65536
+    assert network.piece_bytes(10**9) == 65536
 
 
 def test_every_direction_of_every_link_is_shaped_to_its_own_rate() -> None:
     plan = plan_network(LabSpec.parse("fat-tree:4/2@1gbit+500mbit,h3@200mbit"))
-    switch = " | ".join(realise.switch_shaping(plan))
+    switch = " | ".join(network.switch_shaping(plan))
     for device, rate in [("h0e0", 10**9), ("h3e0", 2 * 10**8), ("up0-0", 5 * 10**8)]:
         assert f"dev {device} root handle 1: tbf rate {rate}bit" in switch
     assert f"dev down0-1 root handle 1: tbf rate {5 * 10**8}bit" in switch
-    (host,) = realise.host_shaping(plan.hosts[3], plan.prio)
+    (host,) = network.host_shaping(plan.hosts[3], plan.prio)
     assert "dev eth0 root handle 1: tbf rate 200000000bit" in host
 
 
 def test_priority_classes_by_dscp() -> None:
-    lines = realise.shape("eth0", 10**9, 3)
+    lines = network.shape("eth0", 10**9, 3)
     assert [line.split("match ")[1] for line in lines if "u32" in line] == [
         "ip dsfield 0xb8 0xfc flowid 1:10",
         "ip dsfield 0x88 0xfc flowid 1:11",
         "u32 0 0 flowid 1:10",
     ]
     assert "htb default 12" in lines[0]
-    assert [realise.class_names(k) for k in (0, 2, 4)] == [
+    assert [network.class_names(k) for k in (0, 2, 4)] == [
         ("all",),
         ("ef", "be"),
         ("ef", "af41", "af21", "be"),

@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
-from wingbeat_lab.lab.spec import LabSpec, Override
-from wingbeat_lab.lab.units import MAX_RATE, MIN_RATE, format_rate, parse_rate, parse_time
+from wingbeat_lab.lab.spec import (
+    MAX_RATE,
+    MIN_RATE,
+    LabSpec,
+    Override,
+    format_rate,
+    parse_rate,
+    parse_time,
+)
 
 rates = st.integers(MIN_RATE, MAX_RATE)
 

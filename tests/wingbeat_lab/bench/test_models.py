@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from wingbeat_lab.bench import digits
+from wingbeat_lab.bench import models
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -14,5 +14,5 @@ def test_testing_a_model_leaves_its_mode_as_it_was(training: bool) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Dropout(1.0), nn.Identity())
     model.train(training)
     images = torch.eye(4).view(4, 1, 2, 2)
-    assert digits.accuracy(model, images, torch.tensor([0, 1, 2, 0])) == 0.75
+    assert models.accuracy(model, images, torch.tensor([0, 1, 2, 0])) == 0.75
     assert all(module.training is training for module in model.modules())

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from wingbeat_lab.bench import ddp
+from wingbeat_lab.bench import attach
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,10 @@ def _group() -> Iterator[None]:
 def test_only_the_model_at_hand_has_smaller_buckets() -> None:
     untyped: Any = dist
     usual = untyped._DEFAULT_FIRST_BUCKET_BYTES
-    scaled: Any = ddp.wrap(nn.Linear(3, 3), mb=ddp.DEFAULT_MB, scale=0.25)
+    scaled: Any = attach.wrap(nn.Linear(3, 3), mb=attach.DEFAULT_MB, scale=0.25)
     assert scaled.bucket_bytes_cap == int(0.25 * 25 * 2**20)
     assert usual == untyped._DEFAULT_FIRST_BUCKET_BYTES
-    plain: Any = ddp.wrap(nn.Linear(3, 3), mb=ddp.DEFAULT_MB, scale=1.0)
+    plain: Any = attach.wrap(nn.Linear(3, 3), mb=attach.DEFAULT_MB, scale=1.0)
     assert plain.bucket_bytes_cap == 25 * 2**20
 
 
@@ -40,6 +40,6 @@ def test_the_first_bucket_is_put_back_also_where_ddp_fails(monkeypatch: pytest.M
 
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_ddp_init_helper", fail)
     with pytest.raises(ArithmeticError):
-        ddp.wrap(nn.Linear(3, 3), mb=ddp.DEFAULT_MB, scale=0.25)
+        attach.wrap(nn.Linear(3, 3), mb=attach.DEFAULT_MB, scale=0.25)
     assert seen == [usual // 4]
     assert usual == untyped._DEFAULT_FIRST_BUCKET_BYTES
