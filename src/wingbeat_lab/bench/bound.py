@@ -191,7 +191,7 @@ BOUNDS = {
         _compute,
     ),
     "local": Bound(
-        "t_ff + t_bp: models may be averaged under computation, in a group or now and then",
+        "t_ff + t_bp: models may be averaged under computation, in a group or periodically",
         _compute,
         _compute,
     ),

@@ -194,7 +194,7 @@ class BenchConfig:
         if shortest < LOSSES:
             raise UsageError(
                 f"target_loss = {target:g} with {shortest} iterations in a round, warm-up included;"
-                f" allowed: {LOSSES} or more, whose mean loss is looked at"
+                f" allowed: {LOSSES} or more, whose mean loss is compared"
             )
 
     def _check_row(self, row: Contender, model: BenchModel) -> None:

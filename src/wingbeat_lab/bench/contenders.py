@@ -171,11 +171,13 @@ def names() -> list[str]:
 
 def about() -> dict[str, str]:
     """Return a one-line description of every name, and its traits without options."""
-    said = {name: f"{known.note} ({known.traits.words()})" for name, known in BASELINES.items()}
+    descriptions = {
+        name: f"{known.note} ({known.traits.words()})" for name, known in BASELINES.items()
+    }
     for name, preset in baselines.PRESETS.items():
         what = (preset.__doc__ or "").partition("\n")[0]
-        said[name] = f"{what} ({preset().traits.words()})"
-    return said | {"strategy": f"A composition of your own, as in {COMPOSED}."}
+        descriptions[name] = f"{what} ({preset().traits.words()})"
+    return descriptions | {"strategy": f"A composition of your own, as in {COMPOSED}."}
 
 
 def parse(text: str) -> Contender:

@@ -71,7 +71,7 @@ def about(demo: Plan) -> list[str]:
     if demo.unshaped:
         where = [
             "Four workers on this machine's loopback. LINKS ARE UNSHAPED: they are as fast as",
-            "memory, so the times below say little about a network. For emulated hosts and links:",
+            "memory, so the times below do not describe a network. For emulated hosts and links:",
             f"  {demo.unshaped}",
         ]
     else:

@@ -127,10 +127,10 @@ def _failure(ended: lab.RunResult, listener: Listener) -> WorkerError:
     if failure is None:
         return WorkerError("the bench was ended before its workers were done", ended.exit_code)
     lines = [line for line in listener.last.get(failure.rank, ()) if line.strip()]
-    said = "".join(f"\n  {line}" for line in lines) or " it said nothing"
+    output = "".join(f"\n  {line}" for line in lines) or " no output"
     return WorkerError(
         f"rank {failure.rank} on {failure.host} ended with exit code {failure.code} after "
-        f"{failure.after:.1f} s; its last lines:{said}",
+        f"{failure.after:.1f} s; its last lines:{output}",
         failure.code,
     )
 

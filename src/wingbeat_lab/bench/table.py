@@ -128,7 +128,7 @@ NOTES = {
         " sum. Without lockstep (canary) an iteration is as many gradients as all workers make in"
         " one, once they are applied. Where models are averaged (ripples, adpsgd, localsgd, diloco)"
         " an iteration is over when all workers together have made as many steps as there are"
-        " workers, whoever made them: fast ones go on, and a turn ends when there are enough. All"
+        " workers, of any worker: fast ones continue, and a turn ends when there are enough. All"
         " ranks then have the same times; see steps_by_rank"
     ),
     "steps_by_rank": (
@@ -208,7 +208,7 @@ NOTES = {
         " iterations found that it is not faster; null without one"
     ),
     "merge": (
-        "what the row's plan of merged gradients says of itself on rank 0, in the first round that"
+        "the description of the row's plan of merged gradients on rank 0, in the first round that"
         " has one: its kind, the number of buckets and tensors, the predicted seconds of an"
         " iteration and of its parts, the costs they come from, what was measured (measured_s)"
         " and which plans a trial has compared (tried, the chosen first); null where nothing is"
@@ -235,8 +235,8 @@ NOTES = {
         f"with --target-loss: seconds of training until the mean loss of the last {LOSSES}"
         " iterations, mean over workers, is below the target. Warm-up and timed iterations both"
         " count, each worker's by its own clock, until the last worker is there; deciding does not,"
-        " nor the pause in which bytes are counted. Each round trains anew: seconds is the median"
-        " over the rounds, null unless the target was reached in all of them"
+        " nor the pause in which bytes are counted. Each round trains from the start: seconds is"
+        " the median over the rounds, null unless the target was reached in all of them"
     ),
     "final_loss": "loss of the last timed iteration, mean over workers",
 }
@@ -370,17 +370,17 @@ def decided(decision: dict[str, Any]) -> str:
     >>> decided({"codec": "off", "bucket_bytes": 2_726_297})
     'codec off, buckets of 2.6 MB'
     """
-    said = []
+    parts = []
     if "codec" in decision:
-        said.append(f"codec {decision['codec']}")
+        parts.append(f"codec {decision['codec']}")
     if "bucket_bytes" in decision:
-        said.append(f"buckets of {format_mb(decision['bucket_bytes'])} MB")
+        parts.append(f"buckets of {format_mb(decision['bucket_bytes'])} MB")
     if "buckets" in decision:
         of = f" ({' = '.join(decision['rules'])})" if decision.get("rules") else ""
-        said.append(f"layers merged into {decision['buckets']} buckets{of}")
+        parts.append(f"layers merged into {decision['buckets']} buckets{of}")
     if "thresholds" in decision:
-        said.append(f"thresholds {format_thresholds(tuple(decision['thresholds']))}")
-    return ", ".join(said)
+        parts.append(f"thresholds {format_thresholds(tuple(decision['thresholds']))}")
+    return ", ".join(parts)
 
 
 def acted(by_rank: Sequence[Mapping[str, int]]) -> str:

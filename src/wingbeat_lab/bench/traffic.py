@@ -78,17 +78,17 @@ def notes(lab: LabSpec, rows: Sequence[tuple[str, CrossTraffic]]) -> list[str]:
         return []
     flows = f"{lab.cross_flows} flow{'s' * (lab.cross_flows > 1)}"
     asked = (
-        f"cross-traffic of hosts that do not train, best effort: {format_rate(lab.cross)} asked "
-        f"each way on trunks of {format_rate(lab.trunk)}, in {flows}; received in the timed "
-        "iterations, by the kernel's counters:"
+        f"cross-traffic of hosts that do not train, best effort: {format_rate(lab.cross)} "
+        f"requested each way on trunks of {format_rate(lab.trunk)}, in {flows}; received in the "
+        "timed iterations, by the kernel's counters:"
     )
-    return [asked, *(f"{name}: {said(own)}" for name, own in rows)]
+    return [asked, *(f"{name}: {describe_cross(own)}" for name, own in rows)]
 
 
-def said(own: CrossTraffic) -> str:
+def describe_cross(own: CrossTraffic) -> str:
     """Format the amount.
 
-    >>> said(CrossTraffic(3e9, [2e8] * 9 + [1e8], 0.05))
+    >>> describe_cross(CrossTraffic(3e9, [2e8] * 9 + [1e8], 0.05))
     '3000 MB; each way 200 Mbit/s (p10 .. p90 of iterations: 190 .. 200), 0.05 cores'
     """
     mbit = Quantiles.of(1e-6 * rate for rate in own.bit_per_s)
@@ -240,8 +240,10 @@ def draw_png(rows: Sequence[tuple[str, Traffic]], path: Path, *, title: str) -> 
     for at, (name, own) in zip(axes, rows, strict=True):
         times = [i * own.windows_s for i in range(len(own.series))]
         at.fill_between(times, [100 * share for share in own.series], step="post", alpha=0.6)
-        said = f"{name}: mean {100 * own.mean:.0f}%, busiest window of a host {100 * own.peak:.0f}%"
-        at.set_title(said, loc="left", fontsize=10)
+        title = (
+            f"{name}: mean {100 * own.mean:.0f}%, busiest window of a host {100 * own.peak:.0f}%"
+        )
+        at.set_title(title, loc="left", fontsize=10)
         at.set_ylim(0, 100)
         at.set_ylabel("% of links")
     axes[-1].set_xlabel("seconds of training, all rounds; mean over hosts")

@@ -319,7 +319,7 @@ class Worker:
         normal_s: seconds of a normal iteration; 0 without slow workers.
         folder: for files that workers share.
         done: iterations so far that count for the progress.
-        said: time of the last progress message, by the monotonic clock.
+        reported: time of the last progress message, by the monotonic clock.
         decisions: of each row about its training, by row.
         pace: how codec work is slowed.
         fixed: by row, `pace.fixed_costs` of its codec.
@@ -330,7 +330,7 @@ class Worker:
     normal_s: float = 0.0
     folder: Path = Path()
     done: int = 0
-    said: float = 0.0
+    reported: float = 0.0
     decisions: dict[int, Decisions] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     fixed: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -344,8 +344,8 @@ class Worker:
         """Count an iteration; rank 0 reports to the parent, at most ten times a second."""
         self.done += 1
         now = time.monotonic()
-        if self.rank == 0 and now - self.said >= 0.1:
-            self.said = now
+        if self.rank == 0 and now - self.reported >= 0.1:
+            self.reported = now
             send_message("progress", done=self.done, row=row, round=round_, iteration=iteration)
 
     def training(
@@ -376,16 +376,16 @@ def run_block(worker: Worker, row: int, round_: int) -> Block | None:
         before, worth = _warmed_up(worker, own, row, round_)
         fired = own.made.fired
         earlier = {} if fired is None else fired()
-        said = _timed(worker, own, row, round_)
+        result = _timed(worker, own, row, round_)
         if fired is not None:
-            said["fired"] = {what: count - earlier[what] for what, count in fired().items()}
-        said |= asdict(_settled(worker, own.made).since(before, own.done() - worth))
+            result["fired"] = {what: count - earlier[what] for what, count in fired().items()}
+        result |= asdict(_settled(worker, own.made).since(before, own.done() - worth))
         about: dict[str, Any] = {}
         if own.steps is not None:
-            said["starts"], about["steps_by_rank"] = _counted(worker, own.steps, said, round_)
+            result["starts"], about["steps_by_rank"] = _counted(worker, own.steps, result, round_)
         about["accuracy"] = own.built.accuracy(own.made.model)
         about |= {"coded": own.made.coded, "merge": own.made.merge}
-    return _gather(worker, row, said, about)
+    return _gather(worker, row, result, about)
 
 
 def _warmed_up(worker: Worker, own: Training, row: int, round_: int) -> tuple[Sent, float]:
@@ -424,16 +424,16 @@ def _timed(worker: Worker, own: Training, row: int, round_: int) -> dict[str, An
             worker.tick(row, round_, done)
     used = own_cpu_s() - used
     served = children_cpu_s() - served
-    said: dict[str, Any] = {"starts": starts, "cpu_s": (used, served), "loss": own.curve[-1][1]}
+    result: dict[str, Any] = {"starts": starts, "cpu_s": (used, served), "loss": own.curve[-1][1]}
     if config.target_loss is not None:
-        said["curve"] = own.curve
+        result["curve"] = own.curve
     if sampler is not None:
-        said["traffic"] = sampler.samples
-    return said
+        result["traffic"] = sampler.samples
+    return result
 
 
 def _counted(
-    worker: Worker, counted: SharedSteps, said: dict[str, Any], round_: int
+    worker: Worker, counted: SharedSteps, result: dict[str, Any], round_: int
 ) -> tuple[list[float], list[int]]:
     """End times of the timed iterations, by all workers' steps, and the steps of each worker."""
     config = worker.checked.config
@@ -442,7 +442,7 @@ def _counted(
         worker.checked.workers,
         before=config.warmup,
         count=config.share(round_),
-        begin=said["starts"][0],
+        begin=result["starts"][0],
     )
 
 
@@ -519,22 +519,24 @@ def _settled(worker: Worker, made: Attached) -> Sent:
     return sent
 
 
-def _gather(worker: Worker, row: int, said: dict[str, Any], about: dict[str, Any]) -> Block | None:
+def _gather(
+    worker: Worker, row: int, result: dict[str, Any], about: dict[str, Any]
+) -> Block | None:
     """Combine all workers' results of a block with those of rank 0."""
-    everyone = worker.world.exchange("block", said)
+    results = worker.world.exchange("block", result)
     if worker.rank:
         return None
-    losses = [each["loss"] for each in everyone]
+    losses = [each["loss"] for each in results]
     return Block(
         row=row,
-        starts=[each["starts"] for each in everyone],
-        sent_bytes=[each["sent"] for each in everyone],
-        sent_by_class=[each["classes"] for each in everyone if each["classes"]],
-        cpu_s=_by_role([each["cpu_s"] for each in everyone]),
+        starts=[each["starts"] for each in results],
+        sent_bytes=[each["sent"] for each in results],
+        sent_by_class=[each["classes"] for each in results if each["classes"]],
+        cpu_s=_by_role([each["cpu_s"] for each in results]),
         loss=sum(losses) / len(losses),
-        curves=[each["curve"] for each in everyone] if "curve" in said else None,
-        traffic=[each["traffic"] for each in everyone] if "traffic" in said else None,
-        fired_by_rank=[each["fired"] for each in everyone] if "fired" in said else None,
+        curves=[each["curve"] for each in results] if "curve" in result else None,
+        traffic=[each["traffic"] for each in results] if "traffic" in result else None,
+        fired_by_rank=[each["fired"] for each in results] if "fired" in result else None,
         **about,
     )
 

@@ -27,7 +27,7 @@ RUN_HELP = """Run CMD on every host of an emulated cluster, with the environment
 \b
 Examples:
   wingbeat lab run star:4@1gbit -- python train.py
-  wingbeat lab run star:4x2@1gbit -- python train.py         two network cards
+  wingbeat lab run star:4x2@1gbit -- python train.py         two interfaces
   wingbeat lab run bcube:3x2@250mbit -- python train.py      BCube, 9 hosts
   wingbeat lab run fat-tree:8/4@1gbit+500mbit -- python train.py
   wingbeat lab run star:4@1gbit,h3@200mbit -- python train.py
@@ -63,7 +63,7 @@ def run(
     if prio is not None:
         cluster = cluster.with_prio(prio)
     if not cluster.shaped:
-        _say(f"{cluster}: workers share this host's loopback; links are unshaped")
+        _print(f"{cluster}: workers share this host's loopback; links are unshaped")
     signal.signal(signal.SIGTERM, _interrupt)
     result = lab.run(
         cluster,
@@ -72,7 +72,7 @@ def run(
         fail=fail,
         timeout=timeout,
         grace=grace,
-        on_event=lambda text: _say(f"fault: {text}"),
+        on_event=lambda text: _print(f"fault: {text}"),
     )
     if stats:
         _print_stats(result.stats)
@@ -88,7 +88,7 @@ def _summary(result: lab.RunResult, timeout: float | None) -> None:
     """Print which rank failed first, and the exit codes of the others."""
     first = result.first_failure
     if result.timed_out:
-        _say(f"ended after the time limit of {timeout:g} s")
+        _print(f"ended after the time limit of {timeout:g} s")
     elif first is not None:
         others = [
             f"rank {rank}: {code}"
@@ -96,7 +96,7 @@ def _summary(result: lab.RunResult, timeout: float | None) -> None:
             if code and rank != first.rank
         ]
         rest = f"; then {', '.join(others)}" if others else "; no other failed"
-        _say(
+        _print(
             f"{first.host} (rank {first.rank}) failed first: {_describe(first.code)} "
             f"after {first.after:.1f} s{rest}"
         )
@@ -111,7 +111,7 @@ def _describe(code: int) -> str:
     return f"exit code {code}"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"wingbeat lab: {text}", file=sys.stderr, flush=True)
 
 

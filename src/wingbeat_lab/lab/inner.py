@@ -104,7 +104,7 @@ class Lab:
 
     def _serve(self) -> None:
         os.set_blocking(INPUT, False)
-        self.supervisor.watch(INPUT, self._hear)
+        self.supervisor.watch(INPUT, self._read_input)
         listener = socket.socket(fileno=self.job["listener"])
         listener.setblocking(False)
         self.supervisor.watch(listener, lambda: self._answer(listener))
@@ -132,9 +132,9 @@ class Lab:
         if self.network is None or not self.spec.cross:
             return
         for host, command in cross.commands(self.network.plan, self.spec):
-            last = ["it said nothing"]
+            last = ["no output"]
 
-            def said(line: str, name: str = host.name, last: list[str] = last) -> None:
+            def on_line(line: str, name: str = host.name, last: list[str] = last) -> None:
                 try:
                     emit({"event": "cross", "host": name, "sample": cross.Sample.read(line)})
                 except ValueError:
@@ -144,13 +144,13 @@ class Lab:
                 text = f"cross-traffic on {name} ended with exit code {code}: {last[0]}"
                 emit({"event": "error", "kind": "lab", "text": text})
 
-            self.supervisor.start_beside(host.index, command, self.network.enter, said, ended)
+            self.supervisor.start_beside(host.index, command, self.network.enter, on_line, ended)
 
     def _enter(self, rank: int) -> None:
         if self.network is not None:
             self.network.enter(rank // self.per_host)
 
-    def _hear(self) -> None:
+    def _read_input(self) -> None:
         data = os.read(INPUT, 4096)
         if not data:
             self.abandon()

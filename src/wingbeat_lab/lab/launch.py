@@ -75,7 +75,7 @@ def choose(labs: list[RunningLab], name: str | None) -> RunningLab:
     if not labs:
         raise LabError("no lab is running; start one with: wingbeat lab run SPEC -- CMD")
     names = ", ".join(lab.name for lab in labs)
-    raise LabError(f"{len(labs)} labs are running, say which: {names}")
+    raise LabError(f"{len(labs)} labs are running, name one of them: {names}")
 
 
 def _names() -> list[str]:

@@ -37,14 +37,14 @@ class Worker:
     """One process, its incomplete last line, and its callbacks.
 
     Attributes:
-        said: called with each line.
+        on_line: called with each line.
         ended: called with the exit code; 128 + n for signal n.
     """
 
     rank: int
     pid: int
     pipe: int
-    said: Callable[[str], None]
+    on_line: Callable[[str], None]
     ended: Callable[[int], None]
     open_line: bytearray = field(default_factory=bytearray)
     code: int | None = None
@@ -93,8 +93,9 @@ class Supervisor:
         UsageError if the command cannot be executed, LabError if it cannot enter its host.
         """
         for rank, env in enumerate(environments):
-            said, ended = functools.partial(self._say, rank), functools.partial(self._tell, rank)
-            self.workers.append(self._start_one(rank, command, env, enter, said, ended))
+            on_line = functools.partial(self._emit_line, rank)
+            ended = functools.partial(self._tell, rank)
+            self.workers.append(self._start_one(rank, command, env, enter, on_line, ended))
         self._began = time.monotonic()
 
     def start_beside(
@@ -102,14 +103,14 @@ class Supervisor:
         number: int,
         command: Sequence[str],
         enter: Callable[[int], None],
-        said: Callable[[str], None],
+        on_line: Callable[[str], None],
         ended: Callable[[int], None],
     ) -> None:
         """Start a process that is no worker: the run does not wait for it; the lab ends it.
 
         UsageError if the command cannot be executed, LabError if it cannot enter its host.
         """
-        self.beside.append(self._start_one(number, command, os.environ, enter, said, ended))
+        self.beside.append(self._start_one(number, command, os.environ, enter, on_line, ended))
 
     def _start_one(
         self,
@@ -117,7 +118,7 @@ class Supervisor:
         command: Sequence[str],
         env: Mapping[str, str],
         enter: Callable[[int], None],
-        said: Callable[[str], None],
+        on_line: Callable[[str], None],
         ended: Callable[[int], None],
     ) -> Worker:
         def prepare() -> None:
@@ -148,7 +149,7 @@ class Supervisor:
             os.close(writer)
         process.returncode = 0  # waitid reaped it here, not subprocess
         os.set_blocking(reader, False)
-        worker = Worker(rank, process.pid, reader, said, ended)
+        worker = Worker(rank, process.pid, reader, on_line, ended)
         self.watch(reader, lambda: self._read(worker))
         return worker
 
@@ -253,16 +254,16 @@ class Supervisor:
             worker.open_line += data
             *lines, worker.open_line = worker.open_line.split(b"\n")
             for line in lines:
-                worker.said(_text(line))
+                worker.on_line(_text(line))
             if len(worker.open_line) > MAX_LINE or (not data and worker.open_line):
-                worker.said(_text(worker.open_line))
+                worker.on_line(_text(worker.open_line))
                 worker.open_line = bytearray()
             if not data:
                 self.unwatch(worker.pipe)
                 os.close(worker.pipe)
                 worker.pipe = -1
 
-    def _say(self, rank: int, line: str) -> None:
+    def _emit_line(self, rank: int, line: str) -> None:
         self._emit({"event": "line", "rank": rank, "line": line})
 
 

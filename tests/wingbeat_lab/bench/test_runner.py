@@ -51,7 +51,7 @@ def test_a_dead_worker_is_named_with_its_last_lines_and_its_code() -> None:
 
 
 def test_a_dead_worker_that_said_nothing() -> None:
-    assert str(runner._failure(ended(1), listener())).endswith("it said nothing")
+    assert str(runner._failure(ended(1), listener())).endswith("no output")
 
 
 def test_ddps_buckets_shrink_with_the_model() -> None:

@@ -180,7 +180,7 @@ def test_cards_have_the_range_of_rounds() -> None:
         return {"seconds": seconds, "mb": {"eth0": 0.5, "eth1": 0.7}}
 
     found = {"2": [turn(0.1), turn(0.2)], "1": [turn(0.3), turn(0.3)]}
-    with benchmark("average_cards") as cards:
+    with benchmark("average_interfaces") as cards:
         made = cards.table({"rows": {"ripples": found}}, "star:4x2@1gbit")
     times = ("150.0", "100.0 .. 200.0", "300.0", "300.0 .. 300.0")
     assert made.rows == (("ripples", "0.500", "0.700", *times, "2.00"),)

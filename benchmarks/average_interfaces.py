@@ -1,6 +1,6 @@
 """Averages of models over one network interface per host and over two: bytes by NIC, and time.
 
-    python benchmarks/average_cards.py --json out/average_cards.json
+    python benchmarks/average_interfaces.py --json out/average_interfaces.json
 
 Real processes, two on each host of a lab, average a model after each step, without computation. The
 kernel's counters of each NIC give the bytes that a host sends, which are divided by its workers and
@@ -70,7 +70,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="of each worker (20)")
     parser.add_argument("--mb", type=float, default=4.0, help="of the model (4)")
     parser.add_argument("--rounds", type=int, default=2, help="(2)")
-    parser.add_argument("--json", type=Path, default=Path("out/average_cards.json"), metavar="FILE")
+    parser.add_argument(
+        "--json", type=Path, default=Path("out/average_interfaces.json"), metavar="FILE"
+    )
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Servers with several network interfaces: an iteration over all NICs, and over the first.
 
-    python benchmarks/server_cards.py --json out/server_cards.json
-    python benchmarks/server_cards.py --lab star:2x2@1gbit --strategies geryon:update=server
+    python benchmarks/server_interfaces.py --json out/server_interfaces.json
+    python benchmarks/server_interfaces.py --lab star:2x2@1gbit --strategies geryon:update=server
 
 Workers of a lab, each with one server on its host, train six layers of 1.4 million parameters each,
 whose computation is short, so that the network is the limit. Bytes are the kernel's, by NIC.
@@ -119,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lab", default="star:4x2@200mbit")
     parser.add_argument("--strategies", nargs="+", default=ROWS)
-    parser.add_argument("--json", type=Path, default=Path("out/server_cards.json"))
+    parser.add_argument("--json", type=Path, default=Path("out/server_interfaces.json"))
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:

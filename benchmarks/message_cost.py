@@ -1,7 +1,7 @@
 """The CPU cost of a message between workers under bounded staleness.
 
-    python benchmarks/letters.py --json out/letters.json
-    python benchmarks/letters.py --workers 4 --colayers 4
+    python benchmarks/message_cost.py --json out/message_cost.json
+    python benchmarks/message_cost.py --workers 4 --colayers 4
 
 Real workers in a lab train a small network with `Canary` and pause after each iteration, so no
 message waits and none is long. Measured is the CPU time of each worker's communication thread for
@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=at_least_one, default=9, help="2 or more (9)")
     parser.add_argument("--colayers", type=at_least_one, default=10, help="k (10)")
     parser.add_argument("--iterations", type=at_least_one, default=40, help="timed ones (40)")
-    parser.add_argument("--json", type=Path, default=Path("out/letters.json"), metavar="FILE")
+    parser.add_argument("--json", type=Path, default=Path("out/message_cost.json"), metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.workers < 2:
