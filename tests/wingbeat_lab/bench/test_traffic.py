@@ -44,7 +44,7 @@ def test_notes_name_what_was_asked_and_what_each_row_met() -> None:
     lab = LabSpec.parse("fat-tree:4/2@1gbit+500mbit,cross=400mbitx4")
     own = traffic.CrossTraffic(1e9, [3e8, 4e8, 5e8], 0.05)
     asked, row = traffic.notes(lab, [("geryon", own)])
-    assert "400mbit asked each way on trunks of 500mbit, in 4 flows" in asked
+    assert "400mbit requested each way on trunks of 500mbit, in 4 flows" in asked
     assert row.startswith("geryon: 1000 MB; each way 400 Mbit/s")
     assert traffic.notes(lab, []) == []
 
