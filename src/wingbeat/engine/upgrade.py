@@ -131,7 +131,9 @@ class _Model(_Distributed):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`, without waiting for exchanges."""
         self._engine.zero_grad(set_to_none)
-        _zero(_plain_parameters(self), set_to_none)
+        modules: Any = self.modules()  # type: ignore[attr-defined]
+        params = (param for module in modules for param in module._parameters.values())
+        _zero((param for param in params if param is not None), set_to_none)
         if plain_class(self).zero_grad is not torch.nn.Module.zero_grad:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -173,6 +175,19 @@ class _Model(_Distributed):
         return found
 
 
+def _always_synchronised(name: str) -> property:
+    def refuse_false(_model: Any, sync: bool) -> None:
+        if not sync:
+            raise UsageError(
+                f"model.{name} = {sync!r}: buffers stay synchronised; to leave some out, name them "
+                "by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, "
+                "names) before distribute()"
+            )
+
+    text = "As in DDP: whether buffers are synchronised. Always True; cannot be set to False."
+    return property(lambda _model: True, refuse_false, doc=text)
+
+
 class DistributedModel(_Model):
     """The methods that `distribute` adds to a model's class.
 
@@ -196,23 +211,8 @@ class DistributedModel(_Model):
     def require_backward_grad_sync(self, sync: bool) -> None:
         self._engine.sync = bool(sync)
 
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """As in DDP: whether buffers are synchronised. Always True; cannot be set to False."""
-        return True
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, sync: bool) -> None:
-        _refuse_unsynchronised("require_forward_param_sync", sync)
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """As in DDP: whether buffers are synchronised. Always True; cannot be set to False."""
-        return True
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, sync: bool) -> None:
-        _refuse_unsynchronised("broadcast_buffers", sync)
+    require_forward_param_sync = _always_synchronised("require_forward_param_sync")
+    broadcast_buffers = _always_synchronised("broadcast_buffers")
 
     def will_sync_module_buffers(self) -> bool:
         """As in DDP: whether the model has buffers that are synchronised."""
@@ -261,7 +261,7 @@ class DistributedOptimizer(_Distributed):
     """
 
     def _whole(self) -> contextlib.AbstractContextManager[None]:
-        return self._engine.whole_state()
+        return self._engine.update.whole_state(self._engine)
 
     @torch._disable_dynamo
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,7 +326,7 @@ class DistributedOptimizer(_Distributed):
         Raises:
             RendezvousError: with ``shard_optimizer``, a rank did not call it.
         """
-        with self._engine.whole_state():
+        with self._engine.update.whole_state(self._engine):
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         extra = checkpoint.export_extra(self._engine)
         return {**state, EXTRA: extra} if extra else state
@@ -526,15 +526,6 @@ def plain_class(target: Any) -> Any:
     return type(target)._wingbeat_plain
 
 
-def _refuse_unsynchronised(name: str, sync: bool) -> None:
-    if not sync:
-        raise UsageError(
-            f"model.{name} = {sync!r}: buffers stay synchronised; to leave some out, name them by "
-            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) "
-            "before distribute()"
-        )
-
-
 def _without_hooks(module: Any, made: dict[int, Any]) -> Any:
     """Return plain modules with the same tensors and attributes, without the engine's hooks."""
     if id(module) in made or isinstance(module, torch.jit.ScriptModule):
@@ -547,13 +538,6 @@ def _without_hooks(module: Any, made: dict[int, Any]) -> Any:
     inside = module._modules.items()
     same._modules = {name: each and _without_hooks(each, made) for name, each in inside}
     return same
-
-
-def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                yield param
 
 
 def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> None:

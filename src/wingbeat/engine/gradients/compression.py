@@ -112,7 +112,8 @@ class Compression:
             self._restore_held(bucket)
             if not bucket.dense:
                 self._held[bucket] = [each for flat in kept for each in _hold_back(bucket, flat)]
-        if self.coding and not self._saves_nothing(bucket):
+        narrow = isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
+        if self.coding and not narrow:  # encoding narrow gradients as halves would save nothing
             return encoded
         if velocity is not None:
             moving = velocity[: bucket.numel]
@@ -134,36 +135,32 @@ class Compression:
             part = slice(own.start, min(own.stop, bucket.numel))
             _add_residual(bucket.flat[part], bucket.wire.residual[part])
 
-    def _saves_nothing(self, bucket: Bucket) -> bool:
-        return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
-
     def _add_left_over(self, bucket: Bucket) -> None:
         """Add and drop residuals from other buckets or an earlier run."""
+        if self.residuals is None:
+            return
         for slot in bucket.slots:
-            known = self.residuals if slot.used else None
-            residual = None if known is None else known.take(slot.name)
+            residual = self.residuals.take(slot.name) if slot.used else None
             if residual is not None:
                 slot.view.add_(residual.view(slot.param.shape).to(slot.view.device))
 
-    def changes_alone(self) -> bool:
-        """Whether `alone` would change gradients."""
-        kept = self.residuals
-        return kept is not None and (self.momentum > 0 or not kept.empty)
-
     @torch.no_grad()
-    def alone(self, slot: Slot) -> None:
-        """Apply momentum and an earlier run's residual for a single worker."""
-        grad = slot.param.grad
-        if self.residuals is None or grad is None or grad.layout is not torch.strided:
+    def complete_alone(self, slots: Sequence[Slot]) -> None:
+        """Apply momentum and an earlier run's residuals to a single worker's gradients."""
+        kept = self.residuals
+        if kept is None or not (self.momentum or not kept.empty):
             return
-        if self.momentum:
-            here = [slot.name], [grad.numel()], grad.numel(), grad.device
-            velocity = self.residuals.velocity_for(*here)
-            velocity.mul_(self.momentum).add_(grad.reshape(-1))
-            grad.copy_(velocity.view(grad.shape))
-        residual = self.residuals.take(slot.name)
-        if residual is not None:
-            grad.add_(residual.view(grad.shape).to(grad.device))
+        for slot in slots:
+            grad = slot.param.grad
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            if self.momentum:
+                velocity = kept.velocity_for([slot.name], [grad.numel()], grad.numel(), grad.device)
+                velocity.mul_(self.momentum).add_(grad.reshape(-1))
+                grad.copy_(velocity.view(grad.shape))
+            residual = kept.take(slot.name)
+            if residual is not None:
+                grad.add_(residual.view(grad.shape).to(grad.device))
 
     def velocity(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the velocity of momentum correction, with the length of the bucket's buffer."""

@@ -106,23 +106,16 @@ class LocalUpdate(WholeUpdate):
         self._check_kinds()
         self._moved, self._forwards = True, None
         self._wait_again()
-        closure = self._evaluated_early(closure)
+        early = closure
+        if closure is not None and self._evaluates_once:
+            # Evaluated before waiting for an average: the closure may wait for peers too.
+            first = [evaluated(closure)]
+            early = lambda: first.pop() if first else closure()  # noqa: E731
         self._stepping = True
         try:
-            return super().step(host, closure)
+            return super().step(host, early)
         finally:
             self._stepping = False
-
-    def _evaluated_early(self, closure: Closure) -> Closure:
-        """Evaluate the loss before waiting for an average: the closure may wait for peers too.
-
-        Excluded are LBFGS, which compares losses at the same weights, and optimizers that may move
-        weights before they evaluate (SAM).
-        """
-        if closure is None or not self._evaluates_once:
-            return closure
-        first = [evaluated(closure)]
-        return lambda: first.pop() if first else closure()
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
         """Perform a command of the schedule; return the result of a whole step."""
@@ -185,8 +178,7 @@ class LocalUpdate(WholeUpdate):
     def handed(self) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, not copied, and the numbers for a restarted worker's `take_over`.
 
-        Another thread calls it, while the training thread waits for an average or no average is
-        made.
+        Called by another thread, while the training thread waits for an average or makes none.
         """
         return [], [self._schedule.made]
 
@@ -290,8 +282,7 @@ class LocalUpdate(WholeUpdate):
         under_way, self._under_way = self._under_way, None
         begin = time.monotonic_ns()
         self._take(*under_way)
-        members = self._averager.members
-        stream.record("take_over", begin, time.monotonic_ns(), group=members)
+        stream.record("take_over", begin, time.monotonic_ns(), group=self._averager.members)
         self._averager.commit()
         self.renew()
 
@@ -335,7 +326,8 @@ class LocalUpdate(WholeUpdate):
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step evaluates a closure once, and first, as torch's do except LBFGS."""
+    # As torch's optimizers do, except LBFGS, which compares losses at the same weights; others
+    # (SAM) may move weights before they evaluate.
     step = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
     own = step.__module__.startswith("torch.optim.")
     return own and not isinstance(optimizer, torch.optim.LBFGS)
