@@ -115,7 +115,7 @@ def distribute(
 def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> None:
     if world.returned and not choices.returns:
         raise UsageError(
-            f"rank {world.rank} was started again while the others go on, which {strategy!r} "
+            f"rank {world.rank} was started again while the others continue, which {strategy!r} "
             "cannot let in: train with wingbeat.Canary(), Ripples(), LocalSGD() or DiLoCo(), or "
             "start all workers again"
         )
@@ -137,18 +137,14 @@ def _refuse_scaler_around(given: Any, inner: Any) -> None:
     """Refuse a wrapper with a gradient scaler (Accelerate): it calls the optimizer's old step."""
     if given is not inner and vars(given).get("scaler") is not None:
         raise UsageError(
-            f"distribute(optimizer={type(given).__name__}): its gradient scaler would go on with "
-            f"the step that {type(inner).__name__} has now: distribute first and wrap then, or use "
-            "wingbeat.integrations.accelerate.prepare()"
+            f"distribute(optimizer={type(given).__name__}): its gradient scaler would continue "
+            f"with the step that {type(inner).__name__} has now: distribute first and wrap then, "
+            "or use wingbeat.integrations.accelerate.prepare()"
         )
 
 
 def no_sync(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Equivalent of ``model.no_sync()``, also if the model defines that attribute.
-
-    Raises:
-        UsageError: the model is not distributed.
-    """
+    """Equivalent of ``model.no_sync()``, also if the model defines that attribute."""
     return _engine_of(model, "no_sync").no_sync()
 
 
@@ -158,11 +154,7 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
-    """Equivalent of ``model.join()``, also if the model defines that attribute.
-
-    Raises:
-        UsageError: the model is not distributed.
-    """
+    """Equivalent of ``model.join()``, also if the model defines that attribute."""
     options = divide_by_initial_world_size, enable, throw_on_early_termination
     return joined(_engine_of(model, "join"), *options)
 
@@ -182,11 +174,8 @@ def synchronize(model: torch.nn.Module) -> None:
     workers, and training continues from it. Under `Canary` all workers apply the remaining rounds.
     Other strategies have equal models after each step; pending updates are applied.
 
-    ``model.synchronize()`` is equivalent, unless the model defines an attribute of that name.
-
-    Raises:
-        UsageError: the model is not distributed.
-        PeerError: a worker did not call it in time; names the worker.
+    ``model.synchronize()`` is equivalent, unless the model defines an attribute of that name. A
+    `PeerError` names a worker that did not call it in time.
     """
     _engine_of(model, "synchronize").level()
 
@@ -201,11 +190,7 @@ def _engine_of(model: Any, what: str) -> Engine:
 
 
 def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
-    """Undo `distribute`: complete pending work, and return plain objects without hooks.
-
-    Raises:
-        UsageError: they were not distributed together.
-    """
+    """Undo `distribute`: complete pending work, and return plain objects without hooks."""
     engine = engine_of(model)
     if engine is None or engine is not engine_of(unwrapped(optimizer)):
         raise UsageError("release(): this model and optimizer were not distributed together")
@@ -390,7 +375,8 @@ def refuse_claimed(model: torch.nn.Module) -> None:
             raise UsageError(
                 f"distribute(): parameter {name!r} of {type(model).__name__} is distributed "
                 f"already, as a part of {other}: distribute one module that contains both "
-                "(torch.nn.ModuleDict, say), with one optimizer, or release() the other first"
+                "(torch.nn.ModuleDict, for example), with one optimizer, or release() the "
+                "other first"
             )
 
 

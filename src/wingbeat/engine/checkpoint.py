@@ -192,7 +192,7 @@ def _check(parts: list[Part], engine: Engine) -> None:
         if unknown is not None:
             raise UsageError(
                 f"load_shards(parts): rank {part['rank']}'s part has parameter {unknown!r}, "
-                "which its own list does not name; save it anew"
+                "which its own list does not name; save it again"
             )
     for name, shape in known.items():
         _check_tiled(name, shape.numel(), parts)
@@ -266,7 +266,7 @@ def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
     if wrong or any(other != keys[0] for other in keys):
         raise UsageError(
             f"load_shards(parts): the state of parameter {name!r} is damaged, or of different "
-            "kinds in different parts; save it anew"
+            "kinds in different parts; save it again"
         )
     end = 0
     for shard in [*shards, {"start": numel, "stop": numel}] if shards else []:
@@ -355,15 +355,15 @@ def _log_missing(engine: Engine, state: Any) -> None:
         if differed and world.rank == 0:
             log.warning(
                 "load_state_dict(): this state was saved between two calls of model.synchronize(), "
-                "with rounds of gradients under way, which are in no state: training goes on "
+                "with rounds of gradients under way, which are in no state: training continues "
                 "without them; call model.synchronize() on all ranks before you save"
             )
     elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
         moved = " and what its model had moved since wingbeat.synchronize() are"
         own = "its optimizer's own state" + (moved if differed else " is")
         log.warning(
-            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to go on as without "
-            "a stop, save and load model and optimizer on every rank",
+            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to continue as "
+            "without a stop, save and load model and optimizer on every rank",
             world.rank, saver, own,
         )  # fmt: skip
 
@@ -390,7 +390,7 @@ def _parts(state: Any) -> Any:
 def _averages(state: Any) -> dict[str, Any] | None:
     averages = state.get(AVERAGES) if isinstance(state, dict) else None
     if averages is not None and not isinstance(averages, dict):
-        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it anew")
+        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it again")
     return averages
 
 
@@ -399,7 +399,7 @@ def _kinds(averages: Mapping[str, Any]) -> list[str]:
     found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
     if found and not {SHARED, VELOCITY} <= set(found):
         raise UsageError(
-            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it anew"
+            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it again"
         )
     return found
 

@@ -130,14 +130,14 @@ class Engine:
         self.buffer_sync = BufferSync(model, ignored(model), collectives, lockstep=lockstep)
         sparse = sparse_parameters(model) if world.size > 1 and gathers_sparse(choices) else {}
         self.bucketing = Bucketing(model, choices.fusion, world, lockstep=lockstep, sparse=sparse)
-        self.slots = self.bucketing.slots
-        self.compression = build.make_compression(choices, self.slots, collectives)
+        self.compression = build.make_compression(choices, self.bucketing.slots, collectives)
         self.steps_made = StepCounter(world.rank)
         self.sparse = SparseGradients(sparse, collectives, self.steps_made)
         self.control: Control | None = None
         self.add_group: Callable[[dict[str, Any]], None] | None = None
         self.scaled = self.asked = False
         self.copied = world.returned
+        self.slots = self.bucketing.slots
         self.hooks: Hooks | None = None
         self._single_worker_hook: Any = None
         # Parts of parameters are slices of a flat buffer, and codecs read matrices in order.
@@ -163,17 +163,7 @@ class Engine:
         self.update = self.runtime.update
         self.dispatch = self.runtime.dispatch
         if world.size > 1:
-            if choices.lockstep:
-                exchange = self.runtime.exchange
-                self.control = Control(
-                    choices, self.bucketing, self.compression, collectives, exchange
-                )
-            local = choices.averaging is not None
-            if not local:
-                self.bucketing.build()
-            self._adopt_buckets()
-            self.hooks = Hooks(self, gradients=not local)
-            _flushed_before_fork.add(self)
+            self._start()
         else:
             hook = ForwardHook(weakref.ref(self), "before_forward")
             self._single_worker_hook = model.register_forward_pre_hook(hook, prepend=True)
@@ -181,6 +171,17 @@ class Engine:
     def __reduce__(self) -> Any:
         # Copies of objects that refer to the engine are plain.
         return type(None), ()
+
+    def _start(self) -> None:
+        exchange, links = self.runtime.exchange, self.collectives
+        if self.choices.lockstep:
+            self.control = Control(self.choices, self.bucketing, self.compression, links, exchange)
+        local = self.choices.averaging is not None
+        if not local:
+            self.bucketing.build()
+        self._adopt_buckets()
+        self.hooks = Hooks(self, gradients=not local)
+        _flushed_before_fork.add(self)
 
     # -- parameters, buckets and phases ---------------------------------------------------
 

@@ -252,7 +252,7 @@ def refuse_loading(engine: Any, what: str) -> None:
     if engine.copied:
         raise UsageError(
             f"{what} on rank {engine.world.rank}, which was started again while the "
-            "others go on: distribute() has given it their model, the optimizer's state and "
+            "others continue: distribute() has given it their model, the optimizer's state and "
             "the number of steps, and an older state would undo that on this rank alone; load "
             "before distribute(), or not where wingbeat.init().returned is true"
         )

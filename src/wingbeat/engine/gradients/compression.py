@@ -312,7 +312,7 @@ def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
 def _step_of(state: dict[str, Any]) -> int:
     step = state.get("step", -1)
     if type(step) is not int or step < -1:
-        raise UsageError(f"residuals: step {step!r} is no number of steps; save the state anew")
+        raise UsageError(f"residuals: step {step!r} is no number of steps; save the state again")
     return step
 
 

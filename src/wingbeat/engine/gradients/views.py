@@ -115,7 +115,7 @@ class PendingGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on whole gradients; if it only reads metadata, on the placeholders."""
+        # On whole gradients; if it only reads metadata, on the placeholders.
         kwargs = kwargs or {}
         if func is _UNSCALE and not kwargs:
             gatherer = next(g.__dict__["_gatherer"]() for g in args[0] if isinstance(g, cls))
@@ -131,7 +131,7 @@ class PendingGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handle calls that bypass Python, such as autograd's accumulation."""
+        # Calls that bypass Python, such as autograd's accumulation.
         return func(*_whole(args), **_whole(kwargs or {}))
 
     def slot(self) -> Slot | None:
@@ -146,11 +146,11 @@ class PendingGradient(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """Return the whole gradient; raise a `UsageError` if it is incomplete or was dropped."""
-        gatherer = self.__dict__["_gatherer"]()
-        slot = self.__dict__["_slot"]()
-        view: torch.Tensor = self.__dict__["_view"]
-        if self.__dict__["_dropped"]:
-            raise UsageError(self.__dict__["_dropped"])
+        own = self.__dict__
+        gatherer, slot = own["_gatherer"](), own["_slot"]()
+        view: torch.Tensor = own["_view"]
+        if own["_dropped"]:
+            raise UsageError(own["_dropped"])
         if gatherer is not None and slot is not None and slot.pending is self:
             gatherer.show_gradient(slot)
             if slot.pending is self:
@@ -299,10 +299,12 @@ class HiddenGradients(ShownGradients):
     def drop(self) -> None:
         """Invalidate the placeholders that the user has kept, and replace them."""
         for slot in self._bucketing.slots:
-            shown = slot.pending is not None and slot.param.grad is slot.pending
+            if slot.pending is None:
+                continue
+            shown = slot.param.grad is slot.pending
             if shown:
                 slot.param.grad = None  # it refers to the view too
-            if slot.pending is not None and slot.is_referenced():
+            if slot.is_referenced():
                 slot.pending.drop()
                 slot.pending = PendingGradient(slot, self._gatherer)
             if shown:
@@ -398,12 +400,7 @@ class _Sent:
             "sent; leave p.grad alone between backward() and step(), or use wingbeat.AllReduce()"
         )
 
-    def unscale(
-        self,
-        grads: list[torch.Tensor],  # noqa: ARG002
-        found_inf: torch.Tensor,  # noqa: ARG002
-        inv_scale: torch.Tensor,  # noqa: ARG002
-    ) -> None:
+    def unscale(self, *_: torch.Tensor | list[torch.Tensor]) -> None:
         raise UsageError(
             "GradScaler under bounded staleness (Canary): scaled gradients have been sent to the "
             "other workers, who may have another scale; train in float32 or bfloat16 without a "

@@ -207,7 +207,7 @@ class LocalUpdate(WholeUpdate):
             if self._training.collectives.world.rank == 0:
                 log.warning(
                     "weights have changed in %d forwards, and optimizer.step() was never called, "
-                    "in which models are averaged: call it in place of updates made by hand, or "
+                    "in which models are averaged: call it in place of updates made manually, or "
                     "wingbeat.synchronize(model) on all ranks every so many of them",
                     _CHANGES,
                 )
