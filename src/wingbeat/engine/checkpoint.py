@@ -21,10 +21,10 @@ import torch
 from wingbeat.codecs.feedback import check_tensors
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import dtype_name
-from wingbeat.engine.updates.local import LocalUpdate
 from wingbeat.engine.updates.stepper import State
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.update import BoundedUpdate
+from wingbeat.methods.model_averaging.local import LocalUpdate
 from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
 from wingbeat.observe.log import log
 from wingbeat.types import Span
