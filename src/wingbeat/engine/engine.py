@@ -499,21 +499,22 @@ class Engine:
             if passes is not None:
                 passes.waited()
         owns = self.stepper.owns
-        if self.update.gradients_lost() and not all(owns(slot.param) for slot in self.slots):
-            self.update.refuse_lost("backward() for another optimizer")
+        lost = self.update.lost_message("backward() for another optimizer")
+        if lost and not all(owns(slot.param) for slot in self.slots):
+            raise UsageError(lost)
 
     def _finish_backward(self) -> None:
         # Another optimizer first checks whether there is a gradient at all.
         others = [slot for slot in self.slots if not self.stepper.owns(slot.param)]
         blind = self._shadowing and self.update.agrees
-        lost = self.update.gradients_lost()
+        lost = self.update.lost_message("a gradient was read")
         self.views.hide()
-        self.dispatch(events.BackwardEnds(looked_at=bool(others) and not blind, lost=lost))
+        self.dispatch(events.BackwardEnds(looked_at=bool(others) and not blind, lost=bool(lost)))
         self.sparse.show()
         if lost:
             for slot in self.slots:
                 if self.stepper.owns(slot.param):
-                    self.views.lose(slot, self.update.lost_message("a gradient was read"))
+                    self.views.lose(slot, lost)
                 else:
                     slot.param.grad = None
         elif others and not blind:

@@ -127,7 +127,9 @@ class ParameterCheck:
         # A compiled module creates its attributes at each access, and its modules cannot be
         # replaced.
         modules = (m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule))
-        self._places = [places for m in modules for places in (m._parameters, m._modules)]
+        self._places: list[dict[str, Any]] = [
+            places for m in modules for places in (m._parameters, m._modules)
+        ]
         self._kept = list(self._held())  # kept alive, so that no other object gets its identity
         self._seen = list(map(id, self._kept))
 

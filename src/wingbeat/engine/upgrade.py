@@ -131,7 +131,7 @@ class _Model(_Distributed):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`, without waiting for exchanges."""
         self._engine.zero_grad(set_to_none)
-        modules: Any = self.modules()  # type: ignore[attr-defined]
+        modules: Any = self.modules()
         params = (param for module in modules for param in module._parameters.values())
         _zero((param for param in params if param is not None), set_to_none)
         if plain_class(self).zero_grad is not torch.nn.Module.zero_grad:

@@ -226,10 +226,14 @@ class Compression:
 
     def check(self, state: Any) -> None:
         """Raise a `UsageError` unless ``state`` is None, or one worker's state of this model."""
-        if self.residuals is not None and state is not None:
-            self.residuals.check(state, "load_state_dict(): residuals")
+        if state is not None:
+            self._check_one(state, "load_state_dict(): residuals")
+
+    def _check_one(self, state: Any, where: str) -> None:
+        if self.residuals is not None:
+            self.residuals.check(state, where)
             _step_of(state)
-            check_starts(state, "load_state_dict(): residuals")
+            check_starts(state, where)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Load this worker's state; None resets the residuals. Raises as `check`."""
@@ -265,9 +269,7 @@ class Compression:
                 "returned on every worker"
             )
         for position, part in enumerate(parts):
-            self.residuals.check(part, f"{where}(parts): parts[{position}]")
-            _step_of(part)
-            check_starts(part, f"{where}(parts): parts[{position}]")
+            self._check_one(part, f"{where}(parts): parts[{position}]")
         check_complete(parts)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:

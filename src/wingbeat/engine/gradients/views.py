@@ -400,7 +400,7 @@ class _Sent:
             "sent; leave p.grad alone between backward() and step(), or use wingbeat.AllReduce()"
         )
 
-    def unscale(self, *_: torch.Tensor | list[torch.Tensor]) -> None:
+    def unscale(self, *_: Any, **__: Any) -> None:
         raise UsageError(
             "GradScaler under bounded staleness (Canary): scaled gradients have been sent to the "
             "other workers, who may have another scale; train in float32 or bfloat16 without a "

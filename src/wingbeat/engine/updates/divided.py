@@ -154,22 +154,15 @@ class DividedUpdate(Update):
                     slot.param.grad = torch.zeros_like(slot.param)
         self._spent = []
 
-    def gradients_lost(self) -> bool:
-        """Whether a backward has added to gradients that a step has consumed."""
-        return bool(self._spent)
-
     def lost_message(self, what: str) -> str:
-        """Return the error text for ``what``, which needs gradients that a step has consumed."""
+        """Return the error text for ``what`` if a step has consumed the gradients, else nothing."""
+        if not self._spent:
+            return ""
         return (
             f"{what}: with {self.option} a step uses the gradients up, and nothing can be "
             "added to them; call zero_grad() of the optimizer that distribute() has returned "
             "between step() and backward(), and backward() before each step()"
         )
-
-    def refuse_lost(self, what: str) -> None:
-        """Raise a `UsageError` if ``what`` needs gradients that a step has consumed."""
-        if self._spent:
-            raise UsageError(self.lost_message(what))
 
     # -- state ----------------------------------------------------------------------------
 

@@ -342,9 +342,9 @@ def prove_elementwise(
             if (like.device, like.dtype, key) in tried:
                 continue
             tried.add((like.device, like.dtype, key))
-            trial = _ElementwiseTrial(optimizer, bare_step(step), settings, like, division)
             try:
-                each |= trial.run()
+                trial = _ElementwiseTrial(bare_step(step), settings, like)
+                each |= trial.run(optimizer, division.parts_by or optimizer)
             except Exception as err:
                 raise division.refusal(optimizer, failure(err)) from None
     return each
@@ -353,29 +353,18 @@ def prove_elementwise(
 class _ElementwiseTrial:
     """The optimizer with one group's settings, on test tensors like one of its parameters."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        step: Step,
-        settings: dict[str, Any],
-        like: torch.Tensor,
-        division: Division,
-    ) -> None:
-        self._optimizer = optimizer
-        self._parts_by = division.parts_by or optimizer
-        self._step = step
-        self._settings = settings
-        self._device = like.device
+    def __init__(self, step: Step, settings: dict[str, Any], like: torch.Tensor) -> None:
+        self._step, self._settings, self._device = step, settings, like.device
         # Half precision would hide small differences.
         self._dtype = torch.promote_types(like.dtype, torch.float32)
 
-    def run(self) -> dict[str, bool]:
+    def run(self, optimizer: Optimizer, parts_by: Optimizer) -> dict[str, bool]:
         with preserve_rng_state(self._device):
             # The whole tensors, updated by one step for all.
-            wholes, state = self._train(self._optimizer, [slice(None)] * 2, together=True)
+            wholes, state = self._train(optimizer, [slice(None)] * 2, together=True)
             # A flat part of each for each of two workers, updated one by one, as for buckets.
             cuts = [slice(0, cut) for cut in _CUTS], [slice(cut, None) for cut in _CUTS]
-            runs = [self._train(self._parts_by, parts, together=False) for parts in cuts]
+            runs = [self._train(parts_by, parts, together=False) for parts in cuts]
         for whole, *parts in zip(wholes, *(values for values, _ in runs), strict=True):
             if not close(whole.reshape(-1), torch.cat(parts)):
                 raise TrialFailed("it does not treat each element of a parameter alone")

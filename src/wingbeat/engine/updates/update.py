@@ -25,17 +25,8 @@ from wingbeat.engine.updates.stepper import GroupSnapshot, Modes, Stepper, step_
 from wingbeat.engine.updates.trials import steps_independently
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.events import stream
-from wingbeat.schedules.events import (
-    Defer,
-    Event,
-    Phase,
-    Step,
-    StepCalled,
-    UpdateCommand,
-)
-from wingbeat.schedules.events import (
-    Update as UpdateBucket,
-)
+from wingbeat.schedules import events
+from wingbeat.schedules.events import Phase, StepCalled
 
 if TYPE_CHECKING:
     from wingbeat.engine.updates.shards import Shards
@@ -50,7 +41,7 @@ class Host(Protocol):
     def phase(self) -> Phase:
         """The state of the last backward's gradients."""
 
-    def dispatch(self, event: Event, closure: Closure = None) -> Any:
+    def dispatch(self, event: events.Event, closure: Closure = None) -> Any:
         """Perform the schedule's commands for ``event``; return the result of a whole step."""
 
     def recover(self) -> None:
@@ -105,7 +96,7 @@ class Update:
         """Step like the other workers, after a backward without batches of its own."""
         raise NotImplementedError
 
-    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+    def perform(self, command: events.UpdateCommand, closure: Closure) -> Any:
         """Perform a command of the schedule; return the result of a whole step."""
         raise NotImplementedError
 
@@ -119,16 +110,15 @@ class Update:
     def on_zero_grad(self, set_to_none: bool) -> None:
         """Handle zeroed gradients, or an interrupted backward."""
 
-    def gradients_lost(self) -> bool:
-        """Whether a backward has added to gradients that a step has consumed."""
-        return False
-
-    def lost_message(self, what: str) -> str:
-        """Return the error text for ``what``, which needs gradients that a step has consumed."""
-        return what
+    def lost_message(self, what: str) -> str:  # noqa: ARG002
+        """Return the error text for ``what`` if a step has consumed the gradients, else nothing."""
+        return ""
 
     def refuse_lost(self, what: str) -> None:
         """Raise a `UsageError` if ``what`` needs gradients that a step has consumed."""
+        message = self.lost_message(what)
+        if message:
+            raise UsageError(message)
 
     def level(self, *, always: bool) -> bool:  # noqa: ARG002
         """Wait until all workers hold the same parameters; return whether they synchronised here.
@@ -170,9 +160,9 @@ class WholeUpdate(Update):
         """Run the optimizer's own step: all workers have the same gradients."""
         self.step(host, None)
 
-    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+    def perform(self, command: events.UpdateCommand, closure: Closure) -> Any:
         """Perform `Step`, the only command of these schedules."""
-        assert isinstance(command, Step), command
+        assert isinstance(command, events.Step), command
         self._training.steps.count += 1
         return self._training.stepper.whole_step(closure)
 
@@ -361,18 +351,18 @@ class DeferredUpdate(WholeUpdate):
         event = StepCalled(in_parts=False)
         return host.dispatch(event, whole if closure is not None else None)
 
-    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+    def perform(self, command: events.UpdateCommand, closure: Closure) -> Any:
         """Defer an update, or apply it."""
         buckets = self._training.bucketing.buckets
         match command:
-            case Defer(number):
+            case events.Defer(number):
                 owns = self._training.stepper.owns
                 params = (slot.param for slot in buckets[number].slots if owns(slot.param))
                 self._pending.add(buckets[number], params)
-            case UpdateBucket(number):
+            case events.Update(number):
                 if buckets[number].due:  # otherwise updated together with another
                     self._update(buckets[number])
-            case Step():
+            case events.Step():
                 return super().perform(command, closure)
         return None
 
