@@ -112,8 +112,7 @@ class Compression:
             self._restore_held(bucket)
             if not bucket.dense:
                 self._held[bucket] = [each for flat in kept for each in _hold_back(bucket, flat)]
-        narrow = isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
-        if self.coding and not narrow:  # encoding narrow gradients as halves would save nothing
+        if self.coding and not self._saves_nothing(bucket):
             return encoded
         if velocity is not None:
             moving = velocity[: bucket.numel]
@@ -134,6 +133,9 @@ class Compression:
         if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
             part = slice(own.start, min(own.stop, bucket.numel))
             _add_residual(bucket.flat[part], bucket.wire.residual[part])
+
+    def _saves_nothing(self, bucket: Bucket) -> bool:
+        return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
 
     def _add_left_over(self, bucket: Bucket) -> None:
         """Add and drop residuals from other buckets or an earlier run."""

@@ -1,7 +1,7 @@
 """Updates in which each worker, or each server, has a part of the optimizer.
 
 A step consumes the gradients: the buffers contain parameters afterwards. The schedule decides the
-order of operations (`wingbeat.schedules.sharded`, `wingbeat.schedules.served_updates`).
+order of operations.
 """
 
 from __future__ import annotations
