@@ -190,7 +190,10 @@ def _engine_of(model: Any, what: str) -> Engine:
 
 
 def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
-    """Undo `distribute`: complete pending work, and return plain objects without hooks."""
+    """Undo `distribute`: complete pending work, and return plain objects without hooks.
+
+    A `UsageError` if they were not distributed together.
+    """
     engine = engine_of(model)
     if engine is None or engine is not engine_of(unwrapped(optimizer)):
         raise UsageError("release(): this model and optimizer were not distributed together")

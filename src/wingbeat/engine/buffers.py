@@ -82,8 +82,13 @@ class BufferSync:
     def _places(self) -> list[Place]:
         return list(_places(self._model, self._ignored))
 
-    def _name(self, rank: int) -> str:
-        return f"rank {self._collectives.world.ranks[rank]}"
+    @property
+    def _me(self) -> int:
+        return self._collectives.world.ranks[self._rank]
+
+    @property
+    def _peer(self) -> int:
+        return self._collectives.world.ranks[self._root]
 
     def _open(self) -> None:
         # A status must not queue behind gradients.
@@ -225,7 +230,7 @@ class BufferSync:
             self._layout, self._known = _parse(self._text)
         except ValueError:
             raise PeerError(
-                f"{self._name(self._rank)}: {self._name(self._root)} sent a malformed list of "
+                f"rank {self._me}: rank {self._peer} sent a malformed list of "
                 "buffers; all workers have to run the same wingbeat"
             ) from None
         self._sent = self._before = None
@@ -248,8 +253,8 @@ class BufferSync:
         except (AttributeError, KeyError) as err:
             name = printable(spec.name, MAX_ERROR_CHARS)
             raise UsageError(
-                f"buffer {name!r}: {self._name(self._root)} has one of shape {spec.shape}, and "
-                f"{self._name(self._rank)} no place for it ({first_line(err)}): register it on all "
+                f"buffer {name!r}: rank {self._peer} has one of shape {spec.shape}, and "
+                f"rank {self._me} no place for it ({first_line(err)}): register it on all "
                 "ranks alike, with None if it gets its tensor later"
             ) from None
 
@@ -258,8 +263,8 @@ class BufferSync:
             if place.tensor is None or not place.persistent or place.name in self._known:
                 continue
             raise UsageError(
-                f"buffer {place.name!r}: {self._name(self._rank)} has one of shape "
-                f"{tuple(place.tensor.shape)}, and {self._name(self._root)} has none: make it in "
+                f"buffer {place.name!r}: rank {self._me} has one of shape "
+                f"{tuple(place.tensor.shape)}, and rank {self._peer} has none: make it in "
                 "the same forward on all ranks, or register it with persistent=False if each "
                 "worker has its own"
             )

@@ -490,7 +490,7 @@ class Engine:
         call_at_backward_end(self, "close_backward")
 
     def close_backward(self) -> None:
-        """Finish a backward whose buckets have all been launched."""
+        """Finish a backward; raise a `UsageError` for gradients lost to another optimizer."""
         with self.lock:
             passes = self.passes
             if passes is not None:

@@ -134,7 +134,7 @@ class ParameterCheck:
         self._seen = list(map(id, self._kept))
 
     def check(self) -> None:
-        """Check that all trained parameters are those of `distribute`."""
+        """Raise a `UsageError` unless all trained parameters are those of `distribute`."""
         if list(map(id, self._held())) != self._seen:
             for name, param in torch.nn.Module.named_parameters(self._model):
                 if param.requires_grad and id(param) not in self._known:

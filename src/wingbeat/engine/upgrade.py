@@ -369,7 +369,10 @@ class DistributedOptimizer(_Distributed):
         checkpoint.load_shards(self._engine, parts, super().load_state_dict)  # type: ignore[misc]
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a param group where a trainer distributes the model again (Lightning)."""
+        """Add a param group where a trainer distributes the model again (Lightning).
+
+        A `UsageError` elsewhere: the plan has been made.
+        """
         if self._engine.add_group is not None:
             self._engine.add_group(group)
             return

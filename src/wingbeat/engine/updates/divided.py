@@ -200,7 +200,10 @@ class DividedUpdate(Update):
 
 
 def check_divisible(training: Training) -> None:
-    """Check that the optimizer can be divided; raise a `MismatchError` if workers' differ."""
+    """Raise a `UsageError` for parameters that share memory.
+
+    A `MismatchError` if the workers' optimizers differ.
+    """
     slots, optimizer = training.bucketing.slots, training.optimizer
     found = overlapping([slot.param for slot in slots])
     if found:

@@ -78,7 +78,7 @@ class ElementState:
         return self._known.get(param, {})
 
     def values(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the current values, some of which are missing before the first step."""
+        """Return the values, some missing before the first step; a `UsageError` for new kinds."""
         known = self._known.get(param)
         state = {} if known is None else self._optimizer.__dict__["state"].get(param, {})
         found = {}
