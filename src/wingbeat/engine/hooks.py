@@ -11,21 +11,18 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from wingbeat.engine.gradients.bucketing import is_compiled
 from wingbeat.engine.updates.stepper import recording, unrecorded
 
-if TYPE_CHECKING:
-    from wingbeat.engine.engine import Engine
-
 
 class Hooks:
     """All hooks of an engine; ``gradients``: also on its parameters."""
 
-    def __init__(self, engine: Engine, *, gradients: bool = True) -> None:
+    def __init__(self, engine: Any, *, gradients: bool = True) -> None:
         ref = weakref.ref(engine)
         model, optimizer = engine.model, engine.optimizer
         compiled = (outer for outer in model.modules() if is_compiled(outer))
@@ -120,7 +117,7 @@ _LAST = -1
 """Less than any handle's id."""
 
 
-def call_at_backward_end(engine: Engine, method: str) -> weakref.ref[Any]:
+def call_at_backward_end(engine: Any, method: str) -> weakref.ref[Any]:
     """Call an engine's method when the running backward ends, after earlier callbacks.
 
     The returned reference expires with that backward, even after an exception.

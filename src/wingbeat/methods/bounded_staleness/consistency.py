@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from wingbeat.engine.gradients.bucket import checksum
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import RendezvousError
-
-if TYPE_CHECKING:
-    from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 
 _TOLERANCE = 1e-4
 """Relative to a tensor's norm. Different processors may round a step's results differently."""
@@ -26,10 +23,11 @@ _POLL_S = 0.2
 class ConsistencyCheck:
     """Compares parameters and optimizer state of present members by checksums, then by sums.
 
-    All workers have applied the same rounds when they call it.
+    All workers have applied the same rounds of the exchange (`BoundedStalenessExchange`) when they
+    call it.
     """
 
-    def __init__(self, training: Training, exchange: BoundedStalenessExchange) -> None:
+    def __init__(self, training: Training, exchange: Any) -> None:
         self._training, self._rounds = training, exchange
         self._last, self._calls = -1, 0
 
