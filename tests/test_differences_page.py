@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").split())
 PACKAGES = ("engine", "engine/gradients", "engine/updates", "sync", "updates")
 
-ELSEWHERE = {"checkpoint.py", "shards.py", "compression.py"}
-"""What is refused there is about shards, codecs and averages, which have pages of their own."""
+ELSEWHERE = {"checkpoint.py", "compression.py"}
+"""What is refused there is about saved shards and codecs, which have pages of their own."""
 
 RAISED = {"UsageError", "MismatchError", "UnevenBatchesError"}
 LONGEST = 60
@@ -33,7 +33,10 @@ def pieces(node: ast.expr) -> list[str]:
 
 def messages() -> Iterator[tuple[str, list[str]]]:
     """Where something is refused, and the fixed parts of what is said."""
-    for path in sorted(p for each in PACKAGES for p in (ROOT / "src/wingbeat" / each).glob("*.py")):
+    source = ROOT / "src/wingbeat"
+    paths = [path for each in PACKAGES for path in (source / each).glob("*.py")]
+    paths += [source / "methods/model_averaging" / name for name in ("flat.py", "local.py")]
+    for path in sorted(paths):
         if path.name in ELSEWHERE:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

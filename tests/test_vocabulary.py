@@ -104,7 +104,6 @@ NOT_YET: dict[str, set[str]] = {
         "cli",
         "codecs",
         "collectives",
-        "engine",
         "exchanges",
         "integrations",
         "methods/bounded_staleness",

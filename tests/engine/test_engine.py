@@ -103,10 +103,11 @@ def test_gradients_and_updates_are_serialised() -> None:
         model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
         watched.append(engine(model))
         model.use_spare = True  # so that the first bucket is not complete at the end only
-        launch = watched[0]._launch
-        watched[0]._launch = lambda bucket: (
+        exchange = watched[0].runtime.exchange
+        launch = exchange.start
+        exchange.start = lambda *args: (
             seen.append(("launch", _taken(watched[0].lock))),
-            launch(bucket),
+            launch(*args),
         )
         backward(model, world.rank, 0)
         optimizer.step()

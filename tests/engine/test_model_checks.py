@@ -17,7 +17,7 @@ from wingbeat.engine.model_checks import (
     refuse_wrapped,
     refuse_wrapper_around,
 )
-from wingbeat.engine.updates.deferred import overlapping
+from wingbeat.engine.updates.update import overlapping
 from wingbeat.errors import UsageError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,9 +44,17 @@ class _Slow:
 
 
 def _runtime(slow: _Slow) -> Runtime:
+    """A runtime whose schedule yields the command that it is given as an event."""
+
+    def react(command: Any) -> Generator[Any, Any, None]:
+        yield command
+
+    schedule: Any = SimpleNamespace(react=react)
     parts: Any = SimpleNamespace(buckets=[slow], preserves_gradients=lambda _: False)
     unused = cast(Any, None)
-    return Runtime(unused, unused, parts, unused, parts, cast(Any, slow), unused, meter=Meter("x"))
+    return Runtime(
+        schedule, unused, parts, unused, parts, cast(Any, slow), unused, meter=Meter("x")
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -55,14 +64,13 @@ def _runtime(slow: _Slow) -> Runtime:
 def test_a_wait_is_counted_however_it_ends(command: Any, fails: bool) -> None:
     slow = _Slow(fails)
     runtime = _runtime(slow)
-    perform = runtime._await if isinstance(command, Await) else runtime._wait
     stream.start(worker=0)
     try:
         if fails:
             with pytest.raises(PeerError):
-                perform(command)
+                runtime.dispatch(command)
         else:
-            perform(command)
+            runtime.dispatch(command)
     finally:
         events = stream.stop()
     assert runtime.meter.waited_ns >= 1e9 * WAIT_S
@@ -74,6 +82,6 @@ def test_a_wait_is_counted_however_it_ends(command: Any, fails: bool) -> None:
 def test_a_read_only_wait_does_not_wait_for_forwarding() -> None:
     slow = _Slow()
     runtime = _runtime(slow)
-    runtime._wait(Wait(0, whole=False, read_only=True))
-    runtime._wait(Wait(0, whole=False))
+    runtime.dispatch(cast(Any, Wait(0, whole=False, read_only=True)))
+    runtime.dispatch(cast(Any, Wait(0, whole=False)))
     assert (slow.received, slow.settled) == (1, 1)

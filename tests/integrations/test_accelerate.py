@@ -99,7 +99,7 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any) -> None:
         "Sequential has '1.running_mean'",
         "mixed_precision='fp8'",
         "pass the bare optimizer",
-        "its gradient scaler would go on with the step that SGD has now",
+        "its gradient scaler would continue with the step that SGD has now",
         "is distributed already, with another model or as AllReduce(mb=",
         "trigger_sync_in_backward()",
         "2 models, of which a worker",

@@ -13,10 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from wingbeat.collectives import Collectives
-from wingbeat.engine.buffers import broadcast_now
 from wingbeat.engine.engine import Engine
-from wingbeat.engine.gradients.bucket import strides_of
-from wingbeat.engine.gradients.bucketing import ignored, spec_of
+from wingbeat.engine.gradients.bucket import broadcast_now, dtype_name, strides_of
+from wingbeat.engine.gradients.bucketing import ignored
 from wingbeat.engine.gradients.compression import check_momentum
 from wingbeat.engine.gradients.sparse import check_sparse, sparse_parameters
 from wingbeat.engine.join_context import joined
@@ -81,26 +80,29 @@ def distribute(
             (``shard_optimizer``), or an environment variable of `wingbeat top` is invalid.
         MismatchError: the ranks' models differ; raised on every rank, with the first parameter.
     """
-    inner = unwrapped(optimizer)
-    _check(model, inner, strategy)
-    _refuse_scaler_around(optimizer, inner)
+    given, optimizer = optimizer, cast(OptimizerT, unwrapped(optimizer))
+    _check(model, optimizer, strategy)
+    _refuse_scaler_around(given, optimizer)
     world = whole = world or current()
     check_monitor_variables(whole)
     choices = strategy.choices()
-    given, optimizer = optimizer, cast(OptimizerT, inner)
     check_momentum(choices, optimizer)
     check_complex(model, choices, repr(strategy))
     check_sparse(model, choices, repr(strategy))
     check_modules(model, choices.averaging)
     _check_returned(world, choices, strategy)
+    alike = world.size > 1 and not world.returned
+    if alike:
+        _check_same_model(model, optimizer, world, strategy)
     if world.size > 1:
-        if not world.returned:
-            _check_same_model(model, optimizer, world, strategy)
         # Several models of one process launch their buckets in different orders.
         world = world.open_channel()
     collectives = Collectives(world, choices.topology)
-    if world.size > 1 and not world.returned:
-        _broadcast_from_rank_zero(model, collectives)
+    if alike:
+        left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
+        with torch.no_grad():
+            tensors = [tensor.detach() for name, tensor in named if name not in left_out]
+            broadcast_now(tensors, collectives, root=0)
     engine = Engine(model, optimizer, choices, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
@@ -113,7 +115,7 @@ def distribute(
 def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> None:
     if world.returned and not choices.returns:
         raise UsageError(
-            f"rank {world.rank} was started again while the others go on, which {strategy!r} "
+            f"rank {world.rank} was started again while the others continue, which {strategy!r} "
             "cannot let in: train with wingbeat.Canary(), Ripples(), LocalSGD() or DiLoCo(), or "
             "start all workers again"
         )
@@ -135,26 +137,14 @@ def _refuse_scaler_around(given: Any, inner: Any) -> None:
     """Refuse a wrapper with a gradient scaler (Accelerate): it calls the optimizer's old step."""
     if given is not inner and vars(given).get("scaler") is not None:
         raise UsageError(
-            f"distribute(optimizer={type(given).__name__}): its gradient scaler would go on with "
-            f"the step that {type(inner).__name__} has now: distribute first and wrap then, or use "
-            "wingbeat.integrations.accelerate.prepare()"
+            f"distribute(optimizer={type(given).__name__}): its gradient scaler would continue "
+            f"with the step that {type(inner).__name__} has now: distribute first and wrap then, "
+            "or use wingbeat.integrations.accelerate.prepare()"
         )
 
 
-def _broadcast_from_rank_zero(model: torch.nn.Module, collectives: Collectives) -> None:
-    left_out = ignored(model)
-    named = [*model.named_parameters(), *model.named_buffers()]
-    with torch.no_grad():
-        tensors = [tensor.detach() for name, tensor in named if name not in left_out]
-        broadcast_now(tensors, collectives, root=0)
-
-
 def no_sync(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Equivalent of ``model.no_sync()``, also if the model defines that attribute.
-
-    Raises:
-        UsageError: the model is not distributed.
-    """
+    """Equivalent of ``model.no_sync()``, also if the model defines that attribute."""
     return _engine_of(model, "no_sync").no_sync()
 
 
@@ -164,11 +154,7 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
-    """Equivalent of ``model.join()``, also if the model defines that attribute.
-
-    Raises:
-        UsageError: the model is not distributed.
-    """
+    """Equivalent of ``model.join()``, also if the model defines that attribute."""
     options = divide_by_initial_world_size, enable, throw_on_early_termination
     return joined(_engine_of(model, "join"), *options)
 
@@ -188,11 +174,8 @@ def synchronize(model: torch.nn.Module) -> None:
     workers, and training continues from it. Under `Canary` all workers apply the remaining rounds.
     Other strategies have equal models after each step; pending updates are applied.
 
-    ``model.synchronize()`` is equivalent, unless the model defines an attribute of that name.
-
-    Raises:
-        UsageError: the model is not distributed.
-        PeerError: a worker did not call it in time; names the worker.
+    ``model.synchronize()`` is equivalent, unless the model defines an attribute of that name. A
+    `PeerError` names a worker that did not call it in time.
     """
     _engine_of(model, "synchronize").level()
 
@@ -209,18 +192,13 @@ def _engine_of(model: Any, what: str) -> Engine:
 def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
     """Undo `distribute`: complete pending work, and return plain objects without hooks.
 
-    Raises:
-        UsageError: they were not distributed together.
+    A `UsageError` if they were not distributed together.
     """
     engine = engine_of(model)
-    inner = unwrapped(optimizer)
-    if engine is None or engine is not engine_of(inner):
+    if engine is None or engine is not engine_of(unwrapped(optimizer)):
         raise UsageError("release(): this model and optimizer were not distributed together")
     engine.detach()
-    engine.close()
-    free_parameters(engine)
-    downgrade(model)
-    downgrade(inner)
+    _make_plain(engine)
     return model, optimizer
 
 
@@ -230,16 +208,20 @@ def abandon(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Operations that can complete do so. Diverged models stay as they are, and objects that are not
     distributed are not changed.
     """
-    engine, inner = engine_of(model), unwrapped(optimizer)
-    if engine is None or engine is not engine_of(inner):
+    engine = engine_of(model)
+    if engine is None or engine is not engine_of(unwrapped(optimizer)):
         return
     with contextlib.suppress(WingbeatError):  # an earlier error has been raised
         engine.detach(meet=False)
     engine.remove_hooks()
+    _make_plain(engine)
+
+
+def _make_plain(engine: Engine) -> None:
     engine.close()
     free_parameters(engine)
-    downgrade(model)
-    downgrade(inner)
+    downgrade(engine.model)
+    downgrade(engine.optimizer)
 
 
 def begin_step(model: torch.nn.Module) -> None:
@@ -309,18 +291,18 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 def _check_same_model(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: HasChoices
 ) -> None:
-    left_out = ignored(model)
+    left_out, sparse = ignored(model), sparse_parameters(model)
     tensors = [
         *((name, t, bool(t.requires_grad)) for name, t in model.named_parameters()),
         *((name, t, False) for name, t in model.named_buffers()),
     ]
-    tensors = [entry for entry in tensors if entry[0] not in left_out]
-    mine, sparse = [], sparse_parameters(model)
+    mine = []
     for name, tensor, trained in tensors:
-        spec = spec_of(name, tensor)
-        strides = strides_of(tensor) if trained else None
-        laid_out = strides and list(strides)
-        mine.append([name, list(spec.shape), spec.dtype, trained, laid_out, name in sparse])
+        if name not in left_out:
+            strides = strides_of(tensor) if trained else None
+            laid_out = strides and list(strides)
+            shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
+            mine.append([name, shape, dtype, trained, laid_out, name in sparse])
     own = {"strategy": repr(strategy), "optimizer": _family(optimizer), "tensors": mine}
     answers = world.exchange("model", own)
     for rank, answer in enumerate(answers):
@@ -346,19 +328,18 @@ def _compare(first: Any, other: Any, rank: int) -> None:
             f"rank 0's optimizer is a {first['optimizer']}, rank {rank}'s a {other['optimizer']}; "
             "all ranks must build the same"
         )
-    for a, b in zip(first["tensors"], other["tensors"], strict=False):
+    mine, theirs = first["tensors"], other["tensors"]
+    for a, b in zip(mine, theirs, strict=False):
         if a != b:
             raise MismatchError(
                 f"parameter {a[0]!r} differs: rank 0 has {_describe(a)}, rank {rank} has "
                 f"{_describe(b)}; all ranks must build the same model"
             )
-    if len(first["tensors"]) != len(other["tensors"]):
-        longer = max(first["tensors"], other["tensors"], key=len)
-        extra = longer[min(len(first["tensors"]), len(other["tensors"]))]
+    if len(mine) != len(theirs):
+        extra = max(mine, theirs, key=len)[min(len(mine), len(theirs))]
         raise MismatchError(
-            f"parameter {extra[0]!r} is missing: rank 0 has {len(first['tensors'])} parameters "
-            f"and buffers, rank {rank} has {len(other['tensors'])}; all ranks must build the "
-            "same model"
+            f"parameter {extra[0]!r} is missing: rank 0 has {len(mine)} parameters and buffers, "
+            f"rank {rank} has {len(theirs)}; all ranks must build the same model"
         )
 
 
@@ -397,7 +378,8 @@ def refuse_claimed(model: torch.nn.Module) -> None:
             raise UsageError(
                 f"distribute(): parameter {name!r} of {type(model).__name__} is distributed "
                 f"already, as a part of {other}: distribute one module that contains both "
-                "(torch.nn.ModuleDict, say), with one optimizer, or release() the other first"
+                "(torch.nn.ModuleDict, for example), with one optimizer, or release() the "
+                "other first"
             )
 
 
@@ -420,7 +402,7 @@ def report(world: World, meter: Meter) -> None:
     with _reporters_lock:
         if world not in _reporters:
             _reporters[world] = _start_reporter(world)
-        reporter = _reporters[world]
+    reporter = _reporters[world]
     if reporter is not None:
         reporter.add(meter)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from wingbeat.engine.gradients.bucket import ByteBuffer, broadcast_now, dtype_name
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.text import MAX_ERROR_CHARS, first_line, printable
 
@@ -17,82 +18,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ALIGN = 16
-
 _LONGEST_LAYOUT = 16 << 20
 """Maximum bytes of a layout's text, which suffices for 100,000 buffers."""
 
 _AS_SENT, _VALUES, _LAYOUT = 0, 1, 2
 """The root's status: buffers as sent after backward; values follow; layout and values follow."""
-
-
-class ByteBuffer:
-    """Tensors of any dtype, concatenated as bytes, to be sent in one message."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
-        offsets, end = [], 0
-        for tensor in tensors:
-            offsets.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
-        if device is None:
-            device = tensors[0].device if tensors else torch.device("cpu")
-        self.flat = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.views = [
-            self.flat[a : a + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-            for a, t in zip(offsets, tensors, strict=True)
-        ]
-
-    @torch.no_grad()
-    def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Copy the tensors into the bytes; None leaves its bytes unchanged."""
-        for tensor, view in zip(tensors, self.views, strict=True):
-            if tensor is not None:
-                view.copy_(tensor)
-
-    @torch.no_grad()
-    def unpack(
-        self, tensors: Sequence[torch.Tensor | None], where: ByteBuffer | None = None
-    ) -> None:
-        """Copy the bytes into the tensors; with ``where`` only into those that are equal to it."""
-        unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
-        for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
-            if as_before and tensor is not None:
-                # Through `data`, invisible to autograd: batch norm saves its buffers for backward
-                # without using them, and a second forward may run before that backward.
-                tensor.data.copy_(view)
-
-    def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
-        """Return for each tensor whether it equals the packed bytes, bit for bit."""
-        return [
-            tensor is not None
-            and tensor.dtype == view.dtype
-            and tensor.shape == view.shape
-            and torch.equal(_bits(tensor), _bits(view))
-            for tensor, view in zip(tensors, self.views, strict=True)
-        ]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view as bytes, in which NaN equals itself, and 0 differs from -0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def broadcast_now(
-    tensors: Sequence[torch.Tensor], collectives: Collectives, root: int, limit: int = 32 << 20
-) -> None:
-    """Overwrite ``tensors`` with those of rank ``root``, at most ``limit`` bytes at a time."""
-    batch: list[torch.Tensor] = []
-    nbytes = 0
-    for tensor in [*tensors, None]:
-        if batch and (tensor is None or nbytes >= limit or tensor.device != batch[0].device):
-            packed = ByteBuffer(batch)
-            packed.pack(batch)
-            collectives.broadcast(packed.flat, root, label="tensors").wait()
-            packed.unpack(batch)
-            batch, nbytes = [], 0
-        if tensor is not None:
-            batch.append(tensor)
-            nbytes += tensor.numel() * tensor.element_size()
 
 
 class Spec(NamedTuple):
@@ -132,7 +62,7 @@ class BufferSync:
         self._collectives = collectives
         self._rank = collectives.world.rank
         self._own: Collectives | None = None
-        found = list(self._places())
+        found = self._places()
         # `distribute` has compared the workers' models, so all have the root's layout.
         self._layout = _specs(found)
         self._known = _named(found)
@@ -173,6 +103,11 @@ class BufferSync:
         """Return the modules that directly hold synchronised buffers."""
         return {place.module for place in self._places() if not place.shared}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the present buffers, each once."""
+        places = self._places()
+        return [place.tensor for place in places if place.tensor is not None and not place.shared]
+
     def start(self, root: int = 0) -> None:
         """Broadcast rank ``root``'s buffers in the background, with a validity flag."""
         if self._own is None:
@@ -185,8 +120,7 @@ class BufferSync:
             self._valid.fill_(None not in now)
             sent.pack([self._valid, *now])
         else:
-            if self._before is None:
-                self._before = self._allocate()
+            self._before = self._before or self._allocate()
             self._before.pack([None, *now])
         label = "buffers after backward"
         self._handle = self._collectives.broadcast(sent.flat, root, label=label)
@@ -202,7 +136,7 @@ class BufferSync:
             status, places = _AS_SENT, self._places()
             if _specs(places) != self._layout:
                 status = _LAYOUT
-                self._describe()
+                self._describe(places)
             elif self._sent is None or not all(
                 self._sent.equal([self._valid, *self._fitting(places)])
             ):
@@ -253,7 +187,7 @@ class BufferSync:
         with torch.no_grad():
             self._root = 0
             if self._rank == 0:
-                self._describe()
+                self._describe(self._places())
                 self._status[1] = self._text.numel()
             self._collectives.broadcast(self._status, 0, label="status of buffers").wait()
             self._receive_layout(self._collectives, int(self._status[1]))
@@ -266,11 +200,6 @@ class BufferSync:
             broadcast_now(values, self._collectives, root=0)
             if self._rank != 0:
                 self._copy_from_root(values)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the present buffers, each once."""
-        places = self._places()
-        return [place.tensor for place in places if place.tensor is not None and not place.shared]
 
     def _fitting(self, places: Iterable[Place] = ()) -> list[torch.Tensor | None]:
         """Return this worker's buffer for each entry of the layout; None where it does not fit."""
@@ -285,12 +214,10 @@ class BufferSync:
         return self._sent
 
     def _allocate(self) -> ByteBuffer:
-        """Allocate a validity byte, and the buffers of the layout."""
         meta = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in self._layout]
         return ByteBuffer([self._valid, *meta], self._device)
 
-    def _describe(self) -> None:
-        places = self._places()
+    def _describe(self, places: Iterable[Place]) -> None:
         self._text = _serialise(_specs(places), _named(places))
 
     def _receive_layout(self, collectives: Collectives, nbytes: int) -> None:
@@ -303,8 +230,8 @@ class BufferSync:
             self._layout, self._known = _parse(self._text)
         except ValueError:
             raise PeerError(
-                f"rank {self._me}: rank {self._peer} sent a malformed list of buffers; all workers "
-                "have to run the same wingbeat"
+                f"rank {self._me}: rank {self._peer} sent a malformed list of "
+                "buffers; all workers have to run the same wingbeat"
             ) from None
         self._sent = self._before = None
 
@@ -326,21 +253,20 @@ class BufferSync:
         except (AttributeError, KeyError) as err:
             name = printable(spec.name, MAX_ERROR_CHARS)
             raise UsageError(
-                f"buffer {name!r}: rank {self._peer} has one of shape {spec.shape}, and rank "
-                f"{self._me} no place for it ({first_line(err)}): register it on all ranks alike, "
-                "with None if it gets its tensor later"
+                f"buffer {name!r}: rank {self._peer} has one of shape {spec.shape}, and "
+                f"rank {self._me} no place for it ({first_line(err)}): register it on all "
+                "ranks alike, with None if it gets its tensor later"
             ) from None
 
     def _refuse_only_here(self, places: Iterable[Place]) -> None:
-        """Raise a `UsageError` if only this worker has a persistent buffer."""
         for place in places:
             if place.tensor is None or not place.persistent or place.name in self._known:
                 continue
             raise UsageError(
                 f"buffer {place.name!r}: rank {self._me} has one of shape "
-                f"{tuple(place.tensor.shape)}, and rank {self._peer} has none: make it in the same "
-                "forward on all ranks, or register it with persistent=False if each worker has its "
-                "own"
+                f"{tuple(place.tensor.shape)}, and rank {self._peer} has none: make it in "
+                "the same forward on all ranks, or register it with persistent=False if each "
+                "worker has its own"
             )
 
 
@@ -393,39 +319,30 @@ def _may_hold(place: Place) -> bool:
     return place.tensor is not None or not type(place.module).__module__.startswith("torch.nn.")
 
 
-def _serialise(layout: Sequence[Spec], known: Collection[str]) -> torch.Tensor:
-    said = [
-        [spec.name, str(spec.dtype).removeprefix("torch."), list(spec.shape), spec.persistent]
-        for spec in layout
-    ]
-    text = json.dumps([said, sorted(known)]).encode()
+def _serialise(layout: Iterable[Spec], known: Collection[str]) -> torch.Tensor:
+    entries = [[s.name, dtype_name(s.dtype), list(s.shape), s.persistent] for s in layout]
+    text = json.dumps([entries, sorted(known)]).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _parse(text: torch.Tensor) -> tuple[list[Spec], frozenset[str]]:
     """Parse a layout and the names of all the root's buffers; raise a `ValueError` if invalid."""
     try:
-        said, known = json.loads(bytes(text.tolist()))
-        layout = [
-            Spec(_is(str, name), getattr(torch, _is(str, dtype)), _shape(shape), _is(bool, kept))
-            for name, dtype, shape, kept in said
-        ]
+        entries, known = json.loads(bytes(text.tolist()))
+        layout = []
+        for name, dtype, shape, persistent in entries:
+            sizes = tuple(_is(int, size) for size in _is(list, shape))
+            kind = _is(torch.dtype, getattr(torch, _is(str, dtype)))
+            layout.append(Spec(_is(str, name), kind, sizes, _is(bool, persistent)))
         names = frozenset(_is(str, name) for name in known)
+        if not all(spec.name in names and min(spec.shape, default=0) >= 0 for spec in layout):
+            raise ValueError
     except (TypeError, ValueError, AttributeError, RecursionError):
         raise ValueError(text) from None
-    if not all(isinstance(spec.dtype, torch.dtype) and spec.name in names for spec in layout):
-        raise ValueError(text)
     return layout, names
 
 
-def _shape(said: Any) -> tuple[int, ...]:
-    shape = tuple(_is(int, size) for size in _is(list, said))
-    if any(size < 0 for size in shape):
-        raise ValueError(said)
-    return shape
-
-
-def _is(kind: type[T], said: Any) -> T:
-    if type(said) is not kind:
-        raise ValueError(said)
-    return said
+def _is(kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise ValueError(value)
+    return value

@@ -21,11 +21,15 @@ from wingbeat.engine.gradients.views import (
 )
 from wingbeat.engine.hooks import WeakCall
 from wingbeat.engine.runtime import IntentExchange, Runtime
-from wingbeat.engine.updates.deferred import DeferredUpdate
-from wingbeat.engine.updates.divided import check_divisible
-from wingbeat.engine.updates.sharded import ShardedUpdate
-from wingbeat.engine.updates.tensor_shards import TensorShards
-from wingbeat.engine.updates.update import SingleWorkerUpdate, Training, Update, WholeUpdate
+from wingbeat.engine.updates.divided import ShardedUpdate, check_divisible
+from wingbeat.engine.updates.shards import TensorShards
+from wingbeat.engine.updates.update import (
+    DeferredUpdate,
+    SingleWorkerUpdate,
+    Training,
+    Update,
+    WholeUpdate,
+)
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange

@@ -12,20 +12,19 @@ rank that saved it, the number of ranks, and whether their models differed.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from wingbeat.codecs.feedback import check_tensors
 from wingbeat.engine.engine import Engine
-from wingbeat.engine.updates.local import LocalUpdate
+from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.updates.stepper import State
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.update import BoundedUpdate
+from wingbeat.methods.model_averaging.local import LocalUpdate
 from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
 from wingbeat.observe.log import log
 from wingbeat.types import Span
@@ -43,24 +42,17 @@ _FIELDS: dict[str, type] = {
 Part = dict[str, Any]
 
 
-@dataclass
-class _Held:
-    """Elements of one parameter whose optimizer state this worker has.
+class _Held(NamedTuple):
+    """Elements of one parameter whose optimizer state this worker has, under ``key``.
 
-    ``state`` has no ``key`` before the first update. Tensors whose name is true in ``each`` have
-    one value per element, and the shape of ``key``.
+    State whose name is in ``each`` has one value per element, and the shape of ``key``.
     """
 
     param: torch.Tensor
     span: Span
     state: State
     key: torch.Tensor
-    each: Callable[[str], bool]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The state; empty if there is none."""
-        return self.state.get(self.key, {})
+    each: set[str]
 
 
 def export_shard(engine: Engine) -> Part:
@@ -72,16 +64,29 @@ def export_shard(engine: Engine) -> Part:
             f"optimizer.shard_state_dict(): {where} the whole state; save "
             "optimizer.state_dict() on rank 0, or distribute with DeAR(shard_optimizer=True)"
         )
-    names = _names(engine)
-    held = [h for h in _held(engine, engine.world.rank) if h.values]
+    names, numbers, exported = _names(engine), itertools.count(), {}
+    for held in _held(engine, engine.world.rank):
+        values = held.state.get(held.key)
+        if values:
+            exported[names[held.param]] = {
+                "start": held.span.start,
+                "stop": held.span.stop,
+                "each": {k: v.detach().reshape(-1) for k, v in values.items() if k in held.each},
+                "all": {k: v for k, v in values.items() if k not in held.each},
+            }
+    groups = engine.optimizer.__dict__["param_groups"]
     return {
         "format": SHARD_FORMAT,
         "rank": engine.world.rank,
         "world_size": engine.world.size,
         "steps": 0 if shards is None else shards.steps,
-        "param_groups": _packed_groups(engine),
+        # As in torch's state dict, with numbers instead of parameters.
+        "param_groups": [
+            {**settings, "params": [next(numbers) for _ in group["params"]]}
+            for settings, group in zip(engine.stepper.snapshot(), groups, strict=True)
+        ],
         "parameters": _parameters(engine),
-        "shards": {names[h.param]: _exported(h) for h in held},
+        "shards": exported,
     }
 
 
@@ -110,36 +115,23 @@ def load_shards(
 def _held(engine: Engine, rank: int) -> Iterator[_Held]:
     """Yield the state that this worker exports; rank 0 exports the state that all have."""
     state: State = engine.optimizer.__dict__["state"]
-    inside: set[torch.Tensor] = set()
     shards = engine.update.shards
-    if shards is not None:
-        inside = {slot.param for slot in engine.slots}
-        for piece in shards.pieces:
-            each = functools.partial(shards.has_each, piece)
-            yield _Held(piece.slot.param, piece.span, shards.state, piece.stand_in, each)
+    for piece in [] if shards is None else shards.pieces:
+        assert shards is not None
+        found = shards.state.get(piece.stand_in, {})
+        each = {key for key in found if shards.has_each(piece, key)}
+        yield _Held(piece.slot.param, piece.span, shards.state, piece.stand_in, each)
+    inside = set() if shards is None else {slot.param for slot in engine.slots}
     outside = [p for p in engine.stepper.params() if p not in inside]
-    each_of_all = _keys_of_each(state, outside)
-    for param in outside if rank == 0 else ():
-        yield _Held(param, Span(0, param.numel()), state, param, each_of_all.__contains__)
-
-
-def _keys_of_each(state: State, params: Iterable[torch.Tensor]) -> set[str]:
-    """Return names of state with one value per element, judged by the shapes of all parameters."""
+    # State with one value per element has the shape of its parameter for all parameters.
     shaped: dict[str, bool] = {}
-    for param in params:
+    for param in outside:
         for key, value in state.get(param, {}).items():
             fits = isinstance(value, torch.Tensor) and value.shape == param.shape
             shaped[key] = shaped.get(key, True) and fits
-    return {key for key, fits in shaped.items() if fits}
-
-
-def _exported(held: _Held) -> dict[str, Any]:
-    return {
-        "start": held.span.start,
-        "stop": held.span.stop,
-        "each": {k: v.detach().reshape(-1) for k, v in held.values.items() if held.each(k)},
-        "all": {k: v for k, v in held.values.items() if not held.each(k)},
-    }
+    for param in outside if rank == 0 else ():
+        each = {key for key, fits in shaped.items() if fits}
+        yield _Held(param, Span(0, param.numel()), state, param, each)
 
 
 def _names(engine: Engine) -> dict[torch.Tensor, str]:
@@ -149,21 +141,7 @@ def _names(engine: Engine) -> dict[torch.Tensor, str]:
 
 def _parameters(engine: Engine) -> list[list[Any]]:
     names = _names(engine)
-    return [
-        [names[p], list(p.shape), str(p.dtype).removeprefix("torch.")]
-        for p in engine.stepper.params()
-    ]
-
-
-def _packed_groups(engine: Engine) -> list[dict[str, Any]]:
-    """Return groups in the format of torch's state dict, with numbers instead of parameters."""
-    numbers = itertools.count()
-    return [
-        {**settings, "params": [next(numbers) for _ in group["params"]]}
-        for settings, group in zip(
-            engine.stepper.snapshot(), engine.optimizer.__dict__["param_groups"], strict=True
-        )
-    ]
+    return [[names[p], list(p.shape), dtype_name(p.dtype)] for p in engine.stepper.params()]
 
 
 # -- all shards of an earlier run ----------------------------------------------------------
@@ -206,17 +184,18 @@ def _check(parts: list[Part], engine: Engine) -> None:
                 "optimizer.shard_state_dict()"
             )
     _check_complete(parts)
-    _check_fits(parts, engine)
-    known = {name: list(shape) for name, shape, _ in parts[0]["parameters"]}
     for part in parts:
-        for name in part["shards"]:
-            if name not in known:
-                raise UsageError(
-                    f"load_shards(parts): rank {part['rank']}'s part has parameter {name!r}, "
-                    "which its own list does not name; save it anew"
-                )
+        _check_fits(part, engine)
+    known = {name: torch.Size(shape) for name, shape, _ in parts[0]["parameters"]}
+    for part in parts:
+        unknown = next((name for name in part["shards"] if name not in known), None)
+        if unknown is not None:
+            raise UsageError(
+                f"load_shards(parts): rank {part['rank']}'s part has parameter {unknown!r}, "
+                "which its own list does not name; save it again"
+            )
     for name, shape in known.items():
-        _check_tiled(name, torch.Size(shape).numel(), parts)
+        _check_tiled(name, shape.numel(), parts)
 
 
 def _check_complete(parts: list[Part]) -> None:
@@ -246,27 +225,26 @@ def _check_complete(parts: list[Part]) -> None:
         )
 
 
-def _check_fits(parts: list[Part], engine: Engine) -> None:
+def _check_fits(part: Part, engine: Engine) -> None:
     mine = [entry[:2] for entry in _parameters(engine)]
     sizes = [len(group["params"]) for group in engine.optimizer.__dict__["param_groups"]]
-    for part in parts:
-        try:
-            theirs = [[name, [int(n) for n in shape]] for name, shape, _ in part["parameters"]]
-            their_sizes = [len(group["params"]) for group in part["param_groups"]]
-        except (KeyError, TypeError, ValueError):
-            theirs, their_sizes = [], []
-        for a, b in itertools.zip_longest(mine, theirs):
-            if a != b:
-                raise UsageError(
-                    f"load_shards(parts): this optimizer has {_shown(a)} where rank "
-                    f"{part['rank']}'s part has {_shown(b)}; load parts of the same model and "
-                    "the same order of parameters"
-                )
-        if sizes != their_sizes:
+    try:
+        theirs = [[name, [int(n) for n in shape]] for name, shape, _ in part["parameters"]]
+        their_sizes = [len(group["params"]) for group in part["param_groups"]]
+    except (KeyError, TypeError, ValueError):
+        theirs, their_sizes = [], []
+    for a, b in itertools.zip_longest(mine, theirs):
+        if a != b:
             raise UsageError(
-                f"load_shards(parts): this optimizer has param groups of {sizes} parameters, "
-                f"rank {part['rank']}'s part of {their_sizes}; make the same groups"
+                f"load_shards(parts): this optimizer has {_shown(a)} where rank {part['rank']}'s "
+                f"part has {_shown(b)}; load parts of the same model and the same order of "
+                "parameters"
             )
+    if sizes != their_sizes:
+        raise UsageError(
+            f"load_shards(parts): this optimizer has param groups of {sizes} parameters, "
+            f"rank {part['rank']}'s part of {their_sizes}; make the same groups"
+        )
 
 
 def _shown(entry: Any) -> str:
@@ -288,7 +266,7 @@ def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
     if wrong or any(other != keys[0] for other in keys):
         raise UsageError(
             f"load_shards(parts): the state of parameter {name!r} is damaged, or of different "
-            "kinds in different parts; save it anew"
+            "kinds in different parts; save it again"
         )
     end = 0
     for shard in [*shards, {"start": numel, "stop": numel}] if shards else []:
@@ -377,18 +355,15 @@ def _log_missing(engine: Engine, state: Any) -> None:
         if differed and world.rank == 0:
             log.warning(
                 "load_state_dict(): this state was saved between two calls of model.synchronize(), "
-                "with rounds of gradients under way, which are in no state: training goes on "
+                "with rounds of gradients under way, which are in no state: training continues "
                 "without them; call model.synchronize() on all ranks before you save"
             )
     elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
-        own = "its optimizer's own state"
-        if differed:
-            own += " and what its model had moved since wingbeat.synchronize() are"
-        else:
-            own += " is"
+        moved = " and what its model had moved since wingbeat.synchronize() are"
+        own = "its optimizer's own state" + (moved if differed else " is")
         log.warning(
-            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to go on as without "
-            "a stop, save and load model and optimizer on every rank",
+            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to continue as "
+            "without a stop, save and load model and optimizer on every rank",
             world.rank, saver, own,
         )  # fmt: skip
 
@@ -415,7 +390,7 @@ def _parts(state: Any) -> Any:
 def _averages(state: Any) -> dict[str, Any] | None:
     averages = state.get(AVERAGES) if isinstance(state, dict) else None
     if averages is not None and not isinstance(averages, dict):
-        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it anew")
+        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it again")
     return averages
 
 
@@ -424,7 +399,7 @@ def _kinds(averages: Mapping[str, Any]) -> list[str]:
     found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
     if found and not {SHARED, VELOCITY} <= set(found):
         raise UsageError(
-            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it anew"
+            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it again"
         )
     return found
 

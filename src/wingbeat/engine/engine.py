@@ -32,18 +32,22 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.engine import build
 from wingbeat.engine.buffers import BufferSync
-from wingbeat.engine.clipping import clip_blocks, norm_is_separable, unscale_blocks
 from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind
 from wingbeat.engine.gradients.bucketing import Bucketing, ignored, synchronised
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
-from wingbeat.engine.gradients.views import PendingGradient
+from wingbeat.engine.gradients.views import (
+    PendingGradient,
+    clip_blocks,
+    norm_is_separable,
+    unscale_blocks,
+)
 from wingbeat.engine.hooks import (
     ForwardHook,
     Hooks,
@@ -62,24 +66,14 @@ from wingbeat.engine.model_checks import (
     refuse_wrapper_around,
 )
 from wingbeat.engine.updates.stepper import StepArguments, Stepper
-from wingbeat.engine.updates.update import Closure, Training
+from wingbeat.engine.updates.update import Training
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.meter import Meter
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.control import Control
 from wingbeat.planning.merging import LayerMerging
-from wingbeat.schedules.events import (
-    BackwardBegins,
-    BackwardEnds,
-    BucketReady,
-    Event,
-    GradientsDropped,
-    GradientsNeeded,
-    ParametersNeeded,
-    PartsNeeded,
-    Phase,
-    Planned,
-)
+from wingbeat.schedules import events
+from wingbeat.schedules.events import Phase
 from wingbeat.schedules.intents import Intent
 from wingbeat.transport import graceful_shutdown
 from wingbeat.types import Choices
@@ -91,6 +85,7 @@ class Engine:
     """Synchronises one model's gradients, and runs its optimizer.
 
     Attributes:
+        slots: one for each trained parameter with a dense gradient.
         control: the decisions made during training; None for a single worker or without lockstep.
         add_group: adds a param group to the optimizer; None if no group can be added.
         scaled: whether a GradScaler unscales the gradients.
@@ -102,6 +97,7 @@ class Engine:
         scale: factor of gradients, the inverse of the number of workers.
         buffer_root: the rank whose buffers all workers copy.
         before_synced_forward: called before a forward whose gradients are synchronised.
+        dispatch: performs the schedule's commands for an event; returns the result of a whole step.
     """
 
     def __init__(
@@ -141,6 +137,7 @@ class Engine:
         self.add_group: Callable[[dict[str, Any]], None] | None = None
         self.scaled = self.asked = False
         self.copied = world.returned
+        self.slots = self.bucketing.slots
         self.hooks: Hooks | None = None
         self._single_worker_hook: Any = None
         # Parts of parameters are slices of a flat buffer, and codecs read matrices in order.
@@ -164,10 +161,11 @@ class Engine:
         self.bundling = build.make_bundling(choices, self.runtime, WeakCall(self.rebucket))
         self.views = self.runtime.views
         self.update = self.runtime.update
+        self.dispatch = self.runtime.dispatch
         if world.size > 1:
             self._start()
         else:
-            hook = ForwardHook(weakref.ref(self), "before_forward_of_single_worker")
+            hook = ForwardHook(weakref.ref(self), "before_forward")
             self._single_worker_hook = model.register_forward_pre_hook(hook, prepend=True)
 
     def __reduce__(self) -> Any:
@@ -188,11 +186,6 @@ class Engine:
     # -- parameters, buckets and phases ---------------------------------------------------
 
     @property
-    def slots(self) -> list[Slot]:
-        """One for each trained parameter with a dense gradient."""
-        return self.bucketing.slots
-
-    @property
     def trained(self) -> list[torch.nn.Parameter]:
         """All trained parameters, those with sparse gradients last."""
         return [*(slot.param for slot in self.slots), *self.sparse.params]
@@ -201,11 +194,6 @@ class Engine:
     def buckets(self) -> list[Bucket]:
         """The buckets of the current plan, first ready first."""
         return self.bucketing.buckets
-
-    @property
-    def forward_buckets(self) -> list[Bucket]:
-        """The buckets of the current plan, first needed first."""
-        return self.bucketing.forward_buckets
 
     def readers(self) -> set[torch.nn.Module]:
         """Return the modules that directly hold synchronised parameters or buffers."""
@@ -246,10 +234,6 @@ class Engine:
         """
         return self.before_synced_forward is not None and not self.update.agrees
 
-    def dispatch(self, event: Event, closure: Closure = None) -> Any:
-        """Perform the schedule's commands for ``event``; return the result of a whole step."""
-        return self.runtime.dispatch(event, closure)
-
     def rebucket(self) -> None:
         """Change to the next plan; every worker does so before the same backward."""
         self.compression.settle()
@@ -257,16 +241,13 @@ class Engine:
         self._adopt_buckets()
 
     def _adopt_buckets(self) -> None:
-        for bucket in self.buckets:
+        buckets, forward = self.buckets, self.bucketing.forward_buckets
+        for bucket in buckets:
             self.views.on_new_buffer(bucket)
         owns = self.stepper.owns
-        members = (
-            frozenset(slot.index for slot in bucket.slots if owns(slot.param))
-            for bucket in self.buckets
-        )
-        self.runtime.exchange.planned(self.buckets, self.forward_buckets)
-        forward = tuple(bucket.index for bucket in self.forward_buckets)
-        self.dispatch(Planned(forward, tuple(members)))
+        members = [frozenset(s.index for s in b.slots if owns(s.param)) for b in buckets]
+        self.runtime.exchange.planned(buckets, forward)
+        self.dispatch(events.Planned(tuple(bucket.index for bucket in forward), tuple(members)))
         self.update.on_new_buckets()
 
     # -- forward --------------------------------------------------------------------------
@@ -276,6 +257,8 @@ class Engine:
         if not torch.is_grad_enabled() or in_backward():
             return
         self.between_steps()
+        if self.hooks is None:  # a single worker
+            return
         with outside_transforms():
             self._begin_forward()
         if self.sync and not self.model.training and self.before_synced_forward is None:
@@ -290,11 +273,6 @@ class Engine:
         self.between_steps()
         self._begin_forward()
         self._request_buffers()
-
-    def before_forward_of_single_worker(self, *_args: Any) -> None:
-        """Prepare a forward of a single worker, which has no other hooks."""
-        if torch.is_grad_enabled() and not in_backward():
-            self.between_steps()
 
     def _begin_forward(self) -> None:
         self.meter.enter("forward")
@@ -330,9 +308,9 @@ class Engine:
             return
         with self.lock:
             due = tuple(bucket.index for bucket in buckets if bucket.due)
-            if due:
-                with outside_transforms(), self.update.step_modes():
-                    self.dispatch(ParametersNeeded(due))
+            if due and self.update.modes is not None:
+                with outside_transforms(), self.update.modes.restored():
+                    self.dispatch(events.ParametersNeeded(due))
 
     def refresh(self, params: Sequence[torch.Tensor]) -> None:
         """Apply the deferred updates of parameters that are about to be read."""
@@ -350,20 +328,19 @@ class Engine:
         finally:
             self.sync = before
 
-    def on_grad(self, index: int) -> None:
+    def on_grad(self, index: int, _param: torch.Tensor) -> None:
         """Copy one accumulated gradient into its bucket; called by several threads of autograd."""
         with self.lock:
             if not self._enters_backward(self.slots[index].name):
                 return
             passes = self.passes
-            if passes is None:
-                self._add_gradient(index)
-                return
-            passes.enter(index)
-            self._add_gradient(index)
-            passes.leave()
+            if passes is not None:
+                passes.enter(index)
+            self._add_gradient(self.slots[index])
+            if passes is not None:
+                passes.leave()
 
-    def on_sparse_grad(self, index: int) -> None:
+    def on_sparse_grad(self, index: int, _param: torch.Tensor) -> None:
         """Check a sparse gradient, which is exchanged at the end of its backward."""
         with self.lock:
             if self._enters_backward(self.sparse.names[index]):
@@ -373,10 +350,21 @@ class Engine:
         """Begin a backward at its first gradient; return whether it is synchronised."""
         if not self._in_backward:
             if not (self.sync if self._decided is None else self._decided):
-                self._skip_backward()
+                if self._decided is not None and not self._skipping:
+                    self._skipping = True
+                    self.meter.enter("backward")
+                    call_at_backward_end(self, "end_backward")  # resets the forward's decision
                 return False
-            self._refuse_graph()
-            self._begin_backward()
+            if torch.is_grad_enabled():
+                self._refuse_graph()
+            decided, self._decided = self._decided, None
+            self.views.begin_backward()  # if it raises, the forward's decision is consumed
+            self._decided = decided
+            self._open_backward()
+            self._in_backward = True
+            self._backward = call_at_backward_end(self, "end_backward")
+            if self.passes is not None:
+                self.passes.begin()
         elif self.backward_aborted:
             raise UsageError(
                 f"parameter {name!r} got a gradient, but an exception has cut the backward before "
@@ -384,42 +372,23 @@ class Engine:
             )
         return True
 
-    def _refuse_graph(self) -> None:
-        """Refuse a backward with ``create_graph``: exchanged gradients have no graph."""
-        if torch.is_grad_enabled():
-            self._decided = None
-            for param in self.trained:
-                param.grad = None
-            raise UsageError(
-                "backward(create_graph=True): gradients that are exchanged have no graph, so a "
-                "penalty on p.grad would have no effect; use torch.autograd.grad(loss, "
-                "model.parameters(), create_graph=True) and call backward() on the loss with the "
-                "penalty"
-            )
-
-    def _skip_backward(self) -> None:
-        """Skip synchronisation in a backward; its end resets the forward's decision."""
-        if self._decided is not None and not self._skipping:
-            self._skipping = True
-            self.meter.enter("backward")
-            call_at_backward_end(self, "end_backward")
-
-    def _begin_backward(self) -> None:
-        decided, self._decided = self._decided, None
-        self.views.begin_backward()  # if it raises, the forward's decision is consumed
-        self._decided = decided
-        self._open_backward()
-        self._in_backward = True
-        self._backward = call_at_backward_end(self, "end_backward")
-        if self.passes is not None:
-            self.passes.begin()
+    def _refuse_graph(self) -> NoReturn:
+        self._decided = None
+        for param in self.trained:
+            param.grad = None
+        raise UsageError(
+            "backward(create_graph=True): gradients that are exchanged have no graph, so a "
+            "penalty on p.grad would have no effect; use torch.autograd.grad(loss, "
+            "model.parameters(), create_graph=True) and call backward() on the loss with the "
+            "penalty"
+        )
 
     def _open_backward(self) -> None:
         """Finish the last step, and gather gradients that this backward adds to."""
         self._next = 0
         self.meter.enter("backward")
-        self.apply_updates(self.forward_buckets)
-        self.dispatch(BackwardBegins())
+        self.apply_updates(self.bucketing.forward_buckets)
+        self.dispatch(events.BackwardBegins())
         self.runtime.checked = False
         self.bucketing.adopt_order()
         self.compression.count_step()
@@ -434,8 +403,7 @@ class Engine:
                 self.views.on_new_buffer(bucket)
             bucket.reset()
 
-    def _add_gradient(self, index: int) -> None:
-        slot = self.bucketing.slots[index]
+    def _add_gradient(self, slot: Slot) -> None:
         grad = slot.param.grad
         if slot.ready:
             raise UsageError(
@@ -448,7 +416,7 @@ class Engine:
                 "sparse gradients are those of torch.nn.Embedding and EmbeddingBag, made with "
                 "sparse=True before distribute(); use one of these, or sparse=False"
             )
-        self.bucketing.observe_ready(index)
+        self.bucketing.observe_ready(slot.index)
         self._copy_gradient(slot)
         bucket = slot.bucket
         bucket.missing -= 1
@@ -471,15 +439,13 @@ class Engine:
             self._next += 1
             steps = None if self._shadowing else self.steps_made.count
             bucket.write_tail(steps, self.steps_made.rank)
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        if self.bundling is not None:
-            self.bundling.measure_widths(bucket)
-        bucket.wire = self.compression.launching(bucket)
-        if bucket.wire is not None and self.update.shards is not None:  # encoded once, not gathered
-            self.compression.add_own_residual(bucket, bucket.owned(self.world.rank))
-        self.dispatch(BucketReady(bucket.index))
+            if self.bundling is not None:
+                self.bundling.measure_widths(bucket)
+            bucket.wire = self.compression.launching(bucket)
+            if bucket.wire is not None and self.update.shards is not None:
+                # Encoded once, because the sums are not gathered.
+                self.compression.add_own_residual(bucket, bucket.owned(self.world.rank))
+            self.dispatch(events.BucketReady(bucket.index))
 
     def _launch_all(self) -> None:
         """Launch whatever is launched once per backward, complete or not."""
@@ -501,25 +467,21 @@ class Engine:
     def end_backward(self) -> None:
         """Launch buckets that lack gradients of unused parameters, and close this backward."""
         with self.lock:
-            self._end_backward()
-
-    def _end_backward(self) -> None:
-        self._decided = None
-        self._skipping = False
-        if not self._in_backward:
-            self.meter.enter("other")
-            return
-        if self.passes is not None:
-            self.passes.end()
-        self._launch_all()
-        # Another model of this backward may still have to launch collectives that peers wait for.
-        if not in_backward():
-            self.sparse.send()
-            self.close_backward()
-        elif self.sparse:
-            call_at_backward_end(self, "send_sparse")
-        else:
-            call_at_backward_end(self, "close_backward")
+            self._decided = None
+            self._skipping = False
+            if not self._in_backward:
+                self.meter.enter("other")
+                return
+            if self.passes is not None:
+                self.passes.end()
+            self._launch_all()
+            # Another model of this backward may still have to launch collectives that peers wait
+            # for.
+            if not in_backward():
+                self.sparse.send()
+                self.close_backward()
+            else:
+                call_at_backward_end(self, "send_sparse" if self.sparse else "close_backward")
 
     def send_sparse(self) -> None:
         """Send sparse gradients, before any model of this backward waits for others."""
@@ -528,31 +490,31 @@ class Engine:
         call_at_backward_end(self, "close_backward")
 
     def close_backward(self) -> None:
-        """Finish a backward whose buckets have all been launched."""
+        """Finish a backward; raise a `UsageError` for gradients lost to another optimizer."""
         with self.lock:
             passes = self.passes
-            if passes is None:
-                self._finish_backward()
-            else:
+            if passes is not None:
                 passes.launched(self.buckets[-1].handle)
-                self._finish_backward()
+            self._finish_backward()
+            if passes is not None:
                 passes.waited()
         owns = self.stepper.owns
-        if self.update.gradients_lost() and not all(owns(slot.param) for slot in self.slots):
-            self.update.refuse_lost("backward() for another optimizer")
+        lost = self.update.lost_message("backward() for another optimizer")
+        if lost and not all(owns(slot.param) for slot in self.slots):
+            raise UsageError(lost)
 
     def _finish_backward(self) -> None:
         # Another optimizer first checks whether there is a gradient at all.
         others = [slot for slot in self.slots if not self.stepper.owns(slot.param)]
         blind = self._shadowing and self.update.agrees
-        lost = self.update.gradients_lost()
+        lost = self.update.lost_message("a gradient was read")
         self.views.hide()
-        self.dispatch(BackwardEnds(looked_at=bool(others) and not blind, lost=lost))
+        self.dispatch(events.BackwardEnds(looked_at=bool(others) and not blind, lost=bool(lost)))
         self.sparse.show()
         if lost:
             for slot in self.slots:
                 if self.stepper.owns(slot.param):
-                    self.views.lose(slot, self.update.lost_message("a gradient was read"))
+                    self.views.lose(slot, lost)
                 else:
                     slot.param.grad = None
         elif others and not blind:
@@ -573,7 +535,7 @@ class Engine:
             self._launch_all()
             self.sparse.send()
             self._finish_backward()  # peers see a normal end
-            self.discard()
+            self.dispatch(events.GradientsDropped())
         finally:
             for param in self.trained:
                 param.grad = None
@@ -591,16 +553,12 @@ class Engine:
         finally:
             self._shadowing = False
 
-    def discard(self) -> None:
-        """Drop the gradients of the last backward; the other workers' exchange completes."""
-        self.dispatch(GradientsDropped())
-
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients, including those that exist in buckets only."""
         if self.hooks is None:
             return
         self.recover()
-        self.discard()
+        self.dispatch(events.GradientsDropped())
         self.views.on_zero_grad(set_to_none)
         # No operation here reads a parameter, so deferred updates stay deferred.
         with torch._C.DisableTorchFunctionSubclass():
@@ -616,7 +574,7 @@ class Engine:
     def flush(self) -> None:
         """Apply all deferred updates, and the buffers that have arrived."""
         self.buffer_sync.apply()
-        self.apply_updates(self.forward_buckets)
+        self.apply_updates(self.bucketing.forward_buckets)
 
     def flush_on_close(self) -> None:
         """Apply deferred updates before the world is closed, unless an operation has failed."""
@@ -648,7 +606,7 @@ class Engine:
 
     def settle_gradients(self) -> None:
         """Gather gradients between backward and step, because they are read."""
-        self.dispatch(GradientsNeeded())
+        self.dispatch(events.GradientsNeeded())
 
     def show_gradient(self, slot: Slot) -> None:
         """Gather ``slot``'s gradient for a reader; raise a `UsageError` during its backward."""
@@ -661,8 +619,11 @@ class Engine:
             )
         with self.lock:
             aborted = self._in_backward
-            with self.views.accumulating(slot if in_backward() else None):
+            self.views.accumulating = slot if in_backward() else None
+            try:
                 self.settle()
+            finally:
+                self.views.accumulating = None
             slot.used |= in_backward()  # now it has a gradient
         if aborted:
             raise UsageError(f"the gradient of parameter {slot.name!r} is gone: {_GONE}")
@@ -676,7 +637,7 @@ class Engine:
         if aborted:
             raise UsageError("GradScaler.unscale_(): the gradients are gone: " + _GONE)
         self.update.refuse_lost("GradScaler.unscale_()")
-        self.dispatch(PartsNeeded(Intent.SCALE))
+        self.dispatch(events.PartsNeeded(Intent.SCALE))
         if self.phase is Phase.REDUCED and not self.shadowed:
             # All buckets of this kind, whichever gradients the user has replaced: other workers do
             # the same.
@@ -697,7 +658,7 @@ class Engine:
         """
         self.recover()
         self.update.refuse_lost("clip_grad_norm_()")
-        self.dispatch(PartsNeeded(Intent.CLIP))
+        self.dispatch(events.PartsNeeded(Intent.CLIP))
         in_parts = self.phase is Phase.REDUCED and not self.shadowed and not self.sparse
         if in_parts and norm_is_separable(self.buckets, norm_type):
             return clip_blocks(self.buckets, self.collectives, max_norm, norm_type)
@@ -734,10 +695,6 @@ class Engine:
             self.flush()
         return self.update.visible_state()
 
-    def whole_state(self) -> contextlib.AbstractContextManager[None]:
-        """Give the optimizer its whole state inside; if it is sharded, all workers must enter."""
-        return self.update.whole_state(self)
-
     # -- state dicts ----------------------------------------------------------------------
 
     def before_state_dict(self, *_args: Any) -> None:
@@ -753,7 +710,7 @@ class Engine:
     def before_load_module(
         self, _module: Any, _state: Any, prefix: str, metadata: dict[str, Any], *_args: Any
     ) -> None:
-        """Run `before_load_state_dict` for the first module that loads a part of a state dict."""
+        """Complete pending operations before a module loads its part of a state dict."""
         refuse_assignment(prefix, metadata)
         self.before_load_state_dict()
 
@@ -798,7 +755,7 @@ _flushed_before_fork: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def _flush_before_fork() -> None:
-    """Complete pending operations, because a child process has no threads for them."""
+    # A child process has no threads for pending operations.
     for engine in list(_flushed_before_fork):
         engine.flush()
 

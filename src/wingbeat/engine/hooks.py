@@ -10,50 +10,51 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from wingbeat.engine.gradients.bucketing import is_compiled
-from wingbeat.engine.updates.modes import recording, unrecorded
-
-if TYPE_CHECKING:
-    from wingbeat.engine.gradients.bucket import Slot
-    from wingbeat.engine.gradients.sparse import SparseGradients
-
-
-class HookTarget(Protocol):
-    """The part of the engine that hooks are registered for, and call."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    sparse: SparseGradients
-
-    @property
-    def slots(self) -> list[Slot]:
-        """One for each trained parameter with a dense gradient."""
-
-    def on_grad(self, index: int) -> None:
-        """Handle the accumulated gradient of slot ``index``."""
-
-    def on_sparse_grad(self, index: int) -> None:
-        """Handle the accumulated gradient of sparse parameter ``index``."""
-
-    def readers(self) -> set[torch.nn.Module]:
-        """Return the modules that directly hold synchronised parameters or buffers."""
+from wingbeat.engine.updates.stepper import recording, unrecorded
 
 
 class Hooks:
-    """All hooks of an engine."""
+    """All hooks of an engine; ``gradients``: also on its parameters."""
 
-    def __init__(self, engine: HookTarget, *, gradients: bool = True) -> None:
+    def __init__(self, engine: Any, *, gradients: bool = True) -> None:
         ref = weakref.ref(engine)
-        self._inner = list(_on_inner_modules(engine, ref))
-        self._others = [
-            *(_on_parameters(engine, ref) if gradients else ()),
-            *_on_model(engine, ref),
-            *_on_optimizer(engine, ref),
+        model, optimizer = engine.model, engine.optimizer
+        compiled = (outer for outer in model.modules() if is_compiled(outer))
+        skipped = {inner for outer in compiled for inner in outer.modules() if inner is not outer}
+        skipped.add(model)
+        readers = engine.readers() - skipped
+        self._inner: list[Any] = [
+            module.register_forward_pre_hook(ForwardHook(ref, "before_module_forward"))
+            for module in model.modules()
+            if module in readers
+        ]
+        self._others: list[Any] = []
+        if gradients:
+            dense = ((slot.param, "on_grad", slot.index) for slot in engine.slots)
+            sparse = ((p, "on_sparse_grad", i) for i, p in enumerate(engine.sparse.params))
+            self._others += [
+                LastGradHook(param, functools.partial(_call, ref, method, index))
+                for param, method, index in (*dense, *sparse)
+            ]
+        before = ModuleHook(ref, "before_state_dict")
+        loading = ModuleHook(ref, "before_load_module")
+        for module in model.modules():
+            self._others.append(module.register_state_dict_pre_hook(before))
+            self._others.append(module.register_load_state_dict_pre_hook(loading))
+        self._others += [
+            model.register_forward_pre_hook(
+                ForwardHook(ref, "before_module_forward"), prepend=True
+            ),
+            model.register_forward_pre_hook(ForwardHook(ref, "before_forward"), prepend=True),
+            optimizer.register_state_dict_pre_hook(before),
+            optimizer.register_load_state_dict_pre_hook(ModuleHook(ref, "before_load_state_dict")),
+            optimizer.register_load_state_dict_post_hook(ModuleHook(ref, "after_load_state_dict")),
         ]
 
     def remove_inner(self) -> None:
@@ -68,47 +69,6 @@ class Hooks:
         for handle in self._others:
             handle.remove()
         self._others.clear()
-
-
-def _on_parameters(engine: HookTarget, ref: weakref.ref[HookTarget]) -> list[Any]:
-    return [
-        *(LastGradHook(s.param, functools.partial(_on_grad, ref, s.index)) for s in engine.slots),
-        *(
-            LastGradHook(param, functools.partial(_on_sparse_grad, ref, index))
-            for index, param in enumerate(engine.sparse.params)
-        ),
-    ]
-
-
-def _on_inner_modules(engine: HookTarget, ref: weakref.ref[HookTarget]) -> Iterator[Any]:
-    inside, readers = set(_inside_of_compiled(engine.model)), engine.readers()
-    for module in engine.model.modules():
-        if module is not engine.model and module not in inside and module in readers:
-            yield module.register_forward_pre_hook(ForwardHook(ref, "before_module_forward"))
-
-
-def _on_model(engine: HookTarget, ref: weakref.ref[HookTarget]) -> Iterator[Any]:
-    for module in engine.model.modules():
-        yield module.register_state_dict_pre_hook(ModuleHook(ref, "before_state_dict"))
-        yield module.register_load_state_dict_pre_hook(ModuleHook(ref, "before_load_module"))
-    for method in ("before_module_forward", "before_forward"):
-        yield engine.model.register_forward_pre_hook(ForwardHook(ref, method), prepend=True)
-
-
-def _inside_of_compiled(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    for outer in model.modules():
-        if is_compiled(outer):
-            yield from (module for module in outer.modules() if module is not outer)
-
-
-def _on_optimizer(engine: HookTarget, ref: weakref.ref[HookTarget]) -> list[Any]:
-    optimizer = engine.optimizer
-    before = ModuleHook(ref, "before_state_dict")
-    return [
-        optimizer.register_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_pre_hook(ModuleHook(ref, "before_load_state_dict")),
-        optimizer.register_load_state_dict_post_hook(ModuleHook(ref, "after_load_state_dict")),
-    ]
 
 
 # -- hooks on gradients -------------------------------------------------------------------
@@ -157,21 +117,6 @@ _LAST = -1
 """Less than any handle's id."""
 
 
-# `torch.compile` would compile this call if the user compiles the code around the backward.
-@torch._disable_dynamo
-def _on_grad(engine: weakref.ref[HookTarget], index: int, _param: torch.Tensor) -> None:
-    alive = engine()
-    if alive is not None:
-        alive.on_grad(index)
-
-
-@torch._disable_dynamo
-def _on_sparse_grad(engine: weakref.ref[HookTarget], index: int, _param: torch.Tensor) -> None:
-    alive = engine()
-    if alive is not None:
-        alive.on_sparse_grad(index)
-
-
 def call_at_backward_end(engine: Any, method: str) -> weakref.ref[Any]:
     """Call an engine's method when the running backward ends, after earlier callbacks.
 
@@ -182,11 +127,12 @@ def call_at_backward_end(engine: Any, method: str) -> weakref.ref[Any]:
     return weakref.ref(callback)
 
 
+# `torch.compile` would compile this call if the user compiles the code around the backward.
 @torch._disable_dynamo
-def _call(engine: weakref.ref[Any], method: str) -> None:
+def _call(engine: weakref.ref[Any], method: str, *args: Any) -> None:
     alive = engine()
     if alive is not None:
-        getattr(alive, method)()
+        getattr(alive, method)(*args)
 
 
 def in_backward() -> bool:
@@ -233,25 +179,20 @@ class ModuleHook:
     def __call__(self, *args: Any) -> None:
         """Call the method, if the engine is alive."""
         if torch.compiler.is_compiling():
-            _from_compiled_code(self, args)
+            _run_outside_compiled(self, args)
         else:
             self.run(args)
 
-    def run(self, args: tuple[Any, ...]) -> None:
-        """Call the method from ordinary Python."""
+    def run(self, args: tuple[Any, ...], *, compiled: bool = False) -> None:
+        """Call the method; ``compiled``: from code compiled by ``torch.compile``."""
         engine = self._engine()
         if engine is not None:
+            if compiled:
+                engine.before_compiled_forward()
             getattr(engine, self._method)(*args)
 
-    def run_in_compiled(self, args: tuple[Any, ...]) -> None:
-        """Call the method from code compiled by ``torch.compile``."""
-        engine = self._engine()
-        if engine is not None:
-            engine.before_compiled_forward()
-        self.run(args)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_no_hook, ())
+        return (_NoHook, ())
 
     @property
     def __name__(self) -> str:
@@ -271,22 +212,15 @@ class ForwardHook(ModuleHook):
         if not (torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()):
             super().__call__(*args)
 
-    def run(self, args: tuple[Any, ...]) -> None:
-        """Call the method from ordinary Python."""
+    def run(self, args: tuple[Any, ...], *, compiled: bool = False) -> None:
+        """Call the method, unless operations are recorded."""
         if not recording():
-            super().run(args)
+            super().run(args, compiled=compiled)
             return
         engine = self._engine()
         if engine is not None:
             with unrecorded():
                 engine.flush()
-
-    def run_in_compiled(self, args: tuple[Any, ...]) -> None:
-        """Call the method from code compiled by ``torch.compile``."""
-        if recording():
-            self.run(args)
-        else:
-            super().run_in_compiled(args)
 
 
 _UNNAMED = (
@@ -297,8 +231,8 @@ _UNNAMED = (
 
 
 @torch._disable_dynamo
-def _from_compiled_code(hook: ModuleHook, args: tuple[Any, ...]) -> None:
-    hook.run_in_compiled(args)
+def _run_outside_compiled(hook: ModuleHook, args: tuple[Any, ...]) -> None:
+    hook.run(args, compiled=True)
 
 
 class _NoHook:
@@ -308,7 +242,3 @@ class _NoHook:
     @property
     def __name__(self) -> str:
         raise AttributeError(_UNNAMED)
-
-
-def _no_hook() -> _NoHook:
-    return _NoHook()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wingbeat.collectives import Rows
-from wingbeat.engine.buffers import broadcast_now
+from wingbeat.engine.gradients.bucket import broadcast_now, dtype_name
 from wingbeat.engine.hooks import ModuleHook, in_backward, in_transform
-from wingbeat.engine.updates.modes import recording
-from wingbeat.engine.updates.stepper import State
+from wingbeat.engine.updates.json_values import dtype_of
+from wingbeat.engine.updates.stepper import State, recording
 from wingbeat.errors import PeerError, UnevenBatchesError, UsageError
 from wingbeat.schedules.events import Phase
 from wingbeat.transport import graceful_shutdown
@@ -82,13 +82,20 @@ class _JoinContext:
 
     def announce(self, batch: _Batch = _Batch.NONE) -> _Batch:
         """Announce this worker's batch; return the maximum over all workers."""
-        self.engine.between_steps()
-        found = _exchange_batches(self.engine, batch)
-        active = [rank for rank, flag in enumerate(found) if flag]
+        engine = self.engine
+        engine.between_steps()
+        rows = Rows(engine.collectives, [float(batch)], "batches left").wait().view(-1).tolist()
+        for rank, flag in enumerate(rows):
+            if flag not in list(_Batch):
+                raise PeerError(
+                    f"rank {engine.world.rank}: rank {rank} sent {flag!r} in place of "
+                    "the kind of its batch, 0 to 2; all workers have to run the same wingbeat"
+                )
+        active = [rank for rank, flag in enumerate(rows) if flag]
         self.active = active or self.active
         # The root of buffers must still train.
-        self.engine.buffer_root = active[0] if active else 0
-        return _Batch(max(found))
+        engine.buffer_root = active[0] if active else 0
+        return _Batch(int(max(rows)))
 
     def shadow(self) -> None:
         """Take part in exchanges while any worker has batches; may raise `UnevenBatchesError`."""
@@ -154,26 +161,17 @@ def joined(
     context.shadow()
 
 
-def _exchange_batches(engine: Engine, batch: _Batch) -> list[int]:
-    rows = Rows(engine.collectives, [float(batch)], "batches left").wait().view(-1).tolist()
-    for rank, flag in enumerate(rows):
-        if flag not in list(_Batch):
-            raise PeerError(
-                f"rank {engine.world.rank}: rank {rank} sent {flag!r} in place of "
-                "the kind of its batch, 0 to 2; all workers have to run the same wingbeat"
-            )
-    return [int(flag) for flag in rows]
-
-
 def _list(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
 def _copy_state(engine: Engine, root: int) -> None:
     engine.settle()
-    collectives = engine.collectives
-    # Steps made without batches do not count.
-    engine.steps_made.count = _steps_of(engine, root)
+    collectives, rank = engine.collectives, engine.world.rank
+    steps = engine.world.exchange("steps", engine.steps_made.count)[root]
+    if type(steps) is not int or steps < 0:
+        raise PeerError(f"rank {rank}: rank {root} sent malformed steps: {steps!r}")
+    engine.steps_made.count = steps  # those made without batches do not count
     with torch.no_grad():
         tensors = [*engine.trained, *engine.model.buffers()]
         broadcast_now(tensors, collectives, root)
@@ -181,45 +179,31 @@ def _copy_state(engine: Engine, root: int) -> None:
     engine.compression.follow(root)
 
 
-def _steps_of(engine: Engine, root: int) -> int:
-    steps = engine.world.exchange("steps", engine.steps_made.count)[root]
-    if type(steps) is not int or steps < 0:
-        raise PeerError(f"rank {engine.world.rank}: rank {root} sent malformed steps: {steps!r}")
-    return steps
-
-
 def _state_like(engine: Engine, root: int) -> list[torch.Tensor]:
-    """Return the state's tensors in a fixed order, creating missing ones."""
+    """Return the state's tensors in the root's order, creating missing ones."""
     state: State = engine.optimizer.__dict__["state"]
     params = engine.stepper.params()
     mine = [
-        [i, key, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        [i, key, dtype_name(value.dtype), list(value.shape)]
         for i, param in enumerate(params)
         for key, value in sorted(state.get(param, {}).items())
         if isinstance(value, torch.Tensor)
     ]
     out = []
     for entry in engine.world.exchange("optimizer state", mine)[root]:
-        i, key, dtype, shape = _checked(entry, len(params), engine.world.rank, root)
+        try:
+            i, key, dtype, shape = entry
+            i, key, shape, kind = int(i), str(key), [int(n) for n in shape], dtype_of(dtype)
+            if not 0 <= i < len(params) or any(n < 0 for n in shape):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise PeerError(
+                f"rank {engine.world.rank}: rank {root} sent a malformed optimizer state: {entry!r}"
+            ) from None
         here: dict[str, Any] = state[params[i]]
         value = here.get(key)
         if not isinstance(value, torch.Tensor) or list(value.shape) != shape:
             device = params[i].device if shape else "cpu"
-            here[key] = value = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            here[key] = value = torch.zeros(shape, dtype=kind, device=device)
         out.append(value)
     return out
-
-
-def _checked(entry: Any, count: int, rank: int, root: int) -> tuple[int, str, str, list[int]]:
-    try:
-        i, key, dtype, shape = entry
-        ok = (
-            0 <= int(i) < count
-            and isinstance(getattr(torch, dtype), torch.dtype)
-            and all(int(n) >= 0 for n in shape)
-        )
-    except (TypeError, ValueError, AttributeError):
-        ok = False
-    if not ok:
-        raise PeerError(f"rank {rank}: rank {root} sent a malformed optimizer state: {entry!r}")
-    return int(i), str(key), str(dtype), [int(n) for n in shape]

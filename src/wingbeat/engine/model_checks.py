@@ -124,31 +124,28 @@ class ParameterCheck:
         return chain.from_iterable(map(dict.values, self._places))
 
     def _remember(self) -> None:
-        modules = list(self._model.modules())
-        self._places: list[dict[str, Any]] = []
-        for module in modules:
-            # A compiled module creates its attributes at each access, and its modules cannot be
-            # replaced.
-            if not isinstance(module, torch.jit.ScriptModule):
-                self._places += module._parameters, module._modules
+        # A compiled module creates its attributes at each access, and its modules cannot be
+        # replaced.
+        modules = (m for m in self._model.modules() if not isinstance(m, torch.jit.ScriptModule))
+        self._places: list[dict[str, Any]] = [
+            places for m in modules for places in (m._parameters, m._modules)
+        ]
         self._kept = list(self._held())  # kept alive, so that no other object gets its identity
         self._seen = list(map(id, self._kept))
 
     def check(self) -> None:
-        """Check that all trained parameters are those of `distribute`."""
+        """Raise a `UsageError` unless all trained parameters are those of `distribute`."""
         if list(map(id, self._held())) != self._seen:
-            self._check_model()
+            for name, param in torch.nn.Module.named_parameters(self._model):
+                if param.requires_grad and id(param) not in self._known:
+                    raise UsageError(
+                        f"parameter {name!r}, of shape {tuple(param.shape)}, is none that the "
+                        "model had at distribute(), so nothing would exchange its gradients: "
+                        f"{_AGAIN}"
+                    )
             self._remember()  # moved, as by a parametrization, or removed
         if not self._known.keys() >= set(map(id, self._updated())):
             self._refuse_group()
-
-    def _check_model(self) -> None:
-        for name, param in torch.nn.Module.named_parameters(self._model):
-            if param.requires_grad and id(param) not in self._known:
-                raise UsageError(
-                    f"parameter {name!r}, of shape {tuple(param.shape)}, is none that the model "
-                    f"had at distribute(), so nothing would exchange its gradients: {_AGAIN}"
-                )
 
     def _refuse_group(self) -> None:
         for number, group in enumerate(self._optimizer.__dict__["param_groups"]):
@@ -257,7 +254,7 @@ def refuse_loading(engine: Any, what: str) -> None:
     if engine.copied:
         raise UsageError(
             f"{what} on rank {engine.world.rank}, which was started again while the "
-            "others go on: distribute() has given it their model, the optimizer's state and "
+            "others continue: distribute() has given it their model, the optimizer's state and "
             "the number of steps, and an older state would undo that on this rank alone; load "
             "before distribute(), or not where wingbeat.init().returned is true"
         )

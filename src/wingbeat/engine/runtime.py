@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -26,7 +26,6 @@ from wingbeat.schedules.events import (
     Show,
     Start,
     Step,
-    UpdateCommand,
     Wait,
 )
 from wingbeat.schedules.intents import Answer, Intent
@@ -100,26 +99,24 @@ class Runtime:
                 command = commands.send(answer)
             except StopIteration:
                 return returned
-            perform = _PERFORMED_HERE.get(type(command))
-            if perform is not None:
-                answer = perform(self, command)
-            else:
-                answer = None
-                made = self.update.perform(cast("UpdateCommand", command), closure)
-                if isinstance(command, Step):
-                    returned = made
+            answer = None
+            match command:
+                case Start(operation, number, chained):
+                    self.exchange.start(operation, self.bucketing.buckets[number], chained)
+                case Wait():
+                    self._wait(command)
+                case Show():
+                    self.views.show()
+                case Announce(intent, used):
+                    self.intents.announce(intent, used)
+                case Await():
+                    answer = self._await()
+                case _:
+                    result = self.update.perform(command, closure)
+                    if isinstance(command, Step):
+                        returned = result
 
-    def _start(self, command: Start) -> None:
-        bucket = self.bucketing.buckets[command.bucket]
-        self.exchange.start(command.operation, bucket, command.chained)
-
-    def _show(self, _: Show) -> None:
-        self.views.show()
-
-    def _announce(self, command: Announce) -> None:
-        self.intents.announce(command.intent, command.used)
-
-    def _await(self, _: Await) -> Answer:
+    def _await(self) -> Answer:
         begin = time.monotonic_ns()
         try:
             return self.intents.await_all()
@@ -152,13 +149,3 @@ class Runtime:
         self.meter.waited_ns += end - begin
         if stream.on:
             stream.record("wait", begin, end, bucket=bucket)
-
-
-_PERFORMED_HERE: dict[type, Callable[[Runtime, Any], Any]] = {
-    Start: Runtime._start,
-    Wait: Runtime._wait,
-    Show: Runtime._show,
-    Announce: Runtime._announce,
-    Await: Runtime._await,
-}
-"""The update performs all other commands."""

@@ -131,7 +131,9 @@ class _Model(_Distributed):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.nn.Module.zero_grad`, without waiting for exchanges."""
         self._engine.zero_grad(set_to_none)
-        _zero(_plain_parameters(self), set_to_none)
+        modules: Any = self.modules()
+        params = (param for module in modules for param in module._parameters.values())
+        _zero((param for param in params if param is not None), set_to_none)
         if plain_class(self).zero_grad is not torch.nn.Module.zero_grad:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -173,6 +175,19 @@ class _Model(_Distributed):
         return found
 
 
+def _always_synchronised(name: str) -> property:
+    def refuse_false(_model: Any, sync: bool) -> None:
+        if not sync:
+            raise UsageError(
+                f"model.{name} = {sync!r}: buffers stay synchronised; to leave some out, name them "
+                "by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, "
+                "names) before distribute()"
+            )
+
+    text = "As in DDP: whether buffers are synchronised. Always True; cannot be set to False."
+    return property(lambda _model: True, refuse_false, doc=text)
+
+
 class DistributedModel(_Model):
     """The methods that `distribute` adds to a model's class.
 
@@ -196,23 +211,8 @@ class DistributedModel(_Model):
     def require_backward_grad_sync(self, sync: bool) -> None:
         self._engine.sync = bool(sync)
 
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """As in DDP: whether buffers are synchronised. Always True; cannot be set to False."""
-        return True
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, sync: bool) -> None:
-        _refuse_unsynchronised("require_forward_param_sync", sync)
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """As in DDP: whether buffers are synchronised. Always True; cannot be set to False."""
-        return True
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, sync: bool) -> None:
-        _refuse_unsynchronised("broadcast_buffers", sync)
+    require_forward_param_sync = _always_synchronised("require_forward_param_sync")
+    broadcast_buffers = _always_synchronised("broadcast_buffers")
 
     def will_sync_module_buffers(self) -> bool:
         """As in DDP: whether the model has buffers that are synchronised."""
@@ -237,10 +237,8 @@ class DistributedModel(_Model):
             divide_by_initial_world_size: gradients are divided by the number of all workers; with
                 False, by the number of those that still have batches.
             enable: with False the context does nothing.
-            throw_on_early_termination: all workers raise as soon as one has run out of batches.
-
-        Raises:
-            UnevenBatchesError: ``throw_on_early_termination``, and some worker has batches left.
+            throw_on_early_termination: all workers raise an `UnevenBatchesError` as soon as one has
+                run out of batches.
         """
         return joined(
             self._engine, divide_by_initial_world_size, enable, throw_on_early_termination
@@ -261,23 +259,16 @@ class DistributedOptimizer(_Distributed):
     """
 
     def _whole(self) -> contextlib.AbstractContextManager[None]:
-        return self._engine.whole_state()
+        return self._engine.update.whole_state(self._engine)
 
     @torch._disable_dynamo
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; with `DeAR`, parameters are updated as the next forward needs them.
 
         A ``closure`` is called to evaluate the loss: once under `DeAR`, otherwise as in the
-        optimizer's own step. Its value is returned.
-
-        Args:
-            args: of the optimizer's own ``step``, the same on all workers. With arguments other
-                than a closure the step is made at once, on whole gradients.
-            kwargs: of the optimizer's own ``step``.
-
-        Raises:
-            UsageError: there are arguments other than a closure, and the strategy does not call
-                the optimizer's own ``step`` at this moment.
+        optimizer's own step. Its value is returned. With other arguments of the optimizer's own
+        ``step``, the same on all workers, the step is made at once, on whole gradients; a
+        `UsageError` if the strategy does not call the optimizer's ``step`` at this moment.
         """
         engine = self._engine
         # A scheduler made before `distribute` has wrapped the old step to detect calls.
@@ -302,11 +293,8 @@ class DistributedOptimizer(_Distributed):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the averaged gradients of all the optimizer's parameters by their global norm.
 
-        Returns:
-            The norm before clipping, a scalar, equal on every worker.
-
-        Raises:
-            UsageError: ``max_norm`` is negative, or ``norm_type`` is not a positive number.
+        Returns the norm before clipping, a scalar, equal on every worker. A `UsageError` if
+        ``max_norm`` is negative, or ``norm_type`` is not a positive number.
         """
         if not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_(max_norm={max_norm!r}): allowed are 0 and above")
@@ -319,14 +307,12 @@ class DistributedOptimizer(_Distributed):
     def state_dict(self) -> dict[str, Any]:
         """As `torch.optim.Optimizer.state_dict`: the whole state, in torch's own format.
 
-        With ``shard_optimizer`` the workers gather it, so every rank must call this. The key
-        ``"wingbeat"`` contains this worker's residuals, if the compression keeps any; and, if
-        models are averaged, the number of steps, and the outer optimizer of `DiLoCo`.
-
-        Raises:
-            RendezvousError: with ``shard_optimizer``, a rank did not call it.
+        With ``shard_optimizer`` the workers gather it: every rank must call this, or it raises a
+        `RendezvousError`. The key ``"wingbeat"`` contains this worker's residuals, if the
+        compression keeps any; and, if models are averaged, the number of steps, and the outer
+        optimizer of `DiLoCo`.
         """
-        with self._engine.whole_state():
+        with self._engine.update.whole_state(self._engine):
             state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         extra = checkpoint.export_extra(self._engine)
         return {**state, EXTRA: extra} if extra else state
@@ -334,8 +320,7 @@ class DistributedOptimizer(_Distributed):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.load_state_dict`, with the extra state of `state_dict`.
 
-        Raises:
-            UsageError: the extra state is damaged or of another model; no state was changed.
+        A `UsageError` if that is damaged or of another model; then no state was changed.
         """
         extra = state_dict.get(EXTRA) if isinstance(state_dict, dict) else None
         checkpoint.check_extra(self._engine, extra)
@@ -346,10 +331,8 @@ class DistributedOptimizer(_Distributed):
         """Return this worker's residuals, its unsent gradients, without communication.
 
         `state_dict` contains them too. Save those of all workers, and load them all with
-        `load_residuals` in a run with another number of workers.
-
-        Raises:
-            UsageError: the strategy keeps no residuals.
+        `load_residuals` in a run with another number of workers. A `UsageError` if the strategy
+        keeps no residuals.
         """
         self._engine.settle()
         residuals = self._engine.compression.state_dict()
@@ -360,12 +343,9 @@ class DistributedOptimizer(_Distributed):
     def load_residuals(self, parts: list[dict[str, Any]]) -> None:
         """Load the residuals of all workers of an earlier run, with any number of workers.
 
-        Args:
-            parts: the results of ``residual_state_dict()`` on every worker, in any order.
-
-        Raises:
-            UsageError: a part is missing, occurs twice, or is of another model; or this worker was
-                just restarted.
+        ``parts`` are the results of ``residual_state_dict()`` on every worker, in any order. A
+        `UsageError` if one is missing, occurs twice, or is of another model; or if this worker was
+        just restarted.
         """
         refuse_loading(self._engine, "load_residuals()")
         self._engine.settle()
@@ -375,22 +355,15 @@ class DistributedOptimizer(_Distributed):
         """Return this worker's part of the state, with ``shard_optimizer``, without communication.
 
         Save the parts of all workers, and load them all with `load_shards`. As in torch's own state
-        dict, tensors are not copies.
-
-        Raises:
-            UsageError: the strategy does not divide the state.
+        dict, tensors are not copies. A `UsageError` if the strategy does not divide the state.
         """
         return checkpoint.export_shard(self._engine)
 
     def load_shards(self, parts: list[dict[str, Any]]) -> None:
         """Load the state that a run of any number of workers has saved in parts.
 
-        Args:
-            parts: the results of ``shard_state_dict()`` on every worker, in any order.
-
-        Raises:
-            UsageError: a part is missing, occurs twice, or is of another model; or this worker was
-                just restarted.
+        ``parts`` are the results of ``shard_state_dict()`` on every worker, in any order. Raises as
+        `load_residuals`.
         """
         refuse_loading(self._engine, "load_shards()")
         checkpoint.load_shards(self._engine, parts, super().load_state_dict)  # type: ignore[misc]
@@ -398,8 +371,7 @@ class DistributedOptimizer(_Distributed):
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a param group where a trainer distributes the model again (Lightning).
 
-        Raises:
-            UsageError: no trainer does so: the plan has been made.
+        A `UsageError` elsewhere: the plan has been made.
         """
         if self._engine.add_group is not None:
             self._engine.add_group(group)
@@ -526,15 +498,6 @@ def plain_class(target: Any) -> Any:
     return type(target)._wingbeat_plain
 
 
-def _refuse_unsynchronised(name: str, sync: bool) -> None:
-    if not sync:
-        raise UsageError(
-            f"model.{name} = {sync!r}: buffers stay synchronised; to leave some out, name them by "
-            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) "
-            "before distribute()"
-        )
-
-
 def _without_hooks(module: Any, made: dict[int, Any]) -> Any:
     """Return plain modules with the same tensors and attributes, without the engine's hooks."""
     if id(module) in made or isinstance(module, torch.jit.ScriptModule):
@@ -547,13 +510,6 @@ def _without_hooks(module: Any, made: dict[int, Any]) -> Any:
     inside = module._modules.items()
     same._modules = {name: each and _without_hooks(each, made) for name, each in inside}
     return same
-
-
-def _plain_parameters(model: Any) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                yield param
 
 
 def _zero(params: Iterable[torch.Tensor], set_to_none: bool) -> None:

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from wingbeat.engine import checkpoint
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.model_checks import refuse_loading
-from wingbeat.engine.updates.local import LocalUpdate
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
+from wingbeat.methods.model_averaging.local import LocalUpdate
 
 __all__ = ["load", "state"]
 

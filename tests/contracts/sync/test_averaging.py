@@ -196,7 +196,7 @@ def test_updates_made_by_hand_are_told_of_once_and_averaged_by_consensus(
         return weights(model)
 
     assert_same(*on(2, body, timeout=PATIENCE))
-    lines = [r.getMessage() for r in caplog.records if "made by hand" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "made manually" in r.getMessage()]
     assert len(lines) == 1, lines
     assert "optimizer.step() was never called" in lines[0]
 
@@ -216,7 +216,7 @@ def test_forwards_without_changes_and_changes_between_steps_are_not_told_of(
         by_own_hand(model, world.rank, range(8, 16))
 
     on(2, body, timeout=PATIENCE)
-    assert "made by hand" not in caplog.text
+    assert "made manually" not in caplog.text
 
 
 # -- saved and resumed ---------------------------------------------------------------------------

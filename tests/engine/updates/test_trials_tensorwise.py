@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import optim
 
 from helpers.training import distributed, net, on
-from wingbeat.engine.updates.flat import ElementState
 from wingbeat.engine.updates.trials import find_dependence, prove_elementwise, prove_tensorwise
 from wingbeat.errors import UsageError
+from wingbeat.methods.model_averaging.flat import ElementState
 
 
 class Own(optim.Optimizer):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from wingbeat.engine.updates.local import Averager
 from wingbeat.errors import MismatchError, PeerError, UsageError
+from wingbeat.methods.model_averaging.local import Averager
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.pair_machine import Kind
 from wingbeat.transport import loopback

@@ -1,9 +1,10 @@
-"""A bucket's flat buffer, the gradients that are views of it, and the step counts in it."""
+"""Flat buffers: of buckets, with gradients as views and step counts, and of packed tensors."""
 
 from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -14,10 +15,12 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
-    from wingbeat.collectives import WireFormat
+    from wingbeat.collectives import Collectives, WireFormat
 
 COUNT_MODULUS = 128
 """Modulus of step counts in buckets; bfloat16 and float16 represent all of these integers."""
+
+_ALIGN = 16
 
 
 class Slot:
@@ -25,8 +28,7 @@ class Slot:
 
     Attributes:
         elements: elements of the buffer that the gradient occupies; two for a complex number.
-        view: the gradient's place in the bucket's buffer.
-        address: data pointer of ``view``.
+        view: the gradient's place in the bucket's buffer, at ``address``.
         shown: the same memory, as users see it in ``p.grad``.
         pending: the placeholder in ``p.grad`` until the gradient is gathered; None under schedules
             that reduce whole gradients.
@@ -109,11 +111,8 @@ class Slot:
 
 @functools.lru_cache(maxsize=32)
 def _factor(scale: float, dtype: torch.dtype, device: str) -> Any:
-    """Return ``scale`` as a cached tensor, or as a number for narrow dtypes.
-
-    The tensor avoids a conversion that takes as long as the product of a small gradient. A narrow
-    dtype would round it first.
-    """
+    # A cached tensor avoids a conversion that takes as long as the product of a small gradient. A
+    # narrow dtype would round it first.
     if device != "cpu" or dtype not in (torch.float32, torch.float64):
         return scale
     with _disable_current_modes(), torch.inference_mode(False):  # the result is cached
@@ -174,8 +173,7 @@ class Bucket:
 
     def owned(self, rank: int) -> Span:
         """Return the elements of ``flat`` that are complete on ``rank`` after a reduce-scatter."""
-        blocks = self.blocks or blocks_of(self.flat.numel(), self._workers)
-        return blocks[rank]
+        return (self.blocks or blocks_of(self.flat.numel(), self._workers))[rank]
 
     @property
     def names(self) -> list[str]:
@@ -251,12 +249,9 @@ class Bucket:
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the strides of a dense tensor in another memory format; None if contiguous."""
-    if (
-        tensor.is_contiguous()
-        or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
-    ):
-        return None
-    return tensor.stride()
+    own = tensor.stride()
+    dense = torch.empty_like(tensor, device="meta").stride() == own
+    return own if dense and not tensor.is_contiguous() else None
 
 
 def check_kind(name: str, param: torch.Tensor, view: torch.Tensor) -> None:
@@ -279,8 +274,7 @@ class StepCounter:
     """Counts this worker's optimizer steps since `distribute`, and compares them between workers.
 
     Each bucket carries all workers' counts, so the check costs no message, and all workers detect a
-    difference in the same backward. Workers may leave `Join` with different counts; ``count`` can
-    be set.
+    difference in the same backward.
     """
 
     def __init__(self, rank: int) -> None:
@@ -298,9 +292,11 @@ class StepCounter:
                     f"rank {self.rank}: rank {rank} sent {count!r} where its number of steps was "
                     f"due, 0 to {COUNT_MODULUS}; all workers have to run the same wingbeat"
                 )
+        # The number of steps nearest to this worker's.
+        half, base = COUNT_MODULUS // 2, self.count
         self.differ(
             {
-                rank: _nearest(int(count) - 1, self.count)
+                rank: base + (int(count) - 1 - base + half) % COUNT_MODULUS - half
                 for rank, count in enumerate(counts)
                 if count
             }
@@ -314,12 +310,6 @@ class StepCounter:
             "their weights are no longer the same: after each backward call optimizer.step() on "
             "all ranks or on none; to skip a batch, decide so on all ranks alike"
         )
-
-
-def _nearest(remainder: int, base: int) -> int:
-    """Return the integer nearest to ``base`` with this remainder modulo `COUNT_MODULUS`."""
-    half = COUNT_MODULUS // 2
-    return base + (remainder - base + half) % COUNT_MODULUS - half
 
 
 def _listed(steps: Mapping[int, int]) -> str:
@@ -338,3 +328,86 @@ def _listed(steps: Mapping[int, int]) -> str:
         f"rank {first} {count}" if first == last else f"ranks {first}-{last} {count}"
         for first, last, count in runs
     )
+
+
+# -- tensors of several dtypes ------------------------------------------------------------
+
+
+class ByteBuffer:
+    """Tensors of any dtype, concatenated as bytes, to be sent in one message."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        if device is None:
+            device = tensors[0].device if tensors else torch.device("cpu")
+        self.flat = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.views = [
+            self.flat[a : a + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for a, t in zip(offsets, tensors, strict=True)
+        ]
+
+    @torch.no_grad()
+    def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Copy the tensors into the bytes; None leaves its bytes unchanged."""
+        for tensor, view in zip(tensors, self.views, strict=True):
+            if tensor is not None:
+                view.copy_(tensor)
+
+    @torch.no_grad()
+    def unpack(
+        self, tensors: Sequence[torch.Tensor | None], where: ByteBuffer | None = None
+    ) -> None:
+        """Copy the bytes into the tensors; with ``where`` only into those that are equal to it."""
+        unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
+        for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
+            if as_before and tensor is not None:
+                # Through `data`, invisible to autograd: batch norm saves its buffers for backward
+                # without using them, and a second forward may run before that backward.
+                tensor.data.copy_(view)
+
+    def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
+        """Return for each tensor whether it equals the packed bytes, bit for bit."""
+        return [
+            tensor is not None
+            and tensor.dtype == view.dtype
+            and tensor.shape == view.shape
+            and torch.equal(_bits(tensor), _bits(view))
+            for tensor, view in zip(tensors, self.views, strict=True)
+        ]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # As bytes NaN equals itself, and 0 differs from -0.
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def checksum(tensor: torch.Tensor, before: int = 0) -> int:
+    """Return a checksum of a tensor's bits that continues the checksum ``before``."""
+    plain = tensor.detach().cpu().contiguous().view(-1)
+    return zlib.crc32(plain.view(torch.uint8).numpy().data, before)
+
+
+def broadcast_now(
+    tensors: Sequence[torch.Tensor],
+    collectives: Collectives,
+    root: int,
+    limit: int = 32 << 20,
+    label: str = "tensors",
+) -> None:
+    """Overwrite ``tensors`` with those of rank ``root``, at most ``limit`` bytes at a time."""
+    batch: list[torch.Tensor] = []
+    nbytes = 0
+    for tensor in [*tensors, None]:
+        if batch and (tensor is None or nbytes >= limit or tensor.device != batch[0].device):
+            packed = ByteBuffer(batch)
+            packed.pack(batch)
+            if packed.flat.numel():
+                collectives.broadcast(packed.flat, root, label=label).wait()
+            packed.unpack(batch)
+            batch, nbytes = [], 0
+        if tensor is not None:
+            batch.append(tensor)
+            nbytes += tensor.numel() * tensor.element_size()

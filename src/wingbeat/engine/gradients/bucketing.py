@@ -37,6 +37,8 @@ class Bucketing:
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same buckets, in the order in which forward needs their parameters.
         fusion: the rule that forms buckets, unless a plan is given.
+        learning: whether the workers have not yet agreed on an order.
+        ready_order: indices of the slots, first ready first; the same on all workers.
         strided: whether gradients have the memory format of their parameters.
         stale: whether the rule or the order has changed, so that `rebuild` is due.
     """
@@ -73,8 +75,8 @@ class Bucketing:
         self.fusion = fusion
         self._plan: Plan | None = None
         self._observed: list[int] | None = [] if lockstep else None
-        self._agreed = not lockstep
-        self._ready_order = list(reversed(range(len(self.slots))))
+        self.learning = lockstep
+        self.ready_order: Sequence[int] = list(reversed(range(len(self.slots))))
         self._unused: list[int] = []
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self.stale = False
@@ -87,16 +89,10 @@ class Bucketing:
     @property
     def device(self) -> torch.device:
         """The first parameter's device that is not the CPU, else the CPU."""
-        devices = [slot.param.device for slot in self.slots]
-        found = [device for device in devices if device.type != "cpu"] or devices
-        return found[0] if found else torch.device("cpu")
+        devices = (slot.param.device for slot in self.slots)
+        return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 
     # -- the ready order ------------------------------------------------------------------
-
-    @property
-    def learning(self) -> bool:
-        """Whether the workers have not yet agreed on an order."""
-        return not self._agreed
 
     def observe_ready(self, index: int) -> None:
         """Record that the gradient of slot ``index`` is ready."""
@@ -116,9 +112,9 @@ class Bucketing:
         Not at the end of the first: it may contain several models, and end them in different orders
         on each rank.
         """
-        if self._observed is not None or self._agreed:
+        if self._observed is not None or not self.learning:
             return
-        self._agreed = True
+        self.learning = False
         answer = self._world.read("order", 0)
         try:
             observed, unused = ([int(i) for i in part] for part in answer)
@@ -128,7 +124,7 @@ class Bucketing:
             raise PeerError(
                 f"rank {self._world.rank}: rank 0 sent a malformed parameter order"
             ) from None
-        self._ready_order = [*observed, *unused]
+        self.ready_order = [*observed, *unused]
         self._unused = unused
         self.stale = True
 
@@ -144,11 +140,6 @@ class Bucketing:
         self._plan = plan
         self.stale = True
 
-    @property
-    def ready_order(self) -> Sequence[int]:
-        """Indices of the slots, first ready first; the same on all workers."""
-        return self._ready_order
-
     def rebuild(self) -> None:
         """Make new buckets between iterations; gradients stay in the old ones until copied."""
         for bucket in self.buckets:
@@ -157,14 +148,14 @@ class Bucketing:
 
     def build(self) -> None:
         """Make the buckets of the current rule and order."""
-        plan = self._plan or plans.make_plan(self.fusion, self.specs, self._ready_order)
+        plan = self._plan or plans.make_plan(self.fusion, self.specs, self.ready_order)
         self.buckets = [
             Bucket(i, [self.slots[t] for t in bucket.tensors], self._world.size, self.strided)
             for i, bucket in enumerate(plan.buckets)
         ]
         self.stale = False
         unused = set(self._unused)
-        order = [i for i in reversed(self._ready_order) if i not in unused]
+        order = [i for i in reversed(self.ready_order) if i not in unused]
         position = {slot: place for place, slot in enumerate([*order, *self._unused])}
         self.forward_buckets = sorted(
             self.buckets, key=lambda b: min(position[slot.index] for slot in b.slots)

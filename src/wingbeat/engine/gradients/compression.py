@@ -139,31 +139,30 @@ class Compression:
 
     def _add_left_over(self, bucket: Bucket) -> None:
         """Add and drop residuals from other buckets or an earlier run."""
+        if self.residuals is None:
+            return
         for slot in bucket.slots:
-            known = self.residuals if slot.used else None
-            residual = None if known is None else known.take(slot.name)
+            residual = self.residuals.take(slot.name) if slot.used else None
             if residual is not None:
                 slot.view.add_(residual.view(slot.param.shape).to(slot.view.device))
 
-    def changes_alone(self) -> bool:
-        """Whether `alone` would change gradients."""
-        kept = self.residuals
-        return kept is not None and (self.momentum > 0 or not kept.empty)
-
     @torch.no_grad()
-    def alone(self, slot: Slot) -> None:
-        """Apply momentum and an earlier run's residual for a single worker."""
-        grad = slot.param.grad
-        if self.residuals is None or grad is None or grad.layout is not torch.strided:
+    def complete_alone(self, slots: Sequence[Slot]) -> None:
+        """Apply momentum and an earlier run's residuals to a single worker's gradients."""
+        kept = self.residuals
+        if kept is None or not (self.momentum or not kept.empty):
             return
-        if self.momentum:
-            here = [slot.name], [grad.numel()], grad.numel(), grad.device
-            velocity = self.residuals.velocity_for(*here)
-            velocity.mul_(self.momentum).add_(grad.reshape(-1))
-            grad.copy_(velocity.view(grad.shape))
-        residual = self.residuals.take(slot.name)
-        if residual is not None:
-            grad.add_(residual.view(grad.shape).to(grad.device))
+        for slot in slots:
+            grad = slot.param.grad
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            if self.momentum:
+                velocity = kept.velocity_for([slot.name], [grad.numel()], grad.numel(), grad.device)
+                velocity.mul_(self.momentum).add_(grad.reshape(-1))
+                grad.copy_(velocity.view(grad.shape))
+            residual = kept.take(slot.name)
+            if residual is not None:
+                grad.add_(residual.view(grad.shape).to(grad.device))
 
     def velocity(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the velocity of momentum correction, with the length of the bucket's buffer."""
@@ -229,10 +228,14 @@ class Compression:
 
     def check(self, state: Any) -> None:
         """Raise a `UsageError` unless ``state`` is None, or one worker's state of this model."""
-        if self.residuals is not None and state is not None:
-            self.residuals.check(state, "load_state_dict(): residuals")
+        if state is not None:
+            self._check_one(state, "load_state_dict(): residuals")
+
+    def _check_one(self, state: Any, where: str) -> None:
+        if self.residuals is not None:
+            self.residuals.check(state, where)
             _step_of(state)
-            check_starts(state, "load_state_dict(): residuals")
+            check_starts(state, where)
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Load this worker's state; None resets the residuals. Raises as `check`."""
@@ -268,9 +271,7 @@ class Compression:
                 "returned on every worker"
             )
         for position, part in enumerate(parts):
-            self.residuals.check(part, f"{where}(parts): parts[{position}]")
-            _step_of(part)
-            check_starts(part, f"{where}(parts): parts[{position}]")
+            self._check_one(part, f"{where}(parts): parts[{position}]")
         check_complete(parts)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
@@ -315,7 +316,7 @@ def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
 def _step_of(state: dict[str, Any]) -> int:
     step = state.get("step", -1)
     if type(step) is not int or step < -1:
-        raise UsageError(f"residuals: step {step!r} is no number of steps; save the state anew")
+        raise UsageError(f"residuals: step {step!r} is no number of steps; save the state again")
     return step
 
 

@@ -188,5 +188,4 @@ class SparseGradients:
 
 
 def _row_nbytes(param: torch.Tensor) -> int:
-
     return param[:1].numel() * param.element_size() if param.shape[0] else 0

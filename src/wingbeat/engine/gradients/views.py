@@ -2,18 +2,20 @@
 
 Between DeAR's reduce-scatter and all-gather no worker has a whole gradient. Meanwhile ``p.grad`` is
 a placeholder: a tensor without memory, with the gradient's shape, dtype and device. Any operation
-on it first gathers the gradients. Unread placeholders cost nothing.
+on it first gathers the gradients. Unread placeholders cost nothing. Clipping and unscaling gather
+nothing: workers change their own blocks, and exchange one number each for a norm or an infinity.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from wingbeat.codecs.lowrank import Factors
+from wingbeat.collectives import Collectives, Rows
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
@@ -113,7 +115,7 @@ class PendingGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on whole gradients; if it only reads metadata, on the placeholders."""
+        # On whole gradients; if it only reads metadata, on the placeholders.
         kwargs = kwargs or {}
         if func is _UNSCALE and not kwargs:
             gatherer = next(g.__dict__["_gatherer"]() for g in args[0] if isinstance(g, cls))
@@ -129,7 +131,7 @@ class PendingGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Handle calls that bypass Python, such as autograd's accumulation."""
+        # Calls that bypass Python, such as autograd's accumulation.
         return func(*_whole(args), **_whole(kwargs or {}))
 
     def slot(self) -> Slot | None:
@@ -144,11 +146,11 @@ class PendingGradient(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """Return the whole gradient; raise a `UsageError` if it is incomplete or was dropped."""
-        gatherer = self.__dict__["_gatherer"]()
-        slot = self.__dict__["_slot"]()
-        view: torch.Tensor = self.__dict__["_view"]
-        if self.__dict__["_dropped"]:
-            raise UsageError(self.__dict__["_dropped"])
+        own = self.__dict__
+        gatherer, slot = own["_gatherer"](), own["_slot"]()
+        view: torch.Tensor = own["_view"]
+        if own["_dropped"]:
+            raise UsageError(own["_dropped"])
         if gatherer is not None and slot is not None and slot.pending is self:
             gatherer.show_gradient(slot)
             if slot.pending is self:
@@ -164,9 +166,9 @@ def _whole(value: Any) -> Any:
         return value.whole()
     if isinstance(value, (list, tuple)):
         items = [_whole(item) for item in value]
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     return value
@@ -180,9 +182,11 @@ class ShownGradients:
 
     Attributes:
         hidden: whether ``p.grad`` has placeholders between backward and step.
+        accumulating: a slot whose ``p.grad`` has to stay, because autograd is adding to it.
     """
 
     hidden = False
+    accumulating: Slot | None = None
 
     def __init__(self, bucketing: Bucketing) -> None:
         self._bucketing = bucketing
@@ -218,13 +222,6 @@ class ShownGradients:
     def lose(self, slot: Slot, why: str) -> None:  # noqa: ARG002
         """Invalidate ``slot``'s gradient, which no worker will have; reads raise ``why``."""
         slot.param.grad = None
-
-    def accumulating(
-        self,
-        slot: Slot | None,  # noqa: ARG002
-    ) -> contextlib.AbstractContextManager[None]:
-        """Keep ``slot``'s ``p.grad`` within the context, because autograd is adding to it."""
-        return contextlib.nullcontext()
 
 
 class MixedGradients(ShownGradients):
@@ -268,7 +265,6 @@ class HiddenGradients(ShownGradients):
     def __init__(self, bucketing: Bucketing, gatherer: Gatherer) -> None:
         super().__init__(bucketing)
         self._gatherer = weakref.ref(gatherer)
-        self._accumulating: Slot | None = None
 
     def on_gradient(self, slot: Slot) -> None:
         """Hide the gradient: until the all-gather, the buffer holds a partial sum."""
@@ -289,7 +285,7 @@ class HiddenGradients(ShownGradients):
         """Replace placeholders by whole gradients, or by None where no worker has one."""
         whole: dict[Bucket, set[Slot]] = {}
         for slot in self._bucketing.slots if slots is None else slots:
-            if slot.param.grad is not slot.pending or slot is self._accumulating:
+            if slot.param.grad is not slot.pending or slot is self.accumulating:
                 continue
             bucket = slot.bucket
             if bucket not in whole:
@@ -300,22 +296,15 @@ class HiddenGradients(ShownGradients):
             else:
                 slot.param.grad = None
 
-    @contextlib.contextmanager
-    def accumulating(self, slot: Slot | None) -> Iterator[None]:
-        """Keep ``slot``'s ``p.grad`` within the context."""
-        self._accumulating = slot
-        try:
-            yield
-        finally:
-            self._accumulating = None
-
     def drop(self) -> None:
         """Invalidate the placeholders that the user has kept, and replace them."""
         for slot in self._bucketing.slots:
-            shown = slot.pending is not None and slot.param.grad is slot.pending
+            if slot.pending is None:
+                continue
+            shown = slot.param.grad is slot.pending
             if shown:
                 slot.param.grad = None  # it refers to the view too
-            if slot.pending is not None and slot.is_referenced():
+            if slot.is_referenced():
                 slot.pending.drop()
                 slot.pending = PendingGradient(slot, self._gatherer)
             if shown:
@@ -411,12 +400,7 @@ class _Sent:
             "sent; leave p.grad alone between backward() and step(), or use wingbeat.AllReduce()"
         )
 
-    def unscale(
-        self,
-        grads: list[torch.Tensor],  # noqa: ARG002
-        found_inf: torch.Tensor,  # noqa: ARG002
-        inv_scale: torch.Tensor,  # noqa: ARG002
-    ) -> None:
+    def unscale(self, *_: Any, **__: Any) -> None:
         raise UsageError(
             "GradScaler under bounded staleness (Canary): scaled gradients have been sent to the "
             "other workers, who may have another scale; train in float32 or bfloat16 without a "
@@ -449,3 +433,81 @@ def clone_displaced(bucketing: Bucketing) -> None:
 def replaced(slots: Sequence[Slot], owns: Callable[[torch.Tensor], bool]) -> bool:
     """Whether the user has replaced or removed placeholders of the optimizer's parameters."""
     return any(slot.param.grad is not slot.pending for slot in slots if owns(slot.param))
+
+
+# -- clipping and unscaling of this worker's reduced blocks --------------------------------
+
+
+def _owned_parts(buckets: Iterable[Bucket], rank: int) -> list[torch.Tensor]:
+    """Return this worker's reduced blocks, without flags and counts.
+
+    The optimizer must have all parameters in them; otherwise gradients are gathered first.
+    """
+    spans = ((bucket, bucket.owned(rank)) for bucket in buckets)
+    return [
+        bucket.flat[mine.start : min(mine.stop, bucket.numel)]
+        for bucket, mine in spans
+        if mine.start < min(mine.stop, bucket.numel)
+    ]
+
+
+def _changed_parts(buckets: Iterable[Bucket], rank: int) -> list[torch.Tensor]:
+    """Return the part of each bucket to change: all of it if no gather follows."""
+    parts = []
+    for bucket in buckets:
+        if isinstance(bucket.wire, Factors):
+            parts.append(bucket.flat[: bucket.numel])
+        else:
+            parts += _owned_parts([bucket], rank)
+    return parts
+
+
+def norm_is_separable(buckets: Iterable[Bucket], norm_type: float) -> bool:
+    """Whether the norm of real and imaginary parts is the norm of the complex numbers."""
+    return norm_type == 2 or not any(slot.param.is_complex() for b in buckets for slot in b.slots)
+
+
+def clip_blocks(
+    buckets: Sequence[Bucket], collectives: Collectives, max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Scale all blocks to a global norm of at most ``max_norm``; return the norm before."""
+    rank = collectives.world.rank
+    parts = _owned_parts(buckets, rank)
+    device = parts[0].device if parts else buckets[0].flat.device
+    # Half precision would overflow in a sum of squares.
+    norms = [
+        torch.linalg.vector_norm(
+            p, norm_type, dtype=torch.promote_types(p.dtype, torch.float32)
+        ).double()
+        for p in parts
+    ]
+    own = torch.zeros(1, dtype=torch.float64, device=device)
+    if norms:
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    each = Rows(collectives, own, "norms", device).wait().view(-1)
+    total: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+    if not any(bucket.flat.dtype is torch.float64 for bucket in buckets):
+        total = total.float()
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for part in _changed_parts(buckets, rank):
+        part.mul_(scale.to(part.device, part.dtype))
+    return total
+
+
+def unscale_blocks(
+    buckets: Sequence[Bucket],
+    others: Sequence[torch.Tensor],
+    collectives: Collectives,
+    found_inf: torch.Tensor,
+    inv_scale: torch.Tensor,
+) -> None:
+    """Unscale this worker's blocks of one dtype and device, and ``others``, like a GradScaler.
+
+    ``found_inf`` becomes 1 on all workers if any has an infinity or NaN, so all skip the same
+    steps.
+    """
+    grads = [*_changed_parts(buckets, collectives.world.rank), *others]
+    if grads:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+    found = Rows(collectives, found_inf, "infinities", found_inf.device).wait()
+    found_inf.copy_(found.amax().reshape(found_inf.shape))

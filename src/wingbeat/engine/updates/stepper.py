@@ -1,4 +1,9 @@
-"""Runs any torch optimizer on some of its parameters, with the settings of an earlier moment."""
+"""Runs any torch optimizer on some of its parameters, with an earlier moment's settings and modes.
+
+A deferred step runs inside some forward, and must not depend on its modes: inference mode would
+make the optimizer's state unusable in training, autocast would change its rounding, and a mode that
+records operations would record the step's as part of the forward.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,19 @@ import contextlib
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 from wingbeat.engine.updates.trials import bare_step
 from wingbeat.errors import UsageError
@@ -41,16 +54,13 @@ class StepArguments:
     ) -> None:
         self._args, self._kwargs = args, dict(kwargs or {})
         self._place: int | str | None = None
+        found: Any = None
         if _CLOSURE in self._kwargs:
-            self._place = _CLOSURE
+            self._place, found = _CLOSURE, self._kwargs[_CLOSURE]
         elif args and step is not None:
             position = _closure_position(step)
-            self._place = position if position is not None and position < len(args) else None
-        found: Any = None
-        if isinstance(self._place, str):
-            found = self._kwargs[self._place]
-        elif self._place is not None:
-            found = self._args[self._place]
+            if position is not None and position < len(args):
+                self._place, found = position, args[position]
         if found is not None and not callable(found):
             found = self._place = None  # another argument is in the closure's position
         self.closure: Callable[[], Any] | None = found
@@ -242,3 +252,119 @@ def step_outside(
     others = [p for p in stepper.params() if p not in slotted and p.grad is not None]
     if others:
         stepper.step(others, snapshot)
+
+
+# -- modes of a thread --------------------------------------------------------------------
+
+_RECORDERS = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def recording() -> bool:
+    """Whether operations are recorded (`torch.jit.trace`, `torch.export`, `make_fx`) or fake."""
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        return True
+    modes = _RECORDERS if torch._C._len_torch_dispatch_stack() else ()
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in modes)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Suspend all recording within the context."""
+    with _untraced(), _dispatch_modes(()):
+        yield
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    tracer._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        tracer._set_tracing_state(state)
+
+
+class Modes:
+    """The modes at construction; ``device``: of the work, whose current stream is saved too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._autocast = [(kind, *_autocast_of(kind)) for kind in {"cpu", device.type}]
+        self._functions = _get_current_function_mode_stack()
+        self._dispatches = _get_current_dispatch_mode_stack()
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the modes within the context, with gradients and inference mode off."""
+        with contextlib.ExitStack() as stack:
+            if self._stream is not None:
+                self._enter_stream(stack, self._stream)
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            if torch._C._get_tracing_state() is not None:
+                stack.enter_context(_untraced())
+            stack.enter_context(torch.no_grad())
+            for kind, enabled, dtype in self._autocast:
+                if _autocast_of(kind) != (enabled, dtype):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                stack.enter_context(temporarily_clear_interpreter_stack())
+            if not _same(_get_current_function_mode_stack(), self._functions):
+                stack.enter_context(_function_modes(self._functions))
+            if not _same(_get_current_dispatch_mode_stack(), self._dispatches):
+                stack.enter_context(_dispatch_modes(self._dispatches))
+            yield
+
+    def _enter_stream(self, stack: contextlib.ExitStack, stream: torch.cuda.Stream) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "an update of parameters is due while a CUDA graph is being captured: call "
+                "model.synchronize() before the capture"
+            )
+        here = torch.cuda.current_stream(self._device)
+        if here != stream:
+            stream.wait_stream(here)
+            stack.enter_context(torch.cuda.stream(stream))
+            stack.callback(here.wait_stream, stream)
+
+
+def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+@contextlib.contextmanager
+def _function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    outer = []
+    while torch._C._len_torch_function_stack() > 0:
+        outer.append(torch._C._pop_torch_function_stack())
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            torch._C._pop_torch_function_stack()
+        for mode in reversed(outer):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
+    with _disable_current_modes():
+        for mode in modes:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in modes:
+                _pop_mode()

@@ -12,15 +12,14 @@ import contextlib
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wingbeat.engine.updates import nested
-from wingbeat.engine.updates.json_values import encode
+from wingbeat.engine.updates.json_values import describe, encode
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 
@@ -29,6 +28,7 @@ LR = 0.01
 
 _RTOL, _ATOL = 1e-4, 1e-6
 _STEPS = 3
+_KEEPS_GRADIENTS = "it keeps gradients themselves, whose memory is reused"
 
 Optimizer = torch.optim.Optimizer
 Step = Callable[[Any], Any]
@@ -81,8 +81,14 @@ class _NoCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def try_step(shadow: Any, step: Step, group: dict[str, Any]) -> list[str]:
+def try_step(
+    shadow: Any, step: Step, settings: Mapping[str, Any], params: Sequence[torch.nn.Parameter]
+) -> list[str]:
     """Run one step on one group, in training mode; return the names of settings that changed."""
+    group = {**copy.deepcopy(settings), "params": params}
+    lr = group.get("lr")
+    if lr is not None:
+        group["lr"] = torch.full_like(lr, LR) if isinstance(lr, torch.Tensor) else LR
     before = dict(group)
     shadow.__dict__["param_groups"] = [group]
     with _NoCollectives():  # type: ignore[no-untyped-call]
@@ -92,25 +98,12 @@ def try_step(shadow: Any, step: Step, group: dict[str, Any]) -> list[str]:
     return [key for key, value in group.items() if key not in before or value is not before[key]]
 
 
-def trial_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Copy a group's settings for one step of a trial."""
-    settings = copy.deepcopy(settings)
-    lr = settings.get("lr")
-    if isinstance(lr, torch.Tensor):
-        settings["lr"] = torch.full_like(lr, LR)
-    elif lr is not None:
-        settings["lr"] = LR
-    return settings
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings, without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def settings_key(settings: dict[str, Any]) -> str:
-    """Return a text that is equal for settings that need the same trial."""
-    return repr(sorted((k, v) for k, v in settings.items() if k not in ("lr", "initial_lr")))
+def settings_of(group: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return a group's settings, and a text that is equal for those that need the same trial."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    return settings, repr(
+        sorted(kv for kv in settings.items() if kv[0] not in ("lr", "initial_lr"))
+    )
 
 
 def failure(error: Exception) -> str:
@@ -162,9 +155,6 @@ def _keeps(tensors: Iterable[Any], grad: torch.Tensor) -> bool:
     )
 
 
-_KEEPS_GRADIENTS = "it keeps gradients themselves, whose memory is reused"
-
-
 # -- steps on some parameters at a time ---------------------------------------------------
 
 _LONGEST = 6
@@ -193,15 +183,13 @@ def steps_independently(optimizer: Optimizer) -> bool:
 
 def find_dependence(optimizer: Optimizer) -> str:
     """Return why `steps_independently` is false; empty if it is true."""
-    step = bare_step(type(optimizer).step)
     tried: set[Any] = set()
     for group in optimizer.__dict__["param_groups"]:
-        settings = settings_of(group)
+        settings, key = settings_of(group)
         for kind in small_shapes(group["params"]):
-            key = (*kind, settings_key(settings))
-            if key not in tried:
-                tried.add(key)
-                why_not = _compare_orders(optimizer, step, settings, *kind)
+            if (*kind, key) not in tried:
+                tried.add((*kind, key))
+                why_not = _compare_orders(optimizer, settings, *kind)
                 if why_not:
                     return why_not
     return ""
@@ -222,13 +210,13 @@ def small_shapes(
 
 def _compare_orders(
     optimizer: Optimizer,
-    step: Step,
     settings: dict[str, Any],
     device: torch.device,
     dtype: torch.dtype,
     shapes: tuple[_Shape, ...],
 ) -> str:
     """Return how steps on all tensors and on one after the other differ; empty if they do not."""
+    step = bare_step(type(optimizer).step)
     try:
         with preserve_rng_state(device):
             runs = []
@@ -262,9 +250,9 @@ def _train_batches(
     first = [p.detach().clone() for p in params]
     before: dict[str, str] = {}
     for number in range(1, _STEPS + 1):
-        set_gradients(params, number)
+        _set_gradients(params, number)
         for batch in batches:
-            changed = try_step(shadow, step, {**trial_settings(settings), "params": batch})
+            changed = try_step(shadow, step, settings, batch)
             if changed:
                 raise TrialFailed(f"it keeps state in its param groups: {', '.join(changed)}")
         # Attributes set only in the first step are not compared: if they matter, results differ.
@@ -295,8 +283,8 @@ def _attributes(shadow: Any) -> dict[str, str]:
     }
 
 
-def set_gradients(params: list[torch.nn.Parameter], number: int) -> None:
-    """Set gradients that are large at first and small later, on both sides of any threshold."""
+def _set_gradients(params: list[torch.nn.Parameter], number: int) -> None:
+    # Large at first and small later, on both sides of any threshold.
     for seed, param in enumerate(params):
         scale = 10.0 ** (2 - number)
         param.grad = _draw(100 * number + seed, param.shape, scale, param.device, param.dtype)
@@ -346,89 +334,66 @@ def prove_elementwise(
     Returns for each name of state whether it has one value per element of the parameter (a
     momentum), or one for all of it (a step counter).
     """
-    bare = bare_step(step)
     each: dict[str, bool] = {}
     tried = set()
     for group in optimizer.param_groups:
-        settings = settings_of(group)
-        kinds = {(p.dtype, p.device): p for p in group["params"] if p.requires_grad}
-        for like in kinds.values():
-            key = (like.device, like.dtype, settings_key(settings))
-            if key not in tried:
-                tried.add(key)
-                each |= _ElementwiseTrial(optimizer, bare, settings, like, division).run()
+        settings, key = settings_of(group)
+        for like in {(p.dtype, p.device): p for p in group["params"] if p.requires_grad}.values():
+            if (like.device, like.dtype, key) in tried:
+                continue
+            tried.add((like.device, like.dtype, key))
+            try:
+                trial = _ElementwiseTrial(bare_step(step), settings, like)
+                each |= trial.run(optimizer, division.parts_by or optimizer)
+            except Exception as err:
+                raise division.refusal(optimizer, failure(err)) from None
     return each
 
 
 class _ElementwiseTrial:
     """The optimizer with one group's settings, on test tensors like one of its parameters."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        step: Step,
-        settings: dict[str, Any],
-        like: torch.Tensor,
-        division: Division,
-    ) -> None:
-        self._optimizer = optimizer
-        self._division = division
-        self._step = step
-        self._settings = settings
-        self._device = like.device
+    def __init__(self, step: Step, settings: dict[str, Any], like: torch.Tensor) -> None:
+        self._step, self._settings, self._device = step, settings, like.device
         # Half precision would hide small differences.
         self._dtype = torch.promote_types(like.dtype, torch.float32)
 
-    def run(self) -> dict[str, bool]:
-        try:
-            with preserve_rng_state(self._device):
-                wholes, [state] = self._train([[slice(None), slice(None)]])
-                first, second = [slice(0, c) for c in _CUTS], [slice(c, None) for c in _CUTS]
-                pieces, states = self._train([first, second])
-        except Exception as err:
-            raise self._refusal(failure(err)) from None
-        for whole, parts in zip(wholes, zip(*pieces, strict=True), strict=True):
+    def run(self, optimizer: Optimizer, parts_by: Optimizer) -> dict[str, bool]:
+        with preserve_rng_state(self._device):
+            # The whole tensors, updated by one step for all.
+            wholes, state = self._train(optimizer, [slice(None)] * 2, together=True)
+            # A flat part of each for each of two workers, updated one by one, as for buckets.
+            cuts = [slice(0, cut) for cut in _CUTS], [slice(cut, None) for cut in _CUTS]
+            runs = [self._train(parts_by, parts, together=False) for parts in cuts]
+        for whole, *parts in zip(wholes, *(values for values, _ in runs), strict=True):
             if not close(whole.reshape(-1), torch.cat(parts)):
-                raise self._refusal("it does not treat each element of a parameter alone")
-        return self._compare(state, states)
+                raise TrialFailed("it does not treat each element of a parameter alone")
+        return _compare_states(state, [states for _, states in runs])
 
-    def _refusal(self, reason: str) -> UsageError:
-        return self._division.refusal(self._optimizer, reason)
+    def _train(
+        self, optimizer: Optimizer, parts: list[slice], *, together: bool
+    ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """Train a part of each test tensor; return their values and state."""
 
-    def _train(self, workers: list[list[slice]]) -> tuple[Any, list[list[dict[str, Any]]]]:
-        """Train the parts of each worker; return their values and the state, by worker.
+        def draw(seed: int, scale: float) -> list[torch.Tensor]:
+            numbers = zip(self._numbers(seed, scale), parts, strict=True)
+            return [n if together else n.reshape(-1)[part].clone() for n, part in numbers]
 
-        One worker has whole tensors and steps once for all. Several have a flat part of each, and
-        step once for each, as for buckets.
-        """
-        values, states = [], []
-        for parts in workers:
-            whole = len(workers) == 1
-            params = [
-                torch.nn.Parameter(w if whole else w.reshape(-1)[part].clone())
-                for w, part in zip(self._numbers(0, 1.0), parts, strict=True)
-            ]
-            others = self._division.parts_by
-            shadow = make_shadow(self._optimizer if whole or others is None else others)
-            for number in range(1, _STEPS + 1):
-                for param, grad, part in zip(
-                    params, self._numbers(number, 10.0 ** (2 - number)), parts, strict=True
-                ):
-                    param.grad = grad if whole else grad.reshape(-1)[part].clone()
-                for batch in [params] if whole else [[p] for p in params]:
-                    self._step_once(shadow, batch)
-            values.append([p.detach() for p in params])
-            states.append([shadow.state[p] for p in params])
-        return values[0] if len(workers) == 1 else values, states
+        params = [torch.nn.Parameter(values) for values in draw(0, 1.0)]
+        shadow = make_shadow(optimizer)
+        for number in range(1, _STEPS + 1):
+            for param, grad in zip(params, draw(number, 10.0 ** (2 - number)), strict=True):
+                param.grad = grad
+            for batch in [params] if together else [[p] for p in params]:
+                self._step_once(shadow, batch)
+        return [p.detach() for p in params], [shadow.state[p] for p in params]
 
     def _step_once(self, shadow: Any, params: list[torch.nn.Parameter]) -> None:
-        group = {**trial_settings(self._settings), "params": params}
-        changed = try_step(shadow, self._step, group)
+        changed = try_step(shadow, self._step, self._settings, params)
         if changed:
             raise TrialFailed(f"it keeps state in its param groups: {', '.join(changed)}")
         for param in params:
-            state, grad = shadow.state.get(param, {}), param.grad
-            if grad is not None and _keeps(state.values(), grad):
+            if param.grad is not None and _keeps(shadow.state.get(param, {}).values(), param.grad):
                 raise TrialFailed(_KEEPS_GRADIENTS)
         loose = [k for k in shadow.state if not isinstance(k, torch.Tensor)]
         if loose:
@@ -446,33 +411,34 @@ class _ElementwiseTrial:
             out.append(tensor.to(self._device, self._dtype))
         return out
 
-    def _compare(
-        self, wholes: list[dict[str, Any]], pieces: list[list[dict[str, Any]]]
-    ) -> dict[str, bool]:
-        each: dict[str, bool] = {}
-        for whole, shape, *parts in zip(wholes, _SHAPES, *pieces, strict=True):
-            if any(list(part) != list(whole) for part in parts):
-                raise self._refusal("parts of a parameter have other state than the whole")
-            for key, value in whole.items():
-                each[key] = isinstance(value, torch.Tensor) and value.shape == shape
-                values = [part[key] for part in parts]
-                same = _joined(value, values) if each[key] else self._equal(key, value, values)
-                if not same:
-                    raise self._refusal(f"state {key!r} of parts is other than that of the whole")
-        return each
 
-    def _equal(self, key: str, value: Any, others: list[Any]) -> bool:
-        try:
-            encode(value)
-        except TypeError as err:
-            raise self._refusal(f"state {key!r}: {err}") from None
-        if not isinstance(value, torch.Tensor):
-            return all(other == value for other in others)
-        return all(other.shape == value.shape and close(value, other) for other in others)
+def _compare_states(
+    wholes: list[dict[str, Any]], pieces: list[list[dict[str, Any]]]
+) -> dict[str, bool]:
+    each: dict[str, bool] = {}
+    for whole, shape, *parts in zip(wholes, _SHAPES, *pieces, strict=True):
+        if any(list(part) != list(whole) for part in parts):
+            raise TrialFailed("parts of a parameter have other state than the whole")
+        for key, value in whole.items():
+            each[key] = isinstance(value, torch.Tensor) and value.shape == shape
+            values = [part[key] for part in parts]
+            if each[key]:
+                same = close(value.reshape(-1), torch.cat([part.reshape(-1) for part in values]))
+            else:
+                same = _equals_all(key, value, values)
+            if not same:
+                raise TrialFailed(f"state {key!r} of parts is other than that of the whole")
+    return each
 
 
-def _joined(whole: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    return close(whole.reshape(-1), torch.cat([part.reshape(-1) for part in parts]))
+def _equals_all(key: str, value: Any, others: list[Any]) -> bool:
+    try:
+        encode(value)
+    except TypeError as err:
+        raise TrialFailed(f"state {key!r}: {err}") from None
+    if not isinstance(value, torch.Tensor):
+        return all(other == value for other in others)
+    return all(other.shape == value.shape and close(value, other) for other in others)
 
 
 # -- steps on whole parameters by different workers ---------------------------------------
@@ -491,21 +457,20 @@ def prove_tensorwise(optimizer: Optimizer) -> None:
 
 def _find_unfit_state(optimizer: Optimizer) -> str:
     """Return why the state after a step cannot be sent to other workers; empty if it can."""
-    step = bare_step(type(optimizer).step)
     for group in optimizer.__dict__["param_groups"]:
+        settings, _ = settings_of(group)
         for device, dtype, shapes in small_shapes(group["params"]):
             shadow = make_shadow(optimizer)
             params = [torch.nn.Parameter(torch.ones(shape).to(device, dtype)) for shape in shapes]
             try:
                 with preserve_rng_state(device):
-                    set_gradients(params, 1)
-                    settings = trial_settings(settings_of(group))
-                    try_step(shadow, step, {**settings, "params": params})
-                    for param in params:
-                        tensors: list[torch.Tensor] = []
-                        nested.describe(dict(shadow.state.get(param, {})), tensors)
-                        if param.grad is not None and _keeps(tensors, param.grad):
-                            return _KEEPS_GRADIENTS
+                    _set_gradients(params, 1)
+                    try_step(shadow, bare_step(type(optimizer).step), settings, params)
+                for param in params:
+                    tensors: list[torch.Tensor] = []
+                    describe(dict(shadow.state.get(param, {})), tensors)
+                    if param.grad is not None and _keeps(tensors, param.grad):
+                        return _KEEPS_GRADIENTS
             except TypeError as err:
                 return f"its state: {err}"
             except Exception as err:

@@ -1,10 +1,17 @@
-"""The base class of updates, which run the optimizer; and updates of all parameters at once."""
+"""Updates, which run the optimizer: on all parameters at once, or on a bucket when it is needed.
+
+The schedule decides the order of operations (`wingbeat.schedules`; for deferred updates section
+III-B of the DeAR paper).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -13,8 +20,13 @@ from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucket import Bucket, StepCounter
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
-from wingbeat.engine.updates.stepper import Stepper
-from wingbeat.schedules.events import Event, Phase, Step, StepCalled, UpdateCommand
+from wingbeat.engine.gradients.views import reads_values, replaced, tensors_in
+from wingbeat.engine.updates.stepper import GroupSnapshot, Modes, Stepper, step_outside
+from wingbeat.engine.updates.trials import steps_independently
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe.events import stream
+from wingbeat.schedules import events
+from wingbeat.schedules.events import Phase, StepCalled
 
 if TYPE_CHECKING:
     from wingbeat.engine.updates.shards import Shards
@@ -29,7 +41,7 @@ class Host(Protocol):
     def phase(self) -> Phase:
         """The state of the last backward's gradients."""
 
-    def dispatch(self, event: Event, closure: Closure = None) -> Any:
+    def dispatch(self, event: events.Event, closure: Closure = None) -> Any:
         """Perform the schedule's commands for ``event``; return the result of a whole step."""
 
     def recover(self) -> None:
@@ -64,12 +76,14 @@ class Update:
         option: the user's option that divides the optimizer among workers or servers; empty if each
             worker has the whole optimizer.
         shards: this worker's part of the optimizer's state; None if each has the whole.
+        modes: of the step that deferred updates belong to.
     """
 
     defers: ClassVar[bool] = False
     agrees: ClassVar[bool] = False
     option: ClassVar[str] = ""
     shards: Shards | None = None
+    modes: Modes | None = None
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -82,7 +96,7 @@ class Update:
         """Step like the other workers, after a backward without batches of its own."""
         raise NotImplementedError
 
-    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+    def perform(self, command: events.UpdateCommand, closure: Closure) -> Any:
         """Perform a command of the schedule; return the result of a whole step."""
         raise NotImplementedError
 
@@ -90,26 +104,21 @@ class Update:
         """Whether the deferred update does not write to the bucket, which may still be sent."""
         return False
 
-    def step_modes(self) -> contextlib.AbstractContextManager[None]:
-        """Restore the modes of the step that deferred updates belong to."""
-        return contextlib.nullcontext()
-
     def on_new_buckets(self) -> None:
         """Handle a change of the plan."""
 
     def on_zero_grad(self, set_to_none: bool) -> None:
         """Handle zeroed gradients, or an interrupted backward."""
 
-    def gradients_lost(self) -> bool:
-        """Whether a backward has added to gradients that a step has consumed."""
-        return False
-
-    def lost_message(self, what: str) -> str:
-        """Return the error text for ``what``, which needs gradients that a step has consumed."""
-        return what
+    def lost_message(self, what: str) -> str:  # noqa: ARG002
+        """Return the error text for ``what`` if a step has consumed the gradients, else nothing."""
+        return ""
 
     def refuse_lost(self, what: str) -> None:
         """Raise a `UsageError` if ``what`` needs gradients that a step has consumed."""
+        message = self.lost_message(what)
+        if message:
+            raise UsageError(message)
 
     def level(self, *, always: bool) -> bool:  # noqa: ARG002
         """Wait until all workers hold the same parameters; return whether they synchronised here.
@@ -151,9 +160,9 @@ class WholeUpdate(Update):
         """Run the optimizer's own step: all workers have the same gradients."""
         self.step(host, None)
 
-    def perform(self, command: UpdateCommand, closure: Closure) -> Any:
+    def perform(self, command: events.UpdateCommand, closure: Closure) -> Any:
         """Perform `Step`, the only command of these schedules."""
-        assert isinstance(command, Step), command
+        assert isinstance(command, events.Step), command
         self._training.steps.count += 1
         return self._training.stepper.whole_step(closure)
 
@@ -168,20 +177,15 @@ class SingleWorkerUpdate(WholeUpdate):
     def step(self, host: Host, closure: Closure) -> Any:
         """Run the optimizer's own step."""
         if closure is None:
-            self._complete_gradients()
+            self._compression.complete_alone(self._training.bucketing.slots)
             return super().step(host, None)
 
         def completed() -> Any:
             loss = closure()
-            self._complete_gradients()
+            self._compression.complete_alone(self._training.bucketing.slots)
             return loss
 
         return super().step(host, completed)
-
-    def _complete_gradients(self) -> None:
-        if self._compression.changes_alone():
-            for slot in self._training.bucketing.slots:
-                self._compression.alone(slot)
 
 
 def evaluated(closure: Closure) -> Any:
@@ -190,3 +194,251 @@ def evaluated(closure: Closure) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+# -- deferred updates ---------------------------------------------------------------------
+#
+# While an update is deferred, a parameter's class is a subclass whose ``__torch_function__``
+# applies the update before any operation reads the parameter, and restores the class. So any reader
+# triggers the update: a module's forward, another method, or an older list of parameters. Two
+# readers are not intercepted: compiled code that received the parameter before (a ``torch.jit``
+# function), which the engine's hooks handle, and views of its values that the user has kept.
+
+PROVING_STEPS = 2
+"""Steps in which an optimizer has to show that it does not write to gradients."""
+
+
+class DeferredParameters:
+    """Marks parameters whose update is deferred, and calls ``refresh``, which must `clear` them."""
+
+    def __init__(self, refresh: Callable[[list[torch.Tensor]], None]) -> None:
+        self._refresh = refresh
+        self._marked_class: dict[type, type] = {}
+        self._plain_class: dict[type, type] = {}
+
+    def can_mark(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether reads of all these can be intercepted, which a user's class may not allow."""
+        try:
+            self.mark(params)
+        except TypeError:
+            return False
+        finally:
+            self.clear(params)
+        return True
+
+    def mark(self, params: Iterable[torch.Tensor]) -> None:
+        """Call ``refresh`` before the next operation that reads one of ``params``."""
+        for param in params:
+            kind = type(param)
+            if kind not in self._plain_class:
+                param.__class__ = self._marked_class.get(kind) or self._make_class(kind)
+
+    def clear(self, params: Iterable[torch.Tensor]) -> None:
+        """Restore the classes of ``params``."""
+        for param in params:
+            plain = self._plain_class.get(type(param))
+            if plain is not None:
+                param.__class__ = plain
+
+    def add(self, bucket: Bucket, params: Iterable[torch.Tensor]) -> None:
+        """Defer the update of these parameters of the bucket."""
+        bucket.due = True
+        self.mark(params)
+
+    def remove(self, bucket: Bucket) -> None:
+        """Remove the bucket, which is being updated."""
+        bucket.due = False
+        self.clear(slot.param for slot in bucket.slots)
+
+    def _make_class(self, plain: Any) -> Any:
+        ref = weakref.ref(self)
+
+        def refresh_those_in(value: Any) -> None:
+            found = [tensor for tensor in tensors_in(value) if type(tensor) is marked]
+            owner = ref()
+            if owner is not None:
+                owner._refresh(found)
+            for param in found:  # also those without a pending update
+                param.__class__ = plain
+
+        def __torch_function__(
+            _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if not reads_values(func, args, kwargs):
+                return plain.__torch_function__(func, types, args, kwargs)
+            refresh_those_in((args, kwargs))
+            return func(*args, **kwargs)
+
+        def __deepcopy__(param: Any, memo: Any) -> Any:
+            refresh_those_in(param)
+            return copy.deepcopy(param, memo)
+
+        def __reduce_ex__(param: Any, protocol: Any) -> Any:
+            refresh_those_in(param)
+            return param.__reduce_ex__(protocol)
+
+        methods = {
+            "__torch_function__": classmethod(__torch_function__),
+            "__deepcopy__": __deepcopy__,
+            "__reduce_ex__": __reduce_ex__,
+            "__doc__": plain.__doc__,
+            "__module__": plain.__module__,
+        }
+        marked = type(f"Deferred{plain.__name__}", (plain,), methods)
+        self._marked_class[plain] = marked
+        self._plain_class[marked] = plain
+        return marked
+
+
+class DeferredUpdate(WholeUpdate):
+    """Records a step's settings, and runs the optimizer on one bucket at a time.
+
+    Attributes:
+        in_parts: whether the optimizer can run on some of its parameters; otherwise it steps at
+            once, on whole gradients.
+
+    Raises:
+        UsageError: the optimizer evaluates the loss in its step.
+    """
+
+    defers: ClassVar[bool] = True
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        refuse_evaluating(training.optimizer)
+        self._pending = DeferredParameters(training.refresh)
+        self._snapshot: GroupSnapshot = []
+        self._steps = 0
+        self._writes_gradients = False
+        params = [slot.param for slot in training.bucketing.slots]
+        apart = not overlapping(params) and steps_independently(training.optimizer)
+        self.in_parts = apart and self._pending.can_mark(params)
+
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Defer the update of every bucket, after one call of the closure, and return.
+
+        An optimizer that cannot run on some of its parameters, or whose step has other arguments,
+        steps at once on whole gradients, and calls the closure itself.
+        """
+        training = self._training
+        if not self.in_parts or training.stepper.hooked or training.stepper.arguments.others:
+            return self._step_whole(host, closure)
+        loss = evaluated(closure)
+        host.recover()
+        slots = training.bucketing.slots
+        coming = host.phase in (Phase.REDUCED, Phase.UNDER_WAY)
+        if not coming or replaced(slots, training.stepper.owns):
+            self._step_whole(host, None)
+            return loss
+        self._steps += 1
+        training.steps.count += 1
+        self._snapshot, self.modes = training.stepper.snapshot(), Modes(training.bucketing.device)
+        host.dispatch(StepCalled())
+        step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)
+        return loss
+
+    def _step_whole(self, host: Host, closure: Closure) -> Any:
+        """Step at once on whole gradients, which the user's step hooks need."""
+        host.settle()
+
+        def whole() -> Any:
+            assert closure is not None
+            loss = closure()
+            host.settle()
+            return loss
+
+        event = StepCalled(in_parts=False)
+        return host.dispatch(event, whole if closure is not None else None)
+
+    def perform(self, command: events.UpdateCommand, closure: Closure) -> Any:
+        """Defer an update, or apply it."""
+        buckets = self._training.bucketing.buckets
+        match command:
+            case events.Defer(number):
+                owns = self._training.stepper.owns
+                params = (slot.param for slot in buckets[number].slots if owns(slot.param))
+                self._pending.add(buckets[number], params)
+            case events.Update(number):
+                if buckets[number].due:  # otherwise updated together with another
+                    self._update(buckets[number])
+            case events.Step():
+                return super().perform(command, closure)
+        return None
+
+    def _update(self, bucket: Bucket) -> None:
+        together = [bucket, *self._arrived_after(bucket)]
+        for each in together:
+            self._pending.remove(each)
+        with stream.timed("update", bucket=bucket.index):
+            self._step_on(together)
+
+    def _arrived_after(self, bucket: Bucket) -> list[Bucket]:
+        """Return the buckets needed next whose gradients have arrived: one call updates them too.
+
+        Always in forward order: an optimizer's random numbers must be the same on all workers.
+        """
+        due = [each for each in self._training.bucketing.forward_buckets if each.due]
+        arrived: list[Bucket] = []
+        for each in due[1:] if due[0] is bucket else []:
+            if each.handle is not None and not each.handle.done():
+                break
+            try:
+                each.settle()
+            except PeerError:  # raised again when the bucket is needed
+                break
+            arrived.append(each)
+        return arrived
+
+    def _step_on(self, buckets: Sequence[Bucket]) -> None:
+        stepper = self._training.stepper
+        whole = {bucket: bucket.contributed() for bucket in buckets}
+        slots = [slot for each in whole.values() for slot in each if stepper.owns(slot.param)]
+        # Gradients made or zeroed after step() belong to the next step.
+        later = [slot.param.grad for slot in slots]
+        for slot in slots:
+            slot.show()
+        versions = [bucket.flat._version for bucket in buckets]
+        try:
+            stepper.step([slot.param for slot in slots], self._snapshot)
+        finally:
+            self._writes_gradients |= [bucket.flat._version for bucket in buckets] != versions
+            for slot, grad in zip(slots, later, strict=True):
+                slot.param.grad = grad
+        for bucket, used in whole.items():
+            if len(used) < len(bucket.slots):
+                for slot in set(bucket.slots).difference(used):
+                    if slot.param.grad is slot.pending:
+                        slot.param.grad = None  # no worker has used it
+
+    def preserves_gradients(self, bucket: Bucket) -> bool:
+        """Whether the bucket's deferred update does not write to its gradients.
+
+        The first two steps show this. SGD with ``nesterov`` and ``foreach`` writes to them.
+        """
+        return bucket.due and not self._writes_gradients and self._steps > PROVING_STEPS
+
+
+def refuse_evaluating(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `UsageError` if the optimizer evaluates the loss in its own step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "torch.optim.LBFGS with updates that wait for the next forward (DeAR, servers) is not "
+            "possible: each of its steps evaluates the loss several times and needs whole "
+            "gradients each time; use wingbeat.AllReduce()"
+        )
+
+
+def overlapping(params: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return the indices of two parameters that share memory, or None."""
+    spans = []
+    for i, p in enumerate(params):
+        if p.numel():
+            last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+            end = p.data_ptr() + (last + 1) * p.element_size()
+            spans.append((str(p.device), p.data_ptr(), end, i))
+    spans.sort()
+    for (device, _, end, i), (other, begin, _, j) in pairwise(spans):
+        if device == other and begin < end:
+            return min(i, j), max(i, j)
+    return None

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 
 from wingbeat.engine.gradients.views import SentGradients, replaced
-from wingbeat.engine.updates.consistency import ConsistencyCheck
 from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.consistency import ConsistencyCheck
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Step, UpdateCommand

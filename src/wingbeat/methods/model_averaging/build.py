@@ -20,14 +20,13 @@ from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.hooks import WeakCall
-from wingbeat.engine.live import LiveState
 from wingbeat.engine.runtime import IntentExchange, Runtime
-from wingbeat.engine.updates.flat import ElementState, FlatModel, buffer_dtype, is_narrow
-from wingbeat.engine.updates.local import Averager, LocalUpdate
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import MismatchError, UsageError
+from wingbeat.methods.model_averaging.flat import ElementState, FlatModel, buffer_dtype, is_narrow
 from wingbeat.methods.model_averaging.group_all_reduce import ModelCompression
 from wingbeat.methods.model_averaging.group_averager import GroupAverager, GroupSession
+from wingbeat.methods.model_averaging.local import Averager, LiveState, LocalUpdate
 from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.rules import rules_of

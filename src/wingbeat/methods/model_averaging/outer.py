@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from wingbeat.engine.updates.flat import FlatModel
-from wingbeat.engine.updates.local import Averager, LocalUpdate, Tensors
 from wingbeat.engine.updates.update import Closure, Host, Training
 from wingbeat.errors import UsageError
+from wingbeat.methods.model_averaging.flat import FlatModel
+from wingbeat.methods.model_averaging.local import Averager, LocalUpdate, Tensors
 from wingbeat.schedules.local import Local
 from wingbeat.transport.world import World
 

@@ -20,12 +20,11 @@ import torch
 
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.views import ShownGradients, clone_displaced
-from wingbeat.engine.updates.deferred import refuse_evaluating
 from wingbeat.engine.updates.divided import SCALER, DividedUpdate
 from wingbeat.engine.updates.json_values import decode, dtype_of, encode
 from wingbeat.engine.updates.stepper import GroupSnapshot, State
 from wingbeat.engine.updates.trials import Division, prove_elementwise
-from wingbeat.engine.updates.update import Closure, Training
+from wingbeat.engine.updates.update import Closure, Training, refuse_evaluating
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.parameter_server.client import Client, Request, Transfer
 from wingbeat.methods.parameter_server.launch import ServerGroup

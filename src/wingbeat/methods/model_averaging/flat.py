@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wingbeat.engine.updates.consistency import checksum
+from wingbeat.engine.gradients.bucket import checksum, dtype_name
 from wingbeat.engine.updates.trials import (
-    Step,
     TrialFailed,
     bare_step,
     make_shadow,
     preserve_rng_state,
-    settings_key,
     settings_of,
-    trial_settings,
     try_step,
 )
 from wingbeat.errors import UsageError
@@ -64,15 +61,14 @@ class ElementState:
         self._optimizer, self._names = optimizer, names
         if isinstance(optimizer, torch.optim.LBFGS):
             raise _refusal(optimizer, "it keeps lists of earlier gradients")
-        step = bare_step(type(optimizer).step)
         tried: dict[Any, Names] = {}
         self._known: dict[torch.Tensor, Names] = {}
         for group in optimizer.param_groups:
-            settings = settings_of(group)
+            settings, settings_key = settings_of(group)
             for param in (param for param in group["params"] if param in names):
-                key = (max(param.ndim, 1), param.dtype, settings_key(settings))
+                key = (max(param.ndim, 1), param.dtype, settings_key)
                 if key not in tried:
-                    tried[key] = _try_state(optimizer, step, settings, *key[:2])
+                    tried[key] = _try_state(optimizer, settings, *key[:2])
                 self._known[param] = tried[key]
         for param in self._known:
             self.values(param)
@@ -82,43 +78,38 @@ class ElementState:
         return self._known.get(param, {})
 
     def values(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the current values, some of which are missing before the first step."""
+        """Return the values, some missing before the first step; a `UsageError` for new kinds."""
         known = self._known.get(param)
-        if known is None:
-            return {}
+        state = {} if known is None else self._optimizer.__dict__["state"].get(param, {})
         found = {}
-        for key, value in self._optimizer.__dict__["state"].get(param, {}).items():
-            if key in known and value is not None:
+        for key, value in state.items():
+            why = ""
+            if known and key in known and value is not None:
                 why = _no_average(value, param.shape)
-                if why:
-                    raise self._changed(param, key, why)
                 found[key] = value
             elif _per_element(value):
-                raise self._changed(param, key, "present, and was absent in the trial")
+                why = "present, and was absent in the trial"
+            if why:
+                raise UsageError(
+                    f"{OPTION}: the optimizer's state {key!r} of parameter {self._names[param]!r} "
+                    f"is {why}: keep the optimizer's options as they are at distribute(), or leave "
+                    "average_state out"
+                )
         return found
 
     def described(self) -> list[list[str]]:
         """Return each parameter's state as text, to compare between workers."""
         return [
-            [name, ", ".join(f"{key} ({_short(dtype)})" for key, dtype in sorted(kinds.items()))]
+            [
+                name,
+                ", ".join(f"{k} ({dtype_name(v)})" for k, v in sorted(self.names(param).items())),
+            ]
             for param, name in self._names.items()
-            for kinds in [self.names(param)]
         ]
-
-    def _changed(self, param: torch.Tensor, key: str, what: str) -> UsageError:
-        return UsageError(
-            f"{OPTION}: the optimizer's state {key!r} of parameter {self._names[param]!r} is "
-            f"{what}: keep the optimizer's options as they are at distribute(), or leave "
-            "average_state out"
-        )
 
 
 def _try_state(
-    optimizer: torch.optim.Optimizer,
-    step: Step,
-    settings: dict[str, Any],
-    dimensions: int,
-    dtype: torch.dtype,
+    optimizer: torch.optim.Optimizer, settings: dict[str, Any], dimensions: int, dtype: torch.dtype
 ) -> Names:
     """Return the state per element after some steps on a tensor of ``dimensions`` dimensions."""
     shape = tuple(_SIZES[place % len(_SIZES)] for place in range(dimensions))
@@ -129,7 +120,7 @@ def _try_state(
         with preserve_rng_state(torch.device("cpu")):
             for number in range(1, _TRIAL_STEPS + 1):
                 param.grad = _draw(number, shape, dtype)
-                try_step(shadow, step, {**trial_settings(settings), "params": [param]})
+                try_step(shadow, bare_step(type(optimizer).step), settings, [param])
     except TrialFailed as error:
         raise _refusal(optimizer, str(error)) from None
     except Exception as error:
@@ -166,12 +157,8 @@ def _no_average(value: Any, shape: Sequence[int]) -> str:
     if tuple(value.shape) != tuple(shape):
         return f"of shape {tuple(value.shape)} where the parameter's is {tuple(shape)}"
     if not value.is_floating_point() or value.dtype.itemsize < 2:
-        return f"{_short(value.dtype)}, and no plain floating-point numbers"
+        return f"{dtype_name(value.dtype)}, and no plain floating-point numbers"
     return ""
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -205,13 +192,10 @@ class StateBuffer:
     ) -> None:
         self._state, self._params = state, list(params)
         names = [(param, name) for param in params for name in state.names(param)]
-        self._flags = flat[len(flat) - len(names) :]
-        self._places: list[_Place] = []
-        start = 0
-        for param, name in names:
-            stop = start + param.numel()
-            self._places.append(_Place(param, name, flat[start:stop].view(param.shape)))
-            start = stop
+        values = flat[: len(flat) - len(names)]
+        self._flags = flat[len(values) :]
+        views = _views(values, [param for param, _ in names])
+        self._places = [_Place(*each, view) for each, view in zip(names, views, strict=True)]
 
     @staticmethod
     def size(state: ElementState, params: Sequence[torch.Tensor]) -> int:
@@ -290,12 +274,13 @@ class FlatModel:
     Attributes:
         flat: the buffer, on the CPU.
         spans: of each fragment.
-        trained: of all fragments.
-        shared: of all but the frozen parameters: the part that is averaged over all workers.
-        frozen: of the frozen parameters.
+        trained: span of all fragments.
+        shared: span of all but the frozen parameters, which is averaged over all workers.
+        frozen: span of the frozen parameters.
         number: one element.
-        copies: the further tensors, initially zero.
+        copies: further tensors as long as `trained`, initially zero.
         narrow: whether a parameter has fewer bits than the buffer.
+        with_state: whether it includes the optimizer's state.
     """
 
     def __init__(
@@ -307,7 +292,8 @@ class FlatModel:
         frozen: Sequence[torch.Tensor] = (),
     ) -> None:
         self._fragments, self._buffers = [list(part) for part in fragments], buffers
-        self._state, self._frozen_params = state, list(frozen)
+        self._state, self._frozen = state, list(frozen)
+        self.with_state = state is not None
         params = [param for part in self._fragments for param in part]
         dtype = buffer_dtype([*params, *buffers(), *frozen])
         sizes = [0] * len(self._fragments)
@@ -319,7 +305,7 @@ class FlatModel:
         trained = sum(param.numel() for param in params) + sum(sizes)
         numel = trained + sum(tensor.numel() for tensor in buffers())
         end = numel + copies * trained + 1
-        bits = _BITS if self._frozen_params else 0
+        bits = _BITS if self._frozen else 0
         self.shared = Span(0, end + bits)
         self.frozen = Span(end + bits, end + bits + sum(param.numel() for param in frozen))
         # Pages that are never written take no memory.
@@ -329,41 +315,23 @@ class FlatModel:
         begins = (numel + copy * trained for copy in range(copies))
         self.copies = [self.flat[begin : begin + trained] for begin in begins]
         self.narrow = is_narrow(params, dtype)
+        # Each fragment is followed by its state; the model's buffers follow the last.
         self._views: list[Tensors] = []
         self._state_buffers: list[StateBuffer] = []
-        self.spans = self._lay_out(sizes)
-        self.trained = self.part(0, len(self.spans))
-
-    def _lay_out(self, sizes: Sequence[int]) -> list[Span]:
-        """Make views of each fragment, followed by ``sizes`` of state; then of the buffers."""
-        spans, start = [], 0
+        self.spans: list[Span] = []
+        start = 0
         for part, size in zip(self._fragments, sizes, strict=True):
-            begin, start = start, self._add_views(part, start)
-            if self._state is not None:
-                flat = self.flat[start : start + size]
-                self._state_buffers.append(StateBuffer(self._state, part, flat))
+            begin, start = start, start + sum(param.numel() for param in part)
+            self._views.append(_views(self.flat[begin:start], part))
+            if state is not None:
+                self._state_buffers.append(
+                    StateBuffer(state, part, self.flat[start : start + size])
+                )
             start += size
-            spans.append(Span(begin, start))
-        self._add_views(self._buffers(), start)
-        values, numels = self.flat[self.frozen.start :], [p.numel() for p in self._frozen_params]
-        pairs = zip(values.split(numels), self._frozen_params, strict=True) if numels else ()
-        self._frozen_views = [view.view(param.shape) for view, param in pairs]
-        return spans
-
-    def _add_views(self, tensors: Sequence[torch.Tensor], start: int) -> int:
-        """Append a view for each tensor, from ``start``; return their end."""
-        views = []
-        for tensor in tensors:
-            stop = start + tensor.numel()
-            views.append(self.flat[start:stop].view(tensor.shape))
-            start = stop
-        self._views.append(views)
-        return start
-
-    @property
-    def with_state(self) -> bool:
-        """Whether it includes the optimizer's state."""
-        return self._state is not None
+            self.spans.append(Span(begin, start))
+        self._views.append(_views(self.flat[start:numel], buffers()))
+        self._frozen_views = _views(self.flat[self.frozen.start :], self._frozen)
+        self.trained = self.part(0, len(self.spans))
 
     def part(self, first: int, last: int) -> Span:
         """Return the span of the fragments ``first`` to ``last - 1``."""
@@ -380,7 +348,7 @@ class FlatModel:
     def read_checksum(self) -> None:
         """Write the bits of a checksum of the frozen parameters."""
         found = 0
-        for param in self._frozen_params:
+        for param in self._frozen:
             found = checksum(param, found)
         self._checksum.copy_(torch.tensor([found >> bit & 1 for bit in range(len(self._checksum))]))
 
@@ -392,12 +360,12 @@ class FlatModel:
     @torch.no_grad()
     def read_frozen(self) -> None:
         """Copy frozen parameters into the buffer."""
-        torch._foreach_copy_(self._frozen_views, [param.detach() for param in self._frozen_params])
+        torch._foreach_copy_(self._frozen_views, [param.detach() for param in self._frozen])
 
     @torch.no_grad()
     def write_frozen(self) -> None:
         """Copy the buffer to the frozen parameters."""
-        torch._foreach_copy_([param.detach() for param in self._frozen_params], self._frozen_views)
+        torch._foreach_copy_([param.detach() for param in self._frozen], self._frozen_views)
 
     @torch.no_grad()
     def write(self, first: int = 0, last: int | None = None) -> None:
@@ -428,22 +396,19 @@ class FlatModel:
 
     def split(self, values: torch.Tensor) -> Tensors:
         """Split a tensor as long as `trained` into one of each parameter's shape."""
-        params = [param for part in self._fragments for param in part]
-        parts = values.split([param.numel() for param in params])
-        return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        return _views(values, [param for part in self._fragments for param in part])
 
     @torch.no_grad()
     def holds(self, values: torch.Tensor, first: int, last: int) -> bool:
         """Whether the fragments' values equal ``values``, which is as long as their span."""
         begin = self.spans[first].start
         for number in range(first, last):
+            params = self._fragments[number]
             start = self.spans[number].start - begin
-            for param in self._fragments[number]:
-                stop = start + param.numel()
-                other = values[start:stop].view(param.shape).to(param.dtype)
-                if not torch.equal(param.detach(), other):
+            others = _views(values[start : start + sum(p.numel() for p in params)], params)
+            for param, other in zip(params, others, strict=True):
+                if not torch.equal(param.detach(), other.to(param.dtype)):
                     return False
-                start = stop
         return True
 
     def _pairs(self, first: int, last: int | None) -> Iterator[tuple[Tensors, Tensors]]:
@@ -451,14 +416,18 @@ class FlatModel:
             if number < len(self._fragments):
                 yield views, [param.detach() for param in self._fragments[number]]
             elif views:
-                yield views, self._checked(views)
+                tensors = self._buffers()
+                if [tensor.shape for tensor in tensors] != [view.shape for view in views]:
+                    raise UsageError(
+                        "the model's buffers have other shapes than at distribute(), and cannot be "
+                        "averaged: call wingbeat.release(model, optimizer) before they change, and "
+                        "distribute() again"
+                    )
+                yield views, tensors
 
-    def _checked(self, views: Tensors) -> Tensors:
-        tensors = self._buffers()
-        if [tensor.shape for tensor in tensors] != [view.shape for view in views]:
-            raise UsageError(
-                "the model's buffers have other shapes than at distribute(), and cannot be "
-                "averaged: call wingbeat.release(model, optimizer) before they change, and "
-                "distribute() again"
-            )
-        return tensors
+
+def _views(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Return the consecutive parts of a flat tensor, in the shapes of ``tensors``."""
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = flat.split(sizes) if sizes else ()
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.engine.updates.flat import ElementState, FlatModel
+from wingbeat.methods.model_averaging.flat import ElementState, FlatModel
 
 
 def made(values: list[float] | None, squares: list[float] | None = None) -> tuple[Any, Any, Any]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from wingbeat.engine.updates.flat import ElementState
 from wingbeat.errors import UsageError
+from wingbeat.methods.model_averaging.flat import ElementState
 
 MODEL = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(2, 1)})
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from wingbeat.engine.updates.flat import FlatModel
 from wingbeat.errors import UsageError
+from wingbeat.methods.model_averaging.flat import FlatModel
 from wingbeat.types import Span
 
 

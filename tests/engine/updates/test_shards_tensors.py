@@ -29,8 +29,7 @@ from helpers.training import (
     train,
     weights,
 )
-from wingbeat.engine.updates.shards import Shards
-from wingbeat.engine.updates.tensor_shards import TensorShards, partition, spans_of, update_cost
+from wingbeat.engine.updates.shards import Shards, TensorShards, partition, spans_of, update_cost
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.types import Fusion, Span
 

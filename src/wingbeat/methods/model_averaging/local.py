@@ -13,13 +13,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from wingbeat.engine.gradients.bucket import check_kind
-from wingbeat.engine.updates.flat import FlatModel
+from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate, evaluated
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
+from wingbeat.methods.model_averaging.flat import FlatModel
 from wingbeat.observe.events import stream
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Adopt, Average, Step, UpdateCommand
 from wingbeat.schedules.local import Local
+from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
     from wingbeat.observe.meter import Section
@@ -106,23 +109,16 @@ class LocalUpdate(WholeUpdate):
         self._check_kinds()
         self._moved, self._forwards = True, None
         self._wait_again()
-        closure = self._evaluated_early(closure)
+        early = closure
+        if closure is not None and self._evaluates_once:
+            # Evaluated before waiting for an average: the closure may wait for peers too.
+            first = [evaluated(closure)]
+            early = lambda: first.pop() if first else closure()  # noqa: E731
         self._stepping = True
         try:
-            return super().step(host, closure)
+            return super().step(host, early)
         finally:
             self._stepping = False
-
-    def _evaluated_early(self, closure: Closure) -> Closure:
-        """Evaluate the loss before waiting for an average: the closure may wait for peers too.
-
-        Excluded are LBFGS, which compares losses at the same weights, and optimizers that may move
-        weights before they evaluate (SAM).
-        """
-        if closure is None or not self._evaluates_once:
-            return closure
-        first = [evaluated(closure)]
-        return lambda: first.pop() if first else closure()
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:
         """Perform a command of the schedule; return the result of a whole step."""
@@ -185,8 +181,7 @@ class LocalUpdate(WholeUpdate):
     def handed(self) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, not copied, and the numbers for a restarted worker's `take_over`.
 
-        Another thread calls it, while the training thread waits for an average or no average is
-        made.
+        Called by another thread, while the training thread waits for an average or makes none.
         """
         return [], [self._schedule.made]
 
@@ -215,7 +210,7 @@ class LocalUpdate(WholeUpdate):
             if self._training.collectives.world.rank == 0:
                 log.warning(
                     "weights have changed in %d forwards, and optimizer.step() was never called, "
-                    "in which models are averaged: call it in place of updates made by hand, or "
+                    "in which models are averaged: call it in place of updates made manually, or "
                     "wingbeat.synchronize(model) on all ranks every so many of them",
                     _CHANGES,
                 )
@@ -290,8 +285,7 @@ class LocalUpdate(WholeUpdate):
         under_way, self._under_way = self._under_way, None
         begin = time.monotonic_ns()
         self._take(*under_way)
-        members = self._averager.members
-        stream.record("take_over", begin, time.monotonic_ns(), group=members)
+        stream.record("take_over", begin, time.monotonic_ns(), group=self._averager.members)
         self._averager.commit()
         self.renew()
 
@@ -335,7 +329,62 @@ class LocalUpdate(WholeUpdate):
 
 
 def _evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step evaluates a closure once, and first, as torch's do except LBFGS."""
+    # As torch's optimizers do, except LBFGS, which compares losses at the same weights; others
+    # (SAM) may move weights before they evaluate.
     step = next(vars(kind)["step"] for kind in type(optimizer).__mro__ if "step" in vars(kind))
     own = step.__module__.startswith("torch.optim.")
     return own and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+# -- the state of a restarted worker -------------------------------------------------------
+
+
+class LiveState:
+    """What a restarted worker copies from a peer: model, optimizer state and progress, held weakly.
+
+    With averages in the background, some parameters may be a step ahead of others.
+    """
+
+    def __init__(self, training: Training, update: LocalUpdate) -> None:
+        self._bucketing = weakref.ref(training.bucketing)
+        self._optimizer = weakref.ref(training.optimizer)
+        self._update = weakref.ref(update)
+
+    def written(self) -> bytes | None:
+        """Serialise the state; None if the model no longer exists, or cannot be serialised."""
+        bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
+        if bucketing is None or optimizer is None or update is None:
+            return None
+        params = [slot.param for slot in bucketing.slots]
+        kept, numbers = update.handed()
+        try:
+            return encode_snapshot([*_tensors(bucketing), *kept], params, optimizer, numbers)
+        except (PeerError, RuntimeError) as error:
+            # This affects the requester only, even if the state changes meanwhile.
+            log.warning("%s", first_line(error))
+            return None
+
+    def put(self, payload: Any) -> None:
+        """Continue from a peer's `written` state; raise a `PeerError` if it does not fit."""
+        bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
+        assert bucketing is not None
+        assert optimizer is not None
+        assert update is not None
+        kept, _ = update.handed()
+        params = [slot.param for slot in bucketing.slots]
+        snapshot = Snapshot(payload, [*_tensors(bucketing), *kept], params)
+        numbers = snapshot.extra
+        try:
+            if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
+                raise ValueError("no list of numbers")
+            snapshot.load_into(optimizer)
+            update.take_over(numbers)
+        except ValueError as error:
+            raise PeerError(
+                f"a state has come with {numbers!r:.40} for the steps that were made ({error}); "
+                "check that all workers run the same script"
+            ) from None
+
+
+def _tensors(bucketing: Bucketing) -> list[torch.Tensor]:
+    return [*(slot.param.detach() for slot in bucketing.slots), *bucketing.others]

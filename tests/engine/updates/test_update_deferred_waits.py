@@ -161,17 +161,17 @@ def test_one_call_of_the_optimizer_updates_all_arrived_buckets(last_is_here: boo
             if world.rank == 0:
                 called.clear()
             optimizer.step()
-            buckets = engine(model).forward_buckets
+            buckets = engine(model).bucketing.forward_buckets
             assert len(buckets) == 4
             for bucket in buckets:
                 bucket.handle.wait()
             if step == 2 and not last_is_here:
                 buckets[2].handle = _Watched(buckets[2].handle, [])
         model[0](torch.ones(1, 8))
-        due = [bucket.due for bucket in engine(model).forward_buckets]
+        due = [bucket.due for bucket in engine(model).bucketing.forward_buckets]
         before = list(called) if world.rank == 0 else []
         model(torch.ones(1, 8))
-        assert not any(bucket.due for bucket in engine(model).forward_buckets)
+        assert not any(bucket.due for bucket in engine(model).bucketing.forward_buckets)
         if world.rank == 0:
             return [due, before, list(called)]
         return [due]

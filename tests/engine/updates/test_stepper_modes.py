@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from wingbeat.engine.updates.modes import Modes
+from wingbeat.engine.updates.stepper import Modes
 
 CPU = torch.device("cpu")
 

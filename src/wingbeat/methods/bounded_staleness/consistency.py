@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.bucket import checksum
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import RendezvousError
 
@@ -19,30 +19,16 @@ _TOLERANCE = 1e-4
 _POLL_S = 0.2
 """Seconds between two checks whether an awaited worker still takes part."""
 
-Sums = dict[str, list[float]]
-
-
-class Place(Protocol):
-    """A point in training at which all workers have applied the same rounds."""
-
-    @property
-    def room(self) -> str:
-        """The model's key in the store, the same on all workers."""
-
-    @property
-    def made(self) -> int:
-        """The number of rounds applied."""
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The ranks that take part."""
-
 
 class ConsistencyCheck:
-    """Compares parameters and optimizer state of present members by checksums, then by sums."""
+    """Compares parameters and optimizer state of present members by checksums, then by sums.
 
-    def __init__(self, training: Training, place: Place) -> None:
-        self._training, self._place = training, place
+    All workers have applied the same rounds of the exchange (`BoundedStalenessExchange`) when they
+    call it.
+    """
+
+    def __init__(self, training: Training, exchange: Any) -> None:
+        self._training, self._rounds = training, exchange
         self._last, self._calls = -1, 0
 
     def different(self) -> str | None:
@@ -75,20 +61,25 @@ class ConsistencyCheck:
             tensors = [value for _, value in kept if isinstance(value, torch.Tensor)]
             yield f"the optimizer's state of parameter {slot.name!r}", tensors
 
-    def _sums(self) -> Sums:
-        return {
-            name: [number for tensor in tensors for number in _sum_and_norm(tensor)]
-            for name, tensors in self._held()
-        }
+    def _sums(self) -> dict[str, list[float]]:
+        """Return sum and norm of each tensor, by name."""
+        sums: dict[str, list[float]] = {}
+        for name, tensors in self._held():
+            sums[name] = []
+            for tensor in tensors:
+                plain = tensor.detach()
+                plain = (torch.view_as_real(plain) if plain.is_complex() else plain).double()
+                sums[name] += float(plain.sum()), float(plain.norm())
+        return sums
 
     def _exchange(self, value: Any) -> dict[int, Any]:
         """Return the values of all members, by rank."""
-        world, made = self._training.collectives.world, self._place.made
+        world, made = self._training.collectives.world, self._rounds.made
         # A restarted worker has lost the number of calls, but has the number of applied rounds.
         self._last, self._calls = made, self._calls + 1 if made == self._last else 0
-        key = f"{self._place.room}/{made}/{self._calls}"
+        key = f"{self._rounds.room}/{made}/{self._calls}"
         world.store.set(f"{key}/{world.rank}", json.dumps(value))
-        found = ((rank, self._awaited(f"{key}/{rank}", rank)) for rank in self._place.members)
+        found = ((rank, self._awaited(f"{key}/{rank}", rank)) for rank in self._rounds.members)
         return {rank: json.loads(text) for rank, text in found if text is not None}
 
     def _awaited(self, key: str, rank: int) -> str | None:
@@ -99,7 +90,7 @@ class ConsistencyCheck:
             try:
                 return world.store.get(key, min(_POLL_S, world.timeout))
             except TimeoutError:
-                if rank not in self._place.members:
+                if rank not in self._rounds.members:
                     return None
                 if time.monotonic() > deadline:
                     raise RendezvousError(
@@ -107,20 +98,6 @@ class ConsistencyCheck:
                         f"{world.timeout:g} s, as all do in model.synchronize(), and in the first "
                         "step after load_state_dict(): call these on all ranks"
                     ) from None
-
-
-def checksum(tensor: torch.Tensor, before: int = 0) -> int:
-    """Return a checksum of a tensor's bits that continues the checksum ``before``."""
-    plain = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(plain.view(torch.uint8).numpy().data, before)
-
-
-def _sum_and_norm(tensor: torch.Tensor) -> list[float]:
-    plain = tensor.detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    plain = plain.double()
-    return [float(plain.sum()), float(plain.norm())]
 
 
 def _far(some: Sequence[float], others: Sequence[float]) -> bool:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from wingbeat.engine.updates.deferred import DeferredParameters
+from wingbeat.engine.updates.update import DeferredParameters
 
 
 class Updates:
