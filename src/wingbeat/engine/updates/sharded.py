@@ -1,6 +1,6 @@
 """A divided optimizer: each worker updates its own blocks, and gathers the others' parameters.
 
-The schedule decides the order of operations (`wingbeat.schedules.sharded`).
+The schedule decides the order of operations (`wingbeat.schedules.dear`).
 """
 
 from __future__ import annotations
