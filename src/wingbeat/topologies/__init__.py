@@ -11,16 +11,8 @@ from wingbeat.topologies.bcube import BCube, parse_size
 from wingbeat.topologies.topology import Doubling, Mesh, Ring, Topology
 
 __all__ = [
-    "BY_NAME",
-    "BCube",
-    "Doubling",
-    "Mesh",
-    "Ring",
-    "Topology",
-    "get",
-    "name_of",
-    "parse_size",
-]
+    "BY_NAME", "BCube", "Doubling", "Mesh", "Ring", "Topology", "get", "name_of", "parse_size",
+]  # fmt: skip
 
 BY_NAME: dict[str, Topology] = {
     "ring": Ring(),
@@ -31,11 +23,7 @@ BY_NAME: dict[str, Topology] = {
 
 
 def get(name: str) -> Topology:
-    """Return the topology called ``name``; a BCube may include its size, as in ``"bcube@3x2"``.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Return the topology called ``name``; a BCube may include its size, as in ``"bcube@3x2"``."""
     kind, at, size = name.partition("@")
     if kind == "bcube" and at:
         return BCube(*parse_size(size))
@@ -45,11 +33,7 @@ def get(name: str) -> Topology:
 
 
 def name_of(topology: Topology) -> str:
-    """Return the topology's name.
-
-    Raises:
-        UsageError: the topology has no name, so it cannot be sent to workers.
-    """
+    """Return the topology's name, by which it is sent to workers."""
     if type(topology) is BCube and topology.levels:
         return f"bcube@{topology.size}"
     for name, known in BY_NAME.items():
