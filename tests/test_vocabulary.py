@@ -101,7 +101,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 NOT_YET = {
     "src/wingbeat": {
-        "cli",
         "codecs",
         "collectives",
         "engine",
@@ -111,7 +110,6 @@ NOT_YET = {
         "methods/model_averaging",
         "monitor",
         "parts",
-        "planning",
         "simulator",
         "strategies",
         "transport",

@@ -26,7 +26,7 @@ Examples:
                                     with WINGBEAT_METRICS=0.0.0.0:9400
 
 \b
-Run it on the host of rank 0, as the job's user. The job need not be told anything.
+Run it on the host of rank 0, as the job's user. The job needs no option for it.
 docs/how-to/monitor.md has the columns, --json and Prometheus.
 """
 
