@@ -217,8 +217,7 @@ class Control:
     def _controllers(self) -> list[Controller]:
         """Return the controllers that run now.
 
-        Decisions that change iterations run alone, because drift detection would misread the
-        changes.
+        Decisions that change iterations run alone: drift detection would misread the changes.
         """
         if self.trial is not None and not self.trial.done:
             return [self.trial]

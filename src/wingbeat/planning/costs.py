@@ -159,7 +159,7 @@ Samples = Sequence[tuple[float, float]]
 """(amount, seconds) pairs; an amount may occur several times."""
 
 Interval = tuple[float, float | None]
-"""A 95% confidence interval; no upper limit with too few samples."""
+"""A confidence interval; no upper limit with no more amounts than coefficients."""
 
 ACCEPTED_ERROR = 0.2
 """Largest relative error with which a formula is accepted as a fit."""
@@ -169,12 +169,9 @@ ACCEPTED_ERROR = 0.2
 class Fit:
     """A curve and its uncertainty.
 
-    Attributes:
-        error: median relative error, over the amounts.
-        worst: largest relative error.
-        intervals: 95% confidence interval of each coefficient, by its name in the curve; empty for
-            `PiecewiseLinear`. The upper limit is None with no more amounts than coefficients.
-        samples: (amount, seconds) as measured.
+    ``error`` and ``worst`` are the median and the largest relative error over the amounts.
+    ``intervals`` are those of 95% confidence of each coefficient, by its name in the curve; empty
+    for `PiecewiseLinear`. ``samples`` are (amount, seconds) as measured.
     """
 
     curve: Linear | Linearithmic | PiecewiseLinear

@@ -35,10 +35,8 @@ class SegmentCosts:
     All planners price segments here, so that equal segments have bit-identical costs. Positions are
     whole numbers, or int64 arrays of shapes that broadcast; the results are alike.
 
-    Attributes:
-        ready: ``ready_s`` of each position, float64[L].
-        first: for each stop 0 to L, the least start of a segment that ends there, int64[L + 1]: the
-            tensors before it are of another kind.
+    ``ready`` is the ready time of each position, float64[L]. ``first`` is for each stop 0 to L the
+    least start of a segment that ends there, int64[L + 1]: the tensors before are of another kind.
     """
 
     def __init__(self, workload: Workload, costs: CostModel) -> None:
@@ -86,9 +84,7 @@ def plan_from_stops(workload: Workload, stops: Iterable[int]) -> Plan:
 def bucket_stops(plan: Plan, workload: Workload) -> list[int]:
     """Return the positions before which a plan's buckets end.
 
-    Raises:
-        UsageError: the buckets are not segments of the workload's tensors, in their order, or one
-            holds tensors of several kinds.
+    A bucket is a segment of the workload's tensors, in their order, and of one kind.
     """
     stops: list[int] = []
     start = 0
@@ -115,15 +111,10 @@ def bucket_stops(plan: Plan, workload: Workload) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """The times of one bucket, in seconds from the start of backward.
+    """The times of one bucket, in seconds from the start of backward (Eqs. 7 and 8).
 
-    Attributes:
-        ready_s: when its last gradient would be ready if nothing were encoded.
-        encode_begin_s: when its last gradient is ready, delayed by the encoding and the exchanges
-            of earlier buckets (Eq. 7).
-        encode_end_s: when it may be exchanged.
-        exchange_begin_s: when the links are free for it (Eq. 8).
-        exchange_end_s: when its sum has arrived.
+    ``ready_s`` is when its last gradient would be ready if nothing were encoded; encoding begins
+    after the delay by the encoding and the exchanges of earlier buckets.
     """
 
     bucket: PlannedBucket
@@ -138,15 +129,10 @@ class BucketTimes:
 class Timeline:
     """The predicted backward pass of a plan, in seconds.
 
-    Attributes:
-        backward_s: backward alone.
-        encode_s: all encoding, which backward waits for.
-        delay_s: total delay of backward by exchanges.
-        exposed_s: exchange time that is not hidden: from the end of the last encoding to the end of
-            the last exchange. Eq. 9 with its sign corrected: it subtracts ``tau_s`` and adds
-            ``t_s`` where it has to subtract both.
-        finish_s: end of the last exchange, from the start of backward (Eq. 17, which counts from
-            the start of forward).
+    ``backward_s`` is backward alone; ``encode_s`` and ``delay_s`` are its total delays by encoding
+    and by exchanges. ``finish_s`` is the end of the last exchange, from the start of backward
+    (Eq. 17, which counts from the start of forward). ``exposed_s`` is the exchange time after the
+    last encoding: Eq. 9 with its sign corrected, as it has to subtract both ``tau_s`` and ``t_s``.
     """
 
     buckets: tuple[BucketTimes, ...]

@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from wingbeat.errors import UsageError
@@ -316,20 +316,11 @@ class CutAxis:
         return statistics.median(times[self.at(position)])
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The best cuts, the axis of each searched cut, and the seconds of all measured iterations."""
-
-    cuts: Cuts
-    axes: tuple[CutAxis, ...]
-    times: dict[Cuts, list[float]]
-
-
-def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], Found]:
+def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], ThresholdResult]:
     """Search the best cuts of ``layers`` layers into ``classes`` classes.
 
     The generator yields the cuts to measure and is sent the seconds of iterations with them. The
-    search is deterministic.
+    search is deterministic. The result counts the measured iterations.
 
     Cuts are searched one after the other: first that of two classes, then one more for each further
     class. For each, a few positions are spread over the order of forward, and more are measured
@@ -367,7 +358,17 @@ def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], F
         for cuts in finalists:
             times[cuts] += yield cuts
     chosen = next(cuts for cuts in axes[-1].ranked_cuts(times) if cuts in finalists)
-    return Found(chosen, tuple(axes), times)
+    return ThresholdResult(
+        layers=layers,
+        classes=classes,
+        chosen=chosen,
+        bases=tuple(axis.base for axis in axes),
+        samples=tuple(
+            ThresholdSample(cuts, statistics.median(seconds), len(seconds))
+            for cuts, seconds in times.items()
+        ),
+        iterations=sum(map(len, times.values())),
+    )
 
 
 def relative_error(times: Times, cuts: Cuts) -> float:
@@ -413,20 +414,10 @@ def threshold_trial(
     classes = len(start) + 1
 
     def search() -> Search[Cuts, ThresholdResult]:
-        found = yield from search_cuts(layers, classes)
-        result = ThresholdResult(
-            layers=layers,
-            classes=classes,
-            chosen=found.cuts,
-            bases=tuple(axis.base for axis in found.axes),
-            samples=tuple(
-                ThresholdSample(cuts, statistics.median(seconds), len(seconds))
-                for cuts, seconds in found.times.items()
-            ),
-            iterations=trial.exchanges,
-        )
+        result = yield from search_cuts(layers, classes)
+        result = replace(result, iterations=trial.exchanges)
         log.info("%s", result.explain())
-        return found.cuts, result
+        return result.chosen, result
 
     def encode(cuts: Cuts) -> list[float]:
         return [*map(float, cuts), *[0.0] * (classes - 1 - len(cuts))]
