@@ -55,6 +55,7 @@ class Dear:
     whole_after_backward: ClassVar[bool] = False
     launched: ClassVar[Phase] = Phase.REDUCED
     operation: ClassVar[Operation] = Operation.REDUCE_SCATTER
+    completion: ClassVar[Operation | None] = Operation.ALL_GATHER
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
@@ -139,9 +140,11 @@ class Dear:
 
     def _start_gathers(self) -> Iterator[Command]:
         """Queue all all-gathers, first needed first, unless they are queued."""
-        if not self._gathering:
+        if self.completion is not None and not self._gathering:
             for bucket in self._forward:
-                yield Start(Operation.ALL_GATHER, bucket, chained=True)
+                yield Start(
+                    self.completion, bucket, chained=self.completion is Operation.ALL_GATHER
+                )
         self._gathering = True
 
     def _hold_gathers(self) -> Iterator[Command]:

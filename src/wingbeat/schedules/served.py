@@ -35,6 +35,7 @@ class Served(Dear):
 
     launched: ClassVar[Phase] = Phase.UNDER_WAY
     operation: ClassVar[Operation] = Operation.ALL_REDUCE
+    completion: ClassVar[Operation | None] = None  # servers send sums as soon as they are complete
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,20 +45,12 @@ class Served(Dear):
         # No worker has parts of the sums, so clipping and scaling read whole gradients.
         yield from super()._use(GradientsNeeded() if isinstance(event, PartsNeeded) else event)
 
-    def _start_gathers(self) -> Iterator[Command]:
-        yield from ()  # servers send sums as soon as they are complete
-
 
 class ServedAtStart(Served):
     """As `Served`, but servers keep each sum until it is requested."""
 
     operation: ClassVar[Operation] = Operation.PUSH
-
-    def _start_gathers(self) -> Iterator[Command]:
-        if not self._gathering:
-            for bucket in self._forward:
-                yield Start(Operation.PULL, bucket)
-        self._gathering = True
+    completion: ClassVar[Operation | None] = Operation.PULL
 
 
 class ServedUpdates(ShardedDear):
@@ -71,6 +64,7 @@ class ServedUpdates(ShardedDear):
     """
 
     operation: ClassVar[Operation] = Operation.PUSH
+    completion: ClassVar[Operation | None] = Operation.PULL
     coming: ClassVar[Operation] = Operation.EXPECT
 
     def react(self, event: Event) -> Commands:
@@ -78,8 +72,6 @@ class ServedUpdates(ShardedDear):
         if isinstance(event, BackwardBegins) and self.phase is Phase.LOST:
             yield from self._gather()
         yield from super().react(event)
-
-    _start_gathers = ServedAtStart._start_gathers
 
     def _use(self, event: Event) -> Commands:
         yield from super()._use(GradientsNeeded() if isinstance(event, PartsNeeded) else event)
