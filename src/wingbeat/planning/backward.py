@@ -173,7 +173,7 @@ class BackwardProfiler:
 
 
 def combine(rows: Sequence[Any], count: int, rank: int) -> tuple[tuple[float, ...], float, float]:
-    """Return the figures of the slowest worker, for which all others wait."""
+    """Return the figures of the slowest worker, for which all wait; `PeerError` if malformed."""
     width = count + _EXTRA_FIGURES
     whole: list[Any] = [[0.0] * width if row is None else row for row in rows]
     for peer, row in enumerate(whole):

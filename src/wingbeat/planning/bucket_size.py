@@ -113,7 +113,8 @@ class BucketSizeResult:
     ``expected`` is the throughput that all samples together predict for the size of each; the
     chosen size has the highest. If all sizes make the same plan, ``buckets`` is the number of its
     buckets, nothing was measured, and ``samples``, ``expected`` and ``decision_s`` are empty;
-    otherwise it is 0. ``chosen_topology`` is empty where topologies were not tuned.
+    otherwise it is 0. ``chosen_topology`` is empty where topologies were not tuned. Values that
+    contradict each other are a `UsageError`.
     """
 
     kind: ClassVar[str] = "bucket size"

@@ -114,7 +114,10 @@ class Controller(Protocol):
 
 
 class Control:
-    """Runs one controller after the other: compression, bucket size or merging, thresholds."""
+    """Runs one controller after the other: compression, bucket size or merging, thresholds.
+
+    Thresholds cannot be tuned for an exchange without priority classes: a `UsageError`.
+    """
 
     def __init__(
         self,

@@ -53,7 +53,10 @@ def known_choice(
     key: Mapping[str, Any],
     choose: Callable[[R], Any],
 ) -> Any:
-    """Return a choice from the plan file of rank 0, not validated; the same on all workers."""
+    """Return a choice from the plan file of rank 0, not validated; the same on all workers.
+
+    If rank 0 cannot use the file, every rank raises `UsageError`.
+    """
     answer = None
     if world.rank == 0:
         try:
@@ -212,7 +215,7 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
         if rows is None or self._trial is None:
             return False
         changed = self._continue(self._trial, rows)
-        if self.done:
+        if self._trial.done:
             self._drift = self._new_detector()
         return changed
 

@@ -82,6 +82,7 @@ class Linearithmic(Curve):
 
     ``density`` is the share of elements that are selected, above 0 and at most 1. The paper has no
     startup time ``fixed``. The logarithm is the natural one; below one element it counts as 0.
+    Values out of range are a `UsageError`.
     """
 
     kind: ClassVar[str] = "linearithmic"
@@ -112,7 +113,7 @@ class PiecewiseLinear(Curve):
     """Line segments through points; the outer ones are extrapolated, but never below 0.
 
     There is at least one point, which makes a constant. ``amounts`` rise from above 0; ``seconds``
-    are 0 or more and do not fall.
+    are 0 or more and do not fall; other points are a `UsageError`.
     """
 
     kind: ClassVar[str] = "piecewise linear"
@@ -171,7 +172,8 @@ class Fit:
 
     ``error`` and ``worst`` are the median and the largest relative error over the amounts.
     ``intervals`` are those of 95% confidence of each coefficient, by its name in the curve; empty
-    for `PiecewiseLinear`. ``samples`` are (amount, seconds) as measured.
+    for `PiecewiseLinear`. ``samples`` are (amount, seconds) as measured. Values out of range are a
+    `UsageError`.
     """
 
     curve: Linear | Linearithmic | PiecewiseLinear
@@ -368,6 +370,8 @@ class Workload:
         numels: elements of each tensor, 0 or more.
         nbytes: bytes that each tensor adds to a payload, 0 or more.
         kinds: dtype and device of each; tensors of different kinds never share a bucket.
+
+    Lengths that differ, times that fall and values out of range are a `UsageError`.
     """
 
     tensors: tuple[int, ...]

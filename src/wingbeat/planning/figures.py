@@ -152,7 +152,8 @@ def _finish_size_axes(axes: Axes, result: BucketSizeResult, low: float, high: fl
     axes.set_ylim(bottom, top + 0.06 * (top - bottom))
     _style(axes, "bucket size in MB", "iterations per second")
     first = result.expected[0]
-    right = axes.secondary_yaxis("right", functions=(lambda y: y / first, lambda y: y * first))
+    functions: Any = (lambda value: value / first, lambda value: value * first)
+    right = axes.secondary_yaxis("right", functions=functions)
     right.set_ylabel("relative to the start", fontsize=10, color=_INK)
     right.tick_params(labelsize=9, color=_FAINT, labelcolor=_INK)
     right.spines[:].set_visible(False)

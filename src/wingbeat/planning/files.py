@@ -58,7 +58,10 @@ class Saved(Generic[R]):
 
 
 def save(path: str | os.PathLike[str], record: Record, key: Mapping[str, Any]) -> None:
-    """Write a plan file atomically; a symbolic link is followed and its target replaced."""
+    """Write a plan file atomically; a symbolic link is followed and its target replaced.
+
+    A folder that is missing or not writable is a `UsageError`.
+    """
     name = _name(path)
     folder = Path(os.path.realpath(path)).absolute().parent
     if not folder.is_dir():
@@ -70,7 +73,7 @@ def save(path: str | os.PathLike[str], record: Record, key: Mapping[str, Any]) -
 
 
 def load(path: str | os.PathLike[str], record: type[R]) -> Saved[R]:
-    """Read and validate a plan file."""
+    """Read a plan file; `UsageError` if it is missing, damaged, or of another kind or version."""
     name = _name(path)
     data = _parsed(path)
     if data.get("kind") != record.kind:
@@ -85,7 +88,7 @@ def load(path: str | os.PathLike[str], record: type[R]) -> Saved[R]:
 
 
 def load_if_present(file: str, record: type[R]) -> Saved[R] | None:
-    """Read the ``plan_file`` of a strategy; return None before it exists."""
+    """Read the ``plan_file`` of a strategy; None before it exists. `UsageError` as in `load`."""
     path = Path(file)
     try:
         if path.exists():

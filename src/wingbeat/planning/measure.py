@@ -207,7 +207,10 @@ def measure_wire(
     dtype: torch.dtype = torch.float32,
     repeats: int = REPEATS,
 ) -> Samples:
-    """Measure the exchange of a bucket as training does it, from 1 K elements on."""
+    """Measure the exchange of a bucket as training does it, from 1 K elements on.
+
+    An unknown collective, or ``"payload all-gather"`` without a codec, is a `UsageError`.
+    """
     if collective not in (*COLLECTIVES, SECOND_PHASE):
         raise unknown("collective", collective, (*COLLECTIVES, SECOND_PHASE))
     if collective == "payload all-gather" and isinstance(wire, str):

@@ -84,7 +84,7 @@ def plan_from_stops(workload: Workload, stops: Iterable[int]) -> Plan:
 def bucket_stops(plan: Plan, workload: Workload) -> list[int]:
     """Return the positions before which a plan's buckets end.
 
-    A bucket is a segment of the workload's tensors, in their order, and of one kind.
+    A `UsageError` if a bucket is no segment of the workload's tensors, or mixes kinds.
     """
     stops: list[int] = []
     start = 0
@@ -209,7 +209,7 @@ def single_bucket(workload: Workload) -> Plan:
 def by_elements(workload: Workload, elements: int) -> Plan:
     """Merge until a bucket has at least ``elements`` elements (MGS-SGD; 8192 in section V-D).
 
-    The remainder at the end, or before another kind, is a bucket of its own.
+    The remainder at the end, or before another kind, is a bucket of its own. `UsageError` below 1.
     """
     if elements < 1:
         raise UsageError(f"elements={elements!r}: allowed: whole numbers, 1 or more")
@@ -444,7 +444,8 @@ def exact(workload: Workload, costs: CostModel) -> Plan:
 def search(workload: Workload, costs: CostModel, work: int) -> SearchResult:
     """Run the search of `exact` with limited work; deterministic, because work is counted.
 
-    About ``work`` prefixes and suffixes may be visited; each takes some 10 ns.
+    About ``work`` prefixes and suffixes may be visited; each takes some 10 ns. Anything but a whole
+    number is a `UsageError`.
     """
     if type(work) is not int or not 0 <= work <= UNLIMITED:
         raise UsageError(f"work={work!r}: allowed: whole numbers, 0 to 2**63")
@@ -464,15 +465,18 @@ def search(workload: Workload, costs: CostModel, work: int) -> SearchResult:
         assert array.flags.c_contiguous, "the native code reads contiguous arrays"
         assert array.dtype in (np.float64, np.int64), array.dtype
         assert np.isfinite(array).all(), "seconds are finite"
+    ready, first, encode, exchange, delay = (int(array.ctypes.data) for array in arrays)
     best, lower_bound_s, optimal = _native.best_merge(
-        len(segments), *(int(array.ctypes.data) for array in arrays),
-        TIE, WIDTH, ROOM, GROWTH, work,
-    )  # fmt: skip
+        len(segments), ready, first, encode, exchange, delay, TIE, WIDTH, ROOM, GROWTH, work
+    )
     return SearchResult(plan_from_stops(workload, best), lower_bound_s, optimal)
 
 
 def exhaustive(workload: Workload, costs: CostModel) -> Plan:
-    """Evaluate all ``2**(L - 1)`` plans (Eq. 16) of up to 20 tensors: the reference of `exact`."""
+    """Evaluate all ``2**(L - 1)`` plans (Eq. 16): the reference of `exact`, with its ties.
+
+    More than 20 tensors are a `UsageError`.
+    """
     count = len(workload)
     if count > MAX_EXHAUSTIVE:
         raise UsageError(

@@ -95,7 +95,7 @@ class CostProbe:
         return key_of(self._bucketing.specs, world.size, links, self.wire, self.collective)
 
     def workload(self, found: Probe) -> Workload:
-        """Return the profiled backward pass, with the bytes that travel."""
+        """Return the profiled backward, with the bytes that travel; `UsageError` for others."""
         wire = wire_text(self.wire)
         if (found.wire, found.collective) != (wire, self.collective):
             raise UsageError(
@@ -481,7 +481,7 @@ class LayerMerging:
 
 
 def checked_plans(answer: Any, workload: Workload, rank: int) -> list[Candidate]:
-    """Return the plans that rank 0 sent as names of rules and stops of buckets."""
+    """Return the plans that rank 0 sent as rules and stops; `PeerError` if they are malformed."""
     try:
         sent = from_json(tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], answer, "plans")
     except UsageError as err:

@@ -181,7 +181,10 @@ class Measured:
 
 
 def colayers(layers: Sequence[LayerProperties], count: int = DEFAULT_COUNT) -> tuple[range, ...]:
-    """Group layers, in the order of backward, into ``count`` colayers, or one for each layer."""
+    """Group layers, in the order of backward, into ``count`` colayers, or one for each layer.
+
+    Without layers, or with a count below 1, a `UsageError`.
+    """
     if not layers:
         raise UsageError("no layers to group into colayers: the model has no trainable parameters")
     if count < 1:
@@ -220,7 +223,7 @@ def colayer_plan(
     """Return a plan with one bucket for each colayer of a model.
 
     A layer is the module that tensors belong to. Its kind is its type together with the dtype and
-    device, of which a bucket has one.
+    device, of which a bucket has one: too few colayers for that are a `UsageError`.
     """
     members: dict[tuple[str, str], list[int]] = {}
     for index in order:

@@ -70,7 +70,7 @@ class PlanTiming:
     """A merge plan that was timed in whole iterations.
 
     ``stops`` are the rising positions before which its buckets end, in ready order. ``iteration_s``
-    is the median of its iterations, each the mean of all workers.
+    is the median of its iterations, each the mean of all workers. Other values are a `UsageError`.
     """
 
     rules: tuple[str, ...]
@@ -104,6 +104,8 @@ class Probe:
         contention: seconds by which each second of that CPU time delays backward.
         matrices: costs of shapes that travel as factors.
         timings: plans compared in a trial, the chosen one first; empty without a trial.
+
+    Values out of range, or that contradict each other, are a `UsageError`.
     """
 
     kind: ClassVar[str] = "probe"
@@ -162,7 +164,7 @@ class Probe:
         return CostModel(self.encode.curve, self.exchange.curve, delay, gather)
 
     def workload(self, specs: Sequence[TensorSpec], nbytes: Sequence[float]) -> Workload:
-        """Return the backward pass for `wingbeat.planning.merge`, of the model of this probe."""
+        """Return the backward pass of the probe's model; another model is a `UsageError`."""
         known = [specs[t].name if t < len(specs) else None for t in self.tensors]
         if known != [g.name for g in self.gradients] or len(self.gradients) != len(specs):
             raise UsageError(

@@ -136,6 +136,7 @@ class ThresholdResult:
 
     ``bases`` are, for each searched cut in order, the cuts that were fixed meanwhile. ``samples``
     are in the order of their first measurement. ``iterations`` includes those that did not count.
+    Values that contradict each other are a `UsageError`.
     """
 
     kind: ClassVar[str] = "thresholds"

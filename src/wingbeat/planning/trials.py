@@ -410,7 +410,8 @@ class DriftDetector:
     def compare(self, medians: Sequence[float]) -> tuple[float, float] | None:
         """Compare the medians of all workers, equal on each, and begin the next window.
 
-        Return the reference and the current median in seconds after drift, None otherwise.
+        Return the reference and the current median in seconds after drift, None otherwise. A median
+        that is no time is a `PeerError`, which names its sender.
         """
         for rank, value in enumerate(medians):
             if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):

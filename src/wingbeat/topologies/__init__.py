@@ -23,7 +23,10 @@ BY_NAME: dict[str, Topology] = {
 
 
 def get(name: str) -> Topology:
-    """Return the topology called ``name``; a BCube may include its size, as in ``"bcube@3x2"``."""
+    """Return the topology called ``name``; a BCube may include its size, as in ``"bcube@3x2"``.
+
+    An unknown name is a `UsageError`.
+    """
     kind, at, size = name.partition("@")
     if kind == "bcube" and at:
         return BCube(*parse_size(size))
@@ -33,7 +36,7 @@ def get(name: str) -> Topology:
 
 
 def name_of(topology: Topology) -> str:
-    """Return the topology's name, by which it is sent to workers."""
+    """Return the name by which a topology is sent to workers; `UsageError` if it has none."""
     if type(topology) is BCube and topology.levels:
         return f"bcube@{topology.size}"
     for name, known in BY_NAME.items():

@@ -218,7 +218,7 @@ class BCube(Topology):
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parse ``3x2`` as ports and levels."""
+    """Parse ``3x2`` as ports and levels; `UsageError` for other texts."""
     ports, _, levels = text.partition("x")
     fine = ports.isdecimal() and levels.isdecimal() and len(text) < 9
     if not fine or not int(ports) * int(levels):
