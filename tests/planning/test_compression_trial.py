@@ -22,7 +22,7 @@ def decide(
         rows = [t.report(seconds(rank, t.candidate)) for rank, t in enumerate(trials)]
         for t in trials:
             t.process_rows(rows)
-        assert len({(t.candidate, t.block, t.done) for t in trials}) == 1
+        assert len({(t.candidate, t.number, t.done) for t in trials}) == 1
         if trials[0].done:
             return trials, iteration + 1
     raise AssertionError("no decision")

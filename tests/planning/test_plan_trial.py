@@ -34,7 +34,7 @@ def decide(
     for _ in range(most):
         changed = {t.process_rows(said) for t in trials}
         assert len(changed) == 1
-        assert len({(t.candidate, t.block, t.done, tuple(t._values)) for t in trials}) == 1
+        assert len({(t.candidate, t.number, t.done, tuple(t._values)) for t in trials}) == 1
         if trials[0].done:
             return trials, used
         if changed == {True}:
@@ -59,7 +59,7 @@ def test_plan_trial_much_slower_plan_is_measured_once() -> None:
     trials, used = decide(lambda _, plan: (1.0, 1.5, 2.0)[plan], 3)
     assert trials[0].candidate == 0
     assert trials[0].result == [1.0, 1.5, 2.0]
-    assert trials[0].block == 3
+    assert trials[0].number == 3
     assert len(used) == 3 * (BLOCK + LAG)
 
 
@@ -121,7 +121,7 @@ def test_plan_trial_workers_agree_within_noise_and_trial_ends(data: st.DataObjec
     assert all(t.done for t in trials)
     assert len({t.candidate for t in trials}) == 1
     # Each plan at most one block a round, and at most so many rounds.
-    assert trials[0].block <= ROUNDS * len(times)
+    assert trials[0].number <= ROUNDS * len(times)
     assert len(used) <= ROUNDS * len(times) * (BLOCK + LAG)
     # A plan was left behind for one that seemed faster, at most as often as there are others.
     doubt = ((1 + noise) / (1 - noise)) ** max(1, len(times) - 1)
@@ -141,7 +141,7 @@ def test_plan_trial_any_history_workers_agree(data: st.DataObject) -> None:
         rows = [t.report(lap) for t, lap in zip(trials, laps, strict=True)]
         heard = {t.process_rows(rows) for t in trials}
         assert len(heard) == 1
-        assert len({(t.candidate, t.block, t.done) for t in trials}) == 1
+        assert len({(t.candidate, t.number, t.done) for t in trials}) == 1
         if trials[0].done:
             break
     assert trials[0].done
@@ -155,7 +155,7 @@ def test_plan_trial_unknown_and_outdated_times_do_not_count() -> None:
         for _ in range(2 * BLOCK):
             assert not one.process_rows(rows)
     assert one._values == []
-    assert one.block == 0
+    assert one.number == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e12])

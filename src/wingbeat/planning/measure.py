@@ -419,12 +419,16 @@ def measure_links(
 
 @contextlib.contextmanager
 def _world_of_link(whole: World, link: Link) -> Iterator[World]:
-    """Return a world of one link. Its thread ends with the context; the link stays open."""
-    shared = _SharedLink(link)
+    """Return a world of one link. Its thread ends with the context; the link stays open.
+
+    Tags start again from 0. Between two workers messages of the same tag match in order, and all
+    messages of one world arrive before the other uses the link. After a peer was lost the executor
+    closes the link, so that the others detect it.
+    """
     world = World(
         rank=whole.rank,
         size=whole.size,
-        links=(shared,),
+        links=(link,),
         speeds=(whole.speeds[whole.links.index(link)],),
         timeout=whole.timeout,
         store=whole.store,
@@ -433,26 +437,8 @@ def _world_of_link(whole: World, link: Link) -> Iterator[World]:
     try:
         yield world
     finally:
-        shared.released = True
+        world.links = ()  # they are those of `whole`
         world.close()
-
-
-class _SharedLink:
-    """A link of another world, which stays open when this world ends.
-
-    Tags start again from 0. Between two workers messages of the same tag match in order, and all
-    messages of one world arrive before the other uses the link. After a peer was lost the link is
-    closed, so that the others detect it.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.name, self.send, self.recv = link.name, link.send, link.recv
-        self.released = False
-
-    def close(self) -> None:
-        if not self.released:
-            self._link.close()
 
 
 # -- keys ----------------------------------------------------------------------------------------

@@ -39,10 +39,6 @@ def is_time(seconds: float) -> bool:
     return math.isfinite(seconds) and _SHORTEST_S <= seconds <= _LONGEST_S
 
 
-def _row(seconds: float, block: int) -> list[float]:
-    return [float(seconds) if is_time(seconds) else 0.0, float(block)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
     """How candidates are measured.
@@ -74,8 +70,13 @@ class _Trial(Generic[C, R]):
         self._search, self._blocks = search, blocks
         self._rank, self._size = rank, size
         self._warmup = blocks.warmup if blocks.first_warmup is None else blocks.first_warmup
+        self.number = 0
         self._seen = 0
         self._values: list[float] = []
+
+    def report(self, seconds: float) -> list[float]:
+        """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
+        return [float(seconds) if is_time(seconds) else 0.0, float(self.number)]
 
     def _count(self, seconds: Sequence[float]) -> list[float] | None:
         """Count one iteration; return the measurements of the block at its end."""
@@ -122,12 +123,7 @@ class Trial(_Trial[C, R]):
     ) -> None:
         super().__init__(search, blocks, rank, size)
         self._max_blocks = max_blocks
-        self.block = 0
         self._advance(None)
-
-    def report(self, seconds: float) -> list[float]:
-        """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
-        return _row(seconds, self.block)
 
     def process_rows(self, rows: Rows) -> bool:
         """Process the rows of an exchange; return whether ``candidate`` changed or the trial ended.
@@ -135,13 +131,13 @@ class Trial(_Trial[C, R]):
         An iteration counts if all workers measured it and ran the current block.
         """
         self._check(rows, 2, self._max_blocks)
-        if self.done or any(row[1] != self.block or row[0] == 0 for row in rows):
+        if self.done or any(row[1] != self.number or row[0] == 0 for row in rows):
             return False
         values = self._count([row[0] for row in rows])
         if values is None:
             return False
         before = self.candidate
-        self.block += 1
+        self.number += 1
         self._advance(values)
         return self.done or self.candidate != before
 
@@ -181,7 +177,6 @@ class LedTrial(_Trial[C, R]):
         self.exchanges = 0
         self._encode, self._decode, self._decisions = encode, decode, decisions
         self._width = len(encode(start))
-        self._applied = 0
         # On rank 0: its last decision.
         self._begun = False
         self._decided, self._decision, self._ends = 0, start, False
@@ -189,7 +184,7 @@ class LedTrial(_Trial[C, R]):
 
     def report(self, seconds: float) -> list[float]:
         """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
-        row = _row(seconds, self._applied)
+        row = super().report(seconds)
         if self._rank:
             return row + [0.0] * (2 + self._width)
         if not self._begun:
@@ -203,21 +198,21 @@ class LedTrial(_Trial[C, R]):
         self._check(rows, 4 + self._width, rows[0][2] if rows and len(rows[0]) > 2 else 0.0)
         number, candidate, ends = self._checked_decision(rows[0])
         self.exchanges += 1
-        if number > self._applied:
+        if number > self.number:
             changed = candidate != self.candidate
-            self._applied, self.candidate = number, candidate
+            self.number, self.candidate = number, candidate
             self._seen = 0 if changed else self._warmup
             self.done, self.result = ends, self._result
             return candidate if changed else None
-        if self._rank == 0 and not self.done and self._decided == self._applied:
+        if self._rank == 0 and not self.done and self._decided == self.number:
             self._measure(rows)
         return None
 
     def _checked_decision(self, row: Sequence[float]) -> tuple[int, C, bool]:
         number, ends, *numbers = row[2:]
         earliest, last = self._decisions
-        if number not in (self._applied, min(self._applied + 1, last)):
-            raise self._malformed(0, row, f"decision {self._applied} or the next one was expected")
+        if number not in (self.number, min(self.number + 1, last)):
+            raise self._malformed(0, row, f"decision {self.number} or the next one was expected")
         try:
             candidate = self._decode(numbers)
         except ValueError as err:
@@ -225,13 +220,13 @@ class LedTrial(_Trial[C, R]):
         if ends not in (0, 1) or (ends and number < earliest) or (number == last and not ends):
             limits = f"{last}" if earliest == last else f"{earliest} to {last}"
             raise self._malformed(0, row, f"the trial ends with decision {limits}")
-        if number == self._applied and (candidate != self.candidate or ends != self.done):
+        if number == self.number and (candidate != self.candidate or ends != self.done):
             raise self._malformed(0, row, f"that decision was {self.candidate}")
         return int(number), candidate, bool(ends)
 
     def _measure(self, rows: Rows) -> None:
         """Count an iteration if all workers ran the current candidate; decide after a block."""
-        if any(row[1] != self._applied for row in rows):
+        if any(row[1] != self.number for row in rows):
             return
         seconds = [row[0] for row in rows if row[0]]
         values = self._count(seconds) if seconds else None
