@@ -1,5 +1,5 @@
 // What Python sees. Tensors and arrays come as addresses, so that torch's own types stay out of the
-// build; wingbeat/kernels/native.py, wingbeat/planning/merge/optimal.py and
+// build; wingbeat/kernels/native.py, wingbeat/planning/merge.py and
 // wingbeat/methods/parameter_server/aggregator.py checked them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>

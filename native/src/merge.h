@@ -1,4 +1,4 @@
-// The best plan of merged tensors; wingbeat/planning/merge/optimal.py says why it is the best.
+// The best plan of merged tensors; wingbeat/planning/merge.py says why it is the best.
 #pragma once
 
 #include <cstddef>

@@ -197,7 +197,7 @@ class Fusion:
         kind: ``"buffer"`` (adjacent tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
             adjacent layers), ``"elements"`` (adjacent tensors up to ``elements`` elements),
             ``"one"`` (all tensors), ``"none"`` (each tensor alone) or ``"colayers"`` (``layers``
-            bundles of adjacent layers, see `wingbeat.planning.colayers`).
+            bundles of adjacent layers, see `wingbeat.planning.plans`).
         first_bytes: with ``"buffer"``, size of the bucket that is ready first; sizes double towards
             the middle up to ``bucket_bytes``. 0: ``bucket_bytes``.
         last_bytes: the same for the bucket that is ready last.

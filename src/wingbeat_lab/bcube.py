@@ -34,7 +34,7 @@ class AggregatingBCube(BCube):
         parts = self._parts(blocks)
         if not parts:
             return []
-        rounds = [self._scatter(rank, parts, 0)]
+        rounds = [self._round(rank, parts, 0, True)]
         for step in range(1, self.levels):
             rounds.append(self._spread(rank, parts, step, reduce=True))
         return rounds

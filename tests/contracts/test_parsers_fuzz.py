@@ -59,12 +59,10 @@ from wingbeat.monitor.watch import Watch
 from wingbeat.observe import trace
 from wingbeat.observe.events import Event
 from wingbeat.planning import files
-from wingbeat.planning.bucket_size import BucketSizeResult
-from wingbeat.planning.costs import Linear, Workload
-from wingbeat.planning.fits import Fit
+from wingbeat.planning.bucket_size import BucketSizeResult, Sample
+from wingbeat.planning.costs import Fit, Linear, Workload
 from wingbeat.planning.merging import checked_plans
 from wingbeat.planning.probe import Gradient, LinkFit, Probe
-from wingbeat.planning.search_space import Sample
 from wingbeat.planning.thresholds import ThresholdResult
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size

@@ -58,7 +58,7 @@ def play(
     for iteration in range(100_000):
         if said is not None:
             for rank, trial in enumerate(trials):
-                changed = trial.take(said)
+                changed = trial.process_rows(said)
                 if changed is not None:
                     used[rank], measured[rank] = changed, 0.0
         assert len(set(used)) == 1

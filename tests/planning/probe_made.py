@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from wingbeat.compression import TopK
-from wingbeat.planning.fits import fit_linear
+from wingbeat.planning.costs import fit_linear
 from wingbeat.planning.measure import Samples, fit_samples
 from wingbeat.planning.probe import Gradient, LinkFit, Probe
 from wingbeat.types import TensorSpec

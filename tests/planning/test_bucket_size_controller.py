@@ -76,7 +76,7 @@ def _train(
 def times_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have iterations take what the size of buckets says, least at 2 KB, on however busy cores."""
 
-    def row(tuning: BucketSizeController) -> Any:
+    def row(tuning: BucketSizeController, _seconds: float) -> Any:
         away = math.log2(tuning.bucket_bytes / 2048)
         return tuning._trial.report(1e-3 * (1 + away * away))
 
@@ -320,8 +320,8 @@ def _tuned_in_virtual_time(
     iterations: int,
     **options: Any,
 ) -> list[tuple[Sizes, list[int]]]:
-    """The bucket sizes of each iteration, and laps of which tuning begins anew, by worker."""
-    monkeypatch.setattr("wingbeat.planning.drift.WINDOW", WINDOW)
+    """The bucket sizes of each iteration, and laps of which tuning begins again, by worker."""
+    monkeypatch.setattr("wingbeat.planning.trials.DRIFT_WINDOW", WINDOW)
     clock = type("_Clock", (_Scripted,), {"seconds": staticmethod(seconds)})
     monkeypatch.setattr("wingbeat.planning.control.IterationTimer", clock)
     begun: dict[int, list[int]] = {}
@@ -507,9 +507,9 @@ def test_bucket_tuning_single_plan_ends_with_first_iteration(
     sent: list[int] = []
     row = BucketSizeController.row
 
-    def counted(tuning: BucketSizeController) -> Any:
+    def counted(tuning: BucketSizeController, seconds: float) -> Any:
         sent.append(tuning._collectives.world.rank)
-        return row(tuning)
+        return row(tuning, seconds)
 
     monkeypatch.setattr(BucketSizeController, "row", counted)
     options = {"mb": 25.0, "min_mb": 1.0, "max_mb": 100.0, "plan_file": str(file)}
@@ -548,8 +548,8 @@ def test_plan_file_unusable_is_refused_on_every_rank(content: str | None, tmp_pa
 def test_bucket_tuning_invalid_decision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     row = BucketSizeController.row
 
-    def garbled(tuning: BucketSizeController) -> Any:
-        said = list(row(tuning))
+    def garbled(tuning: BucketSizeController, seconds: float) -> Any:
+        said = list(row(tuning, seconds))
         if tuning._collectives.world.rank == 0:
             said[4] = 1e12
         return said

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
 from wingbeat.planning import files
-from wingbeat.planning.bucket_size import BucketSizeResult, untuned
-from wingbeat.planning.search_space import Sample
+from wingbeat.planning.bucket_size import BucketSizeResult, Sample, untuned
 from wingbeat.types import Tuning
 
 MB = 2**20

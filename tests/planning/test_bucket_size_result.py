@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wingbeat.planning.bucket_size import BucketSizeResult, choose, untuned
-from wingbeat.planning.search_space import Sample
+from wingbeat.planning.bucket_size import BucketSizeResult, Sample, choose, untuned
 from wingbeat.types import Tuning
 
 MB = 2**20

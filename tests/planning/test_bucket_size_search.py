@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.planning.bucket_size import suggest
-from wingbeat.planning.search_space import Sample, size_at
+from wingbeat.planning.bucket_size import Sample, size_at, suggest
 from wingbeat.types import Tuning
 
 MB = 2**20

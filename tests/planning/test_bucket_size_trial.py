@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import PeerError
 from wingbeat.planning import bucket_size
-from wingbeat.planning.bucket_size import WARMUP, BucketSizeResult, bucket_size_trial
-from wingbeat.planning.search_space import Sample
+from wingbeat.planning.bucket_size import WARMUP, BucketSizeResult, Sample, bucket_size_trial
 from wingbeat.planning.trials import LedTrial
 from wingbeat.types import Tuning
 
@@ -37,8 +36,8 @@ class Worker:
         self.reported = self.taken = 0
         self.story: list[tuple[int, int | None, bool]] = []
 
-    def take(self, rows: Sequence[Sequence[float]]) -> None:
-        setting = self.tuner.take(rows)
+    def process_rows(self, rows: Sequence[Sequence[float]]) -> None:
+        setting = self.tuner.process_rows(rows)
         change = None if setting is None else setting[0]
         self.size_now = change or self.size_now
         self.story.append((self.taken, change, self.tuner.done))
@@ -66,7 +65,7 @@ def play(workers: list[Worker], seconds: Callable[[int, int, int], float], pick:
             return len(exchanges)
         worker, rank, what = pick.choice(moves)
         if what == "take":
-            worker.take([row for row in exchanges[worker.taken] if row is not None])
+            worker.process_rows([row for row in exchanges[worker.taken] if row is not None])
             continue
         if worker.reported == len(exchanges):
             exchanges.append([None] * len(workers))
@@ -127,7 +126,7 @@ def in_step(workers: list[Worker], seconds: Callable[[int, int], float], late: i
         if len(on_the_way) > late:
             rows = on_the_way.pop(0)
             for worker in workers:
-                worker.take(rows)
+                worker.process_rows(rows)
         if workers[0].tuner.done:
             break
         on_the_way.append([w.tuner.report(t) for w, t in zip(workers, took, strict=True)])
@@ -162,9 +161,9 @@ def test_bucket_trial_throughput_is_mean_of_workers_and_median_of_steps() -> Non
     for pair in [(9, 9), (9, 9), (0.5, 0.25), (0.2, 0.2), (1000, 1000)]:
         rows = [tuner.report(s) for tuner, s in zip(tuners, pair, strict=True)]
         for tuner in tuners:
-            assert tuner.take(rows) is None
+            assert tuner.process_rows(rows) is None
     rows = [tuner.report(1) for tuner in tuners]
-    assert [tuner.take(rows) for tuner in tuners] == [None, None]
+    assert [tuner.process_rows(rows) for tuner in tuners] == [None, None]
     assert all(tuner.done for tuner in tuners)
     assert tuners[0].result is not None
     assert tuners[0].result.samples == (Sample(START, 3.0),)
@@ -187,7 +186,7 @@ def test_bucket_trial_worker_without_time_is_left_out() -> None:
     for _ in range(WARMUP + 3):
         rows = [workers[0].tuner.report(0.5), workers[1].tuner.report(math.nan)]
         for worker in workers:
-            worker.take(rows)
+            worker.process_rows(rows)
     result = workers[0].tuner.result
     assert result is not None
     assert result.samples == (Sample(START, 2.0),)
@@ -208,7 +207,7 @@ def test_bucket_trial_size_and_topology_change_together_on_all_workers(search: s
     while not tuners[0].done:
         rows = [tuner.report(t) for tuner, t in zip(tuners, took, strict=True)]
         for tuner, story in zip(tuners, stories, strict=True):
-            story.append((tuner.take(rows), tuner.candidate[1], tuner.done))
+            story.append((tuner.process_rows(rows), tuner.candidate[1], tuner.done))
         took = [0.1 if tuner.candidate[1] == "mesh" else 0.2 for tuner in tuners]
     assert stories[1] == stories[2] == stories[0]
     assert {topology for _, topology, _ in stories[0]} == set(THREE)
@@ -238,11 +237,11 @@ def test_bucket_trial_only_rank_0_searches(monkeypatch: pytest.MonkeyPatch) -> N
     zero, one = bucket_size_trial(rule, START, 0, 2), bucket_size_trial(rule, START, 1, 2)
     while not zero.done:
         rows = [zero.report(0.1), one.report(0.1)]
-        zero.take(rows)
+        zero.process_rows(rows)
         with monkeypatch.context() as patch:
             patch.setattr(bucket_size, "suggest", refuse)
             patch.setattr(bucket_size, "choose", refuse)
-            one.take(rows)
+            one.process_rows(rows)
     assert one.done
 
 
@@ -255,7 +254,7 @@ def heard_by(
     for _ in range((WARMUP + 2) * decided):
         rows = [tuner.report(0.1) for tuner in tuners]
         for tuner in tuners:
-            tuner.take(rows)
+            tuner.process_rows(rows)
     return tuners[rank], [tuner.report(0.1) for tuner in tuners]
 
 
@@ -295,7 +294,7 @@ def test_bucket_trial_malformed_row_is_refused_by_all_and_names_sender(case, ran
     sender, bad = BAD_ROWS[case]
     rows[sender] = [float(value) for value in bad]
     with pytest.raises(PeerError) as caught:
-        tuner.take(rows)
+        tuner.process_rows(rows)
     message = str(caught.value)
     assert message.startswith(
         f"rank {rank}: rank {sender} sent a malformed row for the bucket tuning ["
@@ -305,24 +304,24 @@ def test_bucket_trial_malformed_row_is_refused_by_all_and_names_sender(case, ran
 
 def test_bucket_trial_valid_rows_are_accepted() -> None:
     tuner, rows = heard_by(1)
-    assert tuner.take(rows) is None
-    assert tuner.take([[0.1, 0, 1, 0, MB, 0], [0.1, 0, 0, 0, 0, 0]]) == (MB, "")
+    assert tuner.process_rows(rows) is None
+    assert tuner.process_rows([[0.1, 0, 1, 0, MB, 0], [0.1, 0, 0, 0, 0, 0]]) == (MB, "")
 
 
 def test_bucket_trial_missing_row_is_refused() -> None:
     tuner, rows = heard_by(1)
     with pytest.raises(PeerError, match="1 of 2 rows"):
-        tuner.take(rows[:1])
+        tuner.process_rows(rows[:1])
 
 
 def test_bucket_trial_after_end_no_decision_is_accepted() -> None:
     tuner, rows = heard_by(1, decided=2)
     assert tuner.done
-    assert tuner.take(rows) is None
+    assert tuner.process_rows(rows) is None
     for ends in (0.0, 1.0):
         rows[0][2:] = [3.0, ends, float(MB), 0.0]
         with pytest.raises(PeerError, match="decision 2 or the next one"):
-            tuner.take(rows)
+            tuner.process_rows(rows)
     assert tuner.done
 
 
@@ -331,7 +330,7 @@ def test_bucket_trial_any_row_is_processed_or_refused(row, sender) -> None:
     tuner, rows = heard_by(1)
     rows[sender] = row
     try:
-        setting = tuner.take(rows)
+        setting = tuner.process_rows(rows)
     except PeerError:
         return
     assert setting is None or MB <= setting[0] <= 100 * MB

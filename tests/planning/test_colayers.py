@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.planning.colayers import (
+from wingbeat.planning.plans import (
     MIN_COUNT,
     NOISE,
     LayerProperties,
     colayer_plan,
     colayers,
     fewest_colayers,
+    make_plan,
 )
-from wingbeat.planning.plans import make_plan
 from wingbeat.types import Fusion, TensorSpec
 from wingbeat_lab.paced import simulator_model
 from wingbeat_lab.paced.profile import load_profile

@@ -21,8 +21,8 @@ def decide(
     for iteration in range(200):
         rows = [t.report(seconds(rank, t.candidate)) for rank, t in enumerate(trials)]
         for t in trials:
-            t.take(rows)
-        assert len({(t.candidate, t.block, t.done) for t in trials}) == 1
+            t.process_rows(rows)
+        assert len({(t.candidate, t.number, t.done) for t in trials}) == 1
         if trials[0].done:
             return trials, iteration + 1
     raise AssertionError("no decision")
@@ -69,7 +69,7 @@ def test_compression_trial_single_slow_iteration_does_not_decide() -> None:
 def test_compression_trial_unknown_and_outdated_times_do_not_count() -> None:
     one = compression_trial(0, 2)
     for rows in ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]):
-        assert not one.take(rows)
+        assert not one.process_rows(rows)
     assert one._values == []
 
 
@@ -85,4 +85,4 @@ def test_compression_trial_unknown_and_outdated_times_do_not_count() -> None:
 )
 def test_compression_trial_malformed_rows_are_refused(rows) -> None:
     with pytest.raises(PeerError, match="rank 0: "):
-        compression_trial(0, 2).take(rows)
+        compression_trial(0, 2).process_rows(rows)

@@ -1,11 +1,11 @@
-"""When to measure and when to plan anew: driven by iteration times that the test makes up."""
+"""When to measure and when to plan again: driven by iteration times that the test makes up."""
 
 from __future__ import annotations
 
 import pytest
 
 from wingbeat.errors import PeerError
-from wingbeat.planning.drift import WARMUP, WINDOW, DriftDetector
+from wingbeat.planning.trials import DRIFT_WARMUP, DRIFT_WINDOW, DriftDetector
 
 
 def _planned(factor: float = 1.5) -> DriftDetector:
@@ -25,7 +25,7 @@ def _plan_twice(drift: DriftDetector, seconds: float) -> None:
 
 def _window(drift: DriftDetector, seconds: float, others: list[float] | None = None) -> object:
     """Live through one window; what all workers' medians lead to."""
-    for _ in range(WARMUP + WINDOW):
+    for _ in range(DRIFT_WARMUP + DRIFT_WINDOW):
         assert not drift.window_ended()
         drift.count(seconds)
     assert drift.window_ended()
@@ -40,7 +40,7 @@ def test_drift_planning_is_due_after_measured_iterations(steps: int) -> None:
         drift.count(0.1)
         boundaries += 1
     # The first boundary has no iteration before it.
-    assert boundaries == 1 + WARMUP + steps
+    assert boundaries == 1 + DRIFT_WARMUP + steps
     drift.planned()
     assert drift.measuring, "measured again under the plan"
     while not drift.due():
@@ -102,7 +102,7 @@ def test_drift_slowest_worker_counts() -> None:
 def test_drift_few_slow_iterations_do_not_count() -> None:
     drift = _planned()
     assert _window(drift, 0.1) is None
-    for number in range(WARMUP + WINDOW):
+    for number in range(DRIFT_WARMUP + DRIFT_WINDOW):
         drift.count(5.0 if number % 3 == 0 else 0.1)
     assert drift.compare([drift.median()]) is None
 

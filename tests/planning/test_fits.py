@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
 from wingbeat.planning.costs import (
+    ACCEPTED_ERROR,
     Curve,
+    Fit,
     Linear,
     Linearithmic,
     PiecewiseLinear,
-)
-from wingbeat.planning.files import from_json, to_json
-from wingbeat.planning.fits import (
-    ACCEPTED_ERROR,
-    Fit,
-    _quantile,
     best_fit,
     fit_linear,
     fit_linearithmic,
 )
+from wingbeat.planning.files import from_json, to_json
 
 AMOUNTS = [2.0**k for k in range(10, 25)]
 
@@ -71,8 +68,19 @@ def test_fit_intervals_cover_coefficients_95_percent() -> None:
 @pytest.mark.parametrize(
     ("freedom", "value"), [(1, 12.706), (4, 2.776), (5, 2.571), (10, 2.228), (100, 1.984)]
 )
-def test_quantile_equals_tables(freedom: int, value: float) -> None:
-    assert _quantile(freedom) == pytest.approx(value, abs=2e-3)
+def test_fit_linear_interval_has_quantile_of_tables(freedom: int, value: float) -> None:
+    """With relative errors of one size in turn, half an interval is a multiple of the quantile."""
+    amounts = [1.0 + 3 * k for k in range(freedom + 2)]
+    samples = [(a, (1 + a) * (1.01 if k % 2 else 0.99)) for k, a in enumerate(amounts)]
+    low, high = fit_linear(samples).intervals["beta"]
+    assert high is not None
+    xs, ys = np.array(samples).T
+    columns = np.stack((1 / ys, xs / ys), axis=1)
+    estimate, *_ = np.linalg.lstsq(columns, np.ones_like(ys), rcond=None)
+    variance = np.sum((columns @ estimate - 1) ** 2) / freedom
+    deviation = float(np.sqrt(variance * np.linalg.inv(columns.T @ columns)[1, 1]))
+    assert low > 0
+    assert (high - low) / 2 / deviation == pytest.approx(value, rel=1e-3)
 
 
 def test_fit_linear_long_sample_does_not_dominate() -> None:

@@ -18,17 +18,16 @@ from helpers.merges import work
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.planning import control, drift, measure, merging
+from wingbeat.planning import control, measure, merge, merging, trials
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.measure import SECOND_PHASE, Samples, payload_bytes
-from wingbeat.planning.merge import selection
 from wingbeat.planning.merging import LayerMerging
 from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
 
 STEPS = 2
-FIRST = drift.WARMUP + STEPS + 1
+FIRST = trials.DRIFT_WARMUP + STEPS + 1
 """Backward passes, the last of which is the first with a plan."""
 
 PLANNED = 2 * FIRST
@@ -134,7 +133,7 @@ def test_merging_dear_prices_both_phases(
         return gather if collective == SECOND_PHASE else FREE
 
     monkeypatch.setattr(measure, "measure_wire", measured)
-    results = _on(2, wingbeat.DeAR(plan="merged@exact"), 2 * (drift.WARMUP + 10 + 1) + 2)
+    results = _on(2, wingbeat.DeAR(plan="merged@exact"), 2 * (trials.DRIFT_WARMUP + 10 + 1) + 2)
     for _, sizes, report in results:
         assert (len(sizes[-1]) > 1) is several
         assert report["predicted_s"] > (0 if several else 10)
@@ -157,7 +156,7 @@ def test_merging_measures_collective_that_competes_with_backward(strategy: Any, 
     def body(world: Any) -> tuple[str, str]:
         model = net()
         model, _ = wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
-        plans = engine(model).control.merging._planner
+        plans = engine(model).control.merging._costs
         return plans.collective, plans.key()["collective"]
 
     assert loopback.run(loopback.worlds(2), body) == [(way, way)] * 2
@@ -332,7 +331,7 @@ def test_merging_profile_before_plan_does_not_count_under_it(
 def test_merging_drift_restarts_measuring(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(drift, "WINDOW", 3)
+    monkeypatch.setattr(trials, "DRIFT_WINDOW", 3)
     made: list[int] = []
     plan = LayerMerging._measure_and_plan
 
@@ -400,8 +399,8 @@ def test_checked_plans_malformed_plan_names_rank_0(answer: Any) -> None:
 def test_checked_plans_valid_plans_are_returned() -> None:
     sent = [[["exact"], [2, 3]], [["paper", "one"], [3]]]
     assert merging.checked_plans(sent, WORKLOAD, 1) == [
-        selection.Candidate(("exact",), Plan((PlannedBucket((0, 1)), PlannedBucket((2,))))),
-        selection.Candidate(("paper", "one"), Plan((PlannedBucket((0, 1, 2)),))),
+        merge.Candidate(("exact",), Plan((PlannedBucket((0, 1)), PlannedBucket((2,))))),
+        merge.Candidate(("paper", "one"), Plan((PlannedBucket((0, 1, 2)),))),
     ]
 
 
@@ -442,7 +441,7 @@ def test_merging_failed_planner_is_reported_on_every_rank(monkeypatch: pytest.Mo
     def fails(*_: Any) -> Plan:
         raise MemoryError("no room")
 
-    monkeypatch.setitem(selection.RULES, "exact", fails)
+    monkeypatch.setitem(merge.RULES, "exact", fails)
 
     def body(world: Any) -> str:
         with pytest.raises(PeerError, match="rank 0 could not merge layers: MemoryError: no room"):
@@ -455,7 +454,7 @@ def test_merging_failed_planner_is_reported_on_every_rank(monkeypatch: pytest.Mo
 def test_merging_limited_search_logs_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(selection, "_WORK", 0)
+    monkeypatch.setattr(merge, "_WORK", 0)
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         results = _on(2, wingbeat.OMGS(steps=STEPS), FIRST + 1)
     assert "the search for the best plan was cut short" in caplog.text

@@ -16,12 +16,12 @@ import torch
 import wingbeat
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.planning import control, drift, measure, trials
+from wingbeat.planning import control, measure, trials
 from wingbeat.planning.measure import Samples
 from wingbeat.transport import loopback
 
 STEPS = 1
-PLANNED = 2 * (drift.WARMUP + STEPS + 1)
+PLANNED = 2 * (trials.DRIFT_WARMUP + STEPS + 1)
 TRIAL = 40
 """Iterations within which a trial of at most four plans is over, as `_short` has it."""
 
@@ -335,7 +335,7 @@ def test_merging_trial_decisions_keep_choice(monkeypatch: pytest.MonkeyPatch) ->
 def test_merging_trial_drift_restarts_everything(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(drift, "WINDOW", 3)
+    monkeypatch.setattr(trials, "DRIFT_WINDOW", 3)
     slower = {"factor": 1.0}
     laps(monkeypatch, lambda buckets: slower["factor"] * many_are_best(buckets))
 
@@ -347,7 +347,7 @@ def test_merging_trial_drift_restarts_everything(
     with caplog.at_level(logging.INFO, logger="wingbeat"):
         found = on(2, omgs(), 2 * (PLANNED + TRIAL) + 40, body=body)
     assert all(run.buckets == found[0].buckets for run in found)
-    assert "measuring anew" in caplog.text
+    assert "measuring again" in caplog.text
     assert caplog.text.count("plans tried in whole iterations") == 2
     settled = found[0].deciding.index(False)
     again = found[0].deciding.index(True, settled)
@@ -358,7 +358,7 @@ def test_merging_trial_drift_restarts_everything(
 def test_merging_trial_wrong_prediction_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(drift, "WINDOW", 3)
+    monkeypatch.setattr(trials, "DRIFT_WINDOW", 3)
     laps(monkeypatch, one_is_best)
     with caplog.at_level(logging.INFO, logger="wingbeat"):
         found = on(2, omgs(), PLANNED + TRIAL + 20)

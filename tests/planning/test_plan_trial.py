@@ -32,9 +32,9 @@ def decide(
     known, said = [0.0] * size, [[0.0, 0.0]] * size
     used: list[int] = []
     for _ in range(most):
-        changed = {t.take(said) for t in trials}
+        changed = {t.process_rows(said) for t in trials}
         assert len(changed) == 1
-        assert len({(t.candidate, t.block, t.done, tuple(t._values)) for t in trials}) == 1
+        assert len({(t.candidate, t.number, t.done, tuple(t._values)) for t in trials}) == 1
         if trials[0].done:
             return trials, used
         if changed == {True}:
@@ -59,7 +59,7 @@ def test_plan_trial_much_slower_plan_is_measured_once() -> None:
     trials, used = decide(lambda _, plan: (1.0, 1.5, 2.0)[plan], 3)
     assert trials[0].candidate == 0
     assert trials[0].result == [1.0, 1.5, 2.0]
-    assert trials[0].block == 3
+    assert trials[0].number == 3
     assert len(used) == 3 * (BLOCK + LAG)
 
 
@@ -121,7 +121,7 @@ def test_plan_trial_workers_agree_within_noise_and_trial_ends(data: st.DataObjec
     assert all(t.done for t in trials)
     assert len({t.candidate for t in trials}) == 1
     # Each plan at most one block a round, and at most so many rounds.
-    assert trials[0].block <= ROUNDS * len(times)
+    assert trials[0].number <= ROUNDS * len(times)
     assert len(used) <= ROUNDS * len(times) * (BLOCK + LAG)
     # A plan was left behind for one that seemed faster, at most as often as there are others.
     doubt = ((1 + noise) / (1 - noise)) ** max(1, len(times) - 1)
@@ -139,9 +139,9 @@ def test_plan_trial_any_history_workers_agree(data: st.DataObject) -> None:
     for _ in range(5_000):
         laps = [dice.uniform(0.5, 5.0) if dice.random() < known else 0.0 for _ in trials]
         rows = [t.report(lap) for t, lap in zip(trials, laps, strict=True)]
-        heard = {t.take(rows) for t in trials}
+        heard = {t.process_rows(rows) for t in trials}
         assert len(heard) == 1
-        assert len({(t.candidate, t.block, t.done) for t in trials}) == 1
+        assert len({(t.candidate, t.number, t.done) for t in trials}) == 1
         if trials[0].done:
             break
     assert trials[0].done
@@ -153,9 +153,9 @@ def test_plan_trial_unknown_and_outdated_times_do_not_count() -> None:
     one = plan_trial(2, 0, 2)
     for rows in ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]):
         for _ in range(2 * BLOCK):
-            assert not one.take(rows)
+            assert not one.process_rows(rows)
     assert one._values == []
-    assert one.block == 0
+    assert one.number == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e12])
@@ -176,4 +176,4 @@ def test_plan_trial_invalid_time_is_not_reported(seconds: float) -> None:
 )
 def test_plan_trial_malformed_rows_are_refused(rows: list[list[float]]) -> None:
     with pytest.raises(PeerError, match="rank 0: "):
-        plan_trial(2, 0, 2).take(rows)
+        plan_trial(2, 0, 2).process_rows(rows)

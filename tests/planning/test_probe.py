@@ -40,7 +40,7 @@ def test_probe_workload_bytes_follow_ready_order() -> None:
      [*SPECS[:3], dataclasses.replace(SPECS[3], name="head.bias")]],
 )  # fmt: skip
 def test_probe_other_model_is_refused(specs) -> None:
-    with pytest.raises(UsageError, match="measure this model anew"):
+    with pytest.raises(UsageError, match="measure this model again"):
         probe().workload(specs, [1.0] * len(specs))
 
 

@@ -14,8 +14,7 @@ from probe_made import SIZES, probe
 
 from wingbeat.errors import UsageError
 from wingbeat.planning import figures
-from wingbeat.planning.costs import Linear, Linearithmic, PiecewiseLinear
-from wingbeat.planning.fits import best_fit
+from wingbeat.planning.costs import Linear, Linearithmic, PiecewiseLinear, best_fit
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

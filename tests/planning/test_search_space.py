@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.planning import plans
+from wingbeat.planning.bucket_size import clip_range, largest_bucket, single_plan
 from wingbeat.planning.plans import by_size
-from wingbeat.planning.search_space import clip_range, largest_bucket, single_plan
 from wingbeat.types import Fusion, TensorSpec, Tuning
 
 MB = 2**20

@@ -141,12 +141,12 @@ def test_threshold_tuning_result_is_kept_in_plan_file(
     assert f"from plan file {path}" in caplog.text
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         other = on(geryon(plan_file=str(path), mb=3 * TINY_MB))
-    assert "is for another model, cluster or strategy: planning anew" in caplog.text
+    assert "is for another model, cluster or strategy: planning again" in caplog.text
     assert files.load(path, ThresholdResult).record == other[0]["result"] != first["result"]
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="wingbeat"):
         on(geryon(plan_file=str(path), mb=3 * TINY_MB, update="server"), 3)
-    assert "is for another model, cluster or strategy: planning anew" in caplog.text
+    assert "is for another model, cluster or strategy: planning again" in caplog.text
 
 
 @pytest.mark.parametrize(

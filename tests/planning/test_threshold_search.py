@@ -10,7 +10,7 @@ from helpers.thresholds import CURVES, noisy, play, seconds_of
 from wingbeat.planning.thresholds import (
     CutAxis,
     Cuts,
-    Found,
+    ThresholdResult,
     max_blocks,
     max_iterations,
     relative_error,
@@ -18,7 +18,9 @@ from wingbeat.planning.thresholds import (
 )
 
 
-def found(seconds, layers: int, classes: int = 2, count: int = 1) -> tuple[Found, list[Cuts]]:
+def found(
+    seconds, layers: int, classes: int = 2, count: int = 1
+) -> tuple[ThresholdResult, list[Cuts]]:
     """Search with ``count`` times of each trial; return what was found and what was tried."""
     tried: list[Cuts] = []
     looking = search_cuts(layers, classes)
@@ -42,7 +44,7 @@ def test_search_cuts_without_noise_is_within_2_percent(name: str, layers: int) -
     own, tried = found(lambda cuts: seconds_of(CURVES[name], cuts, layers), layers)
     # A valley of 3 in 100 buckets, and nothing leads there, may be missed between two trials.
     most = 1.05 if (name, layers) == ("narrow", 400) else 1.02
-    assert seconds_of(CURVES[name], own.cuts, layers) <= most * least(name, layers)
+    assert seconds_of(CURVES[name], own.chosen, layers) <= most * least(name, layers)
     assert len(set(tried)) == len(tried), "without noise nothing is tried twice"
     assert len(tried) <= min(layers, 14)
 
@@ -81,7 +83,7 @@ def test_search_cuts_any_times_terminate() -> None:
             noise = iter(range(10**6))
             own, tried = found(lambda _, noise=noise: 1 + 0.37 * next(noise) % 1, layers, classes)
             assert len(tried) <= max_blocks(layers, classes)
-            assert own.cuts in tried
+            assert own.chosen in tried
 
 
 def test_search_cuts_outlier_iterations_do_not_count() -> None:
@@ -98,7 +100,7 @@ def test_search_cuts_more_classes_are_used_if_faster() -> None:
         best = (5, 14, 25)
         return 1 + sum(min((abs(cut - b) for cut in cuts), default=40) for b in best) / 100
 
-    times = [seconds(found(seconds, 30, classes)[0].cuts) for classes in (2, 3, 4)]
+    times = [seconds(found(seconds, 30, classes)[0].chosen) for classes in (2, 3, 4)]
     assert times[0] > 1.02 * times[1] > 1.02 * times[2]
     assert times[2] <= 1.03
 
@@ -107,7 +109,7 @@ def test_search_cuts_more_classes_change_nothing_if_not_faster() -> None:
     def seconds(cuts: Cuts) -> float:
         return seconds_of(CURVES["vee"], cuts[:1], 30) + 0.1 * len(cuts[1:])
 
-    assert [found(seconds, 30, classes)[0].cuts for classes in (2, 3, 4)] == [(20,)] * 3
+    assert [found(seconds, 30, classes)[0].chosen for classes in (2, 3, 4)] == [(20,)] * 3
 
 
 def test_cut_axis_has_minimum_on_each_side_of_fixed_cut() -> None:

@@ -107,7 +107,7 @@ def test_threshold_trial_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -
 def ready(rank: int = 1, size: int = 2, classes: int = 3) -> LedTrial:
     """A trial that has taken decision 1: one class."""
     trial = threshold_trial(10, START[classes], 2, rank, size)
-    trial.take([row(1, taken=0), row(0, taken=0)])
+    trial.process_rows([row(1, taken=0), row(0, taken=0)])
     return trial
 
 
@@ -145,7 +145,7 @@ def test_threshold_trial_malformed_row_is_refused_and_names_sender(
     rows: Sequence[Sequence[float]], named: str
 ) -> None:
     with pytest.raises(PeerError, match=named):
-        ready().take(rows)
+        ready().process_rows(rows)
 
 
 def test_threshold_trial_endless_tuning_is_refused() -> None:
@@ -153,7 +153,7 @@ def test_threshold_trial_endless_tuning_is_refused() -> None:
     other = [1.0, 0.0, 0.0, 0.0, 0.0]
 
     def take(number: int) -> None:
-        trial.take([row(number, 1 + number % 2, taken=0, places=1), other])
+        trial.process_rows([row(number, 1 + number % 2, taken=0, places=1), other])
 
     last = max_blocks(3, 2) + 1
     for number in range(1, last):
@@ -164,13 +164,13 @@ def test_threshold_trial_endless_tuning_is_refused() -> None:
 
 def test_threshold_trial_decision_applies_when_delivered() -> None:
     trial = threshold_trial(10, (0.25,), 1, 0, 1)
-    assert trial.take([trial.report(1.0)]) == ()
-    trial.take([trial.report(1.0)])  # settles
-    trial.take([trial.report(1.0)])  # counts
+    assert trial.process_rows([trial.report(1.0)]) == ()
+    trial.process_rows([trial.report(1.0)])  # settles
+    trial.process_rows([trial.report(1.0)])  # counts
     assert trial.report(1.0)[2:] == [2.0, 0.0, 1.0]
-    assert trial.take([trial.report(1.0)]) == (1,)
+    assert trial.process_rows([trial.report(1.0)]) == (1,)
 
 
 def test_threshold_trial_start_equal_to_first_candidate_is_no_change() -> None:
     trial = threshold_trial(10, (0.95,), 1, 0, 1)
-    assert trial.take([trial.report(1.0)]) is None
+    assert trial.process_rows([trial.report(1.0)]) is None

@@ -40,17 +40,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         code = command.main(args=argv, prog_name="wingbeat", standalone_mode=False)
     except UsageError as err:
-        code = _say(err, 2)
+        code = _fail(err, 2)
     except WingbeatError as err:
-        code = _say(err, 1)
+        code = _fail(err, 1)
     except typer.Abort:
-        code = _say("interrupted", 130)
+        code = _fail("interrupted", 130)
     except _BAD_INPUT as err:
-        code = _say(err.format_message(), 2)
+        code = _fail(err.format_message(), 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _say(message: object, code: int) -> int:
+def _fail(message: object, code: int) -> int:
     if str(message):  # empty after the help was printed
         print(f"wingbeat: {message}", file=sys.stderr)
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,35 +47,28 @@ def plan(
     from wingbeat.planning.probe import Probe
     from wingbeat.planning.thresholds import ThresholdResult
 
-    record: BucketSizeResult | ThresholdResult | Probe
-    kind = files.kind_of(file)
-    if kind == Probe.kind:
-        record = files.load(file, Probe).record
-        for line in record.explain():
-            print(line)
-    elif kind == ThresholdResult.kind:
-        thresholds = files.load(file, ThresholdResult)
-        record = thresholds.record
-        _show(record.samples and render_thresholds(record), record.explain(), thresholds.key)
+    records = {each.kind: each for each in (BucketSizeResult, Probe, ThresholdResult)}
+    saved = files.load(file, records.get(files.kind_of(file), BucketSizeResult))
+    record: Any = saved.record
+    if isinstance(record, Probe):
+        print("\n".join(record.explain()))
     else:
-        sizes = files.load(file, BucketSizeResult)
-        record = sizes.record
-        table = record.samples and render_sizes(record)
-        _show(table, record.explain(), sizes.key, "expected: predicted by all trials for that size")
+        if record.samples and isinstance(record, ThresholdResult):
+            _print_table(render_thresholds(record))
+        elif record.samples:
+            _print_table(render_sizes(record))
+            print("expected: predicted by all trials for that size")
+        print(record.explain())
+        print("tuned for " + ", ".join(f"{name} {value}" for name, value in saved.key.items()))
     if png is not None:
         draw_png(record, png)
         print(f"picture: {png}")
 
 
-def _show(table: Any, summary: str, key: Mapping[str, Any], note: str = "") -> None:
+def _print_table(table: Table) -> None:
     from rich.console import Console
 
-    if table:
-        Console(width=None if sys.stdout.isatty() else 100).print(table)
-        if note:
-            print(note)
-    print(summary)
-    print("tuned for " + ", ".join(f"{name} {value}" for name, value in key.items()))
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -26,7 +26,7 @@ Examples:
                                     with WINGBEAT_METRICS=0.0.0.0:9400
 
 \b
-Run it on the host of rank 0, as the job's user. The job need not be told anything.
+Run it on the host of rank 0, as the job's user. The job needs no option for it.
 docs/how-to/monitor.md has the columns, --json and Prometheus.
 """
 
@@ -52,12 +52,14 @@ def top(
     if not 0.1 <= every <= 3600:
         raise UsageError(f"--every {every:g}: allowed are 0.1 to 3600 seconds")
     found = lookup.find(job)
-    live = sys.stdout.isatty() and sys.stdin.isatty() and not as_json
-    if live:
+    if sys.stdout.isatty() and sys.stdin.isatty() and not as_json:
         _watch(found, every)
         return
     text = json.dumps(found.ask().to_json(), indent=2) if as_json else _text(found)
-    _print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # for example `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _watch(found: lookup.Found, every: float) -> None:
@@ -79,10 +81,3 @@ def _text(found: lookup.Found) -> str:
     sheets = render.sheets(job, max(20, width))
     tables = ["\n".join(render.lines(sheet)) for sheet in sheets]
     return "\n\n".join([render.headline(job), *tables])
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,11 +7,11 @@ nothing waits for the device before the times are read.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,27 +26,6 @@ _EXTRA_FIGURES = 2
 """Columns of a worker's row in addition to a time for each gradient."""
 
 _LONGEST_S = 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class _Iteration:
-    """Slots of the gradients in order, and the backward time before each in seconds."""
-
-    order: tuple[int, ...]
-    increments: tuple[float, ...]
-
-    @property
-    def total(self) -> float:
-        return math.fsum(self.increments)
-
-    def ready(self, count: int) -> list[float]:
-        """Return the ready time of every slot; slots without a gradient are ready at the end."""
-        times = [self.total] * count
-        now = 0.0
-        for slot, increment in zip(self.order, self.increments, strict=True):
-            now += increment
-            times[slot] = now
-        return times
 
 
 class BackwardProfiler:
@@ -73,7 +52,8 @@ class BackwardProfiler:
         self._order: list[int] = []
         self._marks: list[Any] = []
         self._finished: list[tuple[list[int], list[Any]]] = []
-        self._iterations: list[_Iteration] = []
+        # Slots of the gradients in order, and the backward time before each in seconds.
+        self._iterations: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
         self._spans: list[float] = []
         self.ends: list[float] = []
 
@@ -133,25 +113,22 @@ class BackwardProfiler:
                 marks[-1].synchronize()
             gaps = zip(marks[1:-1:2], marks[2::2], strict=True)
             increments = (0.0, *(self._between(left, entered) for left, entered in gaps))
-            self._iterations.append(_Iteration(tuple(order), increments))
+            self._iterations.append((tuple(order), increments))
             self._spare.extend(marks if self._cuda else ())
         self._finished.clear()
-        return [iteration.total for iteration in self._iterations]
+        return [math.fsum(increments) for _, increments in self._iterations]
 
     def order(self) -> list[int]:
         """Return the slots, first ready first; ties as in the latest iteration."""
-        latest = {slot: place for place, slot in enumerate(self._typical()[-1].order)}
+        latest = {slot: place for place, slot in enumerate(self._typical()[-1][0])}
         times = self._ready()
         return sorted(range(self._count), key=lambda i: (times[i], latest.get(i, self._count), i))
 
     def medians(self, order: Sequence[int] | None = None) -> list[float]:
         """Return the ready times in ``order``, not falling: medians in seconds without outliers."""
         times = self._ready()
-        ready, latest = [], 0.0
-        for slot in self.order() if order is None else order:
-            latest = max(latest, times[slot])
-            ready.append(latest)
-        return ready
+        order = self.order() if order is None else order
+        return list(itertools.accumulate((times[slot] for slot in order), max))
 
     def summary(self, order: Sequence[int], iteration_s: float) -> list[float] | None:
         """Return the ready time of each gradient in seconds, and two more figures.
@@ -168,12 +145,20 @@ class BackwardProfiler:
         return [*self.medians(order), rest, span]
 
     def _ready(self) -> list[float]:
-        rows = [iteration.ready(self._count) for iteration in self._typical()]
+        """Return the median ready time of each slot; one without a gradient is ready at the end."""
+        rows = []
+        for order, increments in self._typical():
+            row = [math.fsum(increments)] * self._count
+            for slot, now in zip(order, itertools.accumulate(increments), strict=True):
+                row[slot] = now
+            rows.append(row)
         return [statistics.median(column) for column in zip(*rows, strict=True)]
 
-    def _typical(self) -> list[_Iteration]:
-        longest = STRAGGLER * statistics.median(self.totals())
-        return [each for each in self._iterations if each.total <= longest]
+    def _typical(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        totals = self.totals()
+        longest = STRAGGLER * statistics.median(totals)
+        pairs = zip(self._iterations, totals, strict=True)
+        return [each for each, total in pairs if total <= longest]
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -188,11 +173,7 @@ class BackwardProfiler:
 
 
 def combine(rows: Sequence[Any], count: int, rank: int) -> tuple[tuple[float, ...], float, float]:
-    """Return the figures of the slowest worker, for which all others wait.
-
-    Raises:
-        PeerError: a row is malformed; the message names its sender.
-    """
+    """Return the figures of the slowest worker, for which all wait; `PeerError` if malformed."""
     width = count + _EXTRA_FIGURES
     whole: list[Any] = [[0.0] * width if row is None else row for row in rows]
     for peer, row in enumerate(whole):
@@ -210,7 +191,5 @@ def _valid(row: Any, count: int) -> bool:
     if not isinstance(row, (list, tuple)) or len(row) != count + _EXTRA_FIGURES:
         return False
     # Written so that NaN fails too.
-    if not all(type(value) in (int, float) and 0 <= value <= _LONGEST_S for value in row):
-        return False
-    times = list(row[:count])
-    return times == sorted(times)
+    seconds = all(type(value) in (int, float) and 0 <= value <= _LONGEST_S for value in row)
+    return seconds and list(row[:count]) == sorted(row[:count])

@@ -96,8 +96,9 @@ class IterationTimer:
 class Controller(Protocol):
     """A decision that follows from iteration times."""
 
-    def active(self) -> bool:
-        """Return whether it counts iterations and may have a row."""
+    @property
+    def done(self) -> bool:
+        """Whether no decision is open."""
 
     def boundary(self, seconds: float, rows: Sequence[Sequence[float]] | None) -> bool:
         """Process the rows of all workers between two iterations, None without an exchange.
@@ -105,15 +106,17 @@ class Controller(Protocol):
         Return whether earlier iteration times are invalid for the following ones.
         """
 
-    def row(self) -> Sequence[float]:
-        """Return this worker's numbers, as many as on every other worker; empty for none."""
+    def row(self, seconds: float) -> Sequence[float]:
+        """Return this worker's numbers, as many as on every other worker; empty for none.
+
+        ``seconds`` are those of the last iteration under the present decisions, 0.0 if unknown.
+        """
 
 
 class Control:
     """Runs one controller after the other: compression, bucket size or merging, thresholds.
 
-    Raises:
-        UsageError: thresholds are to be tuned, and the exchange has no priority classes.
+    Thresholds cannot be tuned for an exchange without priority classes: a `UsageError`.
     """
 
     def __init__(
@@ -147,26 +150,23 @@ class Control:
             self.thresholds = ThresholdController(
                 choices, choices.servers, choices.servers.tuning, bucketing, collectives, exchange
             )
-        self._collectives = collectives
+        self._compression, self._collectives = compression, collectives
         self._timer = IterationTimer(bucketing.device)
+        self._seconds = 0.0
         self._sent: list[tuple[Controller, int]] = []
         self._rows: Rows | None = None
 
     def deciding(self) -> bool:
         """Return whether a decision is still open."""
-        return (
-            (self.trial is not None and self.trial.active())
-            or (self.merging is not None and self.merging.deciding())
-            or (self.thresholds is not None and self.thresholds.active())
-            or (self.tuning is not None and not self.tuning.done)
-        )
+        controllers = (self.trial, self.tuning, self.merging, self.thresholds)
+        return any(each is not None and not each.done for each in controllers)
 
     def decisions(self) -> Decisions:
         """Return the decisions; final once `deciding` is False."""
         trial, tuning, merging = self.trial, self.tuning, self.merging
         plan = None if merging is None else merging.plan
         return Decisions(
-            coded=None if trial is None else trial.coded,
+            coded=None if trial is None else self._compression.on,
             bucket_bytes=None if tuning is None else tuning.bucket_bytes,
             topology=None if tuning is None else tuning.topology or None,
             merged=None if merging is None else merging.probe,
@@ -193,7 +193,7 @@ class Control:
         controllers = self._controllers()
         if not controllers and not sent:
             return
-        seconds = self._timer.lap()
+        self._seconds = seconds = self._timer.lap()
         received: dict[Controller, list[list[float]]] = {}
         if rows is not None:
             whole, start = rows.wait(), 0
@@ -204,12 +204,13 @@ class Control:
             if controller.boundary(seconds, received.get(controller)):
                 # On a GPU earlier laps may be incomplete.
                 self._timer.restart()
+                self._seconds = 0.0
 
     def exchange(self) -> None:
         """Send this worker's row to all; once in each backward, on every worker."""
         row: list[float] = []
         for controller in self._controllers():
-            part = controller.row()
+            part = controller.row(self._seconds)
             if part:
                 self._sent.append((controller, len(part)))
                 row += part
@@ -219,13 +220,14 @@ class Control:
     def _controllers(self) -> list[Controller]:
         """Return the controllers that run now.
 
-        Decisions that change iterations run alone, because drift detection would misread the
-        changes.
+        Decisions that change iterations run alone: drift detection would misread the changes.
         """
-        if self.trial is not None and self.trial.active():
+        if self.trial is not None and not self.trial.done:
             return [self.trial]
-        sized = self.tuning is None or self.tuning.done
-        if sized and self.thresholds is not None and self.thresholds.active():
+        tuning = self.tuning
+        if self.thresholds is not None and not self.thresholds.done and (not tuning or tuning.done):
             return [self.thresholds]
-        others: tuple[Controller | None, ...] = (self.tuning, self.merging)
-        return [each for each in others if each is not None and each.active()]
+        others: tuple[Controller | None, ...] = (
+            None if tuning is None or tuning.single_plan else tuning, self.merging,
+        )  # fmt: skip
+        return [each for each in others if each is not None]

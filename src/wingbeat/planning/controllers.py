@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucketing import Bucketing
@@ -18,12 +18,14 @@ from wingbeat.observe.log import log
 from wingbeat.planning import bucket_size, files, thresholds
 from wingbeat.planning.bucket_size import (
     BucketSizeResult,
+    Setting,
     bucket_size_trial,
+    clip_range,
     format_mb,
     format_setting,
+    largest_bucket,
+    single_plan,
 )
-from wingbeat.planning.drift import DriftDetector
-from wingbeat.planning.search_space import Setting, clip_range, largest_bucket, single_plan
 from wingbeat.planning.thresholds import (
     Cuts,
     ThresholdResult,
@@ -31,7 +33,7 @@ from wingbeat.planning.thresholds import (
     threshold_trial,
     thresholds_from_cuts,
 )
-from wingbeat.planning.trials import LedTrial, Rows, compression_trial
+from wingbeat.planning.trials import DriftDetector, LedTrial, Rows, compression_trial
 from wingbeat.settings import is_number
 from wingbeat.transport.world import World
 from wingbeat.types import Choices, Serving, ThresholdTuning, Tuning
@@ -39,7 +41,9 @@ from wingbeat.types import Choices, Serving, ThresholdTuning, Tuning
 FIRST_WINDOWS = 2
 """Consecutive windows with drift before sizes are tuned again; doubled each time."""
 
+C = TypeVar("C")
 R = TypeVar("R", bound=files.Record)
+T = TypeVar("T", BucketSizeResult, ThresholdResult)
 
 
 def known_choice(
@@ -51,8 +55,7 @@ def known_choice(
 ) -> Any:
     """Return a choice from the plan file of rank 0, not validated; the same on all workers.
 
-    Raises:
-        UsageError: rank 0 cannot use the file; on every rank.
+    If rank 0 cannot use the file, every rank raises `UsageError`.
     """
     answer = None
     if world.rank == 0:
@@ -62,7 +65,7 @@ def known_choice(
                 answer = choose(known.record)
             elif known is not None:
                 log.warning(
-                    "plan file %s is for another model, cluster or strategy: planning anew", file
+                    "plan file %s is for another model, cluster or strategy: planning again", file
                 )
         except UsageError as err:
             answer = str(err)
@@ -82,91 +85,121 @@ def keep(file: str, record: files.Record, key: Mapping[str, Any]) -> None:
 
 
 class CompressionController:
-    """Disables compression unless it makes iterations shorter; ``coded`` while it is enabled."""
+    """Disables compression unless it makes iterations shorter."""
 
     def __init__(self, compression: Compression, rank: int, size: int) -> None:
         self._compression = compression
         self._trial = compression_trial(rank, size)
-        self._seconds = 0.0
-        self._decided = False
-        self.coded = self._trial.candidate
-
-    def active(self) -> bool:
-        """Return whether the trial is running."""
-        return not self._decided
+        self.done = False
 
     def decide(self, coded: bool) -> None:
         """End the trial with a known decision; on every worker, before training."""
-        self.coded = self._compression.on = coded
-        self._decided = True
+        self._compression.on = coded
+        self.done = True
 
-    def boundary(self, seconds: float, rows: Rows | None) -> bool:
+    def boundary(self, _seconds: float, rows: Rows | None) -> bool:
         """Process the measurements of all workers."""
-        self._seconds = seconds
-        if rows is None or not self._trial.take(rows):
+        if rows is None or not self._trial.process_rows(rows):
             return False
-        self._seconds = 0.0
-        self.coded = self._compression.on = self._trial.candidate
+        on = self._compression.on = self._trial.candidate
         if self._trial.result is not None:
-            self._decided = True
+            self.done = True
             log.info(
                 "compression %s: %.4g s an iteration with it, %.4g s with fp32: %s",
                 self._compression.coded,
                 self._trial.result.compressed_s,
                 self._trial.result.uncompressed_s,
-                "it stays on" if self.coded else "it is not faster here and is switched off",
+                "it stays on" if on else "it is not faster here and is switched off",
             )
         return True
 
-    def row(self) -> list[float]:
+    def row(self, seconds: float) -> Sequence[float]:
         """Return the time of the last iteration and the block of the trial."""
-        return self._trial.report(self._seconds)
+        return self._trial.report(seconds)
 
 
-class BucketSizeController:
+class _LedController(Generic[C, T]):
+    """Applies the decisions of a trial led by rank 0, and keeps its result in the plan file.
+
+    ``done`` without an open decision.
+    """
+
+    def __init__(
+        self, bucketing: Bucketing, collectives: Collectives, file: str, key: Mapping[str, Any]
+    ) -> None:
+        self._bucketing, self._collectives = bucketing, collectives
+        self._rank0 = collectives.world.rank == 0
+        self._file, self._key = file, key
+        self._trial: LedTrial[C, T] | None = None
+        self._untuned: T | None = None
+        self.done = False
+
+    @property
+    def result(self) -> T | None:
+        """The result, once tuning has ended; on rank 0 only."""
+        return self._untuned or (None if self._trial is None else self._trial.result)
+
+    def row(self, seconds: float) -> Sequence[float]:
+        """Return the row of the trial."""
+        return () if self._trial is None else self._trial.report(seconds)
+
+    def _use(self, candidate: C) -> None:
+        raise NotImplementedError
+
+    def _continue(self, trial: LedTrial[C, T], rows: Rows) -> bool:
+        """Apply the last decision of the trial; return whether it changed the candidate."""
+        candidate = trial.process_rows(rows)
+        if candidate is not None:
+            self._use(candidate)
+        if trial.done:
+            self.done = True
+            self._keep()
+        return candidate is not None
+
+    def _end(self, untuned: T) -> None:
+        """End without a trial, as there is nothing to tune."""
+        self.done = True
+        if self._rank0:
+            self._untuned = untuned
+            log.info("%s", untuned.explain())
+            self._keep()
+
+    def _keep(self) -> None:
+        if self.result is not None and self._file:
+            keep(self._file, self.result, self._key)
+
+
+class BucketSizeController(_LedController[Setting, BucketSizeResult]):
     """Sets the bucket size of a `Bucketing` by a trial (DeAR, section IV-B).
 
     After the trial, drift starts the tuning again from the size in use, on all workers before the
-    same backward. ``topology`` is empty where topologies are not tuned.
+    same backward. ``topology`` is empty where topologies are not tuned. With ``single_plan`` the
+    size has no effect.
     """
 
     def __init__(
         self, tuning: Tuning, choices: Choices, bucketing: Bucketing, collectives: Collectives
     ) -> None:
-        self._bucketing = bucketing
-        self._collectives = collectives
-        self._file = tuning.file
-        self._fusion = bucketing.fusion
         topologies = _possible_topologies(tuning, choices, collectives)
+        key = bucket_size_key(bucketing, collectives, choices, topologies)
+        super().__init__(bucketing, collectives, tuning.file, key)
+        self._fusion = bucketing.fusion
         self._tuning = replace(tuning, topologies=topologies)
         self.topology = choices.topology if topologies else ""
-        self._key = bucket_size_key(bucketing, collectives, choices, topologies)
-        self._seconds = 0.0
-        known = self._known_setting() if tuning.file else None
-        self.done = known is not None
         self._windows = FIRST_WINDOWS
         self._drift = self._new_detector()
-        self._order_known = self._single_plan = False
-        self._untuned: BucketSizeResult | None = None
+        self._order_known = self.single_plan = False
+        known = self._known_setting() if tuning.file else None
         if known is not None:
-            self._use(known)
-            if collectives.world.rank == 0:
+            self.decide(*known)
+            if self._rank0:
                 log.info("buckets of %s, from plan file %s", format_setting(*known), tuning.file)
         self._trial = self._new_trial()
-
-    @property
-    def result(self) -> BucketSizeResult | None:
-        """The result, once tuning has ended; on rank 0 only."""
-        return self._untuned or self._trial.result
 
     @property
     def bucket_bytes(self) -> int:
         """The size in use."""
         return self._bucketing.fusion.bucket_bytes
-
-    def active(self) -> bool:
-        """Return whether the size can change: to the end of training, unless it has no effect."""
-        return not self._single_plan
 
     def decide(self, nbytes: int, topology: str = "") -> None:
         """End the tuning with a known size; on all workers, before training."""
@@ -178,25 +211,19 @@ class BucketSizeController:
         if self._has_single_plan():
             return False
         if self.done:
-            return self._watch_drift(seconds, rows)
-        self._seconds = seconds
-        if rows is None:
+            return self._detect_drift(seconds, rows)
+        if rows is None or self._trial is None:
             return False
-        setting = self._trial.take(rows)
-        if setting is not None:
-            self._use(setting)
-            self._seconds = 0.0
+        changed = self._continue(self._trial, rows)
         if self._trial.done:
-            self.done = True
             self._drift = self._new_detector()
-            self._keep()
-        return setting is not None
+        return changed
 
-    def row(self) -> Sequence[float]:
+    def row(self, seconds: float) -> Sequence[float]:
         """Return the row of the trial; after it, the median of a window at its end, in seconds."""
         if self.done:
             return [self._drift.median()] if self._drift.window_ended() else []
-        return self._trial.report(self._seconds)
+        return super().row(seconds)
 
     def _new_detector(self) -> DriftDetector:
         """Return a detector whose first window is the reference."""
@@ -204,15 +231,15 @@ class BucketSizeController:
         drift.planned(known=True)
         return drift
 
-    def _watch_drift(self, seconds: float, rows: Rows | None) -> bool:
+    def _detect_drift(self, seconds: float, rows: Rows | None) -> bool:
         """Count an iteration under the chosen size; return whether tuning begins again."""
         drifted = None if rows is None else self._drift.compare([row[0] for row in rows])
         self._drift.count(seconds)
         if drifted is None:
             return False
-        if self._collectives.world.rank == 0:
+        if self._rank0:
             log.info(
-                "iterations take %.4g s in place of %.4g s: tuning buckets anew, from %s",
+                "iterations take %.4g s in place of %.4g s: tuning buckets again, from %s",
                 drifted[1],
                 drifted[0],
                 format_setting(self.bucket_bytes, self.topology),
@@ -220,7 +247,6 @@ class BucketSizeController:
         # Doubling keeps periodic changes from restarting the tuning for ever.
         self._windows *= 2
         self._trial = self._new_trial()
-        self._seconds = 0.0
         self.done = False
         return True
 
@@ -248,22 +274,16 @@ class BucketSizeController:
         plan = None
         if len(tuning.topologies) < 2:
             plan = single_plan(self._fusion, space, specs, self._bucketing.ready_order)
-        known, self._single_plan = self.done, plan is not None
-        self.done = known or self._single_plan
-        if self._collectives.world.rank == 0 and not known:
-            if plan is not None:
-                nbytes = self._fusion.bucket_bytes
-                self._untuned = bucket_size.untuned(tuning, nbytes, len(plan.buckets))
-                log.info("%s", self._untuned.explain())
-                self._keep()
-            elif space.high_bytes < tuning.high_bytes:
-                low, high = format_mb(space.low_bytes), format_mb(space.high_bytes)
-                log.info("%s MB hold the whole model: tuning from %s to %s MB", high, low, high)
-        return self._single_plan
-
-    def _keep(self) -> None:
-        if self.result is not None and self._file:
-            keep(self._file, self.result, self._key)
+        self.single_plan = plan is not None
+        if self.done:
+            return self.single_plan
+        if plan is not None:
+            nbytes = self._fusion.bucket_bytes
+            self._end(bucket_size.untuned(tuning, nbytes, len(plan.buckets)))
+        elif self._rank0 and space.high_bytes < tuning.high_bytes:
+            low, high = format_mb(space.low_bytes), format_mb(space.high_bytes)
+            log.info("%s MB hold the whole model: tuning from %s to %s MB", high, low, high)
+        return self.single_plan
 
     def _known_setting(self) -> Setting | None:
         world, tuning = self._collectives.world, self._tuning
@@ -273,7 +293,7 @@ class BucketSizeController:
             size = result.chosen_bytes
             if not (tuning.low_bytes <= size <= tuning.high_bytes or size == start):
                 mb = format_mb(size)
-                log.warning("plan file %s has %s MB, out of range: planning anew", tuning.file, mb)
+                log.warning("plan file %s has %s MB, out of range: planning again", tuning.file, mb)
                 return None
             return [size, result.chosen_topology]
 
@@ -317,7 +337,7 @@ class Prioritized(Protocol):
         """Change the thresholds between the classes."""
 
 
-class ThresholdController:
+class ThresholdController(_LedController[Cuts, ThresholdResult]):
     """Sets the thresholds between the priority classes of an exchange by a trial (Geryon, III-C).
 
     The trial begins when the workers have agreed on the order of buckets. A threshold only affects
@@ -333,88 +353,53 @@ class ThresholdController:
         collectives: Collectives,
         exchange: Prioritized,
     ) -> None:
-        self._bucketing, self._collectives, self._exchange = bucketing, collectives, exchange
-        self._tuning = tuning
-        self._key = threshold_key(bucketing, collectives, choices, serving)
-        self._trial: LedTrial[Cuts, ThresholdResult] | None = None
-        self._untuned: ThresholdResult | None = None
+        key = threshold_key(bucketing, collectives, choices, serving)
+        super().__init__(bucketing, collectives, tuning.file, key)
+        self._exchange, self._steps = exchange, tuning.steps
         self._layers = 1
-        self._seconds = 0.0
-        self.done = False
         self.thresholds = serving.thresholds
         known = self._known_thresholds() if tuning.file else None
         if known is not None:
             self.decide(known)
-            if collectives.world.rank == 0:
+            if self._rank0:
                 text = format_thresholds(known)
                 log.info("thresholds %s, from plan file %s", text, tuning.file)
-
-    @property
-    def result(self) -> ThresholdResult | None:
-        """The result, once tuning has ended; on rank 0 only."""
-        return self._untuned if self._trial is None else self._trial.result
-
-    def active(self) -> bool:
-        """Return whether thresholds are being tuned."""
-        return not self.done
 
     def decide(self, thresholds: Sequence[float]) -> None:
         """End the tuning with known thresholds; on all workers, before training."""
         self.done = True
-        self._use(thresholds)
+        self.thresholds = tuple(thresholds)
+        self._exchange.prioritise(self.thresholds)
 
-    def boundary(self, seconds: float, rows: Rows | None) -> bool:
+    def boundary(self, _seconds: float, rows: Rows | None) -> bool:
         """Process the rows of all workers, and apply the last decision."""
-        self._seconds = seconds
-        if self._trial is None:
+        if self._trial is not None:
+            return rows is not None and self._continue(self._trial, rows)
+        if not (self._bucketing.learning or self._bucketing.stale):
             self._begin()
-        if self._trial is None or rows is None:
-            return False
-        cuts = self._trial.take(rows)
-        if cuts is not None:
-            self._use(thresholds_from_cuts(cuts, self._layers, len(self.thresholds) + 1))
-            self._seconds = 0.0
-        if self._trial.done:
-            self.done = True
-            self._keep()
-        return cuts is not None
-
-    def row(self) -> Sequence[float]:
-        """Return the row of the trial."""
-        return self._trial.report(self._seconds) if self._trial is not None else ()
+        return False
 
     def _begin(self) -> None:
         """Start the trial once the buckets are final; on all workers before the same backward."""
-        if self._bucketing.learning or self._bucketing.stale:
-            return
         world, buckets = self._collectives.world, self._bucketing.buckets
-        layers = (
-            layer_positions([bucket.names for bucket in buckets]).layers if len(buckets) > 1 else 1
-        )
-        self._layers = layers
-        if layers > 1:
-            steps = self._tuning.steps
-            self._trial = threshold_trial(layers, self.thresholds, steps, world.rank, world.size)
-            return
-        self.done = True
-        if world.rank == 0:
-            self._untuned = thresholds.untuned(layers, len(self.thresholds) + 1)
-            log.info("%s", self._untuned.explain())
-            self._keep()
+        names = [bucket.names for bucket in buckets]
+        self._layers = layer_positions(names).layers if len(buckets) > 1 else 1
+        if self._layers > 1:
+            self._trial = threshold_trial(
+                self._layers, self.thresholds, self._steps, world.rank, world.size
+            )
+        else:
+            self._end(thresholds.untuned(self._layers, len(self.thresholds) + 1))
 
-    def _use(self, values: Sequence[float]) -> None:
-        self.thresholds = tuple(values)
+    def _use(self, candidate: Cuts) -> None:
+        classes = len(self.thresholds) + 1
+        self.thresholds = thresholds_from_cuts(candidate, self._layers, classes)
         self._exchange.prioritise(self.thresholds)
 
-    def _keep(self) -> None:
-        if self.result is not None and self._tuning.file:
-            keep(self._tuning.file, self.result, self._key)
-
     def _known_thresholds(self) -> tuple[float, ...] | None:
-        world, file = self._collectives.world, self._tuning.file
-        count = len(self.thresholds)
+        world, count = self._collectives.world, len(self.thresholds)
         answer = known_choice(
-            world, file, ThresholdResult, self._key, lambda result: list(result.thresholds)
+            world, self._file, ThresholdResult, self._key, lambda result: list(result.thresholds)
         )
         if answer is None:
             return None

@@ -1,7 +1,10 @@
-"""Cost models, in seconds as a function of elements or bytes, and the backward pass."""
+"""Cost curves in seconds by elements or bytes, their fits to samples, and the backward pass."""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, overload
@@ -11,9 +14,12 @@ from numpy.typing import NDArray
 
 from wingbeat.errors import UsageError
 from wingbeat.planning.files import check_range
+from wingbeat.settings import is_number
 
 Floats = NDArray[np.float64]
 C = TypeVar("C", bound="Curve")
+
+# -- curves --------------------------------------------------------------------------------------
 
 
 class Curve:
@@ -48,14 +54,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Linear(Curve):
-    """``alpha + beta * amount`` seconds (OMGS-SGD, Eq. 11).
+    """``alpha + beta * amount`` seconds, both 0 or more (OMGS-SGD, Eq. 11).
 
-    Attributes:
-        alpha: startup time of each call in seconds, 0 or more.
-        beta: seconds per element or byte, 0 or more.
-
-    Raises:
-        UsageError: a coefficient is negative or not finite.
+    ``alpha`` is the startup time of each call, ``beta`` the seconds per element or byte.
     """
 
     kind: ClassVar[str] = "linear"
@@ -79,15 +80,9 @@ class Linear(Curve):
 class Linearithmic(Curve):
     """``fixed + gamma * density * d * log d`` seconds for d elements (OMGS-SGD, Eq. 10).
 
-    The logarithm is the natural one; below one element it counts as 0.
-
-    Attributes:
-        gamma: seconds per selected element and unit of log d, 0 or more.
-        density: share of elements that are selected, above 0 and at most 1.
-        fixed: startup time of each call in seconds, 0 or more. The paper has none.
-
-    Raises:
-        UsageError: a value is out of range or not finite.
+    ``density`` is the share of elements that are selected, above 0 and at most 1. The paper has no
+    startup time ``fixed``. The logarithm is the natural one; below one element it counts as 0.
+    Values out of range are a `UsageError`.
     """
 
     kind: ClassVar[str] = "linearithmic"
@@ -117,14 +112,8 @@ class Linearithmic(Curve):
 class PiecewiseLinear(Curve):
     """Line segments through points; the outer ones are extrapolated, but never below 0.
 
-    A single point makes a constant.
-
-    Attributes:
-        amounts: elements or bytes, rising, each above 0; at least one.
-        seconds: as many values, 0 or more, not falling.
-
-    Raises:
-        UsageError: the points do not meet these conditions.
+    There is at least one point, which makes a constant. ``amounts`` rise from above 0; ``seconds``
+    are 0 or more and do not fall; other points are a `UsageError`.
     """
 
     kind: ClassVar[str] = "piecewise linear"
@@ -165,6 +154,190 @@ ZERO = Linear(0.0, 0.0)
 """The curve of an operation that takes no time."""
 
 
+# -- fits ----------------------------------------------------------------------------------------
+
+Samples = Sequence[tuple[float, float]]
+"""(amount, seconds) pairs; an amount may occur several times."""
+
+Interval = tuple[float, float | None]
+"""A confidence interval; no upper limit with no more amounts than coefficients."""
+
+ACCEPTED_ERROR = 0.2
+"""Largest relative error with which a formula is accepted as a fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A curve and its uncertainty.
+
+    ``error`` and ``worst`` are the median and the largest relative error over the amounts.
+    ``intervals`` are those of 95% confidence of each coefficient, by its name in the curve; empty
+    for `PiecewiseLinear`. ``samples`` are (amount, seconds) as measured. Values out of range are a
+    `UsageError`.
+    """
+
+    curve: Linear | Linearithmic | PiecewiseLinear
+    error: float
+    worst: float
+    intervals: dict[str, Interval]
+    samples: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        check_range("error", (self.error,), 0)
+        check_range("worst", (self.worst,), 0)
+        if not self.samples:
+            raise UsageError("samples is empty; allowed: the samples that the curve was fitted to")
+        for sample in self.samples:
+            _check_sample(*sample)
+        for name, (low, high) in self.intervals.items():
+            if not hasattr(self.curve, name):
+                raise UsageError(f"intervals: the curve has no coefficient {name!r}")
+            check_range(f"intervals.{name}", (low,), 0, math.inf if high is None else high)
+
+    def explain(self) -> str:
+        """Return the curve and its uncertainty in one line."""
+        amounts = len({amount for amount, _ in self.samples})
+        errors = f"error {self.error:.1%} (median), {self.worst:.1%} (worst) over {amounts} amounts"
+        if not self.intervals:
+            return f"{self.curve.kind} through the medians; {errors}"
+        parts = []
+        for name, (low, high) in self.intervals.items():
+            limits = (
+                "too few amounts for an interval" if high is None else f"{low:.3g} to {high:.3g}"
+            )
+            parts.append(f"{name} {getattr(self.curve, name):.3g} s ({limits})")
+        return f"{self.curve.kind}: {', '.join(parts)}; {errors}"
+
+
+def fit_linear(samples: Samples) -> Fit:
+    """Fit ``alpha + beta * amount``, both 0 or more (OMGS-SGD, Eq. 11).
+
+    Least squares of relative errors over the median of each amount, so that long samples do not
+    dominate short ones.
+    """
+    amounts, seconds = _medians(samples, 2)
+    values, limits = _solve(amounts, seconds)
+    return _fit(Linear(*values), dict(zip(("alpha", "beta"), limits, strict=True)), samples)
+
+
+def fit_linearithmic(samples: Samples, density: float) -> Fit:
+    """Fit ``fixed + gamma * density * d * log d``, both 0 or more (OMGS-SGD, Eq. 10)."""
+    amounts, seconds = _medians(samples, 2)
+    values, limits = _solve(Linearithmic(1.0, density)(amounts), seconds)
+    curve = Linearithmic(values[1], density, values[0])
+    return _fit(curve, {"gamma": limits[1], "fixed": limits[0]}, samples)
+
+
+def best_fit(samples: Samples, *, density: float | None = None) -> Fit:
+    """Fit `Linear`, else `Linearithmic` if a density is given, else `PiecewiseLinear`.
+
+    A formula is accepted if its worst relative error is at most `ACCEPTED_ERROR`. The pieces
+    connect the medians; medians that fall as the amount grows are averaged with their neighbours
+    until they do not (isotonic regression).
+    """
+    amounts, seconds = _medians(samples, 1)
+    if len(amounts) > 1:
+        fitted = fit_linear(samples)
+        if fitted.worst > ACCEPTED_ERROR and density is not None:
+            fitted = fit_linearithmic(samples, density)
+        if fitted.worst <= ACCEPTED_ERROR:
+            return fitted
+    rising = isotonic(seconds.tolist(), [1.0] * len(seconds))
+    return _fit(PiecewiseLinear(tuple(amounts.tolist()), tuple(rising)), {}, samples)
+
+
+def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the nearest values that do not fall, in least squares (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        pool = value, weight, 1
+        while pools and pools[-1][0] > pool[0]:
+            mean, mass, count = pools.pop()
+            total = mass + pool[1]
+            pool = (mean * mass + pool[0] * pool[1]) / total, total, count + pool[2]
+        pools.append(pool)
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def _check_sample(amount: float, seconds: float) -> None:
+    if not (is_number(amount) and amount > 0 and is_number(seconds) and seconds >= 0):
+        raise UsageError(
+            f"sample ({amount!r}, {seconds!r}): allowed: amounts above 0 and seconds, 0 or more, "
+            "all finite"
+        )
+
+
+def _medians(samples: Samples, least: int) -> tuple[Floats, Floats]:
+    """Return the amounts, rising, and the median seconds of each."""
+    by_amount: dict[float, list[float]] = {}
+    for amount, seconds in samples:
+        _check_sample(amount, seconds)
+        by_amount.setdefault(float(amount), []).append(float(seconds))
+    if len(by_amount) < least:
+        raise UsageError(f"samples of {len(by_amount)} amounts: allowed: {least} amounts or more")
+    amounts = sorted(by_amount)
+    return np.array(amounts), np.array([statistics.median(by_amount[a]) for a in amounts])
+
+
+def _weights(seconds: Floats) -> Floats:
+    """Return one over the seconds; 0 seconds count as a millionth of the longest."""
+    weights: Floats = 1.0 / np.maximum(seconds, max(float(seconds.max()) * 1e-6, 1e-12))
+    return weights
+
+
+def _solve(xs: Floats, ys: Floats) -> tuple[tuple[float, float], list[Interval]]:
+    """Fit ``a + b * x``, both 0 or more; return (a, b) and their confidence intervals."""
+    weights = _weights(ys)
+    columns = np.stack((np.ones_like(xs), xs), axis=1) * weights[:, None]
+    target = ys * weights
+    found = _least_squares(columns, target)
+    if min(value for value, _ in found) < 0.0:
+        losses, choices = [], []
+        for kept in (0, 1):
+            value, half = _least_squares(columns[:, [kept]], target)[0]
+            losses.append(float(np.sum((columns[:, kept] * value - target) ** 2)))
+            # The interval of the unconstrained fit above 0 remains possible for the other.
+            choice = [(0.0, max(0.0, sum(each))) for each in found]
+            choice[kept] = value, half
+            choices.append(choice)
+        found = choices[losses.index(min(losses))]
+    limits: list[Interval] = [
+        (max(0.0, value - half), None if math.isinf(half) else value + half)
+        for value, half in found
+    ]
+    return (found[0][0], found[1][0]), limits
+
+
+def _least_squares(columns: Floats, target: Floats) -> list[tuple[float, float]]:
+    """Return each coefficient and half of its 95% confidence interval."""
+    from scipy.special import stdtrit  # the quantiles of Student's distribution
+
+    scale = np.sqrt((columns**2).sum(axis=0))
+    scaled = columns / scale
+    inverse = np.linalg.pinv(scaled.T @ scaled)
+    values = inverse @ (scaled.T @ target)
+    freedom = len(target) - columns.shape[1]
+    if freedom < 1:
+        return [(float(value), math.inf) for value in values / scale]
+    variance = float(np.sum((scaled @ values - target) ** 2)) / freedom
+    halves = stdtrit(freedom, 0.975) * np.sqrt(np.maximum(variance * np.diag(inverse), 0.0))
+    pairs = zip(values / scale, halves / scale, strict=True)
+    return [(float(value), float(half)) for value, half in pairs]
+
+
+def _fit(
+    curve: Linear | Linearithmic | PiecewiseLinear, intervals: dict[str, Interval], samples: Samples
+) -> Fit:
+    amounts, seconds = _medians(samples, 1)
+    evaluated: Curve = curve
+    errors = np.abs(evaluated(amounts) - seconds) * _weights(seconds)
+    given = tuple((float(amount), float(taken)) for amount, taken in samples)
+    return Fit(curve, float(np.median(errors)), float(errors.max()), intervals, given)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """The costs of a bucket.
@@ -198,8 +371,7 @@ class Workload:
         nbytes: bytes that each tensor adds to a payload, 0 or more.
         kinds: dtype and device of each; tensors of different kinds never share a bucket.
 
-    Raises:
-        UsageError: lengths differ, times fall, or a value is out of range.
+    Lengths that differ, times that fall and values out of range are a `UsageError`.
     """
 
     tensors: tuple[int, ...]

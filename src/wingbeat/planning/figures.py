@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wingbeat.files import replacing
 from wingbeat.observe.figure import blank
-from wingbeat.planning.bucket_size import BucketSizeResult, counted, format_mb, format_setting
-from wingbeat.planning.costs import Linear, Linearithmic
-from wingbeat.planning.fits import Fit
+from wingbeat.planning.bucket_size import (
+    BucketSizeResult,
+    counted,
+    format_mb,
+    format_setting,
+    posterior,
+)
+from wingbeat.planning.costs import Fit, Linear, Linearithmic
 from wingbeat.planning.probe import Probe
 from wingbeat.planning.thresholds import (
     CutAxis,
@@ -47,18 +52,15 @@ _RING: dict[str, Any] = {
 
 
 def draw_png(
-    record: BucketSizeResult | ThresholdResult | Probe,
-    path: str | os.PathLike[str],
-    *,
-    title: str = "",
+    record: BucketSizeResult | ThresholdResult | Probe, path: str | os.PathLike[str]
 ) -> None:
     """Draw the content of a plan file."""
     if isinstance(record, BucketSizeResult):
-        figure = _bucket_size_figure(record, title)
+        figure = _bucket_size_figure(record)
     elif isinstance(record, ThresholdResult):
-        figure = _threshold_figure(record, title)
+        figure = _threshold_figure(record)
     else:
-        figure = _probe_figure(record, title)
+        figure = _probe_figure(record)
     _save(figure, path)
 
 
@@ -85,40 +87,32 @@ def _style(axes: Axes, x_label: str, y_label: str) -> None:
 # -- bucket sizes --------------------------------------------------------------------------------
 
 
-def _bucket_size_figure(result: BucketSizeResult, title: str) -> Figure:
+def _bucket_size_figure(result: BucketSizeResult) -> Figure:
     figure = blank("plan", (9, 5.4), _DPI)
     axes = figure.add_axes((0.085, 0.115, 0.84, 0.68))
     if not result.samples:  # empty axes would look like a failure
         axes.set_axis_off()
-        _title(figure, 0.085, 0.95, title or "Bucket size: nothing to tune")
+        _title(figure, 0.085, 0.95, "Bucket size: nothing to tune")
         figure.text(
             0.5, 0.5, result.explain_single_plan(),
             fontsize=10.5, color=_INK, ha="center", va="center",
         )  # fmt: skip
         return figure
-    _draw_posterior(axes, result)
+    # The range shown, in MB, is that of tuning, extended to the start.
+    low = min(result.low_bytes, result.start_bytes) / 2**20
+    high = max(result.high_bytes / 2**20, result.start_bytes / 2**20, low * 1.01)
+    _draw_posterior(axes, result, low, high)
     _draw_samples(axes, result)
-    _finish_size_axes(axes, result)
+    _finish_size_axes(axes, result, low, high)
     _number_samples(axes, result)
-    _write_outcome(figure, result, title)
+    _write_outcome(figure, result)
     return figure
 
 
-def _limits(result: BucketSizeResult) -> tuple[float, float]:
-    """Return the range shown in MB: that of tuning, extended to the start."""
-    low = min(result.low_bytes, result.start_bytes) / 2**20
-    high = max(result.high_bytes, result.start_bytes) / 2**20
-    return low, max(high, low * 1.01)
-
-
-def _draw_posterior(axes: Axes, result: BucketSizeResult) -> None:
-    from wingbeat.planning import bayes
-
-    low, high = _limits(result)
-    last = _POSTERIOR_POINTS - 1
-    sizes = [low * (high / low) ** (i / last) for i in range(_POSTERIOR_POINTS)]
+def _draw_posterior(axes: Axes, result: BucketSizeResult, low: float, high: float) -> None:
+    sizes = np.geomspace(low, high, _POSTERIOR_POINTS)
     topologies = [result.chosen_topology] * len(sizes)
-    mean, std = bayes.posterior(result.samples, [mb * 2**20 for mb in sizes], topologies)
+    mean, std = posterior(result.samples, (sizes * 2**20).tolist(), topologies)
     axes.fill_between(
         sizes, mean - 1.96 * std, mean + 1.96 * std, color=_BAND, linewidth=0, zorder=2
     )
@@ -143,10 +137,9 @@ def _draw_samples(axes: Axes, result: BucketSizeResult) -> None:
     axes.plot([size], [throughput], **_RING, markersize=14, zorder=7)
 
 
-def _finish_size_axes(axes: Axes, result: BucketSizeResult) -> None:
+def _finish_size_axes(axes: Axes, result: BucketSizeResult, low: float, high: float) -> None:
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-    low, high = _limits(result)
     axes.set_xscale("log", base=2)
     margin = (high / low) ** 0.025
     axes.set_xlim(low / margin, high * margin)
@@ -159,18 +152,11 @@ def _finish_size_axes(axes: Axes, result: BucketSizeResult) -> None:
     axes.set_ylim(bottom, top + 0.06 * (top - bottom))
     _style(axes, "bucket size in MB", "iterations per second")
     first = result.expected[0]
-
-    def relative(value: Any) -> Any:
-        return value / first
-
-    def absolute(value: Any) -> Any:
-        return value * first
-
-    right = axes.secondary_yaxis("right", functions=(relative, absolute))
+    functions: Any = (lambda value: value / first, lambda value: value * first)
+    right = axes.secondary_yaxis("right", functions=functions)
     right.set_ylabel("relative to the start", fontsize=10, color=_INK)
     right.tick_params(labelsize=9, color=_FAINT, labelcolor=_INK)
-    for spine in right.spines.values():
-        spine.set_visible(False)
+    right.spines[:].set_visible(False)
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -213,12 +199,12 @@ def _number_samples(axes: Axes, result: BucketSizeResult) -> None:
         )  # fmt: skip
 
 
-def _write_outcome(figure: Figure, result: BucketSizeResult, title: str) -> None:
+def _write_outcome(figure: Figure, result: BucketSizeResult) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     trials = counted(len(result.samples), "trial")
-    _title(figure, 0.085, 0.95, title or f"Bucket size: {_SEARCHES[result.search]}, {trials}")
+    _title(figure, 0.085, 0.95, f"Bucket size: {_SEARCHES[result.search]}, {trials}")
     why = "as at the start"
     if not result.matters:
         why = result.explain_no_difference()
@@ -243,12 +229,12 @@ def _write_outcome(figure: Figure, result: BucketSizeResult, title: str) -> None
 # -- thresholds ----------------------------------------------------------------------------------
 
 
-def _threshold_figure(result: ThresholdResult, title: str) -> Figure:
+def _threshold_figure(result: ThresholdResult) -> Figure:
     panels = len(result.bases) or 1
     figure = blank("plan", (9 if panels == 1 else 5.4 * panels, 5.0), _DPI)
     plural = "s" if result.classes > 2 else ""
     figure.suptitle(
-        title or f"Threshold{plural} of urgency, tuned in {result.iterations} iterations",
+        f"Threshold{plural} of urgency, tuned in {result.iterations} iterations",
         x=0.06, ha="left", fontsize=13, fontweight="bold", color=_INK,
     )  # fmt: skip
     outcome = result.explain()
@@ -300,18 +286,23 @@ def _threshold(result: ThresholdResult, position: int) -> float:
 # -- cost curves ---------------------------------------------------------------------------------
 
 
-def _probe_figure(probe: Probe, title: str) -> Figure:
+def _probe_figure(probe: Probe) -> Figure:
     rows = max(1, 2 * len(probe.interfaces))
     inches = 4.9 + 0.18 * rows
     figure = blank("probe", (14, inches), _DPI)
     links = " + ".join(probe.links)
-    heading = title or f"{probe.workers} workers over {links}, gradients as {probe.wire}"
+    heading = f"{probe.workers} workers over {links}, gradients as {probe.wire}"
     _title(figure, 0.05, 1 - 0.35 / inches, heading)
     encode, exchange = ([("", fit, _SAMPLE, "-")] for fit in (probe.encode, probe.exchange))
+    plain = []
+    for number, link in enumerate(probe.interfaces):
+        colour = _LINKS[number % len(_LINKS)]
+        plain.append((f"{link.name}: all-gather,", link.all_gather, colour, "-"))
+        plain.append((f"{link.name}: all-reduce,", link.all_reduce, colour, "--"))
     panels = (
         ("Encoding", "elements", encode),
         ("Exchange, decoding included", "bytes of a payload", exchange),
-        ("Plain collectives, by interface", "bytes", list(_by_interface(probe))),
+        ("Plain collectives, by interface", "bytes", plain),
     )
     for number, (name, unit, curves) in enumerate(panels):
         left = 0.05 + 0.33 * number
@@ -325,13 +316,6 @@ def _probe_figure(probe: Probe, title: str) -> Figure:
             borderpad=0.2, borderaxespad=0, handlelength=2,
         )  # fmt: skip
     return figure
-
-
-def _by_interface(probe: Probe) -> Iterator[tuple[str, Fit, str, str]]:
-    for number, link in enumerate(probe.interfaces):
-        colour = _LINKS[number % len(_LINKS)]
-        yield f"{link.name}: all-gather,", link.all_gather, colour, "-"
-        yield f"{link.name}: all-reduce,", link.all_reduce, colour, "--"
 
 
 def _draw_fits(axes: Axes, unit: str, curves: Sequence[tuple[str, Fit, str, str]]) -> None:

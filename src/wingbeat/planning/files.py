@@ -54,15 +54,13 @@ class Saved(Generic[R]):
 
     def matches(self, key: Mapping[str, Any]) -> bool:
         """Return whether the file is valid for this model, cluster and strategy."""
-        same: bool = self.key == json.loads(json.dumps(dict(key)))
-        return same
+        return bool(self.key == json.loads(json.dumps(dict(key))))
 
 
 def save(path: str | os.PathLike[str], record: Record, key: Mapping[str, Any]) -> None:
     """Write a plan file atomically; a symbolic link is followed and its target replaced.
 
-    Raises:
-        UsageError: the folder is missing or not writable.
+    A folder that is missing or not writable is a `UsageError`.
     """
     name = _name(path)
     folder = Path(os.path.realpath(path)).absolute().parent
@@ -75,11 +73,7 @@ def save(path: str | os.PathLike[str], record: Record, key: Mapping[str, Any]) -
 
 
 def load(path: str | os.PathLike[str], record: type[R]) -> Saved[R]:
-    """Read and validate a plan file.
-
-    Raises:
-        UsageError: the file is missing, damaged, or of another kind or version.
-    """
+    """Read a plan file; `UsageError` if it is missing, damaged, or of another kind or version."""
     name = _name(path)
     data = _parsed(path)
     if data.get("kind") != record.kind:
@@ -94,11 +88,7 @@ def load(path: str | os.PathLike[str], record: type[R]) -> Saved[R]:
 
 
 def load_if_present(file: str, record: type[R]) -> Saved[R] | None:
-    """Read the ``plan_file`` of a strategy; return None before it exists.
-
-    Raises:
-        UsageError: its folder is missing, or `load` refuses the file.
-    """
+    """Read the ``plan_file`` of a strategy; None before it exists. `UsageError` as in `load`."""
     path = Path(file)
     try:
         if path.exists():
@@ -264,11 +254,7 @@ def _number(data: Any, where: str) -> float:
 
 
 def check_range(name: str, values: Iterable[float], least: float, most: float = math.inf) -> None:
-    """Validate numbers.
-
-    Raises:
-        UsageError: a value is not finite, below ``least`` or above ``most``.
-    """
+    """Raise a `UsageError` for a value that is not finite, below ``least`` or above ``most``."""
     for value in values:
         if not (math.isfinite(value) and least <= value <= most):
             above = "" if most == math.inf else f", {most:g} at most"

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
 from wingbeat.compression import DTYPES, Coded, LowRank, TopK, for_parameter, least_bytes, matrix_of
 from wingbeat.errors import PeerError, UsageError, unknown
+from wingbeat.planning.costs import Fit, best_fit, fit_linear
 from wingbeat.planning.files import digest
-from wingbeat.planning.fits import Fit, best_fit, fit_linear
 from wingbeat.planning.probe import COLLECTIVES, LinkFit, MatrixCost
-from wingbeat.transport.link import Link, Pending
+from wingbeat.transport.link import Link
 from wingbeat.transport.world import World
 from wingbeat.types import Span, TensorSpec
 
@@ -65,10 +65,9 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An exchange that can be repeated.
+    """An exchange that can be repeated; one worker contributes ``nbytes``.
 
-    ``start`` encodes, launches and returns the handle. One worker contributes ``nbytes``.
-    ``prepare`` is called before each repetition, outside of the measurement.
+    ``start`` encodes and launches. ``prepare`` is called before each repetition and not measured.
     """
 
     start: Callable[[], Handle]
@@ -124,14 +123,31 @@ def measure_exchange(
     the exchange, which is the slowest worker's total time less the slowest encoding.
     """
     world = whole if whole is not None else collectives.world
-    timer = _Timer(collectives.world, _synchronizer(device), now, used)
+    barrier, tiny = Collectives(collectives.world, "doubling"), torch.zeros(collectives.world.size)
+
+    def synchronize() -> None:
+        if device is not None and device.type == "cuda":  # not for wingbeat's own streams
+            torch.cuda.current_stream(device).synchronize()
+
+    def repeat(operation: Operation) -> tuple[float, float, float]:
+        """Return seconds of the starting call, of the whole, and of CPU time between the two."""
+        operation.prepare()
+        synchronize()
+        barrier.all_gather(tiny).wait()
+        begin = now()
+        handle = operation.start()
+        synchronize()
+        called, busy = now(), used()
+        handle.wait()
+        synchronize()
+        return called - begin, now() - begin, used() - busy
+
     operations: list[Operation] = []
     counts: list[int] = []
     for amount in amounts:
         operations.append(make_operation(amount))
-        mine = min(timer.repeat(operations[-1])[1] for _ in range(2))
-        rows = world.exchange("probe", [[0.0, mine, 0.0]])
-        [(_, slowest, _)] = _slowest(rows, 1, world.rank)
+        mine = min(repeat(operations[-1])[1] for _ in range(2))
+        [(_, slowest, _)] = _slowest(world, [(0.0, mine, 0.0)])
         # Short exchanges are disturbed most, and are cheapest to repeat.
         most = _MAX_REPEATS_FACTOR * repeats
         enough = int(_SHARE * budget_s / slowest) if slowest > 0 else most
@@ -142,12 +158,11 @@ def measure_exchange(
     for turn in range(max(counts, default=0)):
         for operation, count, times in zip(operations, counts, taken, strict=True):
             if turn < count:
-                times.append(timer.repeat(operation))
+                times.append(repeat(operation))
     medians = [[statistics.median(column) for column in zip(*row, strict=True)] for row in taken]
-    rows = world.exchange("probe", medians)
     encode, exchange, cpu = [], [], []
     for amount, operation, (call, total, busy) in zip(
-        amounts, operations, _slowest(rows, len(operations), world.rank), strict=False
+        amounts, operations, _slowest(world, medians), strict=False
     ):
         encode.append((float(amount), call))
         exchange.append((float(operation.nbytes), total - call))
@@ -155,58 +170,28 @@ def measure_exchange(
     return Samples(tuple(encode), tuple(exchange), tuple(cpu))
 
 
-class _Timer:
-    """Times repetitions of an operation."""
+def _slowest(world: World, own: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]:
+    """Exchange measurements, and return the maxima of all workers."""
 
-    def __init__(
-        self,
-        world: World,
-        synchronize: Callable[[], object],
-        now: Callable[[], float],
-        used: Callable[[], float],
-    ) -> None:
-        self._barrier = Collectives(world, "doubling")
-        self._tiny = torch.zeros(world.size)
-        self._synchronize, self._now, self._used = synchronize, now, used
+    def valid(row: Any) -> bool:
+        if not isinstance(row, list) or not all(isinstance(each, list) for each in row):
+            return False
+        if any([type(v) in (int, float) for v in each] != [True] * 3 for each in row):
+            return False
+        return len(row) == len(own) and all(
+            0 <= call <= total <= _LONGEST_S and 0 <= busy <= _LONGEST_S
+            for call, total, busy in row
+        )
 
-    def repeat(self, operation: Operation) -> tuple[float, float, float]:
-        """Return seconds of the starting call, of the whole, and of CPU time between the two."""
-        operation.prepare()
-        self._synchronize()
-        self._barrier.all_gather(self._tiny).wait()
-        begin = self._now()
-        handle = operation.start()
-        self._synchronize()
-        called, busy = self._now(), self._used()
-        handle.wait()
-        self._synchronize()
-        return called - begin, self._now() - begin, self._used() - busy
-
-
-def _synchronizer(device: torch.device | None) -> Callable[[], object]:
-    """Return a function that waits for a GPU's current stream, but not for wingbeat's own."""
-    if device is None or device.type != "cuda":
-        return lambda: None
-    return lambda: torch.cuda.current_stream(device).synchronize()
-
-
-def _slowest(rows: Sequence[Any], count: int, rank: int) -> list[tuple[float, float, float]]:
+    rows = world.exchange("probe", [list(each) for each in own])
     for peer, row in enumerate(rows):
-        valid = isinstance(row, list) and len(row) == count and all(map(_valid_figures, row))
-        if not valid:
+        if not valid(row):
             raise PeerError(
-                f"rank {rank}: rank {peer} sent a malformed measurement of an exchange: "
+                f"rank {world.rank}: rank {peer} sent a malformed measurement of an exchange: "
                 f"{str(row)[:60]}; all workers have to run the same wingbeat"
             )
     columns = (zip(*each, strict=True) for each in zip(*rows, strict=True))
     return [(float(max(a)), float(max(b)), float(max(c))) for a, b, c in columns]
-
-
-def _valid_figures(figures: Any) -> bool:
-    if not isinstance(figures, list) or [type(v) in (int, float) for v in figures] != [True] * 3:
-        return False
-    call, total, busy = figures
-    return bool(0 <= call <= total <= _LONGEST_S and 0 <= busy <= _LONGEST_S)
 
 
 # -- buckets -------------------------------------------------------------------------------------
@@ -224,8 +209,7 @@ def measure_wire(
 ) -> Samples:
     """Measure the exchange of a bucket as training does it, from 1 K elements on.
 
-    Raises:
-        UsageError: unknown collective, or ``"payload all-gather"`` without a codec.
+    An unknown collective, or ``"payload all-gather"`` without a codec, is a `UsageError`.
     """
     if collective not in (*COLLECTIVES, SECOND_PHASE):
         raise unknown("collective", collective, (*COLLECTIVES, SECOND_PHASE))
@@ -238,89 +222,66 @@ def measure_wire(
     # The length of a bucket is a multiple of the number of workers.
     largest = min(max(1, largest), MAX_ELEMENTS)
     amounts = [-(-amount // size) * size for amount in geometric(MIN_SIZE, largest)]
-    buffers = _Buffers.of(amounts[-1], device if device is not None else torch.device("cpu"), dtype)
+    buffers = _Buffers(amounts[-1], device if device is not None else torch.device("cpu"), dtype)
 
     def operation(numel: int) -> Operation:
-        return _bucket_operation(collectives, wire, collective, buffers.cut(numel))
+        start, nbytes = _bucket_operation(collectives, wire, collective, buffers, numel)
+        return Operation(start, nbytes, lambda: buffers.fill(numel))
 
     return measure_exchange(collectives, operation, amounts, repeats, device=buffers.buffer.device)
 
 
-@dataclass(slots=True)
 class _Buffers:
     """Buffers that all exchanges share, as each ends before the next begins."""
 
-    gradients: torch.Tensor
-    buffer: torch.Tensor
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, numel: int, device: torch.device, dtype: torch.dtype) -> _Buffers:
+    def __init__(self, numel: int, device: torch.device, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)  # leaves the global random state unchanged
-        gradients = torch.randn(numel, generator=generator).to(device, dtype)
-        return cls(gradients, torch.empty_like(gradients))
+        self.gradients = torch.randn(numel, generator=generator).to(device, dtype)
+        self.buffer = torch.empty_like(self.gradients)
+        self._state: dict[str, torch.Tensor] = {}
 
-    def cut(self, numel: int) -> _Buffers:
-        """Return the first ``numel`` elements of each buffer."""
-        return _Buffers(self.gradients[:numel], self.buffer[:numel], self.kept)
+    def fill(self, numel: int) -> None:
+        self.buffer[:numel].copy_(self.gradients[:numel])
 
-    def fill(self) -> None:
-        self.buffer.copy_(self.gradients)
-
-    def float32(self, name: str) -> torch.Tensor:
-        """Return optimizer or codec state of the bucket: as long as it, zeros at first."""
-        known = self.kept.get(name)
-        if known is None or known.numel() < self.buffer.numel():
-            known = torch.zeros(self.buffer.numel(), device=self.buffer.device)
-            self.kept[name] = known
-        return known[: self.buffer.numel()]
+    def float32(self, name: str, numel: int) -> torch.Tensor:
+        """Return optimizer or codec state of a bucket: zeros at first."""
+        if name not in self._state:
+            self._state[name] = torch.zeros(self.buffer.numel(), device=self.buffer.device)
+        return self._state[name][:numel]
 
 
 def _bucket_operation(
-    collectives: Collectives, wire: str | Coded, collective: str, buffers: _Buffers
-) -> Operation:
-    buffer = buffers.buffer
-    numel = buffer.numel()
+    collectives: Collectives, wire: str | Coded, collective: str, buffers: _Buffers, numel: int
+) -> tuple[Callable[[], Handle], float]:
+    buffer, size = buffers.buffer[:numel], collectives.world.size
     if isinstance(wire, str):
         narrow = wire_dtype(wire)
         itemsize = buffer.element_size()
         if narrow is not None:
             itemsize = min(itemsize, narrow.itemsize)
-        start = _reduction(collectives, collective, buffer, narrow)
-        return Operation(start, numel * itemsize, buffers.fill)
+        return _reduction(collectives, collective, buffer, narrow), numel * itemsize
     if wire.summed and collective != "payload all-gather":
-        return _factored_operation(collectives, wire, buffers)
+        # One matrix, as square as possible; the rest is dense.
+        rows, cols = matrix_of(wire, (math.isqrt(numel),) * 2)
+        if not rows or not isinstance(wire, LowRank):
+            return _reduction(collectives, "all-reduce", buffer, None), buffer.nbytes
+        residual = buffers.float32("residual", numel) if wire.feedback else None
+        matrix = Matrix("probed", 0, rows, cols, wire.rank)
+        factors = Factors([matrix], numel, size, residual, device=buffer.device)
+        collectives.open_second()
+        return lambda: collectives.all_reduce_factors(buffer, factors), factors.nbytes
     codec = make(wire, _AFTER_WARMUP)
     coding = Coding([Region(Span(0, numel), codec)])
-    encoded = Encoded(coding, buffers.float32("residual") if codec.feedback else None)
+    encoded = Encoded(coding, buffers.float32("residual", numel) if codec.feedback else None)
     nbytes = coding.room(Span(0, numel))
     if collective != "payload all-gather":
-        start = _reduction(collectives, collective, buffer, encoded)
-        return Operation(start, nbytes, buffers.fill)
+        return _reduction(collectives, collective, buffer, encoded), nbytes
     velocity = None
     if isinstance(wire, TopK) and wire.momentum:
-        velocity = buffers.float32("velocity")
-
-    def gather() -> Handle:
-        return collectives.all_gather_sum(buffer, wire=encoded, velocity=velocity, beside=True)
-
-    return Operation(gather, nbytes, buffers.fill)
-
-
-def _factored_operation(collectives: Collectives, wire: Coded, buffers: _Buffers) -> Operation:
-    """Return the exchange of a bucket of one matrix, as square as possible; the rest is dense."""
-    buffer, numel, size = buffers.buffer, buffers.buffer.numel(), collectives.world.size
-    rows, cols = matrix_of(wire, (math.isqrt(numel),) * 2)
-    if not rows or not isinstance(wire, LowRank):
-        start = _reduction(collectives, "all-reduce", buffer, None)
-        return Operation(start, buffer.nbytes, buffers.fill)
-    residual = buffers.float32("residual") if wire.feedback else None
-    matrix = Matrix("probed", 0, rows, cols, wire.rank)
-    factors = Factors([matrix], numel, size, residual, device=buffer.device)
-    collectives.open_second()
-    return Operation(
-        lambda: collectives.all_reduce_factors(buffer, factors), factors.nbytes, buffers.fill
-    )
+        velocity = buffers.float32("velocity", numel)
+    return lambda: collectives.all_gather_sum(
+        buffer, wire=encoded, velocity=velocity, beside=True
+    ), nbytes
 
 
 def _reduction(
@@ -383,15 +344,16 @@ def measure_matrices(
     def padded(region: Region) -> int:
         return -(-len(region.span) // size) * size
 
-    buffers = _Buffers.of(padded(largest[-1][1]), device, dtype)
-    buffers.float32("residual")
+    buffers = _Buffers(padded(largest[-1][1]), device, dtype)
 
     def operation(number: int) -> Operation:
         region = largest[number][1]
-        part, coding = buffers.cut(padded(region)), Coding([region])
-        encoded = Encoded(coding, part.float32("residual") if region.codec.feedback else None)
-        start = _reduction(collectives, collective, part.buffer, encoded)
-        return Operation(start, coding.room(region.span), part.fill)
+        numel, coding = padded(region), Coding([region])
+        residual = buffers.float32("residual", numel) if region.codec.feedback else None
+        start = _reduction(
+            collectives, collective, buffers.buffer[:numel], Encoded(coding, residual)
+        )
+        return Operation(start, coding.room(region.span), lambda: buffers.fill(numel))
 
     samples = measure_exchange(collectives, operation, range(len(largest)), device=device)
     # The starting call is not work of the thread that runs backward.
@@ -423,17 +385,22 @@ def measure_links(
     whole = collectives.world
 
     def measure(name: str, world: World) -> LinkFit:
-        spans_links = topologies.get(topology).spans_links and world is not whole
-        reduced = "ring" if spans_links else topology
+        alone = topologies.get(topology).spans_links and world is not whole
+        gathering = Collectives(world, "doubling")
+        reducing = Collectives(world, "ring" if alone else topology)
+
+        def gather(nbytes: int) -> Operation:
+            rows = torch.zeros(world.size * nbytes, dtype=torch.uint8)
+            return Operation(lambda: gathering.all_gather(rows), nbytes)
+
+        def reduce(nbytes: int) -> Operation:
+            buffer = torch.zeros(-(-nbytes // 4))
+            return Operation(lambda: reducing.all_reduce(buffer), 4 * buffer.numel())
+
         fits = []
-        for kind, how in (("all_gather", "doubling"), ("all_reduce", reduced)):
-            alone = Collectives(world, how)
-
-            def operation(nbytes: int, kind: str = kind, alone: Collectives = alone) -> Operation:
-                return _plain_operation(alone, kind, nbytes)
-
+        for over, operation in ((gathering, gather), (reducing, reduce)):
             samples = measure_exchange(
-                alone, operation, geometric(MIN_SIZE, largest_bytes, _LINK_FACTOR), repeats,
+                over, operation, geometric(MIN_SIZE, largest_bytes, _LINK_FACTOR), repeats,
                 budget_s=budget_s, whole=whole,
             )  # fmt: skip
             # Nothing is encoded, so the starting call is a part of the exchange.
@@ -452,12 +419,16 @@ def measure_links(
 
 @contextlib.contextmanager
 def _world_of_link(whole: World, link: Link) -> Iterator[World]:
-    """Return a world of one link. Its thread ends with the context; the link stays open."""
-    shared = _SharedLink(link)
+    """Return a world of one link. Its thread ends with the context; the link stays open.
+
+    Tags start again from 0. Between two workers messages of the same tag match in order, and all
+    messages of one world arrive before the other uses the link. After a peer was lost the executor
+    closes the link, so that the others detect it.
+    """
     world = World(
         rank=whole.rank,
         size=whole.size,
-        links=(shared,),
+        links=(link,),
         speeds=(whole.speeds[whole.links.index(link)],),
         timeout=whole.timeout,
         store=whole.store,
@@ -466,44 +437,8 @@ def _world_of_link(whole: World, link: Link) -> Iterator[World]:
     try:
         yield world
     finally:
-        shared.released = True
+        world.links = ()  # they are those of `whole`
         world.close()
-
-
-class _SharedLink:
-    """A link of another world, which stays open when this world ends.
-
-    Tags start again from 0. Between two workers messages of the same tag match in order, and all
-    messages of one world arrive before the other uses the link.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.released = False
-
-    @property
-    def name(self) -> str:
-        return self._link.name
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        return self._link.send(tensor, peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        return self._link.recv(tensor, peer, tag)
-
-    def close(self) -> None:
-        """Close the link in use after a peer was lost, so that the others detect it."""
-        if not self.released:
-            self._link.close()
-
-
-def _plain_operation(collectives: Collectives, kind: str, nbytes: int) -> Operation:
-    size = collectives.world.size
-    if kind == "all_gather":
-        rows = torch.zeros(size * nbytes, dtype=torch.uint8)
-        return Operation(lambda: collectives.all_gather(rows), nbytes)
-    buffer = torch.zeros(-(-nbytes // 4))
-    return Operation(lambda: collectives.all_reduce(buffer), 4 * buffer.numel())
 
 
 # -- keys ----------------------------------------------------------------------------------------
@@ -549,11 +484,7 @@ def key_of(
     wire: str | Coded,
     collective: str,
 ) -> dict[str, Any]:
-    """Return the key of a model on a cluster, as JSON values.
-
-    It has a digest of the parameters (names, shapes, dtypes, kind of device), the number of
-    workers, the names of the network interfaces, the wire, and its collective.
-    """
+    """Return the key of a model on a cluster, as JSON values."""
     shapes = [
         [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0]] for spec in specs
     ]

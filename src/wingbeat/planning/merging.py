@@ -27,14 +27,12 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
 from wingbeat.planning import controllers, measure, merge
 from wingbeat.planning.backward import BackwardProfiler, combine
-from wingbeat.planning.costs import Workload
-from wingbeat.planning.drift import DriftDetector
+from wingbeat.planning.costs import Fit, Workload, best_fit
 from wingbeat.planning.files import REMEDY, from_json, to_json
-from wingbeat.planning.fits import Fit, best_fit
 from wingbeat.planning.measure import Samples, fit_samples, key_of, payload_bytes, wire_text
-from wingbeat.planning.merge.selection import TRIED, Candidate, candidates
+from wingbeat.planning.merge import TRIED, Candidate
 from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
-from wingbeat.planning.trials import Rows, Trial, plan_trial
+from wingbeat.planning.trials import DriftDetector, Rows, Trial, plan_trial
 from wingbeat.types import Choices, Merging, Plan
 
 MISPREDICTED = 0.1
@@ -59,311 +57,9 @@ class ActivePlan:
         """Relative error of the prediction; None before there is a measurement."""
         return self.predicted_s / self.measured_s - 1 if self.measured_s else None
 
-    def mispredicted(self, measured_s: float) -> bool:
-        """Set the measured time; return True once if the prediction is wrong."""
-        first = not self.measured_s
-        self.measured_s = measured_s
-        return first and self.error is not None and abs(self.error) > MISPREDICTED
 
-    def explain(self) -> str:
-        """Return the prediction and the measurement in one line."""
-        return (
-            f"iterations take {1e3 * self.measured_s:.4g} ms with {len(self.timeline.buckets)} "
-            f"merged layers, and were predicted at {1e3 * self.predicted_s:.4g} ms "
-            f"({100 * (self.error or 0.0):+.0f}%)"
-        )
-
-    def report(self, probe: Probe) -> dict[str, Any]:
-        """Return the plan and its probe as JSON values."""
-        timeline = self.timeline
-        return {
-            "rules": list(self.rules),
-            "buckets": len(timeline.buckets),
-            "tensors": len(probe.gradients),
-            "predicted_s": self.predicted_s,
-            "measured_s": self.measured_s or None,
-            "prediction_error": self.error,
-            "rest_s": probe.rest_s,
-            "backward_s": timeline.backward_s,
-            "encode_s": timeline.encode_s,
-            "delay_s": timeline.delay_s,
-            "exposed_s": timeline.exposed_s,
-            "encode": to_json(probe.encode),
-            "exchange": to_json(probe.exchange),
-            "gather": to_json(probe.gather),
-            "cpu": to_json(probe.cpu),
-            "contention": probe.contention,
-            "fit_error": probe.exchange.error,
-            "tried": [
-                {"rules": list(t.rules), "buckets": len(t.stops), "iteration_s": t.iteration_s}
-                for t in probe.timings
-            ],
-        }
-
-
-class LayerMerging:
-    """Profiles backward, makes and tries plans, and applies the best to a `Bucketing`.
-
-    Results of an earlier run, in the plan file of rank 0, are used at once. ``probe`` and ``plan``
-    are None before there are any.
-    """
-
-    def __init__(
-        self,
-        rule: Merging,
-        choices: Choices,
-        bucketing: Bucketing,
-        compression: Compression,
-        collectives: Collectives,
-        wire_is_known: bool = True,
-    ) -> None:
-        self._rule = rule
-        self._compression = compression
-        self._bucketing = bucketing
-        self._world = collectives.world
-        self._planner = Planner(choices, bucketing, compression, collectives)
-        # Collectives of a GPU library do not report their completion.
-        native = bucketing.device.type in collectives.world.nccl_devices
-        later = not schedules.BY_NAME[choices.schedule].whole_after_backward
-        self.passes = BackwardProfiler(
-            len(bucketing.slots), bucketing.device, asynchronous=later and not native
-        )
-        self.probe: Probe | None = None
-        self.plan: ActivePlan | None = None
-        self._drift = DriftDetector(rule.steps, rule.drift)
-        self._alone: tuple[Plan, float] | None = None
-        self._candidates: list[Candidate] = []
-        self._trial: Trial[int, list[float]] | None = None
-        self._seconds = 0.0
-        self._file_read = not rule.file
-        # During the trial of compression the final encoding is not known.
-        if wire_is_known:
-            self._read_file()
-
-    def active(self) -> bool:
-        """Return True: iterations are counted, and checked for drift, to the end of training."""
-        return True
-
-    def deciding(self) -> bool:
-        """Return whether the plan is still to be made or chosen."""
-        return self._drift.measuring or self._trial is not None
-
-    @property
-    def chosen(self) -> tuple[str, ...] | None:
-        """Names of the rules of the plan that a trial has chosen; None without one."""
-        if self.probe is None or not self.probe.timings:
-            return None
-        return self.probe.timings[0].rules
-
-    def decide(self, found: Probe) -> None:
-        """Plan from a known probe; on all workers at once, before training."""
-        self._file_read = True
-        self._drift.planned(known=True)
-        self._restart_profile()
-        if found.timings and self._rule.rule == TRIED:
-            self.probe, best = found, found.timings[0]
-            plan = merge.plan_from_stops(self._planner.workload(found), best.stops)
-            self._follow(Candidate(best.rules, plan), measured_s=best.iteration_s)
-        else:
-            self._plan_from(replace(found, timings=()))
-            self._start_trial()
-
-    def report(self) -> dict[str, Any] | None:
-        """Return the probe and the plan as JSON values; None before there is a plan."""
-        if self.probe is None or self.plan is None:
-            return None
-        return {"merge": self._rule.rule, **self.plan.report(self.probe)}
-
-    # -- between iterations ----------------------------------------------------------------------
-
-    def boundary(self, seconds: float, rows: Rows | None) -> bool:
-        """Count an iteration, plan when enough was measured, and detect drift."""
-        self._read_file()
-        if self._trial is not None:
-            return self._continue_trial(self._trial, seconds, rows)
-        anew = rows is not None and self._detect_drift([row[0] for row in rows])
-        self._drift.count(seconds)
-        if not self._drift.due():
-            return anew
-        self._measure_and_plan()
-        return True
-
-    def row(self) -> Sequence[float]:
-        """Return the row of a trial, or the median at the end of a window, in seconds."""
-        if self._trial is not None:
-            # The best plan depends on the final density.
-            return self._trial.report(self._seconds if self._compression.settled else 0.0)
-        return [self._drift.median()] if self._drift.window_ended() else []
-
-    def _detect_drift(self, medians: Sequence[float]) -> bool:
-        """Process the medians of a window; return whether measuring starts again."""
-        drifted = self._drift.compare(medians)
-        if drifted is None:
-            self._compare(max(medians))
-            return False
-        if self._world.rank == 0:
-            log.info(
-                "iterations take %.4g s in place of %.4g s: measuring anew, to merge layers anew",
-                drifted[1],
-                drifted[0],
-            )
-        self._restart_profile()
-        if self.probe is not None:  # one bucket: no exchange delays backward
-            self._bucketing.follow(merge.single_bucket(self._planner.workload(self.probe)))
-        return True
-
-    def _compare(self, measured_s: float) -> None:
-        if self.plan is None:
-            return
-        if self.plan.mispredicted(measured_s) and self._world.rank == 0:
-            log.info("%s", self.plan.explain())
-
-    # -- planning --------------------------------------------------------------------------------
-
-    def _restart_profile(self) -> None:
-        self.passes.enabled = self._drift.measuring
-        self.passes.reset()
-
-    def _measure_and_plan(self) -> None:
-        """Measure on all workers, combine the figures of the slowest, and follow rank 0's plan."""
-        order = list(self._bucketing.ready_order)
-        mine = self.passes.summary(order, self._drift.median())
-        rows = self._world.exchange("backward times", mine)
-        first = self._drift.first
-        self._drift.planned()
-        self._restart_profile()
-        if all(row is None for row in rows):  # no worker had a batch of its own
-            return
-        ready, rest_s, span_s = combine(rows, len(order), self._world.rank)
-        if first or self.probe is None:
-            found = self._planner.measure(order, ready, rest_s)
-            whole = merge.single_bucket(self._planner.workload(found))
-            self._alone = (whole, span_s) if first else None
-            found = self._without_gathers(found, whole)
-        else:
-            found = self._with_contention(self.probe, ready, rest_s, span_s)
-        self._plan_from(found)
-        if not self._drift.measuring:
-            self._keep()
-            self._start_trial()
-
-    def _with_contention(
-        self, alone: Probe, ready: tuple[float, ...], rest_s: float, span_s: float
-    ) -> Probe:
-        """Return the probe after backward was profiled with concurrent exchanges as well."""
-        alone = replace(alone, rest_s=rest_s)
-        if self.plan is not None:
-            alone = self._without_gathers(alone, self.plan.plan)
-        if self._alone is None or self.plan is None or alone.cpu is None or not span_s:
-            # The delay by exchanges cannot be separated from backward.
-            pairs = zip(alone.gradients, ready, strict=True)
-            gradients = tuple(replace(gradient, ready_s=seconds) for gradient, seconds in pairs)
-            return replace(alone, gradients=gradients)
-        workload, beside = self._planner.workload(alone), (self.plan.plan, span_s)
-        delay = contention(workload, alone.costs(), alone.cpu.curve, self._alone, beside)
-        return replace(alone, contention=delay)
-
-    def _without_gathers(self, found: Probe, plan: Plan) -> Probe:
-        """Subtract the all-gathers of the plan in force from the rest of an iteration."""
-        gathers = self._planner.gather_phase_s(found, plan)
-        return replace(found, rest_s=max(0.0, found.rest_s - gathers))
-
-    def _plan_from(self, found: Probe) -> None:
-        """Make plans and follow the first, the only one until backward ran under a plan."""
-        rule = "exact" if self._rule.rule == TRIED and self._drift.measuring else self._rule.rule
-        self._candidates = self._planner.candidates(rule, found)
-        self.probe = found
-        self._follow(self._candidates[0])
-
-    def _follow(self, candidate: Candidate, measured_s: float = 0.0) -> None:
-        """Use a plan from the next backward on; ``measured_s`` is its iteration time, if known."""
-        assert self.probe is not None, "plans are made from a probe"
-        workload = self._planner.workload(self.probe)
-        timeline = merge.predict(candidate.plan, workload, self.probe.costs())
-        gathers = self._planner.gather_phase_s(self.probe, candidate.plan)
-        predicted_s = self.probe.rest_s + timeline.finish_s + gathers
-        self.plan = ActivePlan(candidate.rules, candidate.plan, timeline, predicted_s, measured_s)
-        self._bucketing.follow(candidate.plan)
-        if self._world.rank == 0 and self._trial is None:
-            log.info(
-                "%d gradients merged into %d: %.4g ms an iteration expected, %.3g ms of exchange "
-                "exposed",
-                len(workload),
-                len(timeline.buckets),
-                1e3 * predicted_s,
-                1e3 * timeline.exposed_s,
-            )
-
-    # -- trial -----------------------------------------------------------------------------------
-
-    def _start_trial(self) -> None:
-        if len(self._candidates) > 1:
-            self._trial = plan_trial(len(self._candidates), self._world.rank, self._world.size)
-            self._seconds = 0.0
-
-    def _continue_trial(
-        self, trial: Trial[int, list[float]], seconds: float, rows: Rows | None
-    ) -> bool:
-        self._seconds = seconds
-        if rows is None or not trial.take(rows):
-            return False
-        self._seconds = 0.0
-        if trial.result is not None:
-            self._choose(trial.candidate, trial.result)
-        else:
-            self._follow(self._candidates[trial.candidate])
-        return True
-
-    def _choose(self, chosen: int, medians: Sequence[float]) -> None:
-        assert self.probe is not None, "plans are made from a probe"
-        workload = self._planner.workload(self.probe)
-        timings = [
-            PlanTiming(each.rules, tuple(merge.bucket_stops(each.plan, workload)), seconds)
-            for each, seconds in zip(self._candidates, medians, strict=True)
-        ]
-        best = timings.pop(chosen)
-        others = sorted(timings, key=lambda timing: timing.iteration_s)
-        self.probe = replace(self.probe, timings=(best, *others))
-        self._trial = None
-        if self._world.rank == 0:
-            text = format_timings(self.probe.timings)
-            log.info("plans tried in whole iterations: %s; the first stays", text)
-        self._follow(self._candidates[chosen])
-        self._compare(best.iteration_s)
-        self._drift.planned(known=True)
-        self._keep()
-
-    # -- plan file -------------------------------------------------------------------------------
-
-    def _keep(self) -> None:
-        if self.probe is not None and self._world.rank == 0 and self._rule.file:
-            controllers.keep(self._rule.file, self.probe, self._planner.key())
-
-    def _read_file(self) -> None:
-        """Follow the plan file of rank 0, if it exists and is for this model and cluster."""
-        if self._file_read:
-            return
-        self._file_read = True
-        file = self._rule.file
-
-        def choose(probe: Probe) -> Any:
-            try:
-                self._planner.check(probe)
-            except UsageError as err:
-                raise UsageError(f"plan_file={file!r}: {err}; {REMEDY}") from None
-            return to_json(probe)
-
-        answer = controllers.known_choice(self._world, file, Probe, self._planner.key(), choose)
-        if answer is None:
-            return
-        try:
-            self.decide(from_json(Probe, answer, "probe"))
-        except UsageError as err:
-            raise PeerError(f"rank {self._world.rank}: rank 0 sent a damaged plan: {err}") from None
-
-
-class Planner:
-    """Measures compression and links with all workers, and has rank 0 plan for all."""
+class CostProbe:
+    """Measures the costs of a model's exchanges with all workers, and prices its backward."""
 
     def __init__(
         self,
@@ -399,11 +95,7 @@ class Planner:
         return key_of(self._bucketing.specs, world.size, links, self.wire, self.collective)
 
     def workload(self, found: Probe) -> Workload:
-        """Return the profiled backward pass, with the bytes that travel.
-
-        Raises:
-            UsageError: the probe is of another model or compression.
-        """
+        """Return the profiled backward, with the bytes that travel; `UsageError` for others."""
         wire = wire_text(self.wire)
         if (found.wire, found.collective) != (wire, self.collective):
             raise UsageError(
@@ -412,12 +104,6 @@ class Planner:
             )
         specs = self._bucketing.specs
         return found.workload(specs, payload_bytes(specs, self.wire))
-
-    def check(self, found: Probe) -> None:
-        """Raise a `UsageError` unless plans for this model can be made from the probe."""
-        workload = self.workload(found)
-        for each in found.timings:
-            merge.bucket_stops(merge.plan_from_stops(workload, each.stops), workload)
 
     def measure(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
         """Measure compression and links with all workers; no exchange may be in progress."""
@@ -481,58 +167,6 @@ class Planner:
         pairs = zip(samples.encode, samples.exchange, strict=True)
         return best_fit([(elements * each, seconds) for (elements, _), (_, seconds) in pairs])
 
-    def gather_phase_s(self, found: Probe, plan: Plan) -> float:
-        """Return seconds of the next forward with its all-gathers; 0 if exchanges are not split."""
-        return merge.gather_phase_s(plan, self.workload(found), found.costs())
-
-    def candidates(self, rule: str, found: Probe) -> list[Candidate]:
-        """Return rank 0's plans by a rule, or all that are to be tried: at least one.
-
-        Only rank 0 plans, because floating point may differ between workers.
-
-        Raises:
-            PeerError: rank 0 failed or sent a malformed plan.
-        """
-        world, workload = self._collectives.world, self.workload(found)
-        mine: Any = None
-        if world.rank == 0:
-            try:
-                mine = [
-                    [list(each.rules), merge.bucket_stops(each.plan, workload)]
-                    for each in candidates(rule, workload, found.costs())
-                ]
-            except Exception as err:
-                mine = f"rank 0 could not merge layers: {type(err).__name__}: {err}"
-        answer = world.exchange("merged layers", mine)[0]
-        if isinstance(answer, str):
-            raise PeerError(f"rank {world.rank}: {answer}")
-        return checked_plans(answer, workload, world.rank)
-
-
-def checked_plans(answer: Any, workload: Workload, rank: int) -> list[Candidate]:
-    """Return the plans that rank 0 sent as names of rules and stops of buckets.
-
-    Raises:
-        PeerError: the stops of a plan do not rise from 1 to the number of tensors.
-    """
-    try:
-        sent = from_json(tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], answer, "plans")
-    except UsageError as err:
-        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: {err}") from None
-    for _, stops in sent:
-        if not stops or stops[0] < 1 or stops[-1] != len(workload) or _falls(stops):
-            raise PeerError(
-                f"rank {rank}: rank 0 sent a malformed plan: stops {list(stops)!r:.60} of "
-                f"{len(workload)} tensors"
-            )
-    if not sent:
-        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: none")
-    return [Candidate(rules, merge.plan_from_stops(workload, stops)) for rules, stops in sent]
-
-
-def _falls(stops: Sequence[int]) -> bool:
-    return any(later <= earlier for earlier, later in pairwise(stops))
-
 
 def _prevalent_dtype(slots: Sequence[Slot]) -> torch.dtype:
     """Return the dtype of most elements, whose costs dominate."""
@@ -540,3 +174,325 @@ def _prevalent_dtype(slots: Sequence[Slot]) -> torch.dtype:
     for slot in slots:
         counts[slot.param.dtype.to_real()] += slot.elements
     return counts.most_common(1)[0][0]
+
+
+class LayerMerging:
+    """Profiles backward, makes and tries plans, and applies the best to a `Bucketing`.
+
+    Results of an earlier run, in the plan file of rank 0, are used at once. ``probe`` and ``plan``
+    are None before there are any.
+    """
+
+    def __init__(
+        self,
+        rule: Merging,
+        choices: Choices,
+        bucketing: Bucketing,
+        compression: Compression,
+        collectives: Collectives,
+        wire_is_known: bool = True,
+    ) -> None:
+        self._rule = rule
+        self._compression = compression
+        self._bucketing = bucketing
+        self._world = collectives.world
+        self._costs = CostProbe(choices, bucketing, compression, collectives)
+        # Collectives of a GPU library do not report their completion.
+        native = bucketing.device.type in collectives.world.nccl_devices
+        later = not schedules.BY_NAME[choices.schedule].whole_after_backward
+        self.passes = BackwardProfiler(
+            len(bucketing.slots), bucketing.device, asynchronous=later and not native
+        )
+        self.probe: Probe | None = None
+        self.plan: ActivePlan | None = None
+        self._drift = DriftDetector(rule.steps, rule.drift)
+        self._alone: tuple[Plan, float] | None = None
+        self._candidates: list[Candidate] = []
+        self._trial: Trial[int, list[float]] | None = None
+        self._file_read = not rule.file
+        # During the trial of compression the final encoding is not known.
+        if wire_is_known:
+            self._read_file()
+
+    @property
+    def done(self) -> bool:
+        """Whether the plan is made and chosen; afterwards drift is detected."""
+        return not self._drift.measuring and self._trial is None
+
+    @property
+    def chosen(self) -> tuple[str, ...] | None:
+        """Names of the rules of the plan that a trial has chosen; None without one."""
+        return self.probe.timings[0].rules if self.probe and self.probe.timings else None
+
+    def decide(self, found: Probe) -> None:
+        """Plan from a known probe; on all workers at once, before training."""
+        self._file_read = True
+        self._drift.planned(known=True)
+        self._restart_profile()
+        if found.timings and self._rule.rule == TRIED:
+            self.probe, best = found, found.timings[0]
+            plan = merge.plan_from_stops(self._costs.workload(found), best.stops)
+            self._follow(Candidate(best.rules, plan), measured_s=best.iteration_s)
+        else:
+            self._plan_from(replace(found, timings=()))
+            self._start_trial()
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the probe and the plan as JSON values; None before there is a plan."""
+        probe, plan = self.probe, self.plan
+        if probe is None or plan is None:
+            return None
+        timeline = plan.timeline
+        return {
+            "merge": self._rule.rule,
+            "rules": list(plan.rules),
+            "buckets": len(timeline.buckets),
+            "tensors": len(probe.gradients),
+            "predicted_s": plan.predicted_s,
+            "measured_s": plan.measured_s or None,
+            "prediction_error": plan.error,
+            "rest_s": probe.rest_s,
+            "backward_s": timeline.backward_s,
+            "encode_s": timeline.encode_s,
+            "delay_s": timeline.delay_s,
+            "exposed_s": timeline.exposed_s,
+            "encode": to_json(probe.encode),
+            "exchange": to_json(probe.exchange),
+            "gather": to_json(probe.gather),
+            "cpu": to_json(probe.cpu),
+            "contention": probe.contention,
+            "fit_error": probe.exchange.error,
+            "tried": [
+                {"rules": list(t.rules), "buckets": len(t.stops), "iteration_s": t.iteration_s}
+                for t in probe.timings
+            ],
+        }
+
+    # -- between iterations ----------------------------------------------------------------------
+
+    def boundary(self, seconds: float, rows: Rows | None) -> bool:
+        """Count an iteration, plan when enough was measured, and detect drift."""
+        self._read_file()
+        if self._trial is not None:
+            return rows is not None and self._continue_trial(self._trial, rows)
+        drifted = rows is not None and self._detect_drift([row[0] for row in rows])
+        self._drift.count(seconds)
+        if not self._drift.due():
+            return drifted
+        self._measure_and_plan()
+        return True
+
+    def row(self, seconds: float) -> Sequence[float]:
+        """Return the row of a trial, or the median at the end of a window, in seconds."""
+        if self._trial is not None:
+            # The best plan depends on the final density.
+            return self._trial.report(seconds if self._compression.settled else 0.0)
+        return [self._drift.median()] if self._drift.window_ended() else []
+
+    def _detect_drift(self, medians: Sequence[float]) -> bool:
+        """Process the medians of a window; return whether measuring starts again."""
+        drifted = self._drift.compare(medians)
+        if drifted is None:
+            self._compare(max(medians))
+            return False
+        if self._world.rank == 0:
+            log.info(
+                "iterations take %.4g s in place of %.4g s: measuring again, to merge layers again",
+                drifted[1],
+                drifted[0],
+            )
+        self._restart_profile()
+        if self.probe is not None:  # one bucket: no exchange delays backward
+            self._bucketing.follow(merge.single_bucket(self._costs.workload(self.probe)))
+        return True
+
+    def _compare(self, measured_s: float) -> None:
+        """Set the measured time of the plan; report a wrong prediction once."""
+        plan = self.plan
+        if plan is None:
+            return
+        first, plan.measured_s = not plan.measured_s, measured_s
+        error = plan.error or 0.0
+        if first and abs(error) > MISPREDICTED and self._world.rank == 0:
+            log.info(
+                "iterations take %.4g ms with %d merged layers, and were predicted at %.4g ms "
+                "(%+.0f%%)",
+                1e3 * measured_s,
+                len(plan.timeline.buckets),
+                1e3 * plan.predicted_s,
+                100 * error,
+            )
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def _restart_profile(self) -> None:
+        self.passes.enabled = self._drift.measuring
+        self.passes.reset()
+
+    def _measure_and_plan(self) -> None:
+        """Measure on all workers, combine the figures of the slowest, and follow rank 0's plan."""
+        order = list(self._bucketing.ready_order)
+        mine = self.passes.summary(order, self._drift.median())
+        rows = self._world.exchange("backward times", mine)
+        first = self._drift.first
+        self._drift.planned()
+        self._restart_profile()
+        if all(row is None for row in rows):  # no worker had a batch of its own
+            return
+        ready, rest_s, span_s = combine(rows, len(order), self._world.rank)
+        if first or self.probe is None:
+            found = self._costs.measure(order, ready, rest_s)
+            whole = merge.single_bucket(self._costs.workload(found))
+            self._alone = (whole, span_s) if first else None
+            found = self._without_gathers(found, whole)
+        else:
+            found = self._with_contention(self.probe, ready, rest_s, span_s)
+        self._plan_from(found)
+        if not self._drift.measuring:
+            self._keep()
+            self._start_trial()
+
+    def _with_contention(
+        self, alone: Probe, ready: tuple[float, ...], rest_s: float, span_s: float
+    ) -> Probe:
+        """Return the probe after backward was profiled with concurrent exchanges as well."""
+        alone = replace(alone, rest_s=rest_s)
+        if self.plan is not None:
+            alone = self._without_gathers(alone, self.plan.plan)
+        if self._alone is None or self.plan is None or alone.cpu is None or not span_s:
+            # The delay by exchanges cannot be separated from backward.
+            pairs = zip(alone.gradients, ready, strict=True)
+            gradients = tuple(replace(gradient, ready_s=seconds) for gradient, seconds in pairs)
+            return replace(alone, gradients=gradients)
+        workload, beside = self._costs.workload(alone), (self.plan.plan, span_s)
+        delay = contention(workload, alone.costs(), alone.cpu.curve, self._alone, beside)
+        return replace(alone, contention=delay)
+
+    def _without_gathers(self, found: Probe, plan: Plan) -> Probe:
+        """Subtract the all-gathers of the plan in force from the rest of an iteration."""
+        gathers = merge.gather_phase_s(plan, self._costs.workload(found), found.costs())
+        return replace(found, rest_s=max(0.0, found.rest_s - gathers))
+
+    def _plan_from(self, found: Probe) -> None:
+        """Make plans and follow the first, the only one until backward ran under a plan.
+
+        Only rank 0 plans, because floating point may differ between workers.
+        """
+        rule = "exact" if self._rule.rule == TRIED and self._drift.measuring else self._rule.rule
+        rank, workload = self._world.rank, self._costs.workload(found)
+        mine: Any = None
+        if rank == 0:
+            try:
+                mine = [
+                    [list(each.rules), merge.bucket_stops(each.plan, workload)]
+                    for each in merge.candidates(rule, workload, found.costs())
+                ]
+            except Exception as err:
+                mine = f"rank 0 could not merge layers: {type(err).__name__}: {err}"
+        answer = self._world.exchange("merged layers", mine)[0]
+        if isinstance(answer, str):
+            raise PeerError(f"rank {rank}: {answer}")
+        self._candidates = checked_plans(answer, workload, rank)
+        self.probe = found
+        self._follow(self._candidates[0])
+
+    def _follow(self, candidate: Candidate, measured_s: float = 0.0) -> None:
+        """Use a plan from the next backward on; ``measured_s`` is its iteration time, if known."""
+        assert self.probe is not None, "plans are made from a probe"
+        workload, costs = self._costs.workload(self.probe), self.probe.costs()
+        timeline = merge.predict(candidate.plan, workload, costs)
+        gathers = merge.gather_phase_s(candidate.plan, workload, costs)
+        predicted_s = self.probe.rest_s + timeline.finish_s + gathers
+        self.plan = ActivePlan(candidate.rules, candidate.plan, timeline, predicted_s, measured_s)
+        self._bucketing.follow(candidate.plan)
+        if self._world.rank == 0 and self._trial is None:
+            log.info(
+                "%d gradients merged into %d: %.4g ms an iteration expected, %.3g ms of exchange "
+                "exposed",
+                len(workload),
+                len(timeline.buckets),
+                1e3 * predicted_s,
+                1e3 * timeline.exposed_s,
+            )
+
+    # -- trial -----------------------------------------------------------------------------------
+
+    def _start_trial(self) -> None:
+        if len(self._candidates) > 1:
+            self._trial = plan_trial(len(self._candidates), self._world.rank, self._world.size)
+
+    def _continue_trial(self, trial: Trial[int, list[float]], rows: Rows) -> bool:
+        if not trial.process_rows(rows):
+            return False
+        if trial.result is not None:
+            self._choose(trial.candidate, trial.result)
+        else:
+            self._follow(self._candidates[trial.candidate])
+        return True
+
+    def _choose(self, chosen: int, medians: Sequence[float]) -> None:
+        assert self.probe is not None, "plans are made from a probe"
+        workload = self._costs.workload(self.probe)
+        timings = [
+            PlanTiming(each.rules, tuple(merge.bucket_stops(each.plan, workload)), seconds)
+            for each, seconds in zip(self._candidates, medians, strict=True)
+        ]
+        best = timings.pop(chosen)
+        others = sorted(timings, key=lambda timing: timing.iteration_s)
+        self.probe = replace(self.probe, timings=(best, *others))
+        self._trial = None
+        if self._world.rank == 0:
+            text = format_timings(self.probe.timings)
+            log.info("plans tried in whole iterations: %s; the first stays", text)
+        self._follow(self._candidates[chosen])
+        self._compare(best.iteration_s)
+        self._drift.planned(known=True)
+        self._keep()
+
+    # -- plan file -------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        if self.probe is not None and self._world.rank == 0 and self._rule.file:
+            controllers.keep(self._rule.file, self.probe, self._costs.key())
+
+    def _read_file(self) -> None:
+        """Follow the plan file of rank 0, if it exists and is for this model and cluster."""
+        if self._file_read:
+            return
+        self._file_read = True
+        file = self._rule.file
+
+        def choose(probe: Probe) -> Any:
+            try:
+                workload = self._costs.workload(probe)
+                for each in probe.timings:
+                    merge.bucket_stops(merge.plan_from_stops(workload, each.stops), workload)
+            except UsageError as err:
+                raise UsageError(f"plan_file={file!r}: {err}; {REMEDY}") from None
+            return to_json(probe)
+
+        answer = controllers.known_choice(self._world, file, Probe, self._costs.key(), choose)
+        if answer is None:
+            return
+        try:
+            self.decide(from_json(Probe, answer, "probe"))
+        except UsageError as err:
+            raise PeerError(f"rank {self._world.rank}: rank 0 sent a damaged plan: {err}") from None
+
+
+def checked_plans(answer: Any, workload: Workload, rank: int) -> list[Candidate]:
+    """Return the plans that rank 0 sent as rules and stops; `PeerError` if they are malformed."""
+    try:
+        sent = from_json(tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], answer, "plans")
+    except UsageError as err:
+        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: {err}") from None
+    for _, stops in sent:
+        rising = stops and all(earlier < later for earlier, later in pairwise((0, *stops)))
+        if not rising or stops[-1] != len(workload):
+            raise PeerError(
+                f"rank {rank}: rank 0 sent a malformed plan: stops {list(stops)!r:.60} of "
+                f"{len(workload)} tensors"
+            )
+    if not sent:
+        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: none")
+    return [Candidate(rules, merge.plan_from_stops(workload, stops)) for rules, stops in sent]

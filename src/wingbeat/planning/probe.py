@@ -9,9 +9,8 @@ from typing import ClassVar
 
 from wingbeat.errors import UsageError
 from wingbeat.planning import merge
-from wingbeat.planning.costs import ZERO, CostModel, Curve, Workload
+from wingbeat.planning.costs import ZERO, CostModel, Curve, Fit, Workload
 from wingbeat.planning.files import check_range
-from wingbeat.planning.fits import Fit
 from wingbeat.types import Plan, TensorSpec
 
 COLLECTIVES = ("payload all-gather", "all-reduce", "reduce-scatter")
@@ -71,10 +70,7 @@ class PlanTiming:
     """A merge plan that was timed in whole iterations.
 
     ``stops`` are the rising positions before which its buckets end, in ready order. ``iteration_s``
-    is the median of its iterations, each the mean of all workers.
-
-    Raises:
-        UsageError: the stops do not rise, or the time is out of range.
+    is the median of its iterations, each the mean of all workers. Other values are a `UsageError`.
     """
 
     rules: tuple[str, ...]
@@ -92,7 +88,6 @@ class Probe:
     """The backward pass, the costs of encoding and exchange, and the rest of an iteration.
 
     Attributes:
-        workers: number of workers.
         links: names of the network interfaces of rank 0.
         wire: encoding of gradients, as text.
         collective: one of `COLLECTIVES`.
@@ -110,8 +105,7 @@ class Probe:
         matrices: costs of shapes that travel as factors.
         timings: plans compared in a trial, the chosen one first; empty without a trial.
 
-    Raises:
-        UsageError: a value is out of range, or values contradict each other.
+    Values out of range, or that contradict each other, are a `UsageError`.
     """
 
     kind: ClassVar[str] = "probe"
@@ -170,25 +164,20 @@ class Probe:
         return CostModel(self.encode.curve, self.exchange.curve, delay, gather)
 
     def workload(self, specs: Sequence[TensorSpec], nbytes: Sequence[float]) -> Workload:
-        """Return the backward pass for `wingbeat.planning.merge`.
-
-        Raises:
-            UsageError: the probe is of another model.
-        """
+        """Return the backward pass of the probe's model; another model is a `UsageError`."""
         known = [specs[t].name if t < len(specs) else None for t in self.tensors]
         if known != [g.name for g in self.gradients] or len(self.gradients) != len(specs):
             raise UsageError(
                 f"the probe has {len(self.gradients)} tensors, the model {len(specs)} or others "
-                "by name; measure this model anew"
+                "by name; measure this model again"
             )
+        curve = self.exchange.curve
         return Workload(
             tensors=self.tensors,
             ready_s=self.ready_s,
             numels=tuple(specs[t].numel for t in self.tensors),
             nbytes=tuple(
-                equivalent_bytes(
-                    specs[t].shape, float(nbytes[t]), self.matrices, self.exchange.curve
-                )
+                equivalent_bytes(specs[t].shape, float(nbytes[t]), self.matrices, curve)
                 for t in self.tensors
             ),
             kinds=tuple(specs[t].kind for t in self.tensors),

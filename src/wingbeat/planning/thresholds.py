@@ -14,16 +14,16 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 from wingbeat.planning.bucket_size import NEGLIGIBLE, counted
+from wingbeat.planning.costs import isotonic
 from wingbeat.planning.files import check_range
-from wingbeat.planning.fits import isotonic
-from wingbeat.planning.trials import Blocks, Encoding, LedTrial, Search
+from wingbeat.planning.trials import Blocks, LedTrial, Search
 
 WARMUP = 1
 """Iterations after each change that do not count, as earlier sums may still arrive."""
@@ -136,9 +136,7 @@ class ThresholdResult:
 
     ``bases`` are, for each searched cut in order, the cuts that were fixed meanwhile. ``samples``
     are in the order of their first measurement. ``iterations`` includes those that did not count.
-
-    Raises:
-        UsageError: a value is out of range, or values contradict each other.
+    Values that contradict each other are a `UsageError`.
     """
 
     kind: ClassVar[str] = "thresholds"
@@ -153,23 +151,22 @@ class ThresholdResult:
         check_range("layers", (self.layers,), 1)
         check_range("classes", (self.classes,), 2)
         check_range("iterations", (self.iterations,), 0)
-        self._check_cuts("chosen", self.chosen, self.classes)
-        for base in self.bases:
-            self._check_cuts("bases", base, self.classes - 1)
         measured = [sample.cuts for sample in self.samples]
-        for cuts in measured:
-            self._check_cuts("samples.cuts", cuts, self.classes)
+        for name, classes, several in (
+            ("chosen", self.classes, [self.chosen]),
+            ("bases", self.classes - 1, self.bases),
+            ("samples.cuts", self.classes, measured),
+        ):
+            for cuts in several:
+                if not valid_cuts(cuts, self.layers, classes):
+                    raise UsageError(
+                        f"{name} is {list(cuts)!r}; allowed: at most {classes - 1} rising whole "
+                        f"numbers above 0 and below {self.layers}"
+                    )
         if len(set(measured)) != len(measured) or bool(self.samples) != bool(self.bases):
             raise UsageError("samples has to hold each division once, and bases the fixed cuts")
         if measured and not {self.chosen, (), *self.bases} <= set(measured):
             raise UsageError("chosen and bases have to be among the samples, and one class too")
-
-    def _check_cuts(self, name: str, cuts: Cuts, classes: int) -> None:
-        if not valid_cuts(cuts, self.layers, classes):
-            raise UsageError(
-                f"{name} is {list(cuts)!r}; allowed: at most {classes - 1} rising whole numbers "
-                f"above 0 and below {self.layers}"
-            )
 
     @property
     def thresholds(self) -> tuple[float, ...]:
@@ -258,10 +255,6 @@ class CutAxis:
         """Return the cuts with one more before ``position``; the base if it adds nothing."""
         return tuple(sorted({*self.base, position} - {0}))
 
-    def measured(self, times: Times) -> list[int]:
-        """Return the measured positions."""
-        return [position for position in range(self.layers) if self.at(position) in times]
-
     def initial(self) -> list[int]:
         """Return the positions to begin with.
 
@@ -283,31 +276,21 @@ class CutAxis:
         A fixed cut separates two minima, so each interval between fixed cuts has its own curve.
         """
         fitted: dict[int, float] = {}
-        for part in self._intervals(times):
+        measured = [position for position in range(self.layers) if self.at(position) in times]
+        for low, high in itertools.pairwise([0, *self.base, self.layers]):
+            part = [position for position in measured if low <= position <= high]
             medians = [self._median(position, times) for position in part]
             counts = [float(len(times[self.at(position)])) for position in part]
-            for position, value in zip(part, unimodal_fit(medians, counts), strict=True):
-                fitted[position] = value
+            fitted |= zip(part, unimodal_fit(medians, counts), strict=True)
         for position in fitted:
             if self.base and self.at(position) == self.base:  # two curves meet there
                 fitted[position] = self._median(position, times)
         return fitted
 
-    def _intervals(self, times: Times) -> Iterator[list[int]]:
-        """Yield the measured positions from each fixed cut to the next, both included."""
-        measured = self.measured(times)
-        for low, high in itertools.pairwise([0, *self.base, self.layers]):
-            part = [position for position in measured if low <= position <= high]
-            if part:
-                yield part
-
     def ranked(self, times: Times) -> list[int]:
         """Return the measured positions, the least fitted time first."""
         fitted = self.fitted(times)
-        return sorted(
-            fitted,
-            key=lambda position: (fitted[position], self._median(position, times), position),
-        )
+        return sorted(fitted, key=lambda at: (fitted[at], self._median(at, times), at))
 
     def ranked_cuts(self, times: Times) -> list[Cuts]:
         """Return the measured cuts, the fastest first."""
@@ -319,10 +302,10 @@ class CutAxis:
         Of two equal gaps, the one that ends at the faster position is used. If the best has no gaps
         left, the next best follows; None if there are no gaps.
         """
-        ranked, measured = self.ranked(times), self.measured(times)
+        ranked = self.ranked(times)
         for position in ranked:
-            below = max((other for other in measured if other < position), default=position)
-            above = min((other for other in measured if other > position), default=position)
+            below = max((other for other in ranked if other < position), default=position)
+            above = min((other for other in ranked if other > position), default=position)
             gaps = [(position - below, -ranked.index(below), below)]
             gaps.append((above - position, -ranked.index(above), position))
             width, _, low = max(gaps)
@@ -334,20 +317,11 @@ class CutAxis:
         return statistics.median(times[self.at(position)])
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The best cuts, the axis of each searched cut, and the seconds of all measured iterations."""
-
-    cuts: Cuts
-    axes: tuple[CutAxis, ...]
-    times: dict[Cuts, list[float]]
-
-
-def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], Found]:
+def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], ThresholdResult]:
     """Search the best cuts of ``layers`` layers into ``classes`` classes.
 
     The generator yields the cuts to measure and is sent the seconds of iterations with them. The
-    search is deterministic.
+    search is deterministic. The result counts the measured iterations.
 
     Cuts are searched one after the other: first that of two classes, then one more for each further
     class. For each, a few positions are spread over the order of forward, and more are measured
@@ -385,7 +359,17 @@ def search_cuts(layers: int, classes: int) -> Generator[Cuts, Sequence[float], F
         for cuts in finalists:
             times[cuts] += yield cuts
     chosen = next(cuts for cuts in axes[-1].ranked_cuts(times) if cuts in finalists)
-    return Found(chosen, tuple(axes), times)
+    return ThresholdResult(
+        layers=layers,
+        classes=classes,
+        chosen=chosen,
+        bases=tuple(axis.base for axis in axes),
+        samples=tuple(
+            ThresholdSample(cuts, statistics.median(seconds), len(seconds))
+            for cuts, seconds in times.items()
+        ),
+        iterations=sum(map(len, times.values())),
+    )
 
 
 def relative_error(times: Times, cuts: Cuts) -> float:
@@ -431,20 +415,10 @@ def threshold_trial(
     classes = len(start) + 1
 
     def search() -> Search[Cuts, ThresholdResult]:
-        found = yield from search_cuts(layers, classes)
-        result = ThresholdResult(
-            layers=layers,
-            classes=classes,
-            chosen=found.cuts,
-            bases=tuple(axis.base for axis in found.axes),
-            samples=tuple(
-                ThresholdSample(cuts, statistics.median(seconds), len(seconds))
-                for cuts, seconds in found.times.items()
-            ),
-            iterations=trial.exchanges,
-        )
+        result = yield from search_cuts(layers, classes)
+        result = replace(result, iterations=trial.exchanges)
         log.info("%s", result.explain())
-        return found.cuts, result
+        return result.chosen, result
 
     def encode(cuts: Cuts) -> list[float]:
         return [*map(float, cuts), *[0.0] * (classes - 1 - len(cuts))]
@@ -455,13 +429,11 @@ def threshold_trial(
             raise ValueError(f"these do not divide {layers} layers")
         return cuts
 
-    trial = LedTrial(
-        search(),
-        Blocks(name="threshold tuning", warmup=WARMUP, iterations=steps, combine=statistics.fmean),
-        rank,
-        size,
-        start=cuts_from_thresholds(start, layers),
-        encoding=Encoding(encode, decode),
-        decisions=(1, max_blocks(layers, classes) + 1),
+    blocks = Blocks(
+        name="threshold tuning", warmup=WARMUP, iterations=steps, combine=statistics.fmean
     )
+    trial = LedTrial(
+        search(), blocks, rank, size, start=cuts_from_thresholds(start, layers),
+        encode=encode, decode=decode, decisions=(1, max_blocks(layers, classes) + 1),
+    )  # fmt: skip
     return trial

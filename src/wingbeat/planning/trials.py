@@ -11,6 +11,8 @@ iteration, however long exchanges take and whatever a worker measures:
 - In a `Trial` every worker runs the search on the same rows, and so reaches the same conclusion.
 - In a `LedTrial` rank 0 alone runs the search. Its decisions travel in its rows, and all workers,
   rank 0 included, apply a decision when the exchange delivers it.
+
+A `DriftDetector` begins a trial again when iteration times have changed.
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ Search = Generator[C, list[float], tuple[C, R]]
 Rows = Sequence[Sequence[float]]
 
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
-
-_SHOWN = 8
 
 
 def is_time(seconds: float) -> bool:
@@ -70,8 +70,13 @@ class _Trial(Generic[C, R]):
         self._search, self._blocks = search, blocks
         self._rank, self._size = rank, size
         self._warmup = blocks.warmup if blocks.first_warmup is None else blocks.first_warmup
+        self.number = 0
         self._seen = 0
         self._values: list[float] = []
+
+    def report(self, seconds: float) -> list[float]:
+        """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
+        return [float(seconds) if is_time(seconds) else 0.0, float(self.number)]
 
     def _count(self, seconds: Sequence[float]) -> list[float] | None:
         """Count one iteration; return the measurements of the block at its end."""
@@ -102,7 +107,7 @@ class _Trial(Generic[C, R]):
     def _malformed(self, rank: int, row: Sequence[float], why: str) -> PeerError:
         return PeerError(
             f"rank {self._rank}: rank {rank} sent a malformed row for the {self._blocks.name} "
-            f"{list(row)[:_SHOWN]!r}: {why}; all workers have to run the same wingbeat with the "
+            f"{list(row)[:8]!r}: {why}; all workers have to run the same wingbeat with the "
             "same options"
         )
 
@@ -118,26 +123,21 @@ class Trial(_Trial[C, R]):
     ) -> None:
         super().__init__(search, blocks, rank, size)
         self._max_blocks = max_blocks
-        self.block = 0
         self._advance(None)
 
-    def report(self, seconds: float) -> list[float]:
-        """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
-        return [float(seconds) if is_time(seconds) else 0.0, float(self.block)]
-
-    def take(self, rows: Rows) -> bool:
+    def process_rows(self, rows: Rows) -> bool:
         """Process the rows of an exchange; return whether ``candidate`` changed or the trial ended.
 
         An iteration counts if all workers measured it and ran the current block.
         """
         self._check(rows, 2, self._max_blocks)
-        if self.done or any(row[1] != self.block or row[0] == 0 for row in rows):
+        if self.done or any(row[1] != self.number or row[0] == 0 for row in rows):
             return False
         values = self._count([row[0] for row in rows])
         if values is None:
             return False
         before = self.candidate
-        self.block += 1
+        self.number += 1
         self._advance(values)
         return self.done or self.candidate != before
 
@@ -149,24 +149,15 @@ class Trial(_Trial[C, R]):
             self.done = True
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding(Generic[C]):
-    """The encoding of candidates as a fixed number of numbers.
-
-    ``decode`` raises `ValueError` with the reason if they are no candidate.
-    """
-
-    encode: Callable[[C], list[float]]
-    decode: Callable[[list[float]], C]
-
-
 class LedTrial(_Trial[C, R]):
     """A trial in which rank 0 runs the search, from the first call of `report` on.
 
     A row has four numbers and those of a candidate: seconds; the number of the decision in force;
     and, from rank 0 (zeros from others), the number of its last decision, 1 if the trial ends with
     it, and the candidate. The start is decision 0. ``decisions`` are the number of the first
-    decision with which the trial may end, and of the last. ``result`` is set on rank 0 only.
+    decision with which the trial may end, and of the last. ``encode`` makes equally many numbers of
+    any candidate; ``decode`` raises `ValueError` with the reason if they are none. ``result`` is
+    set on rank 0 only.
     """
 
     def __init__(
@@ -177,15 +168,15 @@ class LedTrial(_Trial[C, R]):
         size: int,
         *,
         start: C,
-        encoding: Encoding[C],
+        encode: Callable[[C], list[float]],
+        decode: Callable[[list[float]], C],
         decisions: tuple[int, int],
     ) -> None:
         super().__init__(search, blocks, rank, size)
         self.candidate = start
         self.exchanges = 0
-        self._encoding, self._decisions = encoding, decisions
-        self._width = len(encoding.encode(start))
-        self._applied = 0
+        self._encode, self._decode, self._decisions = encode, decode, decisions
+        self._width = len(encode(start))
         # On rank 0: its last decision.
         self._begun = False
         self._decided, self._decision, self._ends = 0, start, False
@@ -193,50 +184,49 @@ class LedTrial(_Trial[C, R]):
 
     def report(self, seconds: float) -> list[float]:
         """Return this worker's row for the next exchange; invalid ``seconds`` count as unknown."""
-        row = [float(seconds) if is_time(seconds) else 0.0, float(self._applied)]
+        row = super().report(seconds)
         if self._rank:
             return row + [0.0] * (2 + self._width)
         if not self._begun:
             self._begun = True
             self._decision = next(self._search)
             self._decided = int(self._decision != self.candidate)
-        decision = self._encoding.encode(self._decision)
-        return [*row, float(self._decided), float(self._ends), *decision]
+        return [*row, float(self._decided), float(self._ends), *self._encode(self._decision)]
 
-    def take(self, rows: Rows) -> C | None:
+    def process_rows(self, rows: Rows) -> C | None:
         """Process the rows of an exchange; return the next candidate, None to keep the current."""
         self._check(rows, 4 + self._width, rows[0][2] if rows and len(rows[0]) > 2 else 0.0)
         number, candidate, ends = self._checked_decision(rows[0])
         self.exchanges += 1
-        if number > self._applied:
+        if number > self.number:
             changed = candidate != self.candidate
-            self._applied, self.candidate = number, candidate
+            self.number, self.candidate = number, candidate
             self._seen = 0 if changed else self._warmup
             self.done, self.result = ends, self._result
             return candidate if changed else None
-        if self._rank == 0 and not self.done and self._decided == self._applied:
+        if self._rank == 0 and not self.done and self._decided == self.number:
             self._measure(rows)
         return None
 
     def _checked_decision(self, row: Sequence[float]) -> tuple[int, C, bool]:
         number, ends, *numbers = row[2:]
         earliest, last = self._decisions
-        if number not in (self._applied, min(self._applied + 1, last)):
-            raise self._malformed(0, row, f"decision {self._applied} or the next one was expected")
+        if number not in (self.number, min(self.number + 1, last)):
+            raise self._malformed(0, row, f"decision {self.number} or the next one was expected")
         try:
-            candidate = self._encoding.decode(numbers)
+            candidate = self._decode(numbers)
         except ValueError as err:
             raise self._malformed(0, row, str(err)) from None
         if ends not in (0, 1) or (ends and number < earliest) or (number == last and not ends):
             limits = f"{last}" if earliest == last else f"{earliest} to {last}"
             raise self._malformed(0, row, f"the trial ends with decision {limits}")
-        if number == self._applied and (candidate != self.candidate or ends != self.done):
+        if number == self.number and (candidate != self.candidate or ends != self.done):
             raise self._malformed(0, row, f"that decision was {self.candidate}")
         return int(number), candidate, bool(ends)
 
     def _measure(self, rows: Rows) -> None:
         """Count an iteration if all workers ran the current candidate; decide after a block."""
-        if any(row[1] != self._applied for row in rows):
+        if any(row[1] != self.number for row in rows):
             return
         seconds = [row[0] for row in rows if row[0]]
         values = self._count(seconds) if seconds else None
@@ -286,19 +276,14 @@ class CompressionTimes:
 
 def compression_trial(rank: int, size: int) -> Trial[bool, CompressionTimes]:
     """Return a trial of whether compression makes iterations shorter."""
-    return Trial(
-        _search_compression(),
-        Blocks(
-            name="compression trial",
-            warmup=COMPRESSION_WARMUP,
-            first_warmup=COMPRESSION_FIRST_WARMUP,
-            iterations=COMPRESSION_ITERATIONS,
-            combine=max,
-        ),
-        rank,
-        size,
-        COMPRESSION_BLOCKS,
+    blocks = Blocks(
+        name="compression trial",
+        warmup=COMPRESSION_WARMUP,
+        first_warmup=COMPRESSION_FIRST_WARMUP,
+        iterations=COMPRESSION_ITERATIONS,
+        combine=max,
     )
+    return Trial(_search_compression(), blocks, rank, size, COMPRESSION_BLOCKS)
 
 
 def _search_compression() -> Search[bool, CompressionTimes]:
@@ -334,18 +319,13 @@ def plan_trial(count: int, rank: int, size: int) -> Trial[int, list[float]]:
     not measured. Candidates are the numbers of plans; the result is the median of the iterations of
     each in seconds, the mean of all workers.
     """
-    return Trial(
-        _search_plans(count),
-        Blocks(
-            name="plan trial",
-            warmup=PLAN_WARMUP,
-            iterations=PLAN_ITERATIONS,
-            combine=lambda seconds: math.fsum(seconds) / size,
-        ),
-        rank,
-        size,
-        len(PLAN_MARGINS) * count,
+    blocks = Blocks(
+        name="plan trial",
+        warmup=PLAN_WARMUP,
+        iterations=PLAN_ITERATIONS,
+        combine=lambda seconds: math.fsum(seconds) / size,
     )
+    return Trial(_search_plans(count), blocks, rank, size, len(PLAN_MARGINS) * count)
 
 
 def _search_plans(count: int) -> Search[int, list[float]]:
@@ -362,10 +342,93 @@ def _search_plans(count: int) -> Search[int, list[float]]:
         remaining = [
             plan
             for plan in remaining
-            if medians[plan] <= (1.0 + margin) * least or _lower_quartile(times[plan]) <= least
+            if medians[plan] <= (1.0 + margin) * least
+            or sorted(times[plan])[max(0, len(times[plan]) // 4 - 1)] <= least
         ]
     return min(remaining, key=lambda plan: medians[plan]), medians
 
 
-def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[max(0, len(values) // 4 - 1)]
+# -- drift ---------------------------------------------------------------------------------------
+
+DRIFT_WARMUP = 2
+"""Iterations after a change of buckets that do not count."""
+
+DRIFT_WINDOW = 50
+"""Iterations of a window, whose median is compared with that of the first window."""
+
+
+class DriftDetector:
+    """Counts iterations on one worker: first a measuring phase, then windows.
+
+    Every worker counts the same iterations and compares the same medians, so all plan and detect
+    drift before the same backward.
+
+    After ``steps`` iterations a first plan is made. Measurements are repeated under it, where
+    exchanges compete with backward for processors, and a second plan is made. Drift is a change of
+    the median by more than ``factor`` in either direction, in ``windows`` consecutive windows; a
+    single window may be due to another job. ``first`` is True from a start until its first plan.
+    """
+
+    def __init__(self, steps: int, factor: float, windows: int = 1) -> None:
+        self.measuring = self.first = True
+        self._steps, self._factor, self._windows = steps, factor, windows
+        self._off = 0
+        self._seen = 0
+        self._times: list[float] = []
+        self._reference = 0.0
+
+    def due(self) -> bool:
+        """Return whether enough was measured to plan now."""
+        return self.measuring and self._seen > DRIFT_WARMUP + self._steps
+
+    def count(self, seconds: float) -> None:
+        """Count one iteration boundary."""
+        self._seen += 1
+        if self._seen > DRIFT_WARMUP + 1 and seconds > 0:
+            self._times.append(seconds)
+
+    def median(self) -> float:
+        """Return the median of the iterations so far, 0 without any."""
+        return statistics.median(self._times) if self._times else 0.0
+
+    def planned(self, *, known: bool = False) -> None:
+        """Begin the next phase after a plan was made; a ``known`` plan needs no second one."""
+        self._restart()
+        self.measuring = self.first and not known
+        self.first = False
+        self._reference, self._off = 0.0, 0
+
+    def window_ended(self) -> bool:
+        """Return whether this iteration ends a window, so that all workers exchange medians."""
+        return not self.measuring and self._seen == DRIFT_WARMUP + DRIFT_WINDOW
+
+    def compare(self, medians: Sequence[float]) -> tuple[float, float] | None:
+        """Compare the medians of all workers, equal on each, and begin the next window.
+
+        Return the reference and the current median in seconds after drift, None otherwise. A median
+        that is no time is a `PeerError`, which names its sender.
+        """
+        for rank, value in enumerate(medians):
+            if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):
+                raise PeerError(
+                    f"rank {rank} sent {value!r} as its median iteration time in seconds; all "
+                    "workers have to run the same wingbeat"
+                )
+        now = max(medians)
+        self._restart()
+        if self._reference == 0.0 or now == 0.0:
+            self._reference = now
+            return None
+        if 1 / self._factor <= now / self._reference <= self._factor:
+            self._off = 0
+            return None
+        self._off += 1
+        if self._off < self._windows:
+            return None
+        reference, self._reference, self._off = self._reference, 0.0, 0
+        self.measuring = self.first = True
+        return reference, now
+
+    def _restart(self) -> None:
+        self._seen = 0
+        self._times.clear()

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from wingbeat.schedules.dear import Dear
+from wingbeat.schedules.dear import Dear, ShardedDear
 from wingbeat.schedules.events import Schedule
 from wingbeat.schedules.local import Local
-from wingbeat.schedules.served import Served, ServedAtStart
-from wingbeat.schedules.served_updates import ServedUpdates, ServedUpdatesAtStart
-from wingbeat.schedules.sharded import ShardedDear
-from wingbeat.schedules.stale import Stale
-from wingbeat.schedules.wfbp import Wfbp
+from wingbeat.schedules.served import Served, ServedAtStart, ServedUpdates, ServedUpdatesAtStart
+from wingbeat.schedules.wfbp import Stale, Wfbp
 
 __all__ = [
-    "BY_NAME",
-    "Dear",
-    "Local",
-    "Served",
-    "ServedAtStart",
-    "ServedUpdates",
-    "ServedUpdatesAtStart",
-    "ShardedDear",
-    "Stale",
-    "Wfbp",
-]
+    "BY_NAME", "Dear", "Local", "Served", "ServedAtStart", "ServedUpdates", "ServedUpdatesAtStart",
+    "ShardedDear", "Stale", "Wfbp",
+]  # fmt: skip
 
 BY_NAME: dict[str, type[Schedule]] = {
     "wfbp": Wfbp,

@@ -55,9 +55,8 @@ class Phase(enum.Enum):
 class Planned:
     """The buckets change before the next backward.
 
-    Attributes:
-        forward: all buckets, first needed by forward first.
-        members: for each bucket, by number, the parameters that the optimizer updates.
+    ``forward``: all buckets, first needed by forward first. ``members``: for each bucket, by
+    number, the parameters that the optimizer updates.
     """
 
     forward: tuple[int, ...]
@@ -80,10 +79,8 @@ class BucketReady:
 class BackwardEnds:
     """Every bucket of a backward was ready.
 
-    Attributes:
-        looked_at: whether some gradients will certainly be read, for example by another optimizer
-            that updates some parameters.
-        lost: whether they were added to gradients that a step had already used.
+    ``looked_at``: some gradients will certainly be read, for example by another optimizer that
+    updates some parameters. ``lost``: they were added to gradients that a step had already used.
     """
 
     looked_at: bool = False
@@ -97,11 +94,7 @@ class GradientsNeeded:
 
 @dataclass(frozen=True, slots=True)
 class PartsNeeded:
-    """Each worker's own blocks are about to be changed.
-
-    Attributes:
-        intent: the change, `Intent.CLIP` or `Intent.SCALE`.
-    """
+    """Each worker's own blocks are about to be changed: `Intent.CLIP` or `Intent.SCALE`."""
 
     intent: Intent = Intent.CLIP
 
@@ -115,9 +108,8 @@ class GradientsDropped:
 class StepCalled:
     """The optimizer's step was called.
 
-    Attributes:
-        in_parts: whether the step can be made later and bucket by bucket.
-        used: parameters for which this worker has a gradient.
+    ``in_parts``: the step can be made later and bucket by bucket. ``used``: parameters for which
+    this worker has a gradient.
     """
 
     in_parts: bool = True
@@ -137,17 +129,9 @@ class ParametersNeeded:
 
 
 Event = (
-    Planned
-    | BackwardBegins
-    | BucketReady
-    | BackwardEnds
-    | GradientsNeeded
-    | PartsNeeded
-    | GradientsDropped
-    | StepCalled
-    | OthersStep
-    | ParametersNeeded
-)
+    Planned | BackwardBegins | BucketReady | BackwardEnds | GradientsNeeded | PartsNeeded
+    | GradientsDropped | StepCalled | OthersStep | ParametersNeeded
+)  # fmt: skip
 
 
 # -- commands -----------------------------------------------------------------------------
@@ -157,9 +141,8 @@ Event = (
 class Start:
     """Start a collective on a bucket's buffer, after all that were started before.
 
-    Attributes:
-        chained: whether a chunk may start as soon as the bucket's previous collective has finished
-            with it; otherwise that collective is complete.
+    ``chained``: a chunk may start as soon as the bucket's previous collective has finished with it;
+    otherwise that collective is complete.
     """
 
     operation: Operation
@@ -171,10 +154,8 @@ class Start:
 class Wait:
     """Wait for the collective that was started last on the bucket.
 
-    Attributes:
-        whole: whether the result is whole gradients, equal on all workers.
-        read_only: whether the buffer is not written until the bucket's next operation. Parts of it
-            may still be in transit to other workers.
+    ``whole``: the result is whole gradients, equal on all workers. ``read_only``: the buffer is not
+    written until the bucket's next operation; parts of it may still be in transit.
     """
 
     bucket: int
@@ -189,10 +170,9 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Defer:
-    """Defer a due update until the bucket's parameters are needed, with the settings of this step.
+    """Defer an update until the bucket's parameters are needed, with the settings of this step.
 
-    Attributes:
-        used: the parameters that are due; None for all.
+    ``used``: the parameters that are due; None for all.
     """
 
     bucket: int
@@ -215,9 +195,7 @@ class Step:
 class Announce:
     """Announce to all workers how this one will use its gradients.
 
-    Attributes:
-        intent: the planned use.
-        used: parameters for which this worker has a gradient, where that matters.
+    ``used``: parameters for which this worker has a gradient, where that matters.
     """
 
     intent: Intent
@@ -240,8 +218,7 @@ class Share:
 class UpdateOwn:
     """Update this worker's blocks of a bucket.
 
-    Attributes:
-        used: parameters for which any worker has a gradient; others are unchanged.
+    ``used``: parameters for which any worker has a gradient; others are unchanged.
     """
 
     bucket: int
@@ -259,8 +236,7 @@ class Place:
 class Forget:
     """Stop treating the content of the buffers as gradients.
 
-    Attributes:
-        spent: parameters whose gradients a step has used; None if they were dropped.
+    ``spent``: parameters whose gradients a step has used; None if they were dropped.
     """
 
     spent: frozenset[int] | None = None
@@ -268,11 +244,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """Send the servers the local parameters or gradients that their next update lacks.
-
-    Attributes:
-        answer: the announcements of all workers.
-    """
+    """Send the servers the local parameters or gradients that their next update lacks."""
 
     answer: Answer
 
@@ -281,9 +253,7 @@ class Hand:
 class UpdateServers:
     """Request an update from the servers.
 
-    Attributes:
-        answer: the announcements of all workers.
-        unasked: whether servers send parameters to this worker as soon as they are updated.
+    ``unasked``: servers send parameters to this worker as soon as they are updated.
     """
 
     answer: Answer
@@ -292,12 +262,7 @@ class UpdateServers:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """Start averaging the parameters of fragments ``first`` to ``last`` with other workers.
-
-    Attributes:
-        first: number of the first fragment.
-        last: number after the last fragment.
-    """
+    """Start averaging the fragments ``first`` up to, without, ``last`` with other workers."""
 
     first: int
     last: int
@@ -309,18 +274,9 @@ class Adopt:
 
 
 UpdateCommand = (
-    Defer
-    | Update
-    | UpdateOwn
-    | Place
-    | Step
-    | Share
-    | Forget
-    | Hand
-    | UpdateServers
-    | Average
+    Defer | Update | UpdateOwn | Place | Step | Share | Forget | Hand | UpdateServers | Average
     | Adopt
-)
+)  # fmt: skip
 """Commands of the optimizer's side of training."""
 
 Command = Start | Wait | Show | Announce | Await | UpdateCommand
@@ -333,11 +289,9 @@ class Schedule(Protocol):
     """A state machine that orders communication and updates relative to forward and backward.
 
     It does not depend on torch, a clock or connections. The driver performs each command before it
-    requests the next one: hooks do so in training, a simulator in virtual time.
-
-    Attributes:
-        phase: state of the gradients of the last backward.
-        whole_after_backward: whether gradients are whole on every worker when backward returns.
+    requests the next one: hooks do so in training, a simulator in virtual time. ``phase`` is the
+    state of the gradients of the last backward; with ``whole_after_backward`` they are whole on
+    every worker when backward returns.
     """
 
     phase: Phase

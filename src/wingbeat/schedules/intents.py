@@ -75,11 +75,7 @@ class Answer:
         return bool(self.doing & {Intent.LOOK, *alone})
 
     def check(self) -> None:
-        """Validate that all workers announced the same use.
-
-        Raises:
-            UsageError: they did not; raised on every rank.
-        """
+        """Raise a `UsageError`, on every rank, unless all workers announced the same use."""
         if len(self.doing) == 1:
             return
         first = self.intents[self.leader]

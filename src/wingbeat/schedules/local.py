@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from wingbeat.schedules.events import (
-    Adopt,
-    Average,
-    Commands,
-    Event,
-    Phase,
-    Step,
-    StepCalled,
-)
+from wingbeat.schedules.events import Adopt, Average, Commands, Event, Phase, Step, StepCalled
 
 
 class Local:
@@ -70,5 +62,4 @@ class Local:
         """Return the fragments to average after step ``step``, which are neighbours."""
         every, count = self.every, self._fragments
         # Fragment f is averaged after steps equal to f * every / count modulo `every`.
-        first, last = (-(-place * count // every) for place in (step % every, step % every + 1))
-        return first, last
+        return -(-(step % every) * count // every), -(-(step % every + 1) * count // every)

@@ -1,4 +1,4 @@
-"""Wait-free backpropagation: all-reduces during backward, as in DDP and Horovod."""
+"""Schedules without deferred updates: exchanges during backward, and steps made at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wingbeat.schedules.events import (
 
 
 class Wfbp:
-    """Starts ``operation`` on each bucket as it completes; gradients are whole after backward."""
+    """Wait-free backpropagation, as in DDP and Horovod: gradients are whole after backward."""
 
     whole_after_backward: ClassVar[bool] = True
 
@@ -60,3 +60,28 @@ class Wfbp:
     def _wait(self, whole: bool = True) -> Iterator[Command]:
         for bucket in self._buckets:
             yield Wait(bucket, whole)
+
+
+class Stale:
+    """Bounded staleness (Canary, 5.3): a step applies the sums that have arrived.
+
+    `wingbeat.methods.bounded_staleness` enforces the staleness bound when a step is made.
+    """
+
+    whole_after_backward: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+
+    def react(self, event: Event) -> Commands:
+        """Yield the commands that follow ``event``."""
+        match event:
+            case BackwardBegins() | GradientsDropped():
+                self.phase = Phase.IDLE
+            case BucketReady(bucket):
+                yield Start(Operation.CONTRIBUTE, bucket)
+            case BackwardEnds():
+                self.phase = Phase.UNDER_WAY
+            case StepCalled():
+                self.phase = Phase.IDLE
+                yield Step()

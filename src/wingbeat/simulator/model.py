@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.planning import plans
-from wingbeat.planning.colayers import Measured
+from wingbeat.planning.plans import Measured
 from wingbeat.types import Fusion, TensorSpec
 
 ITEMSIZE = 4

@@ -94,7 +94,7 @@ class Thresholds:
         trial = threshold_trial(self.layers, start, steps=1, rank=0, size=1)
         seconds = 0.0
         while not trial.done:
-            trial.take([trial.report(seconds)])
+            trial.process_rows([trial.report(seconds)])
             seconds = self._simulated(trial.candidate)
         assert trial.result is not None
         return trial.result

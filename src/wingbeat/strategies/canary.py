@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from wingbeat import parts
 from wingbeat.compression import Compression
 from wingbeat.parts.exchange import AUTO, bundles_of, check_thresholds, colayers_of, count_of
-from wingbeat.planning.colayers import DEFAULT_COUNT, MIN_COUNT
+from wingbeat.planning.plans import DEFAULT_COUNT, MIN_COUNT
 from wingbeat.settings import READ
 from wingbeat.strategies.preset import Preset
 from wingbeat.strategies.strategy import Strategy

@@ -11,16 +11,8 @@ from wingbeat.topologies.bcube import BCube, parse_size
 from wingbeat.topologies.topology import Doubling, Mesh, Ring, Topology
 
 __all__ = [
-    "BY_NAME",
-    "BCube",
-    "Doubling",
-    "Mesh",
-    "Ring",
-    "Topology",
-    "get",
-    "name_of",
-    "parse_size",
-]
+    "BY_NAME", "BCube", "Doubling", "Mesh", "Ring", "Topology", "get", "name_of", "parse_size",
+]  # fmt: skip
 
 BY_NAME: dict[str, Topology] = {
     "ring": Ring(),
@@ -33,8 +25,7 @@ BY_NAME: dict[str, Topology] = {
 def get(name: str) -> Topology:
     """Return the topology called ``name``; a BCube may include its size, as in ``"bcube@3x2"``.
 
-    Raises:
-        UsageError: the name is unknown.
+    An unknown name is a `UsageError`.
     """
     kind, at, size = name.partition("@")
     if kind == "bcube" and at:
@@ -45,11 +36,7 @@ def get(name: str) -> Topology:
 
 
 def name_of(topology: Topology) -> str:
-    """Return the topology's name.
-
-    Raises:
-        UsageError: the topology has no name, so it cannot be sent to workers.
-    """
+    """Return the name by which a topology is sent to workers; `UsageError` if it has none."""
     if type(topology) is BCube and topology.levels:
         return f"bcube@{topology.size}"
     for name, known in BY_NAME.items():

@@ -32,10 +32,8 @@ class BCube(Topology):
     BCube(3, 2), as many as a ring sends over one interface. The result is bitwise equal on all
     workers.
 
-    Attributes:
-        ports: ports of each switch; the papers' alpha. 0: derived from the numbers of workers and
-            interfaces.
-        levels: interfaces of each worker; the papers' beta. 0: as for ``ports``.
+    ``ports`` of each switch are the papers' alpha, ``levels``, the interfaces of each worker, their
+    beta. 0: derived from the numbers of workers and interfaces.
 
     Raises:
         UsageError: only one of them is 0, or one is out of range.
@@ -106,11 +104,7 @@ class BCube(Topology):
         return [first + port * low for port in range(self.ports)]
 
     def check_networks(self, networks: Sequence[Sequence[str]]) -> None:
-        """Check that the interfaces of each cube are in one network.
-
-        Raises:
-            UsageError: the interfaces of a cube are in several networks.
-        """
+        """Raise a `UsageError` unless the interfaces of each cube are in one network."""
         if len(networks) == 1:
             return
         for level, rank in itertools.product(range(self.levels), range(self.workers)):
@@ -127,13 +121,13 @@ class BCube(Topology):
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
         """As `Topology.reduce_scatter`."""
         parts = self._parts(blocks)
-        return [self._scatter(rank, parts, step) for step in range(len(parts) and self.levels)]
+        return [self._round(rank, parts, step, True) for step in range(len(parts) and self.levels)]
 
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:  # noqa: ARG002
         """As `Topology.all_gather`; the reverse of the reduce-scatter."""
         parts = self._parts(blocks)
         steps = reversed(range(len(parts) and self.levels))
-        return [self._gather(rank, parts, step) for step in steps]
+        return [self._round(rank, parts, step, False) for step in steps]
 
     def broadcast(
         self,
@@ -180,40 +174,33 @@ class BCube(Topology):
         cube, own = self.cube(rank, level), self.digit(rank, level)
         return [cube[(own + way * k) % self.ports] for k in range(1, self.ports)]
 
-    def _scatter(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
-        """Return one round, which divides the span still to be summed of each part by ``ports``."""
+    def _round(self, rank: int, parts: Sequence[Sequence[Span]], step: int, reduce: bool) -> Round:
+        """Return one round: each part's span to be summed is divided by ``ports``, or the reverse.
+
+        When gathering, the blocks that a worker has held for longest are sent first.
+        """
         return interleave(
-            self._scatter_part(rank, parts, part, step) for part in range(self.levels)
+            self._hops(rank, [block[part] for block in parts], self._order(part)[step:], reduce)
+            for part in range(self.levels)
         )
 
-    def _scatter_part(
-        self, rank: int, parts: Sequence[Sequence[Span]], part: int, step: int
+    def _hops(
+        self, rank: int, spans: Sequence[Span], order: Sequence[int], reduce: bool
     ) -> Iterator[Hop]:
-        order = self._order(part)
-        level, later = order[step], order[step + 1 :]
-        for peer in self._others(rank, level):
-            for block in self._around(peer, later):
-                yield Send(peer, parts[block][part], level)
-        for peer in self._others(rank, level, -1):
-            for block in self._around(rank, later):
-                yield Recv(peer, parts[block][part], True, level)
-
-    def _gather(self, rank: int, parts: Sequence[Sequence[Span]], step: int) -> Round:
-        """Return one round, which multiplies the held span of each part by ``ports``."""
-        return interleave(self._gather_part(rank, parts, part, step) for part in range(self.levels))
-
-    def _gather_part(
-        self, rank: int, parts: Sequence[Sequence[Span]], part: int, step: int
-    ) -> Iterator[Hop]:
-        """Yield hops; the blocks that a worker has held for longest are sent first."""
-        order = self._order(part)
-        level, later = order[step], order[step + 1 :]
-        for peer in self._others(rank, level, -1):
-            for block in self._around(rank, later):
-                yield Send(peer, parts[block][part], level)
-        for peer in self._others(rank, level):
-            for block in self._around(peer, later):
-                yield Recv(peer, parts[block][part], False, level)
+        level, *later = order
+        theirs = [
+            (peer, spans[block])
+            for peer in self._others(rank, level)
+            for block in self._around(peer, later)
+        ]
+        own = [
+            (peer, spans[block])
+            for peer in self._others(rank, level, -1)
+            for block in self._around(rank, later)
+        ]
+        sent, received = (theirs, own) if reduce else (own, theirs)
+        yield from (Send(peer, span, level) for peer, span in sent)
+        yield from (Recv(peer, span, reduce, level) for peer, span in received)
 
     def _order(self, part: int) -> list[int]:
         return [(part + step) % self.levels for step in range(self.levels)]
@@ -231,11 +218,7 @@ class BCube(Topology):
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Parse ``3x2`` as ports and levels.
-
-    Raises:
-        UsageError: the text is malformed.
-    """
+    """Parse ``3x2`` as ports and levels; `UsageError` for other texts."""
     ports, _, levels = text.partition("x")
     fine = ports.isdecimal() and levels.isdecimal() and len(text) < 9
     if not fine or not int(ports) * int(levels):

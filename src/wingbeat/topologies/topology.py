@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,13 +19,10 @@ class Topology(Part, ABC):
     methods. ``blocks[i]`` is the span that rank ``i`` owns. ``interface`` is the index of the
     network interface; each interface carries a part of every block.
 
-    Attributes:
-        spans_links: whether one program uses all interfaces: each hop has its interface, data may
-            arrive on one and leave on another, and ``interface`` is 0.
-        symmetric: whether each rank's rounds are those of rank 0 with all peers shifted by the
-            rank, for blocks of equal length.
-        in_place: whether sent data does not change until it has arrived; otherwise copies are
-            sent.
+    ``spans_links``: one program uses all interfaces. Each hop has its interface, data may arrive on
+    one and leave on another, and ``interface`` is 0. ``symmetric``: each rank's rounds are those of
+    rank 0 with all peers shifted by the rank, for blocks of equal length. ``in_place``: sent data
+    does not change until it has arrived; otherwise copies are sent.
     """
 
     spans_links: ClassVar[bool] = False
@@ -41,13 +38,9 @@ class Topology(Part, ABC):
         return self
 
     def check_networks(self, networks: Sequence[Sequence[str]]) -> None:
-        """Check that the network connects the workers as required.
+        """Raise a `UsageError` unless the network connects the workers as required.
 
-        Args:
-            networks: for each rank, the subnet of each interface.
-
-        Raises:
-            UsageError: the network does not fit the topology.
+        ``networks`` has the subnet of each interface, for each rank.
         """
 
     @abstractmethod
@@ -92,29 +85,25 @@ class Ring(Topology):
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """As `Topology.reduce_scatter`."""
-        size = len(blocks)
-        return [
-            _exchange(rank, blocks, (rank - k - 1) % size, (rank - k - 2) % size, True, interface)
-            for k in range(size - 1)
-        ]
+        return self._rounds(rank, rank - 1, blocks, True, interface)
 
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """As `Topology.all_gather`."""
+        return self._rounds(rank, rank, blocks, False, interface)
+
+    def _rounds(
+        self, rank: int, first: int, blocks: Sequence[Span], reduce: bool, interface: int
+    ) -> list[Round]:
+        """Send block ``first`` in the first round, then what arrived in the round before."""
         size = len(blocks)
+        after, before = (rank + 1) % size, (rank - 1) % size
         return [
-            _exchange(rank, blocks, (rank - k) % size, (rank - k - 1) % size, False, interface)
+            (
+                Send(after, blocks[(first - k) % size], interface),
+                Recv(before, blocks[(first - k - 1) % size], reduce, interface),
+            )
             for k in range(size - 1)
         ]
-
-
-def _exchange(
-    rank: int, blocks: Sequence[Span], out: int, into: int, reduce: bool, interface: int
-) -> Round:
-    size = len(blocks)
-    return (
-        Send((rank + 1) % size, blocks[out], interface),
-        Recv((rank - 1) % size, blocks[into], reduce, interface),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,38 +119,30 @@ class Mesh(Topology):
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """Send each worker its block; the owner adds contributions in a deterministic order."""
-        size = len(blocks)
-        after = [(rank + k) % size for k in range(1, size)]
-        before = [(rank - k) % size for k in range(1, size)]
-        return [
-            (
-                *(Send(peer, blocks[peer], interface) for peer in after),
-                *(Recv(peer, blocks[rank], True, interface) for peer in before),
-            )
-        ]
+        after, before = _others(rank, len(blocks))
+        sends = (Send(peer, blocks[peer], interface) for peer in after)
+        return [(*sends, *(Recv(peer, blocks[rank], True, interface) for peer in before))]
 
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """As `Topology.all_gather`."""
-        size = len(blocks)
-        after = [(rank + k) % size for k in range(1, size)]
-        before = [(rank - k) % size for k in range(1, size)]
-        return [
-            (
-                *(Send(peer, blocks[rank], interface) for peer in after),
-                *(Recv(peer, blocks[peer], False, interface) for peer in before),
-            )
-        ]
+        after, before = _others(rank, len(blocks))
+        sends = (Send(peer, blocks[rank], interface) for peer in after)
+        return [(*sends, *(Recv(peer, blocks[peer], False, interface) for peer in before))]
 
     def broadcast(
         self, rank: int, root: int, blocks: Sequence[Span], interface: int = 0
     ) -> list[Round]:
         """Send all blocks from ``root`` directly to all others, in one hop."""
-        size = len(blocks)
         pieces = [block for block in blocks if block]
         if rank != root:
             return [(Recv(root, piece, False, interface),) for piece in pieces]
-        others = [(root + k) % size for k in range(1, size)]
-        return [tuple(Send(peer, piece, interface) for peer in others) for piece in pieces]
+        after, _ = _others(root, len(blocks))
+        return [tuple(Send(peer, piece, interface) for peer in after) for piece in pieces]
+
+
+def _others(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the other ranks, from the next one upwards, and from the previous one downwards."""
+    return [(rank + k) % size for k in range(1, size)], [(rank - k) % size for k in range(1, size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,37 +157,36 @@ class Doubling(Topology):
 
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """As `Topology.reduce_scatter`; the reverse of the all-gather."""
-        size = len(blocks)
+        rounds = reversed(self._rounds(rank, blocks))
         return [
-            _round(
-                interface,
-                send=((rank - step) % size, _spans(blocks, rank - step, count)),
-                receive=((rank + step) % size, _spans(blocks, rank, count)),
-                reduce=True,
+            (
+                *(Send(before, span, interface) for span in theirs),
+                *(Recv(after, span, True, interface) for span in own),
             )
-            for step, count in reversed(list(_steps(size)))
+            for after, own, before, theirs in rounds
         ]
 
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """As `Topology.all_gather`."""
-        size = len(blocks)
         return [
-            _round(
-                interface,
-                send=((rank + step) % size, _spans(blocks, rank, count)),
-                receive=((rank - step) % size, _spans(blocks, rank - step, count)),
-                reduce=False,
+            (
+                *(Send(after, span, interface) for span in own),
+                *(Recv(before, span, False, interface) for span in theirs),
             )
-            for step, count in _steps(size)
+            for after, own, before, theirs in self._rounds(rank, blocks)
         ]
 
-
-def _steps(size: int) -> Iterator[tuple[int, int]]:
-    """Yield each round's distance to the peer and number of blocks."""
-    step = 1
-    while step < size:
-        yield step, min(step, size - step)
-        step *= 2
+    def _rounds(
+        self, rank: int, blocks: Sequence[Span]
+    ) -> list[tuple[int, list[Span], int, list[Span]]]:
+        """Return by round of the all-gather the receiver and its blocks, the sender and its own."""
+        size, step, rounds = len(blocks), 1, []
+        while step < size:
+            count = min(step, size - step)
+            own, theirs = _spans(blocks, rank, count), _spans(blocks, rank - step, count)
+            rounds.append(((rank + step) % size, own, (rank - step) % size, theirs))
+            step *= 2
+        return rounds
 
 
 def _spans(blocks: Sequence[Span], last: int, count: int) -> list[Span]:
@@ -219,16 +199,3 @@ def _spans(blocks: Sequence[Span], last: int, count: int) -> list[Span]:
         else:
             out.append(blocks[index])
     return out
-
-
-def _round(
-    interface: int,
-    *,
-    send: tuple[int, Iterable[Span]],
-    receive: tuple[int, Iterable[Span]],
-    reduce: bool,
-) -> Round:
-    return (
-        *(Send(send[0], span, interface) for span in send[1]),
-        *(Recv(receive[0], span, reduce, interface) for span in receive[1]),
-    )

@@ -32,7 +32,7 @@ from wingbeat.methods.bounded_staleness.view import View, members
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler
-from wingbeat.planning.colayers import Measured
+from wingbeat.planning.plans import Measured
 from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Plan, PlannedBucket
 

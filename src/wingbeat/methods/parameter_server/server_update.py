@@ -1,6 +1,6 @@
 """Optimizer updates on the servers: gradients are pushed, parameters are pulled.
 
-Geryon (Wang et al., 2020), section II-A. `wingbeat.schedules.served_updates` decides when
+Geryon (Wang et al., 2020), section II-A. `wingbeat.schedules.served` decides when
 operations start. Nothing is pickled: a server imports the optimizer's class by name, and receives
 its attributes and settings as JSON. Before training, the rebuilt optimizer is compared with the
 user's on test tensors: it must give the same results and treat each element independently.

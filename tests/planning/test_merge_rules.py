@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from helpers.merges import groups, plan_of, work
 from wingbeat.planning import merge
 from wingbeat.planning.costs import ZERO, CostModel, Linear, Linearithmic, PiecewiseLinear, Workload
-from wingbeat.planning.merge.rules import startup_s
+from wingbeat.planning.merge import startup_s
 
 
 def test_greedy_hand_computed_example_matches() -> None:

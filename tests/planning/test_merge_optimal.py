@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from itertools import accumulate, pairwise
 from typing import Any
@@ -218,11 +217,10 @@ def test_exact_equals_exhaustive(instance: Any) -> None:
 @settings(deadline=None, max_examples=150)
 def test_exact_any_label_limits_equal_exhaustive(instance: Any, room: tuple[int, int, int]) -> None:
     # So little that rounds fail, and bounds are coarse.
-    module = importlib.import_module("wingbeat.planning.merge.optimal")
     workload, costs = instance
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("WIDTH", "ROOM", "GROWTH"), room, strict=True):
-            patch.setattr(module, name, value)
+            patch.setattr(merge, name, value)
         found = merge.exact(workload, costs)
     best = merge.exhaustive(workload, costs)
     assert merge.predict(found, workload, costs).finish_s == (

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from helpers.merges import curves, groups, instances, plan_of, profile, work
 from wingbeat.planning import merge
 from wingbeat.planning.costs import ZERO, CostModel, Linear, Workload
-from wingbeat.planning.merge import optimal
 from wingbeat.types import Plan
 
 
@@ -78,12 +77,12 @@ def test_exact_two_phase_whole_models_no_simple_plan_is_better(name: str, delay:
     plan, proven = merge.exact_two_phase(workload, costs)
     assert proven
     own = whole_s(plan, workload, costs)
-    for other in (merge.exact(workload, costs), *optimal._initial_plans(workload, costs)):
+    for other in (merge.exact(workload, costs), *merge._initial_plans(workload, costs)):
         assert own <= whole_s(other, workload, costs) * (1 + 1e-9)
 
 
 def test_exact_two_phase_label_limit_reports_not_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimal, "MAX_LABELS", 1)
+    monkeypatch.setattr(merge, "MAX_LABELS", 1)
     workload = profile("resnet50")
     workload = replace(workload, nbytes=tuple(4.0 * n for n in workload.numels))
     plan, proven = merge.exact_two_phase(
