@@ -211,7 +211,8 @@ class RemoteOptimizer:
         `send_gradients`. With ``unasked``, the servers send the parameters without a request.
         """
         number = self.planner.completed_rounds() if summed else NO_ROUND
-        for server in range(self._servers.count):
+        # No worker waits for a server without slices, which would see steps of several updates.
+        for server in sorted({each.server for each in self.planner.slices()}):
             self._submit(Kind.STEP, server, number, self.updates, settings, route=unasked)
 
     def request_state(self, plan: int, slices: Sequence[Slice]) -> Request:
