@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import Counter, deque
@@ -23,11 +24,11 @@ from wingbeat.methods.parameter_server.protocol import (
     Pinger,
     RequestError,
     SendQueue,
-    interface_of,
     link_of,
     lost_peers,
     ping_delay,
     printable,
+    room_of,
     urgency_of,
 )
 from wingbeat.observe.log import log
@@ -283,9 +284,12 @@ class Client:
         while self._submitted:
             self._begin(self._submitted.popleft())
         if self._queue.queued:
-            self._queue.flush(self._room, self._post)
-        if self._one_way:
-            self._finish_delivered()
+            self._queue.flush(functools.partial(room_of, self._mailbox), self._post)
+        for request in list(self._one_way):
+            sent = len(request.posted) == len(request.transfers)
+            if sent and all(posted.arrived for posted in request.posted):
+                self._one_way.remove(request)
+                request.set_result(None)
         now = self._clock()
         if now - self._checked_at > _CHECK_S:
             self._checked_at = now
@@ -314,10 +318,6 @@ class Client:
         if request.kind in ONE_WAY_KINDS:
             self._one_way.append(request)
 
-    def _room(self, flow: Flow) -> int:
-        interface = interface_of(self._mailbox.interfaces(flow.peer), flow.link)
-        return self._mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
-
     def _post(self, flow: Flow, item: tuple[Request, Transfer]) -> Callable[[], bool]:
         request, transfer = item
         payload, dtype = transfer.memory, request.dtype
@@ -331,7 +331,7 @@ class Client:
             payload,
             ids=transfer.ids,
             dtype=dtype,
-            interface=interface_of(self._mailbox.interfaces(flow.peer), flow.link),
+            interface=flow.interface(self._mailbox),
             urgency=flow.urgency,
         )
         self.sent[flow.peer, flow.urgency] += payload.nbytes
@@ -384,13 +384,6 @@ class Client:
             raise PeerError(f"{self._me}: {server} sent a malformed state: {error}") from None
         return request.documents[key].complete
 
-    def _finish_delivered(self) -> None:
-        for request in list(self._one_way):
-            sent = len(request.posted) == len(request.transfers)
-            if sent and all(posted.arrived for posted in request.posted):
-                self._one_way.remove(request)
-                request.set_result(None)
-
     def _check(self, now: float) -> None:
         ended = self._check_servers()
         if ended is not None:
@@ -419,11 +412,8 @@ class Client:
         waited = now - self._progress_at
         if now - max(self._progress_at, self._logged_at) >= LOG_INTERVAL_S:
             self._logged_at = now
-            log.warning(
-                "%s: waiting for gradients of other workers for %d s; the servers are alive",
-                self._me,
-                waited,
-            )
+            text = "%s: waiting for gradients of other workers for %d s; the servers are alive"
+            log.warning(text, self._me, waited)
         limit = MAX_WAIT_FACTOR * self._timeout
         if waited > limit:
             awaited = self._awaited.values()

@@ -34,7 +34,7 @@ class RequestError(Exception):
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages: from a worker to a server, unless a comment says otherwise."""
+    """Kinds of messages: from a worker to a server, unless a comment states otherwise."""
 
     PUSH_PULL = 1  # gradients of a slice; the server replies with the sum
     PUSH = 2  # gradients of a slice; the server keeps the sum until it is pulled
@@ -203,6 +203,16 @@ class Flow(NamedTuple):
     urgency: int
     link: int = 0
 
+    def interface(self, mailbox: Mailbox) -> int:
+        """Return the local interface of this flow."""
+        return interface_of(mailbox.interfaces(self.peer), self.link)
+
+
+def room_of(mailbox: Mailbox, flow: Flow) -> int:
+    """Return the bytes that a flow accepts now."""
+    interface = flow.interface(mailbox)
+    return mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
+
 
 @dataclass(slots=True)
 class _FlowQueue:
@@ -274,7 +284,7 @@ class SendQueue(Generic[Item]):
             self._busy = [queue for queue in self._busy if queue.queued]
 
     def _has_credit(self, queue: _FlowQueue) -> bool:
-        """Forget messages that have arrived; return whether more may be in flight."""
+        """Drop messages that have arrived; return whether more may be in flight."""
         while queue.in_flight and queue.in_flight[0][1]():
             queue.in_flight_bytes -= queue.in_flight.popleft()[0]
         return queue.in_flight_bytes < self._max_in_flight

@@ -38,11 +38,11 @@ from wingbeat.methods.parameter_server.protocol import (
     Pinger,
     RequestError,
     SendQueue,
-    interface_of,
     link_of,
     lost_peers,
     ping_delay,
     position_of,
+    room_of,
     split_document,
     urgency_of,
 )
@@ -306,8 +306,7 @@ class Server:
     def _room(self, flow: Flow) -> int:
         if flow.peer in self._mailbox.left or flow.peer in self._mailbox.lost:
             return 0
-        interface = interface_of(self._mailbox.interfaces(flow.peer), flow.link)
-        return self._mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
+        return room_of(self._mailbox, flow)
 
     def _send(self, flow: Flow, reply: Reply) -> Callable[[], bool]:
         try:
@@ -317,7 +316,7 @@ class Server:
                 reply.result,
                 ids=reply.ids,
                 dtype=reply.dtype,
-                interface=interface_of(self._mailbox.interfaces(flow.peer), flow.link),
+                interface=flow.interface(self._mailbox),
                 urgency=flow.urgency,
             )
         except PeerError:

@@ -8,6 +8,7 @@ user's on test tensors: it must give the same results and treat each element ind
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
@@ -144,10 +145,8 @@ def _encode_possible(values: dict[str, Any]) -> dict[str, Any]:
     """Encode the values that can be encoded; the comparison shows whether others are needed."""
     out = {}
     for key, value in values.items():
-        try:
+        with contextlib.suppress(TypeError):
             out[key] = encode(value)
-        except TypeError:
-            continue
     return out
 
 
@@ -222,13 +221,6 @@ class RemoteOptimizer:
             for each in slices
         ]
         return self._servers.client.submit(Kind.STATE, "", transfers, "the optimizer's state")
-
-    def collect(self, plan: int, slices: Sequence[Slice]) -> Iterable[tuple[Slice, Document]]:
-        """Request the optimizer state of slices, and wait for it."""
-        request = self.request_state(plan, slices)
-        request.wait()
-        for each, transfer in zip(slices, request.transfers, strict=True):
-            yield each, request.documents.pop(transfer.ids[:3])
 
     def _submit(
         self,
@@ -379,11 +371,17 @@ class OwnedSlices:
             )
         ]
 
-    def join_states(self, documents: Iterable[tuple[Slice, Document]]) -> ParamState:
-        """Join the servers' state, zeros for other slices; PeerError if a server's is malformed."""
+    def collect(self, remote: RemoteOptimizer, slices: Sequence[Slice]) -> ParamState:
+        """Wait for the optimizer state of slices from the servers; it is zero in others.
+
+        Raises PeerError if a server's state is malformed.
+        """
+        request = remote.request_state(self.plan, slices)
+        request.wait()
         states: ParamState = {}
         arrays: dict[tuple[int, str], torch.Tensor] = {}
-        for each, document in documents:
+        for each, transfer in zip(slices, request.transfers, strict=True):
+            document = request.documents.pop(transfer.ids[:3])
             try:
                 self._join(self.all[each.number], document, states, arrays)
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -578,7 +576,7 @@ class ServerUpdate(DividedUpdate):
         if old is None:
             states = self._take_local_state()
         else:
-            states = old.join_states(self._remote.collect(old.plan, old.overlapping(new.owned)))
+            states = old.collect(self._remote, old.overlapping(new.owned))
         self._slices = new
         for bucket in self._training.bucketing.buckets:
             if not all(self._training.stepper.owns(slot.param) for slot in bucket.slots):
@@ -609,8 +607,7 @@ class ServerUpdate(DividedUpdate):
     def _whole(self) -> State:
         """Collect the state from the servers, without other workers."""
         plan = self._plan
-        slices = [each.slice for each in plan.all]
-        joined = plan.join_states(self._remote.collect(plan.plan, slices))
+        joined = plan.collect(self._remote, [each.slice for each in plan.all])
         slots = self._training.bucketing.slots
         parts = {slot.param: joined[slot.index] for slot in slots if slot.index in joined}
         others: State = self._training.optimizer.__dict__["state"]

@@ -127,11 +127,9 @@ class ShardUpdates:
 
     def find_incomplete(self, before: float) -> tuple[str, set[int]] | None:
         """Return what has been incomplete since before a time, and the workers it waits for."""
-        step, ranks = self._step, range(self._workers)
-        if step is not None and step.started_at < before:
-            late = {rank for rank in ranks if rank not in step.pushes_to}
-            if late:
-                return "step", late
+        step, ranks = self._step, set(range(self._workers))
+        if step is not None and step.started_at < before and ranks - step.pushes_to.keys():
+            return "step", ranks - step.pushes_to.keys()
         if any(request.received_at < before for request in self._queued):
             return "optimizer state", {rank for rank in ranks if self._is_behind(rank)}
         return None
