@@ -27,8 +27,13 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.methods.parameter_server.protocol import position_of, urgency_of
-from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
+from wingbeat.methods.parameter_server.protocol import (
+    Flow,
+    Order,
+    SendQueue,
+    position_of,
+    urgency_of,
+)
 from wingbeat.methods.parameter_server.slicing import RequestPlanner, SliceRequest
 from wingbeat.simulator.model import buckets_of
 from wingbeat.types import Choices

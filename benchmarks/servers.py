@@ -82,7 +82,7 @@ def sink(text: str) -> None:
     """Receive and drop the workers' pushes; answer the pulls of a slice when all have arrived."""
     config = ServerConfig.from_json(text)
     store = PipeStore(sys.stdout, sys.stdin)
-    box = config.open(store)
+    box = config.open(store, config.workers + config.index, range(config.workers))
     store.ready()
     pulls: dict[int, list[Any]] = {}
     parent = os.getppid()

@@ -257,7 +257,7 @@ class Serving:
             or classes by kind of layer.
         coarse: whether there are two classes, with fully connected layers in the second.
         tuning: how thresholds are tuned, starting at ``thresholds``; None: they are not.
-        order: the order of sending, see `methods.parameter_server.send_queue.Order`.
+        order: the order of sending, see `methods.parameter_server.protocol.Order`.
         shuffled: whether sums are pulled in a random order.
         dense: whether sums are returned in float32, or float64, although gradients are sent in
             another dtype or through a codec.

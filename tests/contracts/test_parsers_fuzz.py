@@ -40,15 +40,8 @@ from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.model_averaging import generator as group_generator
 from wingbeat.methods.model_averaging import rendezvous
 from wingbeat.methods.model_averaging.rendezvous import StatusTable
-from wingbeat.methods.parameter_server.exchange import copy_sum
-from wingbeat.methods.parameter_server.protocol import (
-    Document,
-    Piece,
-    RequestError,
-    pack_header,
-    unpack_header,
-    unpack_numbers,
-)
+from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
+from wingbeat.methods.parameter_server.protocol import Document, RequestError, unpack_numbers
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.monitor import launch as monitor_launch
 from wingbeat.monitor import lookup

@@ -13,8 +13,7 @@ import numpy as np
 from helpers.mail import Clock, Play
 from wingbeat.methods.parameter_server.aggregator import Aggregator
 from wingbeat.methods.parameter_server.client import Client, Request, Transfer
-from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
-from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, Order, pack_route
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.slicing import Slice, partition_buckets
 from wingbeat.transport.messages import frames

@@ -15,8 +15,7 @@ import torch
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, Job, JobSimulation
 from wingbeat.methods.parameter_server.client import Transfer
-from wingbeat.methods.parameter_server.protocol import Kind, pack_numbers
-from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.protocol import Kind, Order, pack_numbers
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
@@ -93,7 +92,7 @@ class UpdateJobSimulation(JobSimulation):
         self.remotes = [
             RemoteOptimizer(
                 SimpleNamespace(
-                    number=lambda server: job.workers + server,
+                    numbers=range(job.workers, job.workers + job.servers),
                     count=job.servers, message=LARGEST, client=self.clients[rank],
                 ),  # type: ignore[arg-type]
                 self.requests[rank],
@@ -147,7 +146,7 @@ class UpdateJobSimulation(JobSimulation):
         self.hold(rank, {})
         for number, turn in enumerate(self.turns):
             if number and turn.slice:
-                old, slices = remote.plan, requests.slices()
+                old, slices = remote.planner.plan, requests.slices()
                 request = remote.request_state(old, slices)
                 yield request.done
                 state = self.joined(slices, request)

@@ -38,8 +38,8 @@ from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
 from wingbeat.methods.model_averaging.build import build_runtime
-from wingbeat.methods.parameter_server.exchange import FLOAT32, ServerExchange
-from wingbeat.methods.parameter_server.gpu import GpuServerExchange
+from wingbeat.methods.parameter_server.coding import FLOAT32
+from wingbeat.methods.parameter_server.exchange import GpuServerExchange, ServerExchange
 from wingbeat.methods.parameter_server.server_update import OPTION, ServerUpdate, describe_optimizer
 from wingbeat.schedules.events import Operation, Schedule
 from wingbeat.types import Choices

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from wingbeat.methods.parameter_server.protocol import Ids, Kind, link_of
-from wingbeat.methods.parameter_server.send_queue import Flow, Order
+from wingbeat.methods.parameter_server.protocol import Flow, Ids, Kind, Order, link_of
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding

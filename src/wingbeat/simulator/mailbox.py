@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from wingbeat.methods.parameter_server.send_queue import Flow
+from wingbeat.methods.parameter_server.protocol import Flow
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
 from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
+from wingbeat.methods.parameter_server.protocol import Flow, Order, SendQueue
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import Mailbox

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from wingbeat.methods.parameter_server.protocol import Ids, Kind, link_of, position_of, urgency_of
-from wingbeat.methods.parameter_server.send_queue import Flow, Order
+from wingbeat.methods.parameter_server.protocol import (
+    Flow,
+    Ids,
+    Kind,
+    Order,
+    link_of,
+    position_of,
+    urgency_of,
+)
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.colayers import Coding

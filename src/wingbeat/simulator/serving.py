@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.parameter_server.protocol import MAX_HEADER_BYTES, Kind
-from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.coding import MAX_HEADER_BYTES
+from wingbeat.methods.parameter_server.protocol import Kind, Order
 from wingbeat.methods.parameter_server.slicing import KIND_OF, RequestPlanner, Slice
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda

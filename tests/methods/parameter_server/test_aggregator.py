@@ -47,8 +47,8 @@ def state(sums: Aggregator) -> object:
         sums._plan,
         {
             key: (
-                t.dtype, t.numel, t.round, t.added, sorted(t.early), t.started_at, t.nbytes,
-                None if t.buffer is None else t.buffer[: t.numel * bool(t.added)].tobytes(),
+                t.encoding, t.round, t.added, sorted(t.early), t.started_at, t.nbytes,
+                t.buffer is not None and t.buffer[: t.encoding.numel * bool(t.added)].tobytes(),
                 [(s.round, id(s.result), len(s.readers)) for s in t.sums],
             )
             for key, t in sums._slices.items()

@@ -27,12 +27,13 @@ from wingbeat.codecs.coding import Region
 from wingbeat.compression import Sketch
 from wingbeat.methods.parameter_server.aggregator import Aggregator
 from wingbeat.methods.parameter_server.client import Request, Transfer
-from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator, bytes_tensor
-from wingbeat.methods.parameter_server.exchange import (
-    CastFormat,
-    CodedFormat,
-    ResidualFormat,
+from wingbeat.methods.parameter_server.coding import (
+    SliceCodec,
     SliceCoding,
+    bytes_tensor,
+    cast_format,
+    coded_format,
+    residual_format,
 )
 from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
 from wingbeat.methods.parameter_server.server import Server
@@ -97,11 +98,13 @@ class CodedJobSimulation(JobSimulation):
         ]
         self.slots = {each.number: self.counted(each) for each in job.slices}
 
-    def sums(self) -> CodedAggregator:
-        return CodedAggregator(self.job.workers, 1 << 20, wire=WIRE, largest=LARGEST)
+    def sums(self) -> Aggregator:
+        return Aggregator(self.job.workers, 1 << 20, codec=SliceCodec(WIRE, LARGEST))
 
     def counted(self, each: Slice) -> Slot:
-        plan = SliceCoding(WIRE, coding(self.job.sizes[each.bucket]), Span(each.start, each.stop))
+        plan = SliceCoding.of(
+            WIRE, coding(self.job.sizes[each.bucket]), Span(each.start, each.stop)
+        )
         made = Slot(
             plan, [torch.zeros(len(each)) for _ in range(self.job.workers)], torch.zeros(len(each))
         )
@@ -154,9 +157,9 @@ class CodedJobSimulation(JobSimulation):
                 continue
             residual = self.residuals[rank][bucket][each.start : each.stop]
             part = self.values[rank][bucket][each.start : each.stop]
-            form: Any = CodedFormat(part, residual, self.slots[each.number].plan)
+            form: Any = coded_format(self.slots[each.number].plan, part, residual)
             if kind is Kind.PULL_RESIDUAL:
-                form = ResidualFormat(residual)
+                form = residual_format(residual)
             route = pack_route(min(bucket, self.job.classes - 1), bucket, each.link)
             ids = Ids(0, each.number, turn, route)
             server = self.job.workers + each.server
@@ -237,7 +240,7 @@ class Rig:
         self.workers[rank].post(2, kind, ids=(0, number, turn, 0), **more)
 
     def push(self, rank: int, number: int = 0, turn: int = 0) -> None:
-        form = CodedFormat(torch.tensor([1.0, 2.0, 4.0 + rank, 7.0]), None, PLAN)
+        form = coded_format(PLAN, torch.tensor([1.0, 2.0, 4.0 + rank, 7.0]), None)
         self.send(rank, Kind.PUSH_PULL, number, turn, payload=form.encode(), dtype=form.dtype)
 
     def received(self, rank: int) -> list[SentMessage]:
@@ -251,14 +254,14 @@ class Rig:
         return out
 
 
-PLAN = SliceCoding(WIRE, coding(40), Span(20, 24))
-LOSSY = SliceCoding(WIRE, coding(40), Span(0, 30))
+PLAN = SliceCoding.of(WIRE, coding(40), Span(20, 24))
+LOSSY = SliceCoding.of(WIRE, coding(40), Span(0, 30))
 
 
 def rig(sums: Aggregator | None = None) -> Rig:
     network = FakeNetwork(random.Random(0), 2)
     boxes = [network.box(number) for number in range(3)]
-    sums = CodedAggregator(2, 1 << 20, wire=WIRE, largest=LARGEST) if sums is None else sums
+    sums = Aggregator(2, 1 << 20, codec=SliceCodec(WIRE, LARGEST)) if sums is None else sums
     service = Server(boxes[2], 2, sums, clock=Clock())  # type: ignore[arg-type]
     return Rig(service, boxes[2], boxes[:2], network)
 
@@ -291,7 +294,7 @@ def test_invalid_request_fails_all_workers_with_reason(send: Any, why: str) -> N
 def test_residual_is_sent_once_sum_is_complete() -> None:
     made = rig()
     gradients = torch.randn(30, generator=torch.Generator().manual_seed(0))
-    form = CodedFormat(gradients, None, LOSSY)
+    form = coded_format(LOSSY, gradients, None)
     for rank in range(2):
         made.send(0, Kind.PULL_RESIDUAL) if rank else None
         made.send(rank, Kind.PUSH, payload=form.encode(), dtype=form.dtype)
@@ -314,7 +317,7 @@ def test_residual_without_codec_is_empty() -> None:
     assert (message.kind, message.dtype, len(message.payload)) == (Kind.RESIDUAL, "", 0)
 
 
-GOOD = CodedFormat(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, PLAN).encode()
+GOOD = coded_format(PLAN, torch.tensor([1.0, 2.0, 3.0, 4.0]), None).encode()
 
 
 @pytest.mark.parametrize(
@@ -335,9 +338,9 @@ def test_coded_format_of_malformed_reply_raises_and_writes_nothing(
 ) -> None:
     part = torch.arange(4.0)
     with pytest.raises(ValueError, match="another form"):
-        CodedFormat(part, None, PLAN).decode(dtype, memoryview(payload))
+        coded_format(PLAN, part, None).decode(dtype, memoryview(payload))
     assert part.tolist() == [0.0, 1.0, 2.0, 3.0]
-    CodedFormat(part, None, PLAN).decode("uint8", GOOD)
+    coded_format(PLAN, part, None).decode("uint8", GOOD)
     assert part[0] > 1.0, "two values stand for the four"
 
 
@@ -347,8 +350,8 @@ def test_coded_format_of_malformed_reply_raises_and_writes_nothing(
 )
 def test_dense_format_of_malformed_reply_raises_and_writes_nothing(dtype: str, nbytes: int) -> None:
     part = torch.arange(4.0)
-    made: list[Any] = [CastFormat(part, "bfloat16", "float32"), ResidualFormat(part)]
-    made.append(CodedFormat(part, None, PLAN, "float32"))
+    made: list[Any] = [cast_format(part, "bfloat16", "float32"), residual_format(part)]
+    made.append(coded_format(PLAN, part, None, "float32"))
     for form in made:
         with pytest.raises(ValueError, match="another form"):
             form.decode(dtype, memoryview(b"\x01" * nbytes))

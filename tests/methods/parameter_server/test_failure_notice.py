@@ -8,8 +8,8 @@ import time
 import pytest
 
 from helpers.waiting import PATIENCE, until
-from wingbeat.methods.parameter_server.failures import FailureNotice, printable
-from wingbeat.methods.parameter_server.protocol import MAX_REASON
+from wingbeat.methods.parameter_server.launch import FailureNotice
+from wingbeat.methods.parameter_server.protocol import MAX_REASON, printable
 from wingbeat.transport.loopback import Switchboard
 
 

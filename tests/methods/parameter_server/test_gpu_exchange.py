@@ -15,7 +15,7 @@ import wingbeat_lab
 from helpers.pool import Pool
 from wingbeat import transport
 from wingbeat.errors import UsageError
-from wingbeat.methods.parameter_server.gpu import GpuServerExchange
+from wingbeat.methods.parameter_server.exchange import GpuServerExchange
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.nccl import NcclGroup, nccl_group
 from wingbeat.types import Serving

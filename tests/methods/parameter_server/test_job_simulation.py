@@ -17,7 +17,7 @@ from helpers.server_simulation import (
     JobSimulation,
     VirtualMailbox,
 )
-from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.protocol import Order
 from wingbeat.methods.parameter_server.slicing import partition_buckets
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.endpoint import Limits

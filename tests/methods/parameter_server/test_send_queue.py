@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
+from wingbeat.methods.parameter_server.protocol import Flow, Order, SendQueue
 
 orders = pytest.mark.parametrize("order", Order)
 SEEDS = st.integers(0, 2**32)

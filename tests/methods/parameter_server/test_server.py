@@ -12,8 +12,7 @@ from helpers.mail import Clock
 from helpers.server_simulation import FakeMailbox, FakeNetwork, SentMessage
 from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD, Aggregator
-from wingbeat.methods.parameter_server.protocol import MAX_REASON, Kind, pack_route
-from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.protocol import MAX_REASON, Kind, Order, pack_route
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.messages.mailbox import RECONNECT_S
 

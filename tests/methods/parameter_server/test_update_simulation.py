@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from helpers.mail import Clock, Play
 from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeNetwork, Job, VirtualMailbox
 from helpers.server_update_simulation import UpdateJobSimulation
+from wingbeat.methods.parameter_server.protocol import Kind
+from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
+from wingbeat.methods.parameter_server.slicing import LayerPositions, RequestPlanner
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.loopback import Faults
+from wingbeat.types import Serving
 
 GAMES = 400
 
@@ -40,3 +46,22 @@ def test_update_job_with_network_faults_completes(faults: Faults) -> None:
         play = Play(job.workers + job.servers, faults, seed, limits, job.classes)
         box = lambda n, play=play: VirtualMailbox(play, n)  # noqa: E731
         UpdateJobSimulation(chance, job, box, play.step, play.clock).play()
+
+
+def test_step_is_sent_only_to_servers_with_slices() -> None:
+    """A worker may be an update ahead of another at a server for which it does not wait."""
+    submitted: list[tuple[Kind, int]] = []
+
+    def submit(kind: Kind, _dtype: str, transfers: Any, _description: str) -> None:
+        submitted.extend((kind, each.server) for each in transfers)
+
+    planner = RequestPlanner(Serving(), servers=3, seed=0)
+    servers: Any = SimpleNamespace(
+        count=3, numbers=range(2, 5), client=SimpleNamespace(submit=submit)
+    )
+    remote = RemoteOptimizer(servers, planner)
+    planner.set_buckets([10, 20], [0, 1], [False] * 2, LayerPositions((1, 2), 2), 1000)
+    remote.step(b"{}", summed=False, unasked=True)
+    assert submitted == [(Kind.STEP, 2), (Kind.STEP, 3)]
+    remote.barrier()
+    assert submitted[2:] == [(Kind.BARRIER, number) for number in (2, 3, 4)]

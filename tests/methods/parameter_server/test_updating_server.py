@@ -21,10 +21,10 @@ from wingbeat.methods.parameter_server.protocol import (
     UPDATE_KINDS,
     Document,
     Kind,
+    Order,
     pack_route,
     split_document,
 )
-from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.methods.parameter_server.shard_updates import ShardUpdates

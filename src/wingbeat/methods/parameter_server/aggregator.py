@@ -1,19 +1,26 @@
 """Sums of slices over all workers, without torch: numpy, and C++ for float16 and bfloat16.
 
 Gradients are added in the order of ranks, so equal gradients give equal bits in every run. A
-payload that arrives early waits, and occupies its sender's window, until it is added.
+payload that arrives early waits, and occupies its sender's window, until it is added. With a codec,
+payloads are decoded, added in float32, and encoded once. The residual of encoding a sum, one
+float32 for each element, is added to the next sum of the slice, in whatever dtype that is sent.
+Residuals belong to the workers: between iterations the worker that owns a slice pulls its residual.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wingbeat import _native
 from wingbeat.methods.parameter_server.protocol import RequestError
+
+if TYPE_CHECKING:
+    from wingbeat.methods.parameter_server.coding import SliceCodec, SliceCoding
 
 Array = NDArray[np.generic]
 
@@ -30,6 +37,9 @@ payloads at a time halves the memory traffic of the sum.
 
 SLICE_OVERHEAD = 1024
 """Bytes that count per slice in addition to its sums, which limits the number of slices."""
+
+CODED = "uint8"
+"""The dtype of messages with an encoded slice."""
 
 
 # -- arithmetic ----------------------------------------------------------------------------
@@ -78,51 +88,39 @@ def narrow(total: Array, dtype: str, out: Array | None = None) -> Array:
 
 def convert(total: Array, dtype: str) -> Array:
     """Return a float32 sum in another supported dtype, as a copy."""
-    if dtype == "float64":
-        return total.astype(np.float64)
-    return narrow(total, dtype)
+    return total.astype(np.float64) if dtype == "float64" else narrow(total, dtype)
 
 
 def add_payloads(
     total: Array, payloads: Sequence[memoryview], dtype: str, *, begin: bool = False
 ) -> None:
     """Add payloads to a sum block by block, in order; with ``begin``, overwrite the sum."""
-    arrays = [np.frombuffer(payload, _HALF.get(dtype, dtype)) for payload in payloads]
+    arrays: list[Array] = [np.frombuffer(payload, _HALF.get(dtype, dtype)) for payload in payloads]
     if wrong := [len(array) for array in arrays if len(array) != len(total)]:
         raise ValueError(f"payload of {wrong[0]} elements; the sum has {len(total)}")
     if dtype in _HALF:
         addresses = [_address(array, _HALF[dtype]) for array in arrays]
         _native.add_half(_address(total), addresses, len(total), dtype == "bfloat16", begin)
         return
+    adder: Callable[..., object] = np.add
+    size = _BLOCK if len(arrays) > 1 else max(1, len(total))  # one payload: no intermediate sums
     # Workers check sums for overflow (GradScaler), so numpy must not warn here.
     with np.errstate(all="ignore"):
-        for part in _blocks(total, len(payloads)):
-            _add_block(total[part], [array[part] for array in arrays], begin)
-
-
-def _add_block(out: Array, arrays: list[Array], begin: bool) -> None:
-    adder: Callable[..., object] = np.add
-    first, *others = arrays if begin else [out, *arrays]
-    if not others:
-        np.copyto(out, first)
-    for array in others:
-        adder(first, array, out=out)
-        first = out
+        for start in range(0, len(total), size):
+            out, *parts = [array[start : start + size] for array in (total, *arrays)]
+            first = parts.pop(0) if begin else out
+            if not parts:
+                np.copyto(out, first)
+            for part in parts:
+                adder(first, part, out=out)
+                first = out
 
 
 def _address(array: Array, dtype: np.dtype[np.generic] = _FLOAT32) -> int:
-    """Return the address of a contiguous array of ``dtype``."""
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise ValueError(f"{array.dtype} with strides {array.strides}; must be flat {dtype}")
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def _blocks(total: Array, payloads: int) -> Iterator[slice]:
-    """Yield blocks; one block for a single payload, which has no intermediate sums."""
-    step = max(1, len(total)) if payloads == 1 else _BLOCK
-    for start in range(0, len(total), step):
-        yield slice(start, min(start + step, len(total)))
 
 
 # -- sums ----------------------------------------------------------------------------------
@@ -147,35 +145,37 @@ class SliceSum:
         return all(finished() for finished in self.readers)
 
 
-@dataclass(slots=True)
-class Accumulator:
-    """The state of one slice: the sum in progress, and the last complete ones.
-
-    Attributes:
-        round: number of earlier sums.
-        added: number of workers whose gradients are added, in the order of ranks.
-        early: payloads that arrived before it was their turn, by rank.
-        deferred: payloads that wait to be added together with the next one.
-        started_at: arrival time of the first payload of this round, in seconds.
-        buffer: the sum in progress; None once it is complete.
-        spare: an unused buffer, where sums are sent in another dtype.
-        out: unused memory for the sum in that dtype.
-        sums: complete sums whose memory is in use, the latest one last.
-        nbytes: total size of these buffers.
-    """
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How the payloads of a slice are sent in one round; ``coding`` is None without a codec."""
 
     dtype: str
     numel: int
-    round: int = -1
-    added: int = 0
+    coding: SliceCoding | None = None
+
+    def __str__(self) -> str:
+        return f"{self.numel} {'encoded elements' if self.coding else self.dtype}"
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """The state of one slice: the sum in progress, and the last complete ones."""
+
+    encoding: Encoding  # of the current round; with a codec it may change between rounds
+    round: int = -1  # number of earlier sums
+    added: int = 0  # workers whose gradients are added, in the order of ranks
+    # Payloads that arrived before it was their turn, by rank.
     early: dict[int, tuple[memoryview, OnAdded]] = field(default_factory=dict)
+    # Payloads that wait to be added together with the next one.
     deferred: list[memoryview] = field(default_factory=list)
-    started_at: float = 0.0
-    buffer: Array | None = None
-    spare: Array | None = None
-    out: Array | None = None
-    sums: list[SliceSum] = field(default_factory=list)
-    nbytes: int = 0
+    started_at: float = 0.0  # arrival time of the first payload of this round, in seconds
+    buffer: Array | None = None  # the sum in progress; None once it is complete
+    spare: Array | None = None  # an unused buffer, where sums are sent in another form
+    out: Array | None = None  # unused memory for the sum in that form
+    sums: list[SliceSum] = field(default_factory=list)  # with memory in use, the latest one last
+    residual: Array | None = None  # of encoding; None if nothing was lost since it was taken
+    keeps_residual: bool = False  # whether ``nbytes`` includes it
+    nbytes: int = 0  # total size of these buffers
 
     def has_pushed(self, worker: int) -> bool:
         """Whether a worker has pushed in the current round."""
@@ -187,7 +187,7 @@ class Aggregator:
 
     All sums together are limited to ``max_nbytes``; at most ``max_deferred`` bytes of payloads wait
     to be added together with the next. With ``dense``, sums are sent in the dtype of the sum
-    instead of that of the gradients.
+    instead of that of the gradients. ``codec`` decodes and encodes slices, see `coding.SliceCodec`.
     """
 
     def __init__(
@@ -197,9 +197,10 @@ class Aggregator:
         max_deferred: int = MAX_DEFERRED,
         *,
         dense: bool = False,
+        codec: SliceCodec | None = None,
     ) -> None:
-        self._workers = workers
-        self._dense = dense
+        self._workers, self._dense, self._codec = workers, dense, codec
+        self._has_residuals = codec is not None and codec.has_residuals and not dense
         self.max_nbytes, self._max_deferred = max_nbytes, max_deferred
         self._slices: dict[SliceKey, Accumulator] = {}
         self._plan = -1
@@ -217,9 +218,23 @@ class Aggregator:
         on_added: OnAdded = lambda: None,
     ) -> SliceSum | None:
         """Add a worker's gradients of a slice; return the sum if it is complete."""
-        state = self._accumulator(worker, key, dtype, payload)
+        state = self._slices.get(key)
+        encoding = self._encoding(worker, key, dtype, payload, state)
+        if state is None:
+            if key[0] < self._plan:
+                raise RequestError(
+                    f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}"
+                )
+            state = Accumulator(encoding)
+        may_change = self._codec is not None and state.buffer is None
+        if encoding != state.encoding and not (
+            may_change and encoding.numel == state.encoding.numel
+        ):
+            raise RequestError(
+                f"rank {worker} pushed {encoding} of slice {key[1]}, which has {state.encoding}"
+            )
         if state.buffer is None and number == state.round + 1:
-            self._begin_round(state, now)
+            self._begin_round(state, encoding, now)
             self._slices[key] = state
         elif state.buffer is None or number != state.round:
             raise RequestError(
@@ -229,9 +244,7 @@ class Aggregator:
             raise RequestError(f"rank {worker} pushed slice {key[1]} of round {number} twice")
         state.early[worker] = payload, on_added
         self._add_due(state)
-        if state.added < self._workers:
-            return None
-        return self._complete(key, state)
+        return self._complete(key, state) if state.added == self._workers else None
 
     def completed_sum(self, key: SliceKey, number: int) -> SliceSum | None:
         """Return the sum of a round if it is complete; it is available until the next one is."""
@@ -245,9 +258,13 @@ class Aggregator:
             raise RequestError(f"slice {key[1]} of round {number} was pulled after round {last}")
         return state.sums[-1] if state is not None and number == last else None
 
-    def take_residual(self, key: SliceKey) -> Array | None:  # noqa: ARG002
-        """Return and drop the encoding residual of a slice; always None without a codec."""
-        return None
+    def take_residual(self, key: SliceKey) -> Array | None:
+        """Return and drop the encoding residual of a slice; None if nothing was lost."""
+        state = self._slices.get(key)
+        if state is None:
+            return None
+        residual, state.residual = state.residual, None
+        return residual
 
     def find_incomplete(self, before: float) -> tuple[SliceKey, set[int]] | None:
         """Return a slice whose round began before a time, and the workers it waits for.
@@ -270,48 +287,64 @@ class Aggregator:
         """Whether an incomplete sum lacks a worker's gradients."""
         return any(s.buffer is not None and not s.has_pushed(worker) for s in self._slices.values())
 
-    def _accumulator(
-        self, worker: int, key: SliceKey, dtype: str, payload: memoryview
-    ) -> Accumulator:
-        numel = count_elements(worker, dtype, payload)
-        state = self._slices.get(key)
-        if state is None:
-            self._check_plan(worker, key)
-            state = Accumulator(dtype, numel)
-        if (dtype, numel) != (state.dtype, state.numel):
+    def _encoding(
+        self,
+        worker: int,
+        key: SliceKey,
+        dtype: str,
+        payload: memoryview,
+        state: Accumulator | None,
+    ) -> Encoding:
+        if dtype == CODED and self._codec is not None:
+            try:
+                known = None if state is None else state.encoding.coding
+                coding = self._codec.parse(payload, known)
+            except ValueError as error:
+                raise RequestError(
+                    f"rank {worker} pushed slice {key[1]} malformed: {error}"
+                ) from None
+            return Encoding(CODED, coding.numel, coding)
+        if dtype not in ITEMSIZE:
             raise RequestError(
-                f"rank {worker} pushed {numel} {dtype} of slice {key[1]}, which has "
-                f"{state.numel} {state.dtype}"
+                f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}"
             )
-        return state
+        numel, rest = divmod(len(payload), ITEMSIZE[dtype])
+        if rest or not numel:
+            raise RequestError(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+        return Encoding(dtype, numel)
 
-    def _check_plan(self, worker: int, key: SliceKey) -> None:
-        if key[0] < self._plan:
-            raise RequestError(f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}")
-
-    def _begin_round(self, state: Accumulator, now: float) -> None:
+    def _begin_round(self, state: Accumulator, encoding: Encoding, now: float) -> None:
         """Start a round in unused memory; the last sum stays available."""
-        unused = next((old for old in state.sums[:-1] if old.is_unused()), None)
-        dtype = sum_dtype(state.dtype)
-        itemsize = ITEMSIZE[self._reply_dtype(state.dtype)]
-        narrows = itemsize < dtype.itemsize
-        need = 0 if unused is not None else state.numel * itemsize
-        if narrows and state.spare is None:
-            need += state.numel * dtype.itemsize
-        if need:
-            self._reserve(state, need)
-        if unused is not None:
-            state.sums.remove(unused)
-        state.out = unused.result if unused is not None else None
-        state.buffer = state.spare if narrows else state.out
+        numel, total_dtype = encoding.numel, sum_dtype(encoding.dtype)
+        reply_dtype = self._reply_dtype(encoding)
+        coding = encoding.coding if reply_dtype == CODED else None
+        unused = [old for old in state.sums[:-1] if old.is_unused()]
+        same = [old for old in unused if old.dtype == reply_dtype and coding is None]
+        # One sum's memory is used again; memory of another form is freed.
+        freed = same[:1] + [old for old in unused if old not in same]
+        need = numel * ITEMSIZE[reply_dtype] if coding is None else coding.nbytes
+        need -= sum(old.result.nbytes for old in freed)
+        spare, separate = state.spare, reply_dtype != total_dtype.name
+        if spare is not None and (not separate or spare.dtype != total_dtype):
+            need, spare = need - spare.nbytes, None
+        if separate and spare is None:
+            need += numel * total_dtype.itemsize
+        keeps_residual = encoding.coding is not None and self._has_residuals
+        if keeps_residual and not state.keeps_residual:
+            need += numel * _FLOAT32.itemsize
+        self._reserve(state, need)
+        state.sums = [old for old in state.sums if old not in freed]
+        state.out = same[0].result if same else None
+        state.buffer = spare if separate else state.out
         if state.buffer is None:
-            state.buffer = np.empty(state.numel, dtype)
-        state.spare = None
+            state.buffer = np.empty(numel, total_dtype)
+        state.spare, state.encoding = None, encoding
+        state.keeps_residual |= keeps_residual
         state.round, state.added, state.started_at = state.round + 1, 0, now
 
     def _reserve(self, state: Accumulator, need: int) -> None:
         total = self.nbytes + need
-        if total + SLICE_OVERHEAD * len(self._slices) > self.max_nbytes:
+        if need > 0 and total + SLICE_OVERHEAD * len(self._slices) > self.max_nbytes:
             raise RequestError(
                 f"{len(self._slices)} slices need {total} bytes, and {SLICE_OVERHEAD} more each; "
                 f"the server's limit is {self.max_nbytes}"
@@ -331,25 +364,32 @@ class Aggregator:
 
     def _add(self, state: Accumulator, payloads: list[memoryview]) -> None:
         assert state.buffer is not None
+        coding, dtype = state.encoding.coding, state.encoding.dtype
+        if coding is not None:
+            for payload in payloads:
+                coding.decode(payload, state.buffer, add=state.added > 0)
+                state.added += 1
+            return
         pending = [*state.deferred, *payloads]
         self._deferred -= sum(map(len, state.deferred))
         state.added, state.deferred = state.added + len(payloads), []
-        last = state.added == self._workers
-        if (
-            len(pending) == 1
-            and not last
-            and self._deferred + len(pending[0]) <= self._max_deferred
-        ):
+        last, first = state.added == self._workers, len(pending[0])
+        if len(pending) == 1 and not last and self._deferred + first <= self._max_deferred:
             state.deferred = pending
-            self._deferred += len(pending[0])
+            self._deferred += first
         else:
-            begin = state.added == len(pending)
-            add_payloads(state.buffer, pending, state.dtype, begin=begin)
+            add_payloads(state.buffer, pending, dtype, begin=state.added == len(pending))
 
     def _complete(self, key: SliceKey, state: Accumulator) -> SliceSum:
         assert state.buffer is not None
-        done = self._finish_sum(state)
-        if done.result is not state.buffer:
+        reply_dtype = self._reply_dtype(state.encoding)
+        result = (
+            self._encoded_sum(state, state.buffer)
+            if reply_dtype == CODED
+            else self._plain_sum(state, state.buffer, reply_dtype)
+        )
+        done = SliceSum(state.round, reply_dtype, result)
+        if result is not state.buffer:
             state.spare = state.buffer
         state.sums.append(done)
         state.buffer = state.out = None
@@ -357,30 +397,36 @@ class Aggregator:
             self._drop_before(key[0])
         return done
 
+    def _encoded_sum(self, state: Accumulator, total: Array) -> Array:
+        assert state.encoding.coding is not None
+        if self._has_residuals and state.residual is None:
+            state.residual = np.zeros(len(total), np.float32)
+        return state.encoding.coding.encode(total, state.residual)
+
+    def _plain_sum(self, state: Accumulator, total: Array, dtype: str) -> Array:
+        """Return a sum without the codec, plus the residual; keep the rounding error."""
+        residual, state.residual = state.residual, None
+        if residual is None:
+            return narrow(total, dtype, state.out)
+        with np.errstate(all="ignore"):
+            total += residual  # type: ignore[misc]
+            result = narrow(total, dtype, state.out)
+            if result is not total:
+                lost = total - widen(result.data.cast("B"), dtype)  # type: ignore[operator]
+                state.residual = np.nan_to_num(lost, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        return result
+
     def _drop_before(self, plan: int) -> None:
         """Drop older plans. All workers have pushed for this one, so none pulls older sums."""
+        old = {key: state for key, state in self._slices.items() if key[0] < plan}
+        for key, state in old.items():
+            if state.residual is not None and state.residual.any():
+                raise RequestError(f"no worker pulled the residual of slice {key[1]} in time")
         self._plan = plan
-        for key in [key for key in self._slices if key[0] < plan]:
-            state = self._slices.pop(key)
+        for key, state in old.items():
+            del self._slices[key]
             self.nbytes -= state.nbytes
             self._deferred -= sum(map(len, state.deferred))
 
-    def _finish_sum(self, state: Accumulator) -> SliceSum:
-        assert state.buffer is not None
-        dtype = self._reply_dtype(state.dtype)
-        return SliceSum(state.round, dtype, narrow(state.buffer, dtype, state.out))
-
-    def _reply_dtype(self, dtype: str) -> str:
-        return sum_dtype(dtype).name if self._dense else dtype
-
-
-def count_elements(worker: int, dtype: str, payload: memoryview) -> int:
-    """Return the number of elements of a payload."""
-    if dtype not in ITEMSIZE:
-        raise RequestError(
-            f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}"
-        )
-    numel, rest = divmod(len(payload), ITEMSIZE[dtype])
-    if rest or not numel:
-        raise RequestError(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
-    return numel
+    def _reply_dtype(self, encoding: Encoding) -> str:
+        return sum_dtype(encoding.dtype).name if self._dense else encoding.dtype

@@ -8,29 +8,37 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from wingbeat.collectives.threads import run_callback
 from wingbeat.errors import PeerError
-from wingbeat.methods.parameter_server.failures import Pinger, ping_delay, printable
 from wingbeat.methods.parameter_server.protocol import (
     ONE_WAY_KINDS,
     UPDATE_KINDS,
     Document,
+    Flow,
     Ids,
     Kind,
+    Order,
+    Pinger,
     RequestError,
-    interface_of,
+    SendQueue,
     link_of,
+    lost_peers,
+    ping_delay,
+    printable,
+    room_of,
     urgency_of,
 )
-from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
 from wingbeat.observe.log import log
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
+
+if TYPE_CHECKING:
+    from wingbeat.methods.parameter_server.coding import SliceFormat
 
 _QUICK_S = 1.0
 """Timeout to close the mailbox after a failure, in seconds."""
@@ -51,26 +59,6 @@ _REPLY_TO = {
 
 _MAX_STATE_BYTES = 1 << 32
 """Maximum size of the optimizer state of one slice."""
-
-_NOTHING = memoryview(b"")
-
-
-class SliceFormat(Protocol):
-    """How a slice is sent, if not in its own dtype."""
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the messages with gradients."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the gradients in bytes."""
-
-    def encode(self) -> memoryview:
-        """Return the gradients; called once, when they are sent."""
-
-    def decode(self, dtype: str, payload: memoryview) -> None:
-        """Write a server's reply to the slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +85,6 @@ class Transfer:
         """The link, used in both directions."""
         return link_of(self.ids.route)
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the pushed gradients in bytes."""
-        return len(self.memory) if self.format is None else self.format.nbytes
-
     def write(self, message: Message, dtype: str) -> bool:
         """Write a reply of this dtype to the slice; return False if it is malformed."""
         if self.server != message.peer:
@@ -118,43 +101,33 @@ class Transfer:
         return True
 
 
-@dataclass(eq=False, slots=True)
-class Request:
+class Request(Future[None]):
     """Slices that are pushed or pulled together; usable as a collective's `Handle`.
+
+    ``on_complete`` is called in the client's thread when all replies have arrived, before the
+    request is done.
 
     Attributes:
         description: the name of the request in error messages.
-        on_complete: called in the client's thread when all replies have arrived, before the request
-            is done.
         missing: number of replies that have not arrived.
         posted: messages in flight, of a request without a reply.
         documents: received optimizer state, by plan, slice and round.
     """
 
-    kind: Kind
-    dtype: str
-    transfers: Sequence[Transfer]
-    description: str
-    on_complete: Callable[[], None] = lambda: None
-    missing: int = 0
-    error: PeerError | None = None
-    posted: list[Posted] = field(default_factory=list)
-    documents: dict[tuple[int, ...], Document] = field(default_factory=dict)
-    _finished: threading.Event = field(default_factory=threading.Event)
-    _callbacks: list[Callable[[Request], None]] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def done(self) -> bool:
-        """Whether the request has completed or failed."""
-        return self._finished.is_set()
-
-    def add_done_callback(self, callback: Callable[[Request], None]) -> None:
-        """Call ``callback(request)`` once the request has completed or failed."""
-        with self._lock:
-            if not self._finished.is_set():
-                self._callbacks.append(callback)
-                return
-        run_callback(lambda: callback(self))
+    def __init__(
+        self,
+        kind: Kind,
+        dtype: str,
+        transfers: Sequence[Transfer],
+        description: str,
+        on_complete: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.kind, self.dtype, self.transfers = kind, dtype, transfers
+        self.description, self.on_complete = description, on_complete
+        self.missing = len(transfers)
+        self.posted: list[Posted] = []
+        self.documents: dict[tuple[int, ...], Document] = {}
 
     def wait(self) -> None:
         """Block until all replies are written, or all messages without a reply have arrived.
@@ -162,20 +135,16 @@ class Request:
         Raises PeerError if a server or a worker has failed; the error names it.
         """
         # No timeout: the client's thread completes or fails every request.
-        self._finished.wait()
-        if self.error is not None:
-            raise PeerError(str(self.error))
+        error = self.exception()
+        if error is not None:
+            raise PeerError(str(error))
 
     wait_received = wait
 
-    def finish(self, error: PeerError | None = None) -> None:
-        """Complete the request, or fail it with an error; called by the client's thread."""
-        with self._lock:
-            self.error = error
-            self._finished.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            run_callback(functools.partial(callback, self))
+    def fail(self, error: PeerError) -> None:
+        """Fail the request, unless another thread has."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
 
 
 class Client:
@@ -207,10 +176,8 @@ class Client:
         on_abandoned: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox = mailbox
-        self._servers = tuple(servers)
-        self._me, self._name = me, name
-        self._timeout = timeout
+        self._mailbox, self._servers = mailbox, tuple(servers)
+        self._me, self._name, self._timeout = me, name, timeout
         self._check_servers, self._on_abandoned = check_servers, on_abandoned
         self._publish_failure, self._poll_failure = publish_failure, poll_failure
         self._attribute_failure = attribute_failure
@@ -243,24 +210,21 @@ class Client:
         on_complete: Callable[[], None] = lambda: None,
     ) -> Request:
         """Submit a request without blocking; PeerError if a server or worker has failed before."""
-        before = self._failure()
+        before = self._error
         if before is not None:
             raise PeerError(str(before))
         request = Request(kind, dtype, tuple(transfers), description, on_complete)
         self._submitted.append(request)
         self._interrupt()
-        error = self._failure()
+        error = self._error
         if error is not None:  # the thread may have ended without this request
-            request.finish(error)
+            request.fail(error)
         return request
 
     @property
     def refused(self) -> Counter[str]:
         """Number of refused frames and connections, by reason; any thread may read it."""
         return self._mailbox.refused + self._mailbox.refused_connections
-
-    def _failure(self) -> PeerError | None:
-        return self._error
 
     def close(self, *, quick: bool = False) -> None:
         """Disconnect from the servers and end the thread; may be called again.
@@ -287,8 +251,7 @@ class Client:
     def _run(self) -> None:
         try:
             while not self._is_finished():
-                message = self._mailbox.next(_CHECK_S if self._busy else 1.0)
-                self.run_once(message)
+                self.run_once(self._mailbox.next(_CHECK_S if self._busy else 1.0))
         except PeerError as error:
             self._fail(error)
         except Exception as error:  # the requests raise it again
@@ -321,9 +284,12 @@ class Client:
         while self._submitted:
             self._begin(self._submitted.popleft())
         if self._queue.queued:
-            self._queue.flush(self._room, self._post)
-        if self._one_way:
-            self._finish_delivered()
+            self._queue.flush(functools.partial(room_of, self._mailbox), self._post)
+        for request in list(self._one_way):
+            sent = len(request.posted) == len(request.transfers)
+            if sent and all(posted.arrived for posted in request.posted):
+                self._one_way.remove(request)
+                request.set_result(None)
         now = self._clock()
         if now - self._checked_at > _CHECK_S:
             self._checked_at = now
@@ -331,19 +297,20 @@ class Client:
 
     def _begin(self, request: Request) -> None:
         self._progress_at = self._clock()
-        request.missing = len(request.transfers)
         if not request.transfers:
-            request.finish()
+            request.set_result(None)
             return
-        empty = request.kind in _WITHOUT_PAYLOAD
-        reply = _REPLY_TO.get(request.kind)
+        empty, reply = request.kind in _WITHOUT_PAYLOAD, _REPLY_TO.get(request.kind)
         for transfer in request.transfers:
             if reply is not None:
-                key = (reply, *transfer.ids[:3])
+                key = reply, *transfer.ids[:3]
                 self._awaited[key] = request, transfer
             if request.kind is Kind.EXPECT:
                 continue
-            nbytes = MAX_HEADER_BYTES if empty else MAX_HEADER_BYTES + transfer.nbytes
+            nbytes = MAX_HEADER_BYTES
+            if not empty:
+                form = transfer.format
+                nbytes += len(transfer.memory) if form is None else form.nbytes
             # Servers with an optimizer depend on the order of requests, so these use one link.
             link = 0 if request.kind in UPDATE_KINDS else transfer.link
             flow = Flow(transfer.server, 0 if empty else transfer.urgency, link)
@@ -351,18 +318,11 @@ class Client:
         if request.kind in ONE_WAY_KINDS:
             self._one_way.append(request)
 
-    def _room(self, flow: Flow) -> int:
-        interface = self._interface(flow)
-        return self._mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
-
-    def _interface(self, flow: Flow) -> int:
-        return interface_of(self._mailbox.interfaces(flow.peer), flow.link)
-
     def _post(self, flow: Flow, item: tuple[Request, Transfer]) -> Callable[[], bool]:
         request, transfer = item
         payload, dtype = transfer.memory, request.dtype
         if request.kind in _WITHOUT_PAYLOAD:
-            payload, dtype = _NOTHING, ""
+            payload, dtype = memoryview(b""), ""
         elif transfer.format is not None:
             payload, dtype = transfer.format.encode(), transfer.format.dtype
         posted = self._mailbox.post(
@@ -371,7 +331,7 @@ class Client:
             payload,
             ids=transfer.ids,
             dtype=dtype,
-            interface=self._interface(flow),
+            interface=flow.interface(self._mailbox),
             urgency=flow.urgency,
         )
         self.sent[flow.peer, flow.urgency] += payload.nbytes
@@ -406,7 +366,7 @@ class Client:
         request.missing -= 1
         if not request.missing:
             request.on_complete()
-            request.finish()
+            request.set_result(None)
         del self._awaited[key]  # last, so that `_end` finds the request if a call above raises
 
     def _append_state(self, message: Message, request: Request, transfer: Transfer) -> bool:
@@ -424,28 +384,21 @@ class Client:
             raise PeerError(f"{self._me}: {server} sent a malformed state: {error}") from None
         return request.documents[key].complete
 
-    def _finish_delivered(self) -> None:
-        for request in list(self._one_way):
-            sent = len(request.posted) == len(request.transfers)
-            if sent and all(posted.arrived for posted in request.posted):
-                self._one_way.remove(request)
-                request.finish()
-
     def _check(self, now: float) -> None:
         ended = self._check_servers()
         if ended is not None:
             raise PeerError(f"{self._me}: {ended}")
-        killed = {
-            server: "has ended unexpectedly: its connections are closed"
-            for server, seconds in self._mailbox.unconnected().items()
-            if seconds > RECONNECT_S
-        }
-        for server, why in {**killed, **self._mailbox.lost}.items():
+        for server, why in lost_peers(self._mailbox, RECONNECT_S).items():
             raise PeerError(f"{self._me}: {self._name(server)} {why}")
         if not self._busy:
             return
         if now - max(self._progress_at, self._pinged_at) > self._ping_delay:
-            self._ping(now)
+            self._pinged_at = now
+            reason = self._poll_failure()
+            if reason is not None:
+                raise PeerError(f"{self._me}: {reason}")
+            for server, link in {(each.server, each.link) for _, each in self._awaited.values()}:
+                self._pinger.ping(server, [link])
         left = self._mailbox.left
         while left and (message := self._mailbox.poll()) is not None:
             self._handle(message)  # may contain the reason
@@ -459,39 +412,26 @@ class Client:
         waited = now - self._progress_at
         if now - max(self._progress_at, self._logged_at) >= LOG_INTERVAL_S:
             self._logged_at = now
-            log.warning(
-                "%s: waiting for gradients of other workers for %d s; the servers are alive",
-                self._me,
-                waited,
-            )
-        if waited > MAX_WAIT_FACTOR * self._timeout:
-            transfers = [transfer for _, transfer in self._awaited.values()]
-            late = sorted({transfer.server for transfer in transfers}) or self._servers
-            requests = [request for request, _ in self._awaited.values()]
-            what = requests[0].description if requests else "gradients"
+            text = "%s: waiting for gradients of other workers for %d s; the servers are alive"
+            log.warning(text, self._me, waited)
+        limit = MAX_WAIT_FACTOR * self._timeout
+        if waited > limit:
+            awaited = self._awaited.values()
+            late = sorted({transfer.server for _, transfer in awaited}) or self._servers
+            what = next((request.description for request, _ in awaited), "gradients")
             raise PeerError(
                 f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
-                f"{MAX_WAIT_FACTOR * self._timeout:g} s: check that it and all workers run, or "
+                f"{limit:g} s: check that it and all workers run, or "
                 "increase the timeout: wingbeat.init(timeout=...)"
             )
-
-    def _ping(self, now: float) -> None:
-        """Read published failures, and ping the servers whose replies are missing."""
-        self._pinged_at = now
-        reason = self._poll_failure()
-        if reason is not None:
-            raise PeerError(f"{self._me}: {reason}")
-        for server, link in {(each.server, each.link) for _, each in self._awaited.values()}:
-            self._pinger.ping(server, [link])
 
     def _end(self) -> None:
         """Fail all requests, and disconnect."""
         error = self._error or PeerError(f"{self._me}: the connection to the servers is closed")
         self._error = error
-        pending = {id(r): r for r in self._one_way}
-        pending.update({id(r): r for r, _ in self._awaited.values()})
-        pending.update({id(r): r for r in tuple(self._submitted)})  # other threads may still submit
-        for request in pending.values():
-            request.finish(error)
+        awaited = [request for request, _ in self._awaited.values()]
+        # Other threads may still submit.
+        for request in dict.fromkeys([*self._one_way, *awaited, *tuple(self._submitted)]):
+            request.fail(error)
         with contextlib.suppress(PeerError):  # already reported
             self._mailbox.close(_QUICK_S if self.failed or self._quick else self._timeout)

@@ -5,26 +5,35 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from wingbeat.codecs import Coding
-from wingbeat.codecs.coding import all_of
 from wingbeat.codecs.lowrank import Factors
-from wingbeat.collectives import Encoded
+from wingbeat.collectives import Encoded, Handle
+from wingbeat.collectives.nccl import NcclJob
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.aggregator import sum_dtype
-from wingbeat.methods.parameter_server.client import Client, SliceFormat, Transfer
-from wingbeat.methods.parameter_server.coded_aggregator import CODED, bytes_tensor
+from wingbeat.methods.parameter_server.client import Client, Transfer
+from wingbeat.methods.parameter_server.coding import (
+    DTYPES,
+    FLOAT32,
+    MAX_HEADER_BYTES,
+    SliceCoding,
+    SliceFormat,
+    bytes_of,
+    cast_format,
+    coded_format,
+    residual_format,
+)
 from wingbeat.methods.parameter_server.launch import ServerGroup
-from wingbeat.methods.parameter_server.protocol import MAX_HEADER_BYTES, Kind, Piece, pack_header
+from wingbeat.methods.parameter_server.protocol import Kind
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
 from wingbeat.methods.parameter_server.slicing import (
     KIND_OF,
+    BucketPriorities,
     RequestPlanner,
     Slice,
     SliceRequest,
@@ -33,141 +42,17 @@ from wingbeat.methods.parameter_server.slicing import (
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Section
 from wingbeat.schedules.events import Operation
+from wingbeat.transport.messages.carrier import tos_of
 from wingbeat.transport.world import World
 from wingbeat.types import Serving, Span
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket, Slot
 
-FLOAT32 = 4
-
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
-"""Names of the dtypes that servers sum."""
-
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-
-_NOTHING = memoryview(b"")
-
 _ONE_CLASS = (
     'threshold="coarse": of the buckets of this model %s has only fully connected layers, so all '
     'are in one class and none is prioritized; use threshold="tuned" or a number'
 )
-
-
-# -- formats of slices ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CastFormat:
-    """Gradients sent in ``dtype``; a sum received in ``reply_dtype`` and written to ``part``."""
-
-    part: torch.Tensor
-    dtype: str
-    reply_dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the gradients in bytes."""
-        return self.part.numel() * _BY_NAME[self.dtype].itemsize
-
-    def encode(self) -> memoryview:
-        """Return the gradients, rounded to the nearest values."""
-        return _bytes_of(self.part.to(_BY_NAME[self.dtype]))
-
-    def decode(self, dtype: str, payload: memoryview) -> None:
-        """Write the sum to the slice."""
-        copy_sum(self.part, self.reply_dtype, dtype, payload)
-
-
-class SliceCoding:
-    """The part of a bucket's coding that belongs to one slice; constant between iterations."""
-
-    def __init__(self, wire: Coded, coding: Coding, span: Span) -> None:
-        self.coding = coding.cut(span)
-        known, regions = all_of(wire), self.coding.regions
-        pieces = [Piece(len(r.span), r.cols, known.index(r.codec)) for r in regions]
-        self.header = pack_header(wire, pieces)
-        self.nbytes = len(self.header) + self.coding.room(Span(0, len(span)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CodedFormat:
-    """Encoded gradients, and an encoded sum unless the server replies in the dtype ``dense``."""
-
-    part: torch.Tensor
-    residual: torch.Tensor | None
-    coding: SliceCoding
-    dense: str = ""
-    dtype: str = CODED
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the encoded gradients in bytes."""
-        return self.coding.nbytes
-
-    def encode(self) -> memoryview:
-        """Encode the gradients plus the residual; update the residual."""
-        header = self.coding.header
-        payload = torch.zeros(self.nbytes, dtype=torch.uint8)  # padding is sent too
-        payload[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        span = Span(0, self.part.numel())
-        self.coding.coding.encode(self.part, span, payload[len(header) :], self.residual)
-        return _bytes_of(payload)
-
-    def decode(self, dtype: str, payload: memoryview) -> None:
-        """Write the sum to the slice."""
-        if self.dense:
-            copy_sum(self.part, self.dense, dtype, payload)
-            return
-        header = self.coding.header
-        if dtype != CODED or len(payload) != self.nbytes or payload[: len(header)] != header:
-            raise ValueError("another format")
-        coded = bytes_tensor(payload)[len(header) :]
-        self.coding.coding.decode(coded, self.part, Span(0, self.part.numel()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ResidualFormat:
-    """A request for the encoding residual of a slice's sums, which is added to ``residual``."""
-
-    residual: torch.Tensor
-    dtype: str = ""
-    nbytes: int = 0
-
-    def encode(self) -> memoryview:
-        """Return no bytes."""
-        return _NOTHING
-
-    def decode(self, dtype: str, payload: memoryview) -> None:
-        """Add the residual."""
-        if not dtype and not payload:
-            return
-        self.residual.add_(_elements(self.residual.numel(), "float32", dtype, payload))
-
-
-def copy_sum(part: torch.Tensor, expected: str, dtype: str, payload: memoryview) -> None:
-    """Copy a sum that is not encoded to a slice."""
-    part.copy_(_elements(part.numel(), expected, dtype, payload))
-
-
-def _elements(numel: int, expected: str, dtype: str, payload: memoryview) -> torch.Tensor:
-    torch_dtype = _BY_NAME[expected]
-    if dtype != expected or len(payload) != numel * torch_dtype.itemsize:
-        raise ValueError("another format")
-    return bytes_tensor(payload).view(torch_dtype)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    view: memoryview = tensor.view(torch.uint8).numpy().data
-    return view
-
-
-# -- the exchange --------------------------------------------------------------------------
 
 
 class ServerExchange:
@@ -219,7 +104,7 @@ class ServerExchange:
         largest = self._servers.message // max(bucket.flat.element_size() for bucket in buckets)
         if self._wire:  # incompressible gradients, and sums sent in float32
             largest = min(largest, (self._servers.message - MAX_HEADER_BYTES) // FLOAT32)
-        connected = [all(slot.fully_connected for slot in bucket.slots) for bucket in buckets]
+        connected = [_fully_connected(bucket) for bucket in buckets]
         self._planner.set_buckets(
             [bucket.flat.numel() for bucket in buckets],
             [bucket.index for bucket in forward],
@@ -228,18 +113,16 @@ class ServerExchange:
             largest,
         )
         self.remote.landing = {}
-        self._check_slice_count(self._planner.max_slices())
-        classes = self._planner.priorities.classes
-        if self._coarse and len(set(classes)) < 2 and not self._warned:
-            self._warned = True
-            log.warning(_ONE_CLASS, "each" if all(connected) else "none")
-
-    def _check_slice_count(self, slices: int) -> None:
+        slices = self._planner.max_slices()
         if slices > self._servers.max_slices:
             raise UsageError(
                 f"a server would have {slices} slices; the limit is {self._servers.max_slices}: "
                 "use larger slices (slice), larger buckets (mb) or more servers"
             )
+        classes = self._planner.priorities.classes
+        if self._coarse and len(set(classes)) < 2 and not self._warned:
+            self._warned = True
+            log.warning(_ONE_CLASS, "each" if all(connected) else "none")
 
     def prioritise(self, thresholds: Sequence[float]) -> None:
         """Change the thresholds between the classes, see `BucketPriorities.set_thresholds`.
@@ -279,24 +162,19 @@ class ServerExchange:
         flight. It waits until the last sums are complete.
         """
         uncollected, self._uncollected = sorted(self._uncollected), set()
-        requests = [
-            self._client.submit(
-                Kind.PULL_RESIDUAL, "", self._residual_transfers(number), f"bucket {number}"
+        requests = []
+        for number in uncollected:
+            residual = self._residuals[number]
+            transfers = [
+                self._transfer(each, memoryview(b""), residual_format(_part(residual, each.slice)))
+                for each in self._planner.requests(number)
+                if self._owns_residual(each.slice)
+            ]
+            requests.append(
+                self._client.submit(Kind.PULL_RESIDUAL, "", transfers, f"bucket {number}")
             )
-            for number in uncollected
-        ]
         for request in requests:
             request.wait()
-
-    def _residual_transfers(self, number: int) -> list[Transfer]:
-        residual = self._residuals[number]
-        return [
-            self._transfer(
-                each, _NOTHING, ResidualFormat(residual[each.slice.start : each.slice.stop])
-            )
-            for each in self._planner.requests(number)
-            if self._owns_residual(each.slice)
-        ]
 
     def _owns_residual(self, each: Slice) -> bool:
         return each.number % self._workers == self._rank
@@ -307,24 +185,30 @@ class ServerExchange:
             self._residuals[bucket.index] = wire.residual
             if not self._dense:
                 self._uncollected.add(bucket.index)
-        requests, memory = self._planner.requests(bucket.index), _Memory(bucket.flat)
+        requests, flat = self._planner.requests(bucket.index), bucket.flat.detach()
+        memory, size = bytes_of(flat), flat.element_size()
         transfers = [
-            self._transfer(each, memory.of(each.slice), self._format(bucket, each.slice))
+            self._transfer(
+                each,
+                memory[each.slice.start * size : each.slice.stop * size],
+                self._format(bucket, flat, each.slice),
+            )
             for each in requests
         ]
         slices = [each.slice for each in requests]
         on_complete = functools.partial(self._keep_unused, bucket, slices)
         bucket.handle = self._client.submit(
-            kind, DTYPES[bucket.flat.dtype], transfers, f"bucket {bucket.index}", on_complete
+            kind, DTYPES[flat.dtype], transfers, f"bucket {bucket.index}", on_complete
         )
 
     def _pull_parameters(self, kind: Kind, bucket: Bucket) -> None:
         """Receive the parameters after the next update instead of the bucket's gradients."""
         flat, updates = self.remote.landing.get(bucket.index, bucket.flat), self.remote.updates
-        memory = _Memory(flat)
+        memory, size = bytes_of(flat), flat.element_size()
         transfers = [
             self._transfer(
-                each._replace(ids=each.ids._replace(round=updates)), memory.of(each.slice)
+                each._replace(ids=each.ids._replace(round=updates)),
+                memory[each.slice.start * size : each.slice.stop * size],
             )
             for each in self._planner.requests(bucket.index)
         ]
@@ -337,28 +221,24 @@ class ServerExchange:
     def _transfer(
         self, each: SliceRequest, memory: memoryview, slice_format: SliceFormat | None = None
     ) -> Transfer:
-        server = self._servers.number(each.slice.server)
+        server = self._servers.numbers[each.slice.server]
         return Transfer(server, each.ids, memory, each.urgency, each.position, slice_format)
 
-    def _format(self, bucket: Bucket, each: Slice) -> SliceFormat | None:
-        wire, flat = bucket.wire, bucket.flat.detach()
-        part = flat[each.start : each.stop]
+    def _format(self, bucket: Bucket, flat: torch.Tensor, each: Slice) -> SliceFormat | None:
+        wire, part = bucket.wire, _part(flat, each)
         if isinstance(wire, Encoded):
-            return self._coded_format(wire, part, each)
+            assert not isinstance(self._wire, str)
+            coding = self._codings.get(each.number)
+            if coding is None:  # constant between iterations
+                coding = SliceCoding.of(self._wire, wire.coding, Span(each.start, each.stop))
+                self._codings[each.number] = coding
+            residual = None if wire.residual is None else _part(wire.residual, each)
+            return coded_format(coding, part, residual, "float32" if self._dense else "")
         assert not isinstance(wire, Factors), "servers sum decoded gradients"
         own, cast = DTYPES[flat.dtype], narrower_dtype(wire, flat)
         dtype = own if cast is None else DTYPES[cast]
         reply = sum_dtype(dtype).name if self._dense else dtype
-        return None if own == dtype == reply else CastFormat(part, dtype, reply)
-
-    def _coded_format(self, wire: Encoded, part: torch.Tensor, each: Slice) -> SliceFormat:
-        assert not isinstance(self._wire, str)
-        coding = self._codings.get(each.number)
-        if coding is None:
-            coding = SliceCoding(self._wire, wire.coding, Span(each.start, each.stop))
-            self._codings[each.number] = coding
-        residual = None if wire.residual is None else wire.residual[each.start : each.stop]
-        return CodedFormat(part, residual, coding, "float32" if self._dense else "")
+        return None if own == dtype == reply else cast_format(part, dtype, reply)
 
     def _keep_unused(self, bucket: Bucket, slices: Sequence[Slice]) -> None:
         """Return the sums of parameters without a gradient on any worker to the residual.
@@ -381,10 +261,8 @@ def _drop_unused(bucket: Bucket, residual: torch.Tensor | None, unused: frozense
 
     A codec may encode a zero gradient as a nonzero value.
     """
-    if residual is None or not unused:
-        return
     for slot, start, stop in _bounds(bucket):
-        if slot.index in unused:
+        if residual is not None and slot.index in unused:
             residual[start:stop].zero_()
 
 
@@ -397,12 +275,86 @@ def _bounds(bucket: Bucket) -> Iterator[tuple[Slot, int, int]]:
         start = stop
 
 
-class _Memory:
-    """The bytes of a buffer, by slice."""
+def _part(flat: torch.Tensor, each: Slice) -> torch.Tensor:
+    return flat[each.start : each.stop]
 
-    def __init__(self, flat: torch.Tensor) -> None:
-        self._bytes = _bytes_of(flat.detach())
-        self._size = flat.element_size()
 
-    def of(self, each: Slice) -> memoryview:
-        return self._bytes[each.start * self._size : each.stop * self._size]
+def _fully_connected(bucket: Bucket) -> bool:
+    return all(slot.fully_connected for slot in bucket.slots)
+
+
+# -- GPUs ----------------------------------------------------------------------------------
+
+_COLLECTIVES = {
+    Operation.ALL_REDUCE: "all_reduce",
+    Operation.PUSH: "reduce_scatter",
+    Operation.PULL: "all_gather",
+}
+
+
+class GpuServerExchange:
+    """Parameter servers on GPUs: each worker's GPU serves its block of every bucket.
+
+    Geryon (Wang et al., 2020), sections III-A and IV, over NCCL. A flow is a communicator. Each
+    traffic class has its own, which the network prioritizes on InfiniBand and RoCE. A push is a
+    reduce-scatter, because the worker that keeps a block is its server, and a pull is an
+    all-gather. Operations start in the order of the calls, which is the same on all workers. NCCL
+    requires this if several communicators share a GPU.
+
+    Raises:
+        UsageError: NCCL does not support an option.
+    """
+
+    def __init__(self, world: World, serving: Serving, wire: str | Coded = "") -> None:
+        if wire:
+            raise UsageError(
+                f"compression={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in "
+                "their own dtype only; use compression='fp32', or this one with wingbeat.AllReduce "
+                "or DeAR"
+            )
+        usual = Serving()
+        if serving.count or serving.whole or serving.order != usual.order or serving.shuffled:
+            raise UsageError(
+                "parameters on a GPU: each GPU serves its block of every bucket, in the order in "
+                "which they are ready; use servers=0, placement='sharded' and order='ready', as "
+                "wingbeat.Geryon() does, or keep the model on the CPU"
+            )
+        self._world = world
+        self._serving = serving
+        self._positions: dict[int, int] = {}
+        self._priorities = BucketPriorities(serving)
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
+        """Replace the buckets; ``forward`` has them in forward order.
+
+        Raises UsageError if a bucket is not on a GPU.
+        """
+        for bucket in buckets:
+            if bucket.flat.device.type not in self._world.nccl_devices:
+                raise UsageError(
+                    f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device} and others are "
+                    "on a GPU: move all of them to one kind of device, or use wingbeat.AllReduce()"
+                )
+        self._positions = {bucket.index: position for position, bucket in enumerate(forward)}
+        places = layer_positions([bucket.names for bucket in forward])
+        self._priorities.set_buckets([_fully_connected(bucket) for bucket in forward], places)
+
+    def prioritise(self, thresholds: Sequence[float]) -> None:
+        """Change the thresholds between the classes, see `BucketPriorities.set_thresholds`."""
+        self._priorities.set_thresholds(thresholds)
+
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
+        """Start an operation on a bucket, and store its handle in the bucket."""
+        priorities, position = self._priorities, self._positions[bucket.index]
+        pulls, classes = operation is Operation.PULL, self._serving.classes
+        urgency = priorities.of_reply(position) if pulls else priorities.of_push(position)
+        if pulls and bucket.handle is not None:
+            bucket.handle.wait()  # NCCL does not order the communicators of two classes
+        group = self._world.nccl_in(None if classes == 1 else tos_of(urgency, classes))
+        name = _COLLECTIVES[operation]
+        work = getattr(group, name)(bucket.flat)
+        bucket.handle = Handle([NcclJob(work, name, self._world.rank)])
+
+    def sections(self) -> Sequence[Section]:
+        """Return nothing: NCCL does not report bytes by class."""
+        return ()

@@ -1,10 +1,12 @@
-"""Starts a job's servers next to the workers, and connects this worker to all of them."""
+"""Servers of a job: where they run, how they start and end, and how workers connect to them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,12 +16,11 @@ from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
 from wingbeat.methods.parameter_server.client import Client
-from wingbeat.methods.parameter_server.failures import FailureNotice
-from wingbeat.methods.parameter_server.protocol import MAX_LINKS
-from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.protocol import MAX_LINKS, Order, printable
 from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport import graceful_shutdown, interfaces
-from wingbeat.transport.messages import Mailbox, open_mailbox
+from wingbeat.transport.background import BackgroundThread
+from wingbeat.transport.messages import Mailbox
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
@@ -50,6 +51,7 @@ class ServerGroup:
         message: maximum size of a message.
         max_slices: maximum slices of a server.
         weights: for each network between workers and servers, its share of the total speed.
+        numbers: for each server, the number of its mailbox.
         client: this worker's connection to the servers.
     """
 
@@ -66,6 +68,7 @@ class ServerGroup:
         hosts = place_servers(world.exchange("server hosts", identity), serving.count)
         self._world = world
         self.count = len(hosts)
+        self.numbers = range(world.size, world.size + self.count)
         self.weights = _network_weights(world)
         max_sum_bytes = MEMORY_FACTOR * nbytes + _SPARE_BYTES
         self.max_slices = max_sum_bytes // (OVERHEAD_PART * SLICE_OVERHEAD)
@@ -91,7 +94,8 @@ class ServerGroup:
         self._notice = FailureNotice(store, f"{config.room}/failed")
         try:
             self._start(config, store)
-            mailbox = self._connect(config, store)
+            watched = _WatchedStore(store, self._check_startup)
+            mailbox = config.open(watched, world.rank, self.numbers)
         except BaseException as error:
             for started in self._started:
                 started.kill()
@@ -115,26 +119,12 @@ class ServerGroup:
                     f"of {self.count} servers run beside this worker: use fewer"
                 ) from None
 
-    def _connect(self, config: ServerConfig, store: Store) -> Mailbox:
-        return open_mailbox(
-            _WatchedStore(store, self._check_startup),
-            self._world.rank,
-            self._numbers(),
-            namespace=config.room,
-            interfaces=config.interfaces,
-            classes=config.classes,
-            encrypted=config.encrypted,
-            limits=config.limits,
-            seconds=config.timeout,
-            name=config.name,
-        )
-
     def _make_client(self, mailbox: Mailbox, config: ServerConfig) -> Client:
         """Return the client, whose thread must not keep this object, and the model, alive."""
         world, notice, started = self._world, self._notice, self._started
         return Client(
             mailbox,
-            self._numbers(),
+            self.numbers,
             me=f"rank {world.rank}",
             name=config.name,
             timeout=world.timeout,
@@ -145,13 +135,6 @@ class ServerGroup:
             attribute_failure=departures_of(world).blame,
             on_abandoned=functools.partial(_stop, notice, started, world.timeout),
         ).serve()
-
-    def number(self, server: int) -> int:
-        """Return the number of a server's mailbox."""
-        return self._world.size + server
-
-    def _numbers(self) -> list[int]:
-        return [self.number(index) for index in range(self.count)]
 
     def close(self) -> None:
         """Disconnect, and wait until the servers that this worker started have ended.
@@ -170,6 +153,64 @@ class ServerGroup:
         reason = self._notice.poll()
         if reason is not None:
             raise PeerError(f"rank {self._world.rank}: {reason}")
+
+
+class FailureNotice:
+    """Publishes this worker's reason for a failure, and reads the reasons of other workers.
+
+    A failed server cannot report itself: the worker that started it publishes the failure in the
+    store. The store may be slow or unreachable when a host has failed, so a separate thread
+    accesses it. The first reason under the key is kept.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._requested = threading.Event()
+        self._reason: str | None = None
+        self._unpublished: str | None = None
+        self._closed = False
+        self._thread = BackgroundThread(self._run, "wingbeat-failures")
+
+    def publish(self, reason: str) -> None:
+        """Publish a reason without blocking."""
+        self._unpublished = reason
+        self._request()
+
+    def poll(self) -> str | None:
+        """Return the published reason as of the last access to the store; start another access."""
+        if self._reason is None:
+            self._request()
+        return self._reason
+
+    @property
+    def failure(self) -> str:
+        """The exception that ended the thread; empty if there is none."""
+        return self._thread.failure
+
+    def close(self, seconds: float) -> None:
+        """Stop once the reason is published, or after ``seconds``."""
+        self._closed = True
+        self._requested.set()
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def _request(self) -> None:
+        if not self._closed:
+            if self._thread.ident is None:
+                self._thread.start()
+            self._requested.set()
+
+    def _run(self) -> None:
+        while not self._closed or self._unpublished is not None:
+            self._requested.wait()
+            self._requested.clear()
+            # Without the store, workers detect a failed server by its silence.
+            with contextlib.suppress(RuntimeError, OSError, TimeoutError):
+                reason, self._unpublished = self._unpublished, None
+                if self._store.has(self._key):
+                    self._reason = printable(self._store.get(self._key, 1.0).encode())
+                elif reason is not None:
+                    self._store.set(self._key, reason)
 
 
 def _find_ended(notice: FailureNotice, started: Sequence[Service]) -> str | None:

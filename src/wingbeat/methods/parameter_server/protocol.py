@@ -1,33 +1,29 @@
-"""Messages between workers and parameter servers, without I/O.
+"""What workers and parameter servers share: messages, the order of sending, and pings.
 
 A message has a `Kind`, four integers (`Ids`), a dtype and a payload. Settings and optimizer state
-are sent as a `Document`. The payload of an encoded slice begins with a header: little-endian,
-without padding, `HEADER_BYTES` bytes, then `PIECE_BYTES` bytes for each piece::
-
-     0   1  version   of this layout
-     1   1  reserved  0
-     2   2  pieces    number of pieces, 1 to `MAX_PIECES`
-     4   4  settings  CRC-32 of the codec's settings as text: both ends must have the same
-
-     0   4  numel     elements of the piece
-     4   4  cols      columns of the matrix whose whole rows the piece holds; 0: not a matrix
-     8   4  kind      index into `wingbeat.compression.kinds`; 0: float32
-
-The pieces cover the elements of the slice in order.
+are sent as a `Document`. `coding` has the payload of an encoded slice.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import enum
-import functools
+import heapq
+import itertools
 import json
-import struct
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from wingbeat.compression import Coded, LowRank, kinds, to_text
+from wingbeat.errors import PeerError
 from wingbeat.transport.messages.reassembly import Reassembly
+
+if TYPE_CHECKING:
+    from wingbeat.transport.messages.frames import Posted
+    from wingbeat.transport.messages.mailbox import Mailbox
 
 MAX_REASON = 500
 """Maximum size of a failure's reason, in bytes."""
@@ -38,44 +34,27 @@ class RequestError(Exception):
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages."""
+    """Kinds of messages: from a worker to a server, unless a comment states otherwise."""
 
-    PUSH_PULL = 1
-    """Worker to server: gradients of a slice. The server replies with the sum."""
-    PUSH = 2
-    """Worker to server: gradients of a slice. The server keeps the sum until it is pulled."""
-    PULL = 3
-    """Worker to server: requests the sum of a slice."""
-    SUM = 4
-    """Server to worker: the sum of a slice over all workers."""
-    FAILED = 5
-    """Server to worker: the server has failed. The payload is the reason, in UTF-8."""
-    PULL_RESIDUAL = 6
-    """Worker to server: requests the encoding residual of a slice's sums, up to this round."""
-    RESIDUAL = 7
-    """Server to worker: the residual in float32, empty if there is none. The server drops it."""
+    PUSH_PULL = 1  # gradients of a slice; the server replies with the sum
+    PUSH = 2  # gradients of a slice; the server keeps the sum until it is pulled
+    PULL = 3  # requests the sum of a slice
+    SUM = 4  # server to worker: the sum of a slice over all workers
+    FAILED = 5  # server to worker: it has failed, for this reason (in UTF-8)
+    PULL_RESIDUAL = 6  # requests the encoding residual of a slice's sums, up to this round
+    RESIDUAL = 7  # server to worker: it in float32, or empty; the server drops it
     # Only for servers that run the optimizer. A worker sends these in one flow, so they stay in
     # order.
-    LOAD = 8
-    """Worker to server: parameters of a slice, and optionally optimizer state, as a document."""
-    CONTINUATION = 9
-    """Either way: the next fragment of the sender's last document."""
-    BARRIER = 10
-    """Worker to server: all documents of this worker are sent. Servers wait for all workers."""
-    GRADIENTS = 11
-    """Worker to server: gradients of a slice that replace the sum in the next update."""
-    STEP = 12
-    """Worker to server: update all slices, with these settings."""
-    FETCH = 13
-    """Worker to server: requests the parameters of a slice after the next update."""
-    PARAMETERS = 14
-    """Server to worker: the parameters of a slice."""
-    STATE = 15
-    """Worker to server: requests the optimizer state of a slice. The reply is a document."""
-    EXPECT = 16
-    """Never sent: a worker expects parameters that a `STEP` has requested."""
-    PING = 17
-    """Either way: no content. Delivery shows that the network interface works."""
+    LOAD = 8  # parameters of a slice, and optionally optimizer state, as a document
+    CONTINUATION = 9  # either way: the next fragment of the sender's last document
+    BARRIER = 10  # all documents of this worker are sent; servers wait for all workers
+    GRADIENTS = 11  # gradients of a slice that replace the sum in the next update
+    STEP = 12  # update all slices, with these settings
+    FETCH = 13  # requests the parameters of a slice after the next update
+    PARAMETERS = 14  # server to worker: the parameters of a slice
+    STATE = 15  # requests the optimizer state of a slice; the reply is a document
+    EXPECT = 16  # never sent: a worker expects parameters that a `STEP` has requested
+    PING = 17  # either way: no content; delivery shows that the network interface works
 
 
 UPDATE_KINDS = frozenset(
@@ -144,77 +123,6 @@ def interface_of(reachable: Sequence[int], link: int) -> int:
     return reachable[link % len(reachable)]
 
 
-# -- the header of an encoded slice --------------------------------------------------------
-
-HEADER_VERSION = 2
-
-MAX_PIECES = 300
-"""Maximum pieces of a slice. A message of 4 MiB holds the rows of about fifty gradients."""
-
-_HEADER = struct.Struct("<BxHI")
-_PIECE = struct.Struct("<III")
-HEADER_BYTES, PIECE_BYTES = _HEADER.size, _PIECE.size
-
-MAX_HEADER_BYTES = HEADER_BYTES + MAX_PIECES * PIECE_BYTES
-
-
-class Piece(NamedTuple):
-    """Consecutive elements of a slice with one encoding."""
-
-    numel: int
-    cols: int = 0
-    kind: int = 1
-
-
-def pack_header(wire: Coded, pieces: Sequence[Piece]) -> bytes:
-    """Return the header of a slice that ``wire`` encodes in these pieces."""
-    assert 0 < len(pieces) <= MAX_PIECES, f"{len(pieces)} pieces"
-    header = _HEADER.pack(HEADER_VERSION, len(pieces), _checksum(wire))
-    return header + b"".join(map(_PIECE.pack, *zip(*pieces, strict=True)))
-
-
-def unpack_header(payload: memoryview, wire: Coded, max_numel: int) -> tuple[Piece, ...]:
-    """Return the pieces of an encoded slice; ValueError if the received payload is malformed."""
-    if len(payload) < HEADER_BYTES:
-        raise ValueError(f"an encoded slice of {len(payload)} bytes has no header")
-    version, count, settings = _HEADER.unpack_from(payload)
-    if version != HEADER_VERSION:
-        raise ValueError(f"version {version} of an encoded slice; expected {HEADER_VERSION}")
-    if payload[1] or settings != _checksum(wire):
-        raise ValueError(f"other settings of the codec; this server has {wire}")
-    if not 0 < count <= MAX_PIECES or len(payload) < HEADER_BYTES + count * PIECE_BYTES:
-        raise ValueError(f"{count} pieces in {len(payload)} bytes; allowed are 1 to {MAX_PIECES}")
-    pieces, known = [], kinds(wire)
-    for index in range(count):
-        piece = Piece(*_PIECE.unpack_from(payload, HEADER_BYTES + index * PIECE_BYTES))
-        whole_rows = piece.numel % piece.cols == 0 if piece.cols else True
-        is_matrix = piece.kind < len(known) and isinstance(known[piece.kind], LowRank)
-        if (
-            not piece.numel
-            or piece.kind >= len(known)
-            or not whole_rows
-            or (piece.cols and not is_matrix)
-        ):
-            raise ValueError(
-                f"malformed piece: numel={piece.numel}, cols={piece.cols}, kind={piece.kind}"
-            )
-        pieces.append(piece)
-    numel = sum(piece.numel for piece in pieces)
-    if numel > max_numel:
-        raise ValueError(f"a slice of {numel} elements; allowed are {max_numel}")
-    return tuple(pieces)
-
-
-def header_nbytes(pieces: Sequence[Piece]) -> int:
-    """Return the size of a header with these pieces."""
-    return HEADER_BYTES + len(pieces) * PIECE_BYTES
-
-
-@functools.cache
-def _checksum(wire: Coded) -> int:
-    return zlib.crc32(to_text(wire).encode())
-
-
 # -- documents -----------------------------------------------------------------------------
 
 _NBYTES = "nbytes"
@@ -256,10 +164,7 @@ class Document(Reassembly):
 
 def pack_numbers(numbers: Iterable[int]) -> str:
     """Encode a set of integers as a bit mask in hexadecimal."""
-    bits = 0
-    for number in numbers:
-        bits |= 1 << number
-    return f"{bits:x}"
+    return f"{sum(1 << number for number in set(numbers)):x}"
 
 
 def unpack_numbers(bits: Any) -> frozenset[int]:
@@ -269,3 +174,174 @@ def unpack_numbers(bits: Any) -> frozenset[int]:
     except (TypeError, ValueError):
         raise RequestError(f"malformed parameters of a step: {str(bits)[:40]!r}") from None
     return frozenset(place for place, bit in enumerate(reversed(digits)) if bit == "1")
+
+
+# -- the order of sending ------------------------------------------------------------------
+
+Item = TypeVar("Item")
+
+MAX_IN_FLIGHT = 1 << 20
+"""Maximum bytes in flight per flow with `Order.URGENT`, because no message overtakes one in flight.
+"""
+
+
+class Order(enum.Enum):
+    """The order in which a sender sends. The baselines of Geryon differ only here."""
+
+    READY = "ready"
+    """Geryon: a flow is first in, first out, and the network enforces priorities."""
+    URGENT = "urgent"
+    """P3: the sender has a priority queue, and few bytes in flight."""
+    FORWARD = "forward"
+    """TICTAC: messages are sent in a global order."""
+
+
+class Flow(NamedTuple):
+    """Destination, traffic class and link: the paper's local ID in ``channel_table``."""
+
+    peer: int
+    urgency: int
+    link: int = 0
+
+    def interface(self, mailbox: Mailbox) -> int:
+        """Return the local interface of this flow."""
+        return interface_of(mailbox.interfaces(self.peer), self.link)
+
+
+def room_of(mailbox: Mailbox, flow: Flow) -> int:
+    """Return the bytes that a flow accepts now."""
+    interface = flow.interface(mailbox)
+    return mailbox.room(flow.peer, interface=interface, urgency=flow.urgency)
+
+
+@dataclass(slots=True)
+class _FlowQueue:
+    flow: Flow
+    rank: tuple[int, int, int]  # sort key among the queues; the most urgent class first
+    queued: Any  # a deque of (bytes, item), or a heap of (position, counter, bytes, item)
+    in_flight: deque[tuple[int, Callable[[], bool]]] = field(default_factory=deque)
+    in_flight_bytes: int = 0
+
+
+_RANK = operator.attrgetter("rank")
+
+
+class SendQueue(Generic[Item]):
+    """A queue for each flow; ``max_in_flight`` bytes per flow apply with `Order.URGENT`."""
+
+    def __init__(self, order: Order = Order.READY, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+        self._urgent = order is Order.URGENT
+        self._max_in_flight = max_in_flight
+        self._queues: dict[Flow, _FlowQueue] = {}
+        self._busy: list[_FlowQueue] = []  # queues with messages, by rank
+        self._count = itertools.count()
+        self.queued = 0
+
+    def enqueue(self, flow: Flow, position: int, nbytes: int, item: Item) -> None:
+        """Add a message; ``position`` is its bucket's position in forward order."""
+        queue = self._queues.get(flow)
+        if queue is None:
+            queued: Any = [] if self._urgent else deque()
+            queue = _FlowQueue(flow, (flow.urgency, flow.peer, flow.link), queued)
+            self._queues[flow] = queue
+        if not queue.queued:
+            bisect.insort(self._busy, queue, key=_RANK)
+        if self._urgent:
+            heapq.heappush(queue.queued, (position, next(self._count), nbytes, item))
+        else:
+            queue.queued.append((nbytes, item))
+        self.queued += 1
+
+    def flush(
+        self,
+        room: Callable[[Flow], int],
+        send: Callable[[Flow, Item], Callable[[], bool]],
+        ready: Callable[[Item], bool] = lambda _: True,
+    ) -> None:
+        """Send messages, the most urgent class first.
+
+        ``room`` returns the bytes that a flow accepts now. ``send`` sends a message, and returns a
+        function that returns whether it has arrived. A message that is not ``ready`` blocks those
+        behind it, which happens only with `Order.FORWARD`.
+        """
+        emptied = False
+        for queue in self._busy:
+            queued, flow = queue.queued, queue.flow
+            while queued and (not self._urgent or self._has_credit(queue)):
+                nbytes, item = queued[0][-2:]
+                if room(flow) < nbytes or not ready(item):
+                    break
+                self.queued -= 1
+                if self._urgent:
+                    heapq.heappop(queued)
+                    queue.in_flight.append((nbytes, send(flow, item)))
+                    queue.in_flight_bytes += nbytes
+                else:
+                    queued.popleft()
+                    send(flow, item)
+            emptied |= not queued
+        if emptied:
+            self._busy = [queue for queue in self._busy if queue.queued]
+
+    def _has_credit(self, queue: _FlowQueue) -> bool:
+        """Drop messages that have arrived; return whether more may be in flight."""
+        while queue.in_flight and queue.in_flight[0][1]():
+            queue.in_flight_bytes -= queue.in_flight.popleft()[0]
+        return queue.in_flight_bytes < self._max_in_flight
+
+
+# -- lost peers ----------------------------------------------------------------------------
+
+_PING_AFTER_S, _PING_AFTER_PART = 0.5, 0.05
+
+
+def ping_delay(timeout: float) -> float:
+    """Return the seconds of silence after which peers are pinged.
+
+    An undelivered ping is then detected before any wait times out, see `server.SILENT`.
+
+    >>> ping_delay(300.0), ping_delay(4.0)
+    (0.5, 0.2)
+    """
+    return min(_PING_AFTER_S, _PING_AFTER_PART * timeout)
+
+
+class Pinger:
+    """Pings peers, with at most one ping in flight per peer and interface.
+
+    Only the sender sees packet loss on a network interface, so a process that waits for a message
+    pings its peers: an undelivered ping reports the interface.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._in_flight: dict[tuple[int, int], Posted] = {}
+
+    def ping(self, peer: int, links: Iterable[int]) -> None:
+        """Ping a peer over each of these links, unless the previous ping is still in flight."""
+        reachable = self._mailbox.interfaces(peer)
+        for interface in sorted({interface_of(reachable, link) for link in links}):
+            last = self._in_flight.get((peer, interface))
+            if last is not None and not last.arrived:
+                continue
+            # The mailbox itself reports a lost peer or a full window.
+            with contextlib.suppress(PeerError):
+                self._in_flight[peer, interface] = self._mailbox.post(
+                    peer, Kind.PING, interface=interface, urgency=0, seconds=0.0
+                )
+
+
+def lost_peers(mailbox: Mailbox, reconnect_s: float) -> dict[int, str]:
+    """Return how each lost peer was lost; one without a connection may reconnect for a while."""
+    killed = {
+        peer: "has ended unexpectedly: its connections are closed"
+        for peer, seconds in mailbox.unconnected().items()
+        if seconds > reconnect_s
+    }
+    return {**killed, **mailbox.lost}
+
+
+def printable(text: bytes) -> str:
+    """Return a received reason as one printable line."""
+    reason = text[:MAX_REASON].decode(errors="replace")
+    return "".join(c if c.isprintable() else "?" for c in reason)

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,20 +28,24 @@ from wingbeat.methods.parameter_server.aggregator import (
     SliceKey,
     SliceSum,
 )
-from wingbeat.methods.parameter_server.failures import Pinger, ping_delay
 from wingbeat.methods.parameter_server.protocol import (
     MAX_REASON,
     UPDATE_KINDS,
+    Flow,
     Ids,
     Kind,
+    Order,
+    Pinger,
     RequestError,
-    interface_of,
+    SendQueue,
     link_of,
+    lost_peers,
+    ping_delay,
     position_of,
+    room_of,
     split_document,
     urgency_of,
 )
-from wingbeat.methods.parameter_server.send_queue import Flow, Order, SendQueue
 from wingbeat.methods.parameter_server.shard_updates import ParameterReply, ShardUpdates
 from wingbeat.transport.failures import MAX_WAIT_FACTOR
 from wingbeat.transport.messages.connect import open_mailbox
@@ -50,15 +54,10 @@ from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.store import Store
 
-if TYPE_CHECKING:
-    from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
-
 _log = logging.getLogger(__name__)
 
 _CHECK_S = 0.25
 """Interval between checks for lost workers and incomplete sums, in seconds."""
-
-_NOTHING = np.empty(0, np.float32)
 
 _QUICK_S = 1.0
 """Timeout to close the mailbox after the worker that started this server has ended, in seconds."""
@@ -81,17 +80,17 @@ SOONER = 0.9
 """Fraction of the timeout after which a server reports late workers, before workers time out."""
 
 
+@dataclass(eq=False, slots=True)
 class Reply:
     """A sum, parameters or a residual for one worker; ``result`` is None until it is complete."""
 
-    __slots__ = ("_posted", "dtype", "ids", "kind", "queued", "result", "worker")
-
-    def __init__(self, worker: int, ids: Ids, kind: Kind = Kind.SUM) -> None:
-        self.worker, self.ids, self.kind = worker, ids, kind
-        self.dtype = ""
-        self.result: Array | None = None
-        self.queued = False
-        self._posted: Posted | None = None
+    worker: int
+    ids: Ids
+    kind: Kind = Kind.SUM
+    dtype: str = ""
+    result: Array | None = None
+    queued: bool = False
+    posted: Posted | None = None
 
     def set_sum(self, total: SliceSum) -> None:
         """Set the payload, and register as a reader of it."""
@@ -101,30 +100,9 @@ class Reply:
         self.dtype, self.result = total.dtype, total.result
         total.readers.append(self.arrived)
 
-    def set_residual(self, residual: Array | None) -> None:
-        """Set a residual, which has no other readers."""
-        self.dtype, self.result = ("float32", residual) if residual is not None else ("", _NOTHING)
-
-    def is_complete(self) -> bool:
-        """Whether the reply can be sent."""
-        return self.result is not None
-
-    def post(self, mailbox: Mailbox, interface: int) -> Callable[[], bool]:
-        """Send the reply; return a function that returns whether it has arrived."""
-        self._posted = mailbox.post(
-            self.worker,
-            self.kind,
-            self.result,
-            ids=self.ids,
-            dtype=self.dtype,
-            interface=interface,
-            urgency=urgency_of(self.ids.route),
-        )
-        return self.arrived
-
     def arrived(self) -> bool:
         """Whether the worker has received the reply."""
-        return self._posted is not None and self._posted.arrived
+        return self.posted is not None and self.posted.arrived
 
 
 def _requested_twice(reply: Reply) -> RequestError:
@@ -153,13 +131,10 @@ class Server:
         classes: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox = mailbox
-        self._workers = workers
-        self._order = order
-        self._timeout = timeout
-        self._classes = classes
-        self._clock = clock
+        self._mailbox, self._workers = mailbox, workers
         self._aggregator, self._updates = aggregator, updates
+        self._order, self._timeout, self._classes = order, timeout, classes
+        self._clock = clock
         self._queue: SendQueue[Reply] = SendQueue(order)
         self._pulls: dict[SliceKey, list[Reply]] = {}
         self._pending = [0] * workers
@@ -172,8 +147,7 @@ class Server:
 
     def run(self, is_parent_alive: Callable[[], bool] = lambda: True) -> None:
         """Serve until all workers have left, or the worker that started this server has ended."""
-        everyone = frozenset(range(self._workers))
-        while is_parent_alive() and not self._gone() >= everyone:
+        while is_parent_alive() and self._present():
             seconds = 0.0 if self.has_work else _CHECK_S
             self.run_once(self._mailbox.next(seconds, keep=True))
         seconds = CLOSE_TIMEOUT_S
@@ -190,7 +164,7 @@ class Server:
             if self._updates is not None and not self._failed:
                 self._send_parameters(self._updates.update_next())
             if self._queue.queued and not self._failed:
-                self._queue.flush(self._room, self._send, Reply.is_complete)
+                self._queue.flush(self._room, self._send, lambda reply: reply.result is not None)
         except (PeerError, RequestError) as error:
             self._fail(str(error))
             return
@@ -208,13 +182,11 @@ class Server:
 
     def _handle_batch(self, message: Message | None) -> bool:
         """Handle received messages; return whether none is left."""
-        for _ in range(_BATCH):
+        for count in range(_BATCH + 1):
             if message is None:
                 return True
             self._handle(message)
-            message = self._mailbox.poll(keep=True)
-        if message is not None:
-            self._handle(message)
+            message = self._mailbox.poll(keep=True) if count < _BATCH else None
         return False
 
     def _handle(self, message: Message) -> None:
@@ -275,8 +247,7 @@ class Server:
             self._updates.sum_completed(key)
 
     def _pull(self, reply: Reply) -> None:
-        ids = reply.ids
-        total = self._aggregator.completed_sum((ids.plan, ids.slice), ids.round)
+        total = self._aggregator.completed_sum(reply.ids[:2], reply.ids.round)
         if total is None:
             self._add_pending(reply)
         else:
@@ -285,10 +256,14 @@ class Server:
             self._enqueue(reply)
 
     def _complete(self, reply: Reply, total: SliceSum) -> None:
-        if reply.kind is Kind.RESIDUAL:
-            reply.set_residual(self._aggregator.take_residual((reply.ids.plan, reply.ids.slice)))
-        else:
+        if reply.kind is not Kind.RESIDUAL:
             reply.set_sum(total)
+            return
+        residual = self._aggregator.take_residual(reply.ids[:2])
+        if residual is None:
+            reply.result = np.empty(0, np.float32)
+        else:
+            reply.dtype, reply.result = "float32", residual
 
     def _add_pending(self, reply: Reply) -> None:
         waiting = self._pulls.setdefault(reply.ids[:2], [])
@@ -303,91 +278,77 @@ class Server:
 
     def _send_parameters(self, replies: Iterable[ParameterReply]) -> None:
         for each in replies:
-            key = each.worker, each.ids[:2]
+            worker, ids, key = each.worker, each.ids, (each.worker, each.ids[:2])
             if each.state is not None:
-                self._send_state(each.worker, each.ids, *each.state)
+                document = split_document(*each.state, self._mailbox.largest)
+                for count, payload in enumerate(document):
+                    kind = Kind.CONTINUATION if count else Kind.STATE
+                    result = np.frombuffer(payload, np.uint8)
+                    self._enqueue(Reply(worker, ids, kind, result=result))
             elif each.params is not None:
-                reply = self._reserved.pop(key, None) or Reply(
-                    each.worker, each.ids, Kind.PARAMETERS
-                )
+                reply = self._reserved.pop(key, None) or Reply(worker, ids, Kind.PARAMETERS)
                 reply.set_sum(each.params)
                 if not reply.queued:
                     self._enqueue(reply)
             elif self._order is Order.FORWARD:  # reserves its place in the queue
-                self._reserved[key] = reply = Reply(each.worker, each.ids, Kind.PARAMETERS)
+                self._reserved[key] = reply = Reply(worker, ids, Kind.PARAMETERS)
                 self._enqueue(reply)
-
-    def _send_state(
-        self, worker: int, ids: Ids, fields: dict[str, Any], arrays: list[memoryview]
-    ) -> None:
-        for count, payload in enumerate(split_document(fields, arrays, self._mailbox.largest)):
-            reply = Reply(worker, ids, Kind.CONTINUATION if count else Kind.STATE)
-            reply.result = np.frombuffer(payload, np.uint8)
-            self._enqueue(reply)
 
     # -- sending ---------------------------------------------------------------------------
 
     def _enqueue(self, reply: Reply) -> None:
         reply.queued = True
-        ids, result = reply.ids, reply.result
+        route, result = reply.ids.route, reply.result
         nbytes = MAX_HEADER_BYTES + (self._mailbox.largest if result is None else result.nbytes)
-        flow = Flow(reply.worker, urgency_of(ids.route), link_of(ids.route))
-        self._queue.enqueue(flow, position_of(ids.route), nbytes, reply)
+        flow = Flow(reply.worker, urgency_of(route), link_of(route))
+        self._queue.enqueue(flow, position_of(route), nbytes, reply)
 
     def _room(self, flow: Flow) -> int:
         if flow.peer in self._mailbox.left or flow.peer in self._mailbox.lost:
             return 0
-        return self._mailbox.room(flow.peer, interface=self._interface(flow), urgency=flow.urgency)
-
-    def _interface(self, flow: Flow) -> int:
-        return interface_of(self._mailbox.interfaces(flow.peer), flow.link)
+        return room_of(self._mailbox, flow)
 
     def _send(self, flow: Flow, reply: Reply) -> Callable[[], bool]:
         try:
-            return reply.post(self._mailbox, self._interface(flow))
+            reply.posted = self._mailbox.post(
+                reply.worker,
+                reply.kind,
+                reply.result,
+                ids=reply.ids,
+                dtype=reply.dtype,
+                interface=flow.interface(self._mailbox),
+                urgency=flow.urgency,
+            )
         except PeerError:
             if self._room(flow):
-                raise
-            return reply.arrived  # the worker has just left; its peers detect that if it matters
+                raise  # otherwise the worker has just left; its peers detect that if it matters
+        return reply.arrived
 
     # -- failures --------------------------------------------------------------------------
 
-    def _gone(self) -> frozenset[int]:
-        return self._mailbox.left.union(self._mailbox.lost)
+    def _present(self) -> list[int]:
+        """Return the workers that have neither left nor been lost."""
+        left, lost = self._mailbox.left, self._mailbox.lost
+        return [rank for rank in range(self._workers) if rank not in left and rank not in lost]
 
     def _check(self, now: float, drained: bool) -> None:
         """Check for lost and late workers; ping them if a sum is incomplete.
 
         Messages of a worker that has left may still be in the mailbox unless it is ``drained``.
         """
+        waits: list[Aggregator | ShardUpdates] = [self._aggregator]
+        waits += [self._updates] if self._updates else []
         if drained:
-            self._check_gone()
-        if now - self._pinged_at > self._ping_delay and self._is_incomplete(now - self._ping_delay):
+            left = dict.fromkeys(self._mailbox.left, "has ended")
+            for worker, why in {**left, **lost_peers(self._mailbox, RECONNECT_S)}.items():
+                if any(each.is_waiting_for(worker) for each in waits):
+                    self._fail(f"rank {worker} {why}")
+        before = now - self._ping_delay
+        if self._pinged_at < before and any(each.find_incomplete(before) for each in waits):
             self._pinged_at = now
-            gone = self._gone()
-            for worker in range(self._workers):
-                if worker not in gone:
-                    self._pinger.ping(worker, self._links)
+            for worker in self._present():
+                self._pinger.ping(worker, self._links)
         self._check_late(now)
-
-    def _is_incomplete(self, before: float) -> bool:
-        return self._aggregator.find_incomplete(before) is not None or (
-            self._updates is not None and self._updates.find_incomplete(before) is not None
-        )
-
-    def _check_gone(self) -> None:
-        mailbox, aggregator, updates = self._mailbox, self._aggregator, self._updates
-        left = dict.fromkeys(mailbox.left, "has ended")
-        killed = {
-            worker: "has ended unexpectedly: its connections are closed"
-            for worker, seconds in mailbox.unconnected().items()
-            if seconds > RECONNECT_S
-        }
-        for worker, why in {**left, **killed, **mailbox.lost}.items():
-            if aggregator.is_waiting_for(worker) or (
-                updates is not None and updates.is_waiting_for(worker)
-            ):
-                self._fail(f"rank {worker} {why}")
 
     def _check_late(self, now: float) -> None:
         """Fail if workers wait for each other, or too long for a live worker.
@@ -417,11 +378,10 @@ class Server:
         if self._failed:
             return
         self._failed = True
-        reason, gone = why.encode()[:MAX_REASON], self._gone()
-        for worker in range(self._workers):
-            if worker not in gone:
-                with contextlib.suppress(PeerError):  # the worker is lost
-                    self._mailbox.post(worker, Kind.FAILED, reason, urgency=0, seconds=0.1)
+        for worker in self._present():
+            with contextlib.suppress(PeerError):  # the worker is lost
+                reason = why.encode()[:MAX_REASON]
+                self._mailbox.post(worker, Kind.FAILED, reason, urgency=0, seconds=0.1)
 
 
 def _join(ranks: Iterable[int]) -> str:
@@ -463,11 +423,6 @@ class ServerConfig:
     optimizer: str = ""
     max_update_bytes: int = 0
 
-    @property
-    def number(self) -> int:
-        """The number of the server's mailbox."""
-        return self.workers + self.index
-
     def name(self, number: int) -> str:
         """Return the name of the process with a mailbox number."""
         if number < self.workers:
@@ -478,7 +433,7 @@ class ServerConfig:
     @property
     def me(self) -> str:
         """The name of this server."""
-        return self.name(self.number)
+        return self.name(self.workers + self.index)
 
     @property
     def limits(self) -> Limits:
@@ -500,12 +455,12 @@ class ServerConfig:
             fields["wire"] = compression.from_json(fields["wire"])
         return ServerConfig(**fields)
 
-    def open(self, store: Store) -> Mailbox:
-        """Connect to all workers."""
+    def open(self, store: Store, number: int, peers: Iterable[int]) -> Mailbox:
+        """Open the mailbox of a server or a worker, and connect it to its peers."""
         return open_mailbox(
             store,
-            self.number,
-            range(self.workers),
+            number,
+            peers,
             namespace=self.room,
             interfaces=self.interfaces,
             classes=self.classes,
@@ -517,17 +472,12 @@ class ServerConfig:
 
     def make_aggregator(self) -> Aggregator:
         """Return the aggregator. With a codec this imports torch, which takes a second."""
-        if self.wire is None:
-            return Aggregator(self.workers, self.max_sum_bytes, dense=self.dense)
-        from wingbeat.methods.parameter_server.coded_aggregator import CodedAggregator
+        codec = None
+        if self.wire is not None:
+            from wingbeat.methods.parameter_server.coding import SliceCodec
 
-        return CodedAggregator(
-            self.workers,
-            self.max_sum_bytes,
-            wire=self.wire,
-            largest=Limits().message,
-            dense=self.dense,
-        )
+            codec = SliceCodec(self.wire, Limits().message)
+        return Aggregator(self.workers, self.max_sum_bytes, dense=self.dense, codec=codec)
 
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves while its argument returns true."""
@@ -536,7 +486,8 @@ class ServerConfig:
         aggregator = self.make_aggregator()
         if self.optimizer:
             importlib.import_module("wingbeat.methods.parameter_server.shard_optimizer")
-        return functools.partial(self.serve, self.open(store), aggregator)
+        mailbox = self.open(store, self.workers + self.index, range(self.workers))
+        return functools.partial(self.serve, mailbox, aggregator)
 
     def serve(
         self, mailbox: Mailbox, aggregator: Aggregator, is_parent_alive: Callable[[], bool]
@@ -544,9 +495,11 @@ class ServerConfig:
         """Serve until all workers have left, or the worker that started this server has ended."""
         updates = None
         if self.optimizer:
+            from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
+
             updates = ShardUpdates(
                 self.workers,
-                self._make_optimizer,
+                lambda: ShardOptimizer(json.loads(self.optimizer)),
                 aggregator.completed_sum,
                 self.max_update_bytes,
             )
@@ -568,11 +521,6 @@ class ServerConfig:
                 refused.total(),
                 ", ".join(f"{why} {n}" for why, n in sorted(refused.items())),
             )
-
-    def _make_optimizer(self) -> ShardOptimizer:
-        from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
-
-        return ShardOptimizer(json.loads(self.optimizer))
 
 
 def limits_of(workers: int, classes: int, timeout: float, interfaces: int = 1) -> Limits:

@@ -8,12 +8,13 @@ user's on test tensors: it must give the same results and treat each element ind
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,12 +22,13 @@ import torch
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.views import ShownGradients, clone_displaced
 from wingbeat.engine.updates.divided import SCALER, DividedUpdate
-from wingbeat.engine.updates.json_values import decode, dtype_of, encode
+from wingbeat.engine.updates.json_values import encode
 from wingbeat.engine.updates.stepper import GroupSnapshot, State
 from wingbeat.engine.updates.trials import Division, prove_elementwise
 from wingbeat.engine.updates.update import Closure, Training, refuse_evaluating
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.parameter_server.client import Client, Request, Transfer
+from wingbeat.methods.parameter_server.client import Request, Transfer
+from wingbeat.methods.parameter_server.coding import bytes_of
 from wingbeat.methods.parameter_server.launch import ServerGroup
 from wingbeat.methods.parameter_server.protocol import (
     NO_ROUND,
@@ -36,7 +38,12 @@ from wingbeat.methods.parameter_server.protocol import (
     pack_numbers,
     split_document,
 )
-from wingbeat.methods.parameter_server.shard_optimizer import HOOKS, rebuild_optimizer
+from wingbeat.methods.parameter_server.shard_optimizer import (
+    HOOKS,
+    decode_state,
+    encode_state,
+    rebuild_optimizer,
+)
 from wingbeat.methods.parameter_server.slicing import RequestPlanner, Slice
 from wingbeat.observe.events import stream
 from wingbeat.schedules.events import (
@@ -50,6 +57,7 @@ from wingbeat.schedules.events import (
     UpdateServers,
 )
 from wingbeat.schedules.intents import Answer
+from wingbeat.types import Span
 
 OPTION = 'update="server"'
 
@@ -136,10 +144,8 @@ def _encode_possible(values: dict[str, Any]) -> dict[str, Any]:
     """Encode the values that can be encoded; the comparison shows whether others are needed."""
     out = {}
     for key, value in values.items():
-        try:
+        with contextlib.suppress(TypeError):
             out[key] = encode(value)
-        except TypeError:
-            continue
     return out
 
 
@@ -171,20 +177,10 @@ class RemoteOptimizer:
     """
 
     def __init__(self, servers: ServerGroup, planner: RequestPlanner) -> None:
-        self._servers, self._planner = servers, planner
-        self._client: Client = servers.client
+        self._servers, self.planner = servers, planner
         self.updates = 0
         self.landing: dict[int, torch.Tensor] = {}
         self.unused: frozenset[int] = frozenset()
-
-    @property
-    def plan(self) -> int:
-        """The number of the current plan."""
-        return self._planner.plan
-
-    def slices(self) -> list[Slice]:
-        """Return all slices of the current plan, by number."""
-        return self._planner.slices()
 
     def load(self, each: Slice, fields: dict[str, Any], data: torch.Tensor) -> None:
         """Load parameters of a slice, and its optimizer state if the fields describe it.
@@ -192,20 +188,19 @@ class RemoteOptimizer:
         See `shard_optimizer.ShardOptimizer.load` for ``fields``; empty ones replace the values
         only. ``data`` must not change until it has arrived.
         """
-        ids = Ids(self.plan, each.number, self.updates, 0)
-        document = split_document(fields, [_bytes_of(data)], self._servers.message)
+        document = split_document(fields, [bytes_of(data)], self._servers.message)
         for count, payload in enumerate(document):
-            self._send(Kind.CONTINUATION if count else Kind.LOAD, each.server, ids, payload)
+            kind = Kind.CONTINUATION if count else Kind.LOAD
+            self._submit(kind, each.server, each.number, self.updates, payload)
 
     def send_gradients(self, each: Slice, gradients: torch.Tensor) -> None:
         """Send gradients of a slice that replace the sum in the next update."""
-        ids = Ids(self.plan, each.number, self.updates, 0)
-        self._send(Kind.GRADIENTS, each.server, ids, _bytes_of(gradients))
+        self._submit(Kind.GRADIENTS, each.server, each.number, self.updates, bytes_of(gradients))
 
     def barrier(self) -> None:
         """Signal that this worker has loaded all its slices; servers wait for all workers."""
         for server in range(self._servers.count):
-            self._send(Kind.BARRIER, server, Ids(self.plan, 0, 0, 0), b"")
+            self._submit(Kind.BARRIER, server)
 
     def step(self, settings: bytes, *, summed: bool, unasked: bool) -> None:
         """Request the update with number `updates`.
@@ -213,16 +208,10 @@ class RemoteOptimizer:
         With ``summed``, the update uses the last round's sums, otherwise the gradients of
         `send_gradients`. With ``unasked``, the servers send the parameters without a request.
         """
-        number = self._planner.completed_rounds() if summed else NO_ROUND
-        for server in range(self._servers.count):
-            self._send(Kind.STEP, server, Ids(self.plan, number, self.updates, unasked), settings)
-
-    def collect(self, plan: int, slices: Sequence[Slice]) -> Iterable[tuple[Slice, Document]]:
-        """Request the optimizer state of slices, and wait for it."""
-        request = self.request_state(plan, slices)
-        request.wait()
-        for each, transfer in zip(slices, request.transfers, strict=True):
-            yield each, request.documents.pop(transfer.ids[:3])
+        number = self.planner.completed_rounds() if summed else NO_ROUND
+        # No worker waits for a server without slices, which would see steps of several updates.
+        for server in sorted({each.server for each in self.planner.slices()}):
+            self._submit(Kind.STEP, server, number, self.updates, settings, route=unasked)
 
     def request_state(self, plan: int, slices: Sequence[Slice]) -> Request:
         """Request the optimizer state of slices without blocking."""
@@ -230,20 +219,24 @@ class RemoteOptimizer:
             self._transfer(each.server, Ids(plan, each.number, self.updates, 0), b"")
             for each in slices
         ]
-        return self._client.submit(Kind.STATE, "", transfers, "the optimizer's state")
+        return self._servers.client.submit(Kind.STATE, "", transfers, "the optimizer's state")
+
+    def _submit(
+        self,
+        kind: Kind,
+        server: int,
+        number: int = 0,
+        updates: int = 0,
+        payload: Any = b"",
+        route: int = 0,
+    ) -> None:
+        ids = Ids(self.planner.plan, number, updates, route)
+        transfers = [self._transfer(server, ids, payload)]
+        self._servers.client.submit(kind, "", transfers, "an update request")
 
     def _transfer(self, server: int, ids: Ids, payload: Any) -> Transfer:
-        number = self._servers.number(server)
-        return Transfer(number, ids, memoryview(payload), 0, _BEFORE_GRADIENTS)
-
-    def _send(self, kind: Kind, server: int, ids: Ids, payload: Any) -> None:
-        transfer = self._transfer(server, ids, payload)
-        self._client.submit(kind, "", [transfer], "an update request")
-
-
-def _bytes_of(data: torch.Tensor) -> memoryview:
-    view: memoryview = data.detach().view(torch.uint8).numpy().data
-    return view
+        memory = memoryview(payload)
+        return Transfer(self._servers.numbers[server], ids, memory, 0, _BEFORE_GRADIENTS)
 
 
 # -- slices --------------------------------------------------------------------------------
@@ -262,11 +255,23 @@ class SlotPart:
     offset: int
     length: int
 
-    def values(self) -> torch.Tensor:
-        """Return the elements; a view if the parameter is contiguous."""
-        return self.slot.param.detach().reshape(-1)[self.first : self.first + self.length]
+    def of_slot(self) -> slice:
+        """Return the elements of the parameter."""
+        return slice(self.first, self.first + self.length)
+
+    def copy_to(self, values: torch.Tensor) -> bool:
+        """Copy the elements to a slice's values; return whether any of these has changed."""
+        known = values[self.offset : self.offset + self.length]
+        now = self.slot.param.detach().reshape(-1)[self.of_slot()]
+        # Compare bits: NaN equals itself, and 0 differs from -0.
+        bits = _INTEGERS[known.element_size()]
+        if torch.equal(known.view(bits), now.view(bits)):
+            return False
+        known.copy_(now)
+        return True
 
 
+@dataclass(eq=False, slots=True)
 class OwnedSlice:
     """A slice with the parts of parameters in it.
 
@@ -274,33 +279,27 @@ class OwnedSlice:
     server's values.
     """
 
-    known: torch.Tensor
+    slice: Slice
+    bucket: Bucket
+    owner: int
+    parts: Sequence[SlotPart]
+    known: torch.Tensor = field(init=False)
 
-    def __init__(self, each: Slice, bucket: Bucket, owner: int, parts: Sequence[SlotPart]) -> None:
-        self.slice, self.bucket, self.owner = each, bucket, owner
-        self.parts = parts
-
-    def has_any(self, slots: frozenset[int]) -> bool:
-        """Whether the slice has a part of one of these slots."""
-        return any(part.slot.index in slots for part in self.parts)
+    def cut(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the slice of a buffer of the bucket."""
+        return flat[self.slice.start : self.slice.stop]
 
     def values(self) -> torch.Tensor:
         """Return this worker's parameters; zeros where the optimizer has none."""
-        values = torch.zeros_like(self.bucket.flat[self.slice.start : self.slice.stop])
+        values = torch.zeros_like(self.cut(self.bucket.flat))
         for part in self.parts:
-            values[part.offset : part.offset + part.length].copy_(part.values())
+            part.copy_to(values)
         return values
 
     def update_known(self) -> bool:
         """Copy this worker's parameters to `known`; return whether any has changed."""
-        changed = False
-        for part in self.parts:
-            known, now = self.known[part.offset : part.offset + part.length], part.values()
-            # Compare bits: NaN equals itself, and 0 differs from -0.
-            if not torch.equal(_bits_of(known), _bits_of(now)):
-                known.copy_(now)
-                changed = True
-        return changed
+        changed = [part.copy_to(self.known) for part in self.parts]
+        return any(changed)
 
     def export(
         self, states: ParamState, elementwise: dict[str, bool]
@@ -326,28 +325,16 @@ class OwnedSlice:
 def _encode_state(
     part: SlotPart, key: str, value: Any, elementwise: dict[str, bool], arrays: list[torch.Tensor]
 ) -> dict[str, Any]:
-    """Encode one value of the optimizer state; append elementwise values to the arrays."""
-    param, name = part.slot.param, part.slot.name
-    if isinstance(value, torch.Tensor) and elementwise.get(key, value.shape == param.shape):
-        if value.shape != param.shape:
-            raise UsageError(
-                f"optimizer state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, "
-                f"and must have the parameter's, {tuple(param.shape)}: load the state of the same "
-                "model"
-            )
-        flat = value.detach().reshape(-1)[part.first : part.first + part.length].contiguous()
-        arrays.append(flat)
-        return {"each": str(flat.dtype).removeprefix("torch.")}
+    shape, what = part.slot.param.shape, f"optimizer state {key!r} of parameter {part.slot.name!r}"
     try:
-        return {"all": encode(value)}
-    except TypeError as error:
+        return encode_state(key, value, shape, elementwise, arrays, part.of_slot())
+    except ValueError as error:
         raise UsageError(
-            f"optimizer state {key!r} of parameter {name!r}: {error}; {_ALTERNATIVE}"
+            f"{what} {error}, and must have the parameter's, {tuple(shape)}: load the state of the "
+            "same model"
         ) from None
-
-
-def _bits_of(values: torch.Tensor) -> torch.Tensor:
-    return values.view(_INTEGERS[values.element_size()])
+    except TypeError as error:
+        raise UsageError(f"{what}: {error}; {_ALTERNATIVE}") from None
 
 
 class OwnedSlices:
@@ -358,46 +345,42 @@ class OwnedSlices:
     ) -> None:
         self.plan = plan
         buckets = training.bucketing.buckets
-        self.all = [
-            OwnedSlice(
-                each,
-                buckets[each.bucket],
-                each.number % workers,
-                list(_parts_in(each, buckets[each.bucket], training)),
-            )
-            for each in slices
-        ]
+        self.all = []
+        for each in slices:
+            bucket = buckets[each.bucket]
+            parts = list(_parts_in(each, bucket, training))
+            self.all.append(OwnedSlice(each, bucket, each.number % workers, parts))
         self.owned = [each for each in self.all if each.owner == rank]
-        self._owned_in: dict[int, list[OwnedSlice]] = defaultdict(list)
-        for each in self.owned:
-            each.known = each.values()
-            self._owned_in[each.slice.bucket].append(each)
+        for own in self.owned:
+            own.known = own.values()
 
-    def owned_in(self, bucket: Bucket) -> list[OwnedSlice]:
-        """Return the slices of a bucket that this worker owns."""
-        return self._owned_in.get(bucket.index, [])
-
-    def overlapping(self, others: Iterable[OwnedSlice]) -> list[OwnedSlice]:
+    def overlapping(self, others: Iterable[OwnedSlice]) -> list[Slice]:
         """Return the slices that share elements with another plan's slices."""
-        wanted: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        wanted: dict[int, list[Span]] = defaultdict(list)
         for other in others:
             for part in other.parts:
-                wanted[part.slot.index].append((part.first, part.first + part.length))
+                wanted[part.slot.index].append(Span(part.first, part.first + part.length))
         return [
-            each
+            each.slice
             for each in self.all
             if any(
-                start < part.first + part.length and part.first < stop
+                Span(part.first, part.first + part.length).overlaps(span)
                 for part in each.parts
-                for start, stop in wanted.get(part.slot.index, ())
+                for span in wanted.get(part.slot.index, ())
             )
         ]
 
-    def join_states(self, documents: Iterable[tuple[Slice, Document]]) -> ParamState:
-        """Join the servers' state, zeros for other slices; PeerError if a server's is malformed."""
+    def collect(self, remote: RemoteOptimizer, slices: Sequence[Slice]) -> ParamState:
+        """Wait for the optimizer state of slices from the servers; it is zero in others.
+
+        Raises PeerError if a server's state is malformed.
+        """
+        request = remote.request_state(self.plan, slices)
+        request.wait()
         states: ParamState = {}
         arrays: dict[tuple[int, str], torch.Tensor] = {}
-        for each, document in documents:
+        for each, transfer in zip(slices, request.transfers, strict=True):
+            document = request.documents.pop(transfer.ids[:3])
             try:
                 self._join(self.all[each.number], document, states, arrays)
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -418,24 +401,18 @@ class OwnedSlices:
         states: ParamState,
         arrays: dict[tuple[int, str], torch.Tensor],
     ) -> None:
-        start = 0
+        end = 0
         for part, state in zip(owned.parts, document.fields["state"], strict=True):
-            index = part.slot.index
-            for key, kind in ({} if state is None else state).items():
+            index, numel = part.slot.index, part.slot.param.numel()
+            values, elementwise, end = decode_state(state, part.length, document.data, end)
+            for key, value in values.items():
                 found = states.setdefault(index, {})
-                if "all" in kind:
-                    found[key] = decode(kind["all"], torch.device("cpu"))
+                if key not in elementwise:
+                    found[key] = value
                     continue
-                dtype = dtype_of(kind["each"])
-                end = start + part.length * dtype.itemsize
                 found.setdefault(key, None)  # keeps the order of keys
-                flat = arrays.setdefault(
-                    (index, key),
-                    torch.zeros(part.slot.param.numel(), dtype=dtype, device="cpu"),
-                )
-                values = torch.frombuffer(document.data[start:end], dtype=torch.uint8).view(dtype)
-                flat[part.first : part.first + part.length] = values
-                start = end
+                empty = torch.zeros(numel, dtype=value.dtype, device="cpu")
+                arrays.setdefault((index, key), empty)[part.of_slot()] = value
 
 
 def _parts_in(each: Slice, bucket: Bucket, training: Training) -> Iterable[SlotPart]:
@@ -519,8 +496,7 @@ class ServerUpdate(DividedUpdate):
             elif rank == answer.leader and answer.follows(each.owner):
                 self._remote.load(each.slice, {}, each.values())
         for each in finals:
-            flat = each.bucket.flat
-            self._remote.send_gradients(each.slice, flat[each.slice.start : each.slice.stop])
+            self._remote.send_gradients(each.slice, each.cut(each.bucket.flat))
 
     def _prepare_gradients(
         self, used: frozenset[int], active: list[int], rank: int
@@ -541,7 +517,8 @@ class ServerUpdate(DividedUpdate):
         return [
             each
             for each in self._plan.all
-            if active[each.slice.number % len(active)] == rank and each.has_any(used)
+            if active[each.slice.number % len(active)] == rank
+            and any(part.slot.index in used for part in each.parts)
         ]
 
     def _request_step(self, answer: Answer, unasked: bool) -> None:
@@ -573,14 +550,14 @@ class ServerUpdate(DividedUpdate):
         self._pending.remove(bucket)
         fresh = {slot.index for slot in self._fresh.pop(bucket.index)}
         landing = self._remote.landing.get(bucket.index, bucket.flat)
-        offset = 0
+        end = 0
         for slot in bucket.slots:
-            end = offset + slot.param.numel()
+            start, end = end, end + slot.param.numel()
             if slot.index in fresh:
-                slot.param.detach().copy_(landing[offset:end].view(slot.param.shape))
-            offset = end
-        for each in self._plan.owned_in(bucket):
-            each.known.copy_(landing[each.slice.start : each.slice.stop])
+                slot.param.detach().copy_(landing[start:end].view(slot.param.shape))
+        for each in self._plan.owned:
+            if each.bucket is bucket:
+                each.known.copy_(each.cut(landing))
 
     # -- plans and state -------------------------------------------------------------------
 
@@ -593,14 +570,12 @@ class ServerUpdate(DividedUpdate):
     def on_new_buckets(self) -> None:
         """Load parameters and state of the slices that this worker owns in a new plan."""
         old, world = self._slices, self._training.collectives.world
-        new = OwnedSlices(
-            self._remote.plan, self._remote.slices(), self._training, world.rank, world.size
-        )
+        planner = self._remote.planner
+        new = OwnedSlices(planner.plan, planner.slices(), self._training, world.rank, world.size)
         if old is None:
             states = self._take_local_state()
         else:
-            needed = [each.slice for each in old.overlapping(new.owned)]
-            states = old.join_states(self._remote.collect(old.plan, needed))
+            states = old.collect(self._remote, old.overlapping(new.owned))
         self._slices = new
         for bucket in self._training.bucketing.buckets:
             if not all(self._training.stepper.owns(slot.param) for slot in bucket.slots):
@@ -631,8 +606,7 @@ class ServerUpdate(DividedUpdate):
     def _whole(self) -> State:
         """Collect the state from the servers, without other workers."""
         plan = self._plan
-        slices = [each.slice for each in plan.all]
-        joined = plan.join_states(self._remote.collect(plan.plan, slices))
+        joined = plan.collect(self._remote, [each.slice for each in plan.all])
         slots = self._training.bucketing.slots
         parts = {slot.param: joined[slot.index] for slot in slots if slot.index in joined}
         others: State = self._training.optimizer.__dict__["state"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from wingbeat.engine.updates.json_values import decode, dtype_of, encode
 from wingbeat.methods.parameter_server.aggregator import ITEMSIZE, Array
 from wingbeat.methods.parameter_server.protocol import RequestError
+from wingbeat.transport.text import describe_error
 
 _CPU = torch.device("cpu")
 
@@ -48,6 +49,66 @@ def rebuild_optimizer(description: Mapping[str, Any]) -> Any:
     return made
 
 
+# -- optimizer state of a part of a parameter ----------------------------------------------
+
+
+def encode_state(
+    key: str,
+    value: Any,
+    shape: torch.Size,
+    elementwise: Mapping[str, bool],
+    arrays: list[torch.Tensor],
+    part: slice = slice(None),
+) -> dict[str, Any]:
+    """Encode one value of the optimizer state of a parameter of this shape.
+
+    Of a value for each element, ``part`` is appended to the arrays. ``elementwise`` maps names of
+    optimizer state to whether it has a value for each element.
+
+    Raises:
+        ValueError: such a value does not have the parameter's shape.
+        TypeError: the value cannot be encoded.
+    """
+    if not (isinstance(value, torch.Tensor) and elementwise.get(key, value.shape == shape)):
+        return {"all": encode(value)}
+    if value.shape != shape:
+        raise ValueError(f"has shape {tuple(value.shape)}")
+    arrays.append(value.detach().reshape(-1)[part].contiguous())
+    return {"each": str(value.dtype).removeprefix("torch.")}
+
+
+def decode_state(
+    state: Mapping[str, Any] | None, numel: int, data: bytearray, start: int
+) -> tuple[dict[str, Any], set[str], int]:
+    """Return the optimizer state of a part of a parameter, which has ``numel`` elements.
+
+    The arrays begin at a position in the data. Also returned are the names of the state with a
+    value for each element, and where the arrays end.
+    """
+    values, each = dict[str, Any](), set[str]()
+    for key, kind in (state or {}).items():
+        if "all" in kind:
+            values[key] = decode(kind["all"], _CPU)
+            continue
+        dtype = dtype_of(kind["each"])
+        end = start + numel * dtype.itemsize
+        values[key] = _tensor(data, start, end, dtype)
+        each.add(key)
+        start = end
+    return values, each, start
+
+
+def _tensor(data: bytearray, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Copy bytes to aligned memory."""
+    if not 0 <= start <= stop <= len(data):
+        raise ValueError(f"bytes {start} to {stop} of {len(data)}")
+    array = np.frombuffer(data, np.uint8)[start:stop].copy()
+    return torch.from_numpy(array).view(dtype)
+
+
+# -- the optimizer of a server -------------------------------------------------------------
+
+
 @dataclass(eq=False, slots=True)
 class ParameterPiece:
     """The part of parameter ``slot`` that lies in a slice; ``param`` shares the slice's memory."""
@@ -76,10 +137,6 @@ class SliceParameters:
         array: Array = self.values.view(torch.uint8).numpy()
         return array
 
-    def layout(self) -> list[list[int]]:
-        """Return slot, group, offset and length of each piece."""
-        return [[p.slot, p.group, p.offset, p.param.numel()] for p in self.pieces]
-
     def set_storage(self, values: torch.Tensor) -> None:
         """Make the parameters views of another tensor."""
         self.values = values
@@ -90,9 +147,8 @@ class SliceParameters:
 class ShardOptimizer:
     """One optimizer for all slices of a server, which it updates one at a time.
 
-    In addition to the fields of `rebuild_optimizer`, the description has ``elementwise``, which
-    maps names of optimizer state to whether it has a value for each element, and ``dtype``, torch's
-    default.
+    In addition to the fields of `rebuild_optimizer`, the description has ``elementwise``, see
+    `encode_state`, and ``dtype``, torch's default.
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
@@ -107,28 +163,27 @@ class ShardOptimizer:
         step: Callable[[Any], Any] = type(self._optimizer).step
         # Bypasses the optimizer hooks of the process, where workers are threads.
         self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-        self.name = type(self._optimizer).__name__
-
-    # -- parameters and state -------------------------------------------------------------
 
     def load(self, fields: Mapping[str, Any], data: bytearray) -> SliceParameters:
         """Load the parameters and optimizer state of a slice; RequestError if they are malformed.
 
-        The fields are ``dtype``, ``numel``, ``pieces`` (see `SliceParameters.layout`), and
-        ``state``: for each piece by name ``{"each": dtype}`` or ``{"all": value}``, or None. The
-        data are the values, then the elementwise state of each piece.
+        The fields are ``dtype``, ``numel``, ``pieces`` (slot, group, offset and length of each),
+        and ``state``: for each piece by name the result of `encode_state`, or None. The data are
+        the values, then the elementwise state of each piece.
         """
         try:
             dtype, numel = str(fields["dtype"]), int(fields["numel"])
-            nbytes = numel * ITEMSIZE[dtype]
-            params, end = SliceParameters(dtype, _tensor(data, 0, nbytes, dtype_of(dtype))), nbytes
+            end = numel * ITEMSIZE[dtype]
+            params = SliceParameters(dtype, _tensor(data, 0, end, dtype_of(dtype)))
             for numbers, state in zip(fields["pieces"], fields["state"], strict=True):
                 slot, group, offset, length = map(int, numbers)
                 if not (0 <= offset < offset + length <= numel and slot >= 0 <= group):
                     raise ValueError(f"malformed piece {numbers}")
                 param = torch.nn.Parameter(params.values[offset : offset + length])
                 params.pieces.append(ParameterPiece(slot, group, offset, param))
-                end = self._load_state(param, state, data, end)
+                values, _, end = decode_state(state, length, data, end)
+                if values:
+                    self._state[param] = values
             if end != len(data):
                 raise ValueError(f"{len(data) - end} bytes too many")
         except (
@@ -137,18 +192,6 @@ class ShardOptimizer:
             raise RequestError(f"malformed parameters: {error}") from None
         self._count_bytes(params)
         return params
-
-    def _load_state(self, param: Any, state: Any, data: bytearray, start: int) -> int:
-        """Load the state of one piece from a position in the data; return where it ends."""
-        for key, kind in (state or {}).items():
-            if "all" in kind:
-                self._state[param][key] = decode(kind["all"], _CPU)
-                continue
-            dtype = dtype_of(kind["each"])
-            end = start + param.numel() * dtype.itemsize
-            self._state[param][key] = _tensor(data, start, end, dtype)
-            start = end
-        return start
 
     def set_values(self, params: SliceParameters, data: bytearray) -> None:
         """Replace the values, in new memory."""
@@ -169,27 +212,19 @@ class ShardOptimizer:
 
     def export_state(self, params: SliceParameters) -> tuple[dict[str, Any], list[memoryview]]:
         """Return the optimizer state of a slice, as `load` accepts it; the arrays are copies."""
-        arrays: list[memoryview] = []
-        state = [self._export_piece(piece.param, arrays) for piece in params.pieces]
-        return {"pieces": params.layout(), "state": state}, arrays
-
-    def _export_piece(self, param: Any, arrays: list[memoryview]) -> dict[str, Any] | None:
-        if param not in self._state:
-            return None
-        fields: dict[str, Any] = {}
-        for key, value in self._state[param].items():
-            if self._is_elementwise(key, value, param):
-                flat = value.detach().reshape(-1).clone()
-                fields[key] = {"each": str(flat.dtype).removeprefix("torch.")}
-                arrays.append(flat.view(torch.uint8).numpy().data)
-            else:
-                fields[key] = {"all": encode(value)}
-        return fields
-
-    def _is_elementwise(self, key: str, value: Any, param: torch.Tensor) -> bool:
-        return isinstance(value, torch.Tensor) and self._elementwise.get(
-            key, value.shape == param.shape
-        )
+        arrays: list[torch.Tensor] = []
+        state = [
+            {
+                key: encode_state(key, value, piece.param.shape, self._elementwise, arrays)
+                for key, value in self._state[piece.param].items()
+            }
+            if piece.param in self._state
+            else None
+            for piece in params.pieces
+        ]
+        pieces = [[p.slot, p.group, p.offset, p.param.numel()] for p in params.pieces]
+        copies = [array.clone().view(torch.uint8).numpy().data for array in arrays]
+        return {"pieces": pieces, "state": state}, copies
 
     def _count_bytes(self, params: SliceParameters) -> None:
         state = (
@@ -199,8 +234,6 @@ class ShardOptimizer:
             if isinstance(value, torch.Tensor)
         )
         params.nbytes = params.values.nbytes + sum(state)
-
-    # -- the step -------------------------------------------------------------------------
 
     def set_options(self, groups: list[dict[str, Any]], scaler: dict[str, Any]) -> None:
         """Set the options of the following steps."""
@@ -233,28 +266,17 @@ class ShardOptimizer:
             with torch.no_grad():
                 self._step(self._optimizer)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
-            raise RequestError(f"optimizer {self.name}: {type(error).__name__}: {reason}") from None
+            name = type(self._optimizer).__name__
+            raise RequestError(f"optimizer {name}: {describe_error(error)}") from None
         finally:
             for key in self._scaler:
                 inside.pop(key, None)
             for piece in params.pieces:
                 piece.param.grad = None
-        for piece in _moved_pieces(params):
-            params.values[piece.offset : piece.offset + piece.param.numel()].copy_(piece.param.data)
+        base, size = params.values.data_ptr(), params.values.element_size()
+        for piece in params.pieces:
+            if piece.param.data_ptr() != base + piece.offset * size:  # the optimizer replaced it
+                end = piece.offset + piece.param.numel()
+                params.values[piece.offset : end].copy_(piece.param.data)
         params.set_storage(params.values)
         self._count_bytes(params)
-
-
-def _moved_pieces(params: SliceParameters) -> Iterator[ParameterPiece]:
-    """Yield the pieces whose memory the optimizer has replaced."""
-    base, size = params.values.data_ptr(), params.values.element_size()
-    return (p for p in params.pieces if p.param.data_ptr() != base + p.offset * size)
-
-
-def _tensor(data: bytearray, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-    """Copy bytes to aligned memory."""
-    if not 0 <= start <= stop <= len(data):
-        raise ValueError(f"bytes {start} to {stop} of {len(data)}")
-    array = np.frombuffer(data, np.uint8)[start:stop].copy()
-    return torch.from_numpy(array).view(dtype)

@@ -10,7 +10,7 @@ import heapq
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from wingbeat.methods.parameter_server.protocol import (
     position_of,
     unpack_numbers,
 )
+from wingbeat.transport.text import describe_error
 
 if TYPE_CHECKING:
     from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer, SliceParameters
@@ -45,14 +46,17 @@ class Shard:
     """
 
     params: SliceParameters
-    current: SliceSum
+    current: SliceSum = field(init=False)
     gradients: Array | None = None
     route: int = 0
     fetches: dict[int, Ids] = field(default_factory=dict)
 
+    def set_current(self, number: int) -> None:
+        """Set `current` to the parameters as they are after so many updates."""
+        self.current = SliceSum(number, self.params.dtype, self.params.memory)
 
-@dataclass(frozen=True, slots=True)
-class ParameterReply:
+
+class ParameterReply(NamedTuple):
     """A reply to one worker: parameters, optimizer state, or None if parameters follow later."""
 
     worker: int
@@ -61,46 +65,33 @@ class ParameterReply:
     state: tuple[dict[str, Any], list[memoryview]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A request that is handled once all workers have passed ``barrier`` barriers."""
-
+class _Request(NamedTuple):
     worker: int
-    barrier: int
+    barrier: int  # handled once all workers have passed so many barriers
     kind: int
     ids: Ids
     payload: Any
     received_at: float
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # a document is counted when its first message arrives
         return SLICE_OVERHEAD + (0 if isinstance(self.payload, Document) else len(self.payload))
 
 
 @dataclass(slots=True)
 class _Step:
-    """One update of all slices, which all workers request.
-
-    Attributes:
-        number: number of updates after it.
-        round: the round whose sums are used; `NO_ROUND`: gradients that were sent for this step.
-        pushes_to: by rank that has requested the step, whether the server sends the parameters
-            without a request.
-        digest: the first rank that sent settings, and their digest.
-        settings: the optimizer's, from the leading worker.
-        remaining: slices that are not updated yet.
-        used: parameters with a gradient on some worker.
-    """
+    """One update of all slices, which all workers request."""
 
     plan: int
-    number: int
-    round: int
+    number: int  # of updates after it
+    round: int  # whose sums are used; `NO_ROUND`: gradients that were sent for this step
     started_at: float
+    # By rank that has requested the step: whether it gets the parameters without a request.
     pushes_to: dict[int, bool] = field(default_factory=dict)
-    digest: tuple[int, str] | None = None
-    settings: dict[str, Any] | None = None
-    remaining: set[int] = field(default_factory=set)
-    used: frozenset[int] = frozenset()
+    digest: tuple[int, str] | None = None  # of the first rank that sent settings
+    settings: dict[str, Any] | None = None  # the optimizer's, from the leading worker
+    remaining: set[int] = field(default_factory=set)  # slices that are not updated yet
+    used: frozenset[int] = frozenset()  # parameters with a gradient on some worker
 
 
 class ShardUpdates:
@@ -117,10 +108,8 @@ class ShardUpdates:
         completed_sum: Callable[[SliceKey, int], SliceSum | None],
         max_nbytes: int,
     ) -> None:
-        self._workers = workers
-        self._make_optimizer = make_optimizer
-        self._completed_sum = completed_sum
-        self._max_nbytes = max_nbytes
+        self._workers, self._max_nbytes = workers, max_nbytes
+        self._make_optimizer, self._completed_sum = make_optimizer, completed_sum
         self._created: ShardOptimizer | None = None
         self._shards: dict[int, dict[int, Shard]] = {}
         self._documents: dict[int, tuple[Ids, Document]] = {}
@@ -138,11 +127,9 @@ class ShardUpdates:
 
     def find_incomplete(self, before: float) -> tuple[str, set[int]] | None:
         """Return what has been incomplete since before a time, and the workers it waits for."""
-        step, ranks = self._step, range(self._workers)
-        if step is not None and step.started_at < before:
-            late = {rank for rank in ranks if rank not in step.pushes_to}
-            if late:
-                return "step", late
+        step, ranks = self._step, set(range(self._workers))
+        if step is not None and step.started_at < before and ranks - step.pushes_to.keys():
+            return "step", ranks - step.pushes_to.keys()
         if any(request.received_at < before for request in self._queued):
             return "optimizer state", {rank for rank in ranks if self._is_behind(rank)}
         return None
@@ -217,7 +204,9 @@ class ShardUpdates:
                 self._load(ids, payload)
             case Kind.CONTINUATION:
                 self._queued_nbytes -= len(payload.data)
-                self._set_values(worker, ids, payload)
+                shard = self._shard(worker, ids)
+                self._optimizer.set_values(shard.params, payload.data)
+                shard.set_current(shard.current.round)
             case Kind.FETCH:
                 yield ParameterReply(worker, ids, self._fetch(worker, ids))
             case Kind.STATE:
@@ -247,15 +236,9 @@ class ShardUpdates:
         before = shards.get(ids.slice)
         if before is not None:
             self._drop(before)
-        route = 0 if before is None else before.route
-        current = SliceSum(ids.round, params.dtype, params.memory)
-        shards[ids.slice] = Shard(params, current, route=route)
+        shards[ids.slice] = shard = Shard(params, route=0 if before is None else before.route)
+        shard.set_current(ids.round)
         self._grow(params.nbytes)
-
-    def _set_values(self, worker: int, ids: Ids, document: Document) -> None:
-        shard = self._shard(worker, ids)
-        self._optimizer.set_values(shard.params, document.data)
-        shard.current = SliceSum(shard.current.round, shard.params.dtype, shard.params.memory)
 
     def _set_gradients(self, worker: int, ids: Ids, payload: Any) -> None:
         shard = self._shard(worker, ids)
@@ -363,7 +346,7 @@ class ShardUpdates:
                 self._optimizer.copy_values(shard.params)
             self._optimizer.step(shard.params, gradients, step.used)
         shard.gradients = None
-        shard.current = SliceSum(step.number, shard.params.dtype, shard.params.memory)
+        shard.set_current(step.number)
         self._grow(shard.params.nbytes - before)
         if not step.remaining:
             self._step = None
@@ -390,17 +373,15 @@ class ShardUpdates:
             try:
                 self._created = self._make_optimizer()
             except Exception as error:
-                reason = (str(error).strip().splitlines() or [""])[0]
-                raise RequestError(
-                    f"cannot create the optimizer on a server: {type(error).__name__}: {reason}"
-                ) from None
+                reason = describe_error(error)
+                raise RequestError(f"cannot create the optimizer on a server: {reason}") from None
         return self._created
 
     def _drop_before(self, plan: int) -> None:
         """Drop older plans; all workers have passed the barrier of a newer one."""
-        for old in [old for old in self._shards if old < plan]:
-            for shard in self._shards.pop(old).values():
-                self._drop(shard)
+        old = [number for number in self._shards if number < plan]
+        for shard in [shard for number in old for shard in self._shards.pop(number).values()]:
+            self._drop(shard)
 
     def _drop(self, shard: Shard) -> None:
         self._optimizer.drop(shard.params)

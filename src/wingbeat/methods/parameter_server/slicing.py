@@ -69,19 +69,17 @@ class _LinkLoads:
         load[link] += numel
         return link
 
-    def divide(
-        self, server: int, start: int, stop: int, smallest: int
-    ) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts of a shard as (start, stop, link), none below ``smallest`` elements."""
-        numel = stop - start
-        chosen = [k for k, weight in enumerate(self._weights) if weight * numel >= smallest]
+    def divide(self, server: int, shard: Span, smallest: int) -> Iterator[tuple[Span, int]]:
+        """Yield the parts of a shard with their links, none below ``smallest`` elements."""
+        chosen = [k for k, weight in enumerate(self._weights) if weight * len(shard) >= smallest]
         if len(chosen) < 2:
-            yield start, stop, self.assign(server, numel)
+            yield shard, self.assign(server, len(shard))
             return
-        spans = split(Span(start, stop), [self._weights[k] for k in chosen])
-        for link, span in zip(chosen, spans, strict=True):
-            self._load[server][link] += len(span)
-            yield span.start, span.stop, link
+        for link, part in zip(
+            chosen, split(shard, [self._weights[k] for k in chosen]), strict=True
+        ):
+            self._load[server][link] += len(part)
+            yield part, link
 
 
 def partition_buckets(
@@ -104,12 +102,11 @@ def partition_buckets(
     for bucket, numel in enumerate(sizes):
         shards = min(servers, max(1, numel // smallest))
         chosen = sorted(heapq.nsmallest(shards, load), key=lambda entry: entry[1])
-        for (start, stop), (before, server) in zip(_even(0, numel, shards), chosen, strict=True):
-            load[server] = before + stop - start, server
-            for begin, end, link in links.divide(server, start, stop, smallest):
-                pieces = -(-(end - begin) // (threshold or max(1, numel)))
-                for first, last in _even(begin, end, pieces):
-                    slices.append(Slice(len(slices), bucket, first, last, server, link))
+        for shard, (before, server) in zip(_even(Span(0, numel), shards), chosen, strict=True):
+            load[server] = before + len(shard), server
+            for part, link in links.divide(server, shard, smallest):
+                for span in _even(part, -(-len(part) // (threshold or max(1, numel)))):
+                    slices.append(Slice(len(slices), bucket, span.start, span.stop, server, link))
     return tuple(slices)
 
 
@@ -126,17 +123,18 @@ def place_buckets(
     links = _LinkLoads(1, weights)
     slices: list[Slice] = []
     for bucket, numel in enumerate(sizes):
-        for first, last in _even(0, numel, -(-numel // limit)):
-            link = links.assign(0, last - first)
-            slices.append(Slice(len(slices), bucket, first, last, bucket % servers, link))
+        for span in _even(Span(0, numel), -(-numel // limit)):
+            link = links.assign(0, len(span))
+            server = bucket % servers
+            slices.append(Slice(len(slices), bucket, span.start, span.stop, server, link))
     return tuple(slices)
 
 
-def _even(start: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of ``parts`` parts whose sizes differ by at most one element."""
-    numel = stop - start
+def _even(span: Span, parts: int) -> Iterator[Span]:
+    """Yield ``parts`` parts whose sizes differ by at most one element."""
+    numel = len(span)
     for part in range(parts):
-        yield start + numel * part // parts, start + numel * (part + 1) // parts
+        yield Span(span.start + numel * part // parts, span.start + numel * (part + 1) // parts)
 
 
 # -- traffic classes -----------------------------------------------------------------------

@@ -19,8 +19,7 @@ from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.aggregator import Aggregator
 from wingbeat.methods.parameter_server.client import Client, Request, Transfer
 from wingbeat.methods.parameter_server.launch import _WatchedStore, place_servers
-from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
-from wingbeat.methods.parameter_server.send_queue import Order
+from wingbeat.methods.parameter_server.protocol import Ids, Kind, Order, pack_route
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox
@@ -320,7 +319,7 @@ def test_attributed_failure_precedes_noticed_error() -> None:
     made.client._fail(PeerError("rank 0: server 1: rank 2 has ended"))
     said = "rank 2 failed with ValueError: boom (noticed as: server 1: rank 2 has ended)"
     assert made.told == [said]
-    assert str(made.client._failure()) == f"rank 0: {said}"
+    assert str(made.client._error) == f"rank 0: {said}"
 
 
 def test_published_failure_omits_own_rank() -> None:
