@@ -12,7 +12,7 @@ from wingbeat.collectives.executor import LostPeer, explain_loss
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.failures import FailureAttribution, publish_exit
-from wingbeat.transport.group_links import GroupSetupError, group_prefix
+from wingbeat.transport.link import GroupSetupError, group_prefix
 from wingbeat.types import Group
 
 GROUP = Group((2, 5, 7), 3)

@@ -7,9 +7,9 @@ import pytest
 
 from wingbeat.errors import PeerError
 from wingbeat.exchanges import departures as module
-from wingbeat.exchanges.departures import Departures, departures_of
 from wingbeat.transport import loopback
 from wingbeat.transport.failures import publish_exit, publish_failure
+from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.loopback import Switchboard
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from helpers.mail import Clock
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes.lanes import BEGIN, Lanes
+from wingbeat.exchanges.lanes import BEGIN, Lanes
 
 WINDOW = 40_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wingbeat.exchanges.lanes.lanes import Lanes
+from wingbeat.exchanges.lanes import Lanes
 
 
 class OneLane(Lanes):

@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
-from wingbeat.transport import gloo_groups
+from wingbeat.transport import gloo
 from wingbeat.transport.failures import FailureAttribution, publish_exit
-from wingbeat.transport.gloo_groups import GlooGroups, _GroupStore
-from wingbeat.transport.group_links import GroupSetupError, group_prefix
+from wingbeat.transport.gloo import GlooGroups, _GroupStore
 from wingbeat.transport.interfaces import Interface
-from wingbeat.transport.link import Link
+from wingbeat.transport.link import GroupSetupError, Link, group_prefix
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 from wingbeat.types import Group
@@ -279,7 +278,7 @@ def test_who_does_not_come_is_named_in_time(ranks: list[Rank]) -> None:
 def test_a_connection_that_stays_silent_is_given_up_long_before_the_timeout(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, over, usual = Group((0, 1), 1), threading.Event(), gloo_groups._barrier
+    group, over, usual = Group((0, 1), 1), threading.Event(), gloo._barrier
 
     def greet(link: Any, mine: int, *rest: Any) -> None:
         if mine == 1:
@@ -295,8 +294,8 @@ def test_a_connection_that_stays_silent_is_given_up_long_before_the_timeout(
         over.set()
         assert time.monotonic() - begin < PATIENT / 2
 
-    monkeypatch.setattr(gloo_groups, "_CONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(gloo_groups, "_barrier", greet)
+    monkeypatch.setattr(gloo, "_CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(gloo, "_barrier", greet)
     together(group, act)
 
 

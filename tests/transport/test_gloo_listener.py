@@ -17,8 +17,7 @@ import torch.distributed as dist
 import wingbeat
 from helpers.pool import Pool
 from wingbeat.transport import descriptors, gloo
-from wingbeat.transport.gloo import GlooLink
-from wingbeat.transport.gloo_groups import GlooGroups
+from wingbeat.transport.gloo import GlooGroups, GlooLink
 from wingbeat.transport.interfaces import Interface
 from wingbeat.types import Group
 

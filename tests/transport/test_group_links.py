@@ -9,14 +9,14 @@ import torch
 
 from wingbeat.transport import loopback
 from wingbeat.transport.failures import FailureAttribution
-from wingbeat.transport.group_links import (
+from wingbeat.transport.link import (
     GroupSetupError,
     LazyLink,
+    Link,
     check_not_aborted,
     group_prefix,
     member_waiting_for,
 )
-from wingbeat.transport.link import Link
 from wingbeat.types import Group
 
 GROUP = Group((0, 2, 3), 4)

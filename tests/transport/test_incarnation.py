@@ -16,15 +16,16 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError
-from wingbeat.transport import incarnation
+from wingbeat.transport import failures
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.incarnation import LivenessListener, ProcessAddress, claim_rank, is_running
+from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
+from wingbeat.transport.rendezvous import claim_rank
 from wingbeat.transport.torch_store import TorchStore
 
 TOKEN = "0" * 32
 PROCESS = """
 import sys
-from wingbeat.transport.incarnation import LivenessListener
+from wingbeat.transport.failures import LivenessListener
 one = LivenessListener("127.0.0.1")
 print(one.address.to_text(), flush=True)
 sys.stdin.read()
@@ -48,8 +49,8 @@ def process() -> Iterator[tuple[subprocess.Popen[str], ProcessAddress]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for what does not come."""
-    monkeypatch.setattr(incarnation, "_PROBE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(incarnation, "_RETRY_S", 0.01)
+    monkeypatch.setattr(failures, "_PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(failures, "_RETRY_S", 0.01)
 
 
 def take(store: TorchStore, one: LivenessListener, seconds: float = 0.2) -> bool:
@@ -145,7 +146,7 @@ def test_a_port_that_another_program_has_since_is_no_process_of_the_job() -> Non
             place = ProcessAddress("127.0.0.1", server.getsockname()[1], TOKEN)
 
             def serve(server: socket.socket = server, answer: bytes = answer) -> None:
-                for _ in range(incarnation._PROBES if len(answer) < len(TOKEN) else 1):
+                for _ in range(failures._PROBES if len(answer) < len(TOKEN) else 1):
                     with server.accept()[0] as caller:
                         caller.sendall(answer)
 
@@ -234,12 +235,12 @@ def test_a_hosts_own_name_that_means_loopback_is_not_published(
 def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(incarnation, "_RETRY_S", 0.01)
-    failures = iter([OSError(24, "Too many open files")])
+    monkeypatch.setattr(failures, "_RETRY_S", 0.01)
+    errors = iter([OSError(24, "Too many open files")])
     real = socket.socket.accept
 
     def accept(self: socket.socket) -> object:
-        for error in failures:
+        for error in errors:
             raise error
         return real(self)
 

@@ -1,12 +1,16 @@
-"""The interface of codecs, and the codecs that copy float32 or round to bfloat16."""
+"""The interface of codecs, and those without state: dense, bfloat16, float16 and sketch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from wingbeat import kernels
+from wingbeat.kernels import layout
 
 ALIGNMENT = 4
 """Alignment of each region's payload in bytes, so that it can be viewed as float32."""
@@ -159,3 +163,176 @@ class Bf16Codec:
             out.add_(values)
         else:
             out.copy_(values)
+
+
+CHUNK = 1 << 19
+"""Elements processed at a time on a CPU; intermediate values of this size fit into the cache."""
+
+TOP_EXPONENT = 14
+"""Exponent of the largest magnitude after scaling; float16's maximum is 65504."""
+
+BIAS = 127
+"""Bias of float32's exponent field, bits 23 to 30."""
+
+HEAD = 4
+"""Bytes of the float32 scale."""
+
+
+@dataclass(frozen=True)
+class HalfCodec:
+    """Rounds values to the nearest float16 after scaling. Infinities and NaN are unchanged.
+
+    Payload: ``[scale: float32][values: float16]``. The scale is a power of two that brings the
+    largest finite magnitude into ``[2**14, 2**15]``: no finite value overflows, and values keep 11
+    bits down to ``2**-29`` of the largest. The smallest scale is ``2**-126``, which can represent
+    denormals. If all values are zero, the scale is 1.
+    """
+
+    @property
+    def feedback(self) -> bool:
+        """False, as the rounding error is small. A residual is used if given."""
+        return False
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Two bytes."""
+        return 2.0
+
+    def nbytes(self, numel: int, cols: int = 0) -> int:
+        """As `Codec.nbytes`; an empty payload has no scale."""
+        return HEAD + 2 * numel if numel else 0
+
+    def encode(
+        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+    ) -> None:
+        """As `Codec.encode`."""
+        check_size(payload, self.nbytes(x.numel()))
+        if x.numel() == 0:
+            return
+        total = x if residual is None else residual.add_(x)
+        scale, values = _fields(payload)
+        _write_scaled(total, scale, values)
+        if residual is not None:
+            for chunk, wide in _chunks(total):
+                residual[chunk].sub_(_widen(values[chunk], scale, wide)).nan_to_num_(0.0, 0.0, 0.0)
+
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
+        """As `Codec.decode`."""
+        check_size(payload, self.nbytes(out.numel()))
+        if out.numel() == 0:
+            return
+        scale, values = _fields(payload)
+        for chunk, wide in _chunks(out):
+            if add:
+                out[chunk].add_(_widen(values[chunk], scale, wide))
+            else:
+                _widen(values[chunk], scale, out[chunk])
+
+
+def _fields(payload: Tensor) -> tuple[Tensor, Tensor]:
+    return payload[:HEAD].view(torch.float32)[0], payload[HEAD:].view(torch.float16)
+
+
+def _write_scaled(x: Tensor, scale: Tensor, values: Tensor) -> None:
+    """Choose ``scale`` and write the float16 nearest to ``x / scale`` into ``values``."""
+    field = _scale_field(x)
+    scale.copy_((field << 23).view(torch.float32))
+    inverse = ((2 * BIAS - field) << 23).view(torch.float32)
+    limit = _limit(field)
+    for chunk, scaled in _chunks(x):
+        torch.mul(x[chunk], inverse, out=scaled)
+        if limit is not None:
+            scaled.copy_(torch.where(scaled.isinf(), scaled, scaled.clamp(-limit, limit)))
+        values[chunk].copy_(scaled)
+
+
+def _scale_field(x: Tensor) -> Tensor:
+    """Return the exponent field of the scale, an int32 scalar from 1 to 240, without a GPU sync."""
+    peak = _peak(x)
+    field = ((peak.view(torch.int32) >> 23) - TOP_EXPONENT).clamp(min=1)
+    return torch.where(peak == 0, BIAS, field).to(torch.int32)
+
+
+def _peak(x: Tensor) -> Tensor:
+    """Return the largest finite magnitude in ``x``, or 0, as a scalar tensor."""
+    if _may_ask(x):
+        peak = _largest(x)
+        if torch.isfinite(peak):
+            return peak
+    return _largest(x.nan_to_num(0.0, 0.0, 0.0))
+
+
+def _may_ask(x: Tensor) -> bool:
+    """Whether a branch may depend on values; on a GPU the host would wait for the device."""
+    return x.device.type == "cpu"
+
+
+def _largest(x: Tensor) -> Tensor:
+    low, high = x.aminmax()
+    return torch.maximum(-low, high)
+
+
+def _limit(field: Tensor) -> Tensor | None:
+    """Return a limit for finite scaled values, or None.
+
+    Without it float32's largest values would be rounded up to ``2**15 * 2**113``, which overflows.
+    """
+    top = field == 2 * BIAS - TOP_EXPONENT
+    if _may_ask(field) and not top:
+        return None
+    return torch.where(top, 2.0**15 - 2.0**4, torch.inf)
+
+
+def _widen(values: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(values).mul_(scale)
+
+
+def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of ``x`` with float32 scratch; on a GPU one slice, to save kernel launches."""
+    step = min(CHUNK, x.numel()) if x.device.type == "cpu" else x.numel()
+    scratch = torch.empty(step, dtype=torch.float32, device=x.device)
+    for start in range(0, x.numel(), max(1, step)):
+        yield slice(start, start + step), scratch[: x.numel() - start]
+
+
+@dataclass(frozen=True)
+class SketchCodec:
+    """Writes a table of ``2**bits`` levels and each value's index in it.
+
+    The options are those of `wingbeat.Sketch`. Zeros are exact if at least one in ``2**bits``
+    values is zero. Non-finite values are decoded as NaN and do not affect others. Magnitudes below
+    2**-133 become zero.
+    """
+
+    bits: int = 8
+    split: str = "error"
+    level: str = "mean"
+    feedback: bool = True
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes of an index, without the table."""
+        return self.bits / 8
+
+    def nbytes(self, numel: int, cols: int = 0) -> int:
+        """As `Codec.nbytes`."""
+        return layout.sketch_bytes(numel, self.bits)
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        payload: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        cols: int = 0,
+    ) -> None:
+        """As `Codec.encode`."""
+        kernels.of(x.device).sketch_encode(
+            x, payload, bits=self.bits, split=self.split, level=self.level, residual=residual
+        )
+
+    def decode(
+        self, payload: torch.Tensor, out: torch.Tensor, *, add: bool = False, cols: int = 0
+    ) -> None:
+        """As `Codec.decode`."""
+        kernels.of(out.device).sketch_decode(payload, out, bits=self.bits, add=add)

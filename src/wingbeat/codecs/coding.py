@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from wingbeat import compression
-from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense
-from wingbeat.codecs.half import HalfCodec
+from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec, warmed_up
 from wingbeat.compression import (
     WHOLE_BITS,

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 KEYS = 1 << 16
-SPLITS = ("error", "count")
-LEVELS = ("mean", "ends")
 LLOYD_ITERATIONS = 3
 RUN = 16
 

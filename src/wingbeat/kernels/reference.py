@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wingbeat.kernels import check, layout
+from wingbeat.kernels import layout
 from wingbeat.kernels.codebook import KEYS, codebook
 
 
@@ -31,7 +31,7 @@ def sketch_encode(
     With a ``residual``, x + residual is encoded, and residual becomes the encoding error; 0 where
     that is not finite.
     """
-    check.sketch_encode(x, payload, bits, split, level, residual)
+    layout.check_sketch_encode(x, payload, bits, split, level, residual)
     n = x.numel()
     if n == 0:
         return
@@ -51,7 +51,7 @@ def sketch_encode(
 
 def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False) -> None:
     """Decode a sketch into ``out``, or add it. Any bytes of the right size are valid."""
-    check.sketch_decode(payload, out, bits)
+    layout.check_sketch_decode(payload, out, bits)
     n = out.numel()
     if n == 0:
         return
@@ -84,7 +84,7 @@ def topk_encode(
     rounded after the product and after the sum, and replaces x; then it is set to 0 where an
     element was sent or is not finite. ``momentum`` is rounded to float32.
     """
-    check.topk_encode(x, payload, k, residual, velocity)
+    layout.check_topk_encode(x, payload, k, residual, velocity)
     n = x.numel()
     if n == 0:
         return
@@ -109,7 +109,7 @@ def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> N
     Raises ValueError if the payload is malformed: counts do not sum to k, or indices do not ascend
     or exceed n. ``out`` is then unchanged.
     """
-    check.topk_decode(payload, out, k)
+    layout.check_topk_decode(payload, out, k)
     n = out.numel()
     if n == 0:
         return

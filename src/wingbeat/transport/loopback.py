@@ -13,8 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from wingbeat.transport.group_links import LazyLink, group_prefix
-from wingbeat.transport.link import Link
+from wingbeat.transport.link import LazyLink, Link, group_prefix
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 

@@ -21,8 +21,14 @@ from wingbeat.transport.failures import (
     is_progressing,
     publish_wait,
 )
-from wingbeat.transport.group_links import LazyLink, group_prefix
-from wingbeat.transport.link import MAX_CHANNELS, ChannelLink, Link, lowest_free
+from wingbeat.transport.link import (
+    MAX_CHANNELS,
+    ChannelLink,
+    LazyLink,
+    Link,
+    group_prefix,
+    lowest_free,
+)
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
 

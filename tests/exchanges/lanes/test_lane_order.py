@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat.exchanges.lanes.order import (
+from wingbeat.exchanges.lanes import (
     WINDOW,
     ProtocolError,
     ReorderBuffer,

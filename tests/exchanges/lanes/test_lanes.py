@@ -8,8 +8,7 @@ import random
 import pytest
 
 from helpers.cards import Cards, bcube, star
-from wingbeat.exchanges.lanes.lanes import BEGIN, MORE
-from wingbeat.exchanges.lanes.order import WINDOW, ProtocolError
+from wingbeat.exchanges.lanes import BEGIN, MORE, WINDOW, ProtocolError
 
 PART = bytes(5_000)
 

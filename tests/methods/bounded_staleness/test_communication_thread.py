@@ -14,7 +14,7 @@ from helpers.mail import Clock
 from helpers.server_simulation import FakeNetwork
 from helpers.staleness_simulation import gradient
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes.lanes import BEGIN, MORE
+from wingbeat.exchanges.lanes import BEGIN, MORE
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import CommunicationThread
 from wingbeat.methods.bounded_staleness.messages import PieceSum

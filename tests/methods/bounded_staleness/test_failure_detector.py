@@ -11,7 +11,6 @@ import pytest
 
 from helpers.cards import Cards, bcube, star
 from wingbeat.errors import PeerError, RendezvousError
-from wingbeat.exchanges.departures import Departures
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.failure_detector import (
     FailureDetector,
@@ -31,6 +30,7 @@ from wingbeat.methods.bounded_staleness.messages import MalformedMessage
 from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.failures import publish_failure
+from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages.peers import PeerInfo
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from helpers.lossy_network import Faults
 from helpers.mail import Clock, Play
 from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeNetwork, Job, VirtualMailbox
 from helpers.server_update_simulation import UpdateJobSimulation
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.loopback import Faults
 
 GAMES = 400
 

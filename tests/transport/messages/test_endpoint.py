@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.lossy_network import Faults
 from helpers.mail import Play, message
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import Arrival, ConnectionId
 from wingbeat.transport.messages.endpoint import (
     MAX_INLINE_BYTES,
     Endpoint,
@@ -19,8 +19,7 @@ from wingbeat.transport.messages.endpoint import (
     Membership,
     Route,
 )
-from wingbeat.transport.messages.frames import Header, Type
-from wingbeat.transport.messages.loopback import Faults
+from wingbeat.transport.messages.frames import Arrival, ConnectionId, Header, Type
 
 FAULTS = st.builds(
     Faults,

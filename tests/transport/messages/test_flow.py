@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from wingbeat.transport.messages.carrier import ConnectionId
-from wingbeat.transport.messages.frames import MAX_IN_FLIGHT, Flow, Header, Posted, Type, unpack
+from wingbeat.transport.messages.frames import (
+    MAX_IN_FLIGHT,
+    ConnectionId,
+    Flow,
+    Header,
+    Posted,
+    Type,
+    unpack,
+)
 
 PLACE = ConnectionId(0, 0, b"peer")
 MIB = 1 << 20

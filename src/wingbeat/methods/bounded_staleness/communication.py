@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges.departures import Departures
-from wingbeat.exchanges.lanes.lanes import BEGIN, MORE, Lanes
-from wingbeat.exchanges.lanes.order import ProtocolError
+from wingbeat.exchanges.lanes import BEGIN, MORE, Lanes, ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.failure_detector import (
     FailureDetector,
@@ -41,6 +39,7 @@ from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
+from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.messages.endpoint import Message as Packet
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 

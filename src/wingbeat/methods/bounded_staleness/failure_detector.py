@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.departures import Departures
-from wingbeat.exchanges.lanes.lanes import Lanes
+from wingbeat.exchanges.lanes import Lanes
 from wingbeat.methods.bounded_staleness.membership import MembershipClient
 from wingbeat.methods.bounded_staleness.view import View
 from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.messages.frames import NEVER
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.protocol import MAX_REASON, Kind, interface_of
-from wingbeat.transport.background import BackgroundThread
+from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import Store
 
 if TYPE_CHECKING:

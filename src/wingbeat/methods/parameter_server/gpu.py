@@ -16,7 +16,7 @@ from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.slicing import BucketPriorities, layer_positions
 from wingbeat.schedules.events import Operation
-from wingbeat.transport.messages.carrier import tos_of
+from wingbeat.transport.messages.frames import tos_of
 from wingbeat.transport.nccl import NcclGroup
 from wingbeat.transport.world import World
 from wingbeat.types import Serving

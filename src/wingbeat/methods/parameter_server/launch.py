@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 from wingbeat.compression import Coded
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
 from wingbeat.methods.parameter_server.client import Client
 from wingbeat.methods.parameter_server.failures import FailureNotice
@@ -19,6 +18,7 @@ from wingbeat.methods.parameter_server.protocol import MAX_LINKS
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport import graceful_shutdown, interfaces
+from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store

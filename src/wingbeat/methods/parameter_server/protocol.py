@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from wingbeat.compression import Coded, LowRank, kinds, to_text
-from wingbeat.transport.messages.reassembly import Reassembly
+from wingbeat.transport.messages.frames import Reassembly
 
 MAX_REASON = 500
 """Maximum size of a failure's reason, in bytes."""

@@ -16,8 +16,8 @@ from wingbeat.transport import interfaces as nic
 from wingbeat.transport.interfaces import (
     listen_interfaces,
 )
-from wingbeat.transport.messages.carrier import MAX_CLASSES
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership
+from wingbeat.transport.messages.frames import MAX_CLASSES
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import (
     Connector,

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.transport.messages.carrier import Carrier
 from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
-from wingbeat.transport.messages.frames import NEVER, NO_IDS, Posted, compose, leave_frame
+from wingbeat.transport.messages.frames import NEVER, NO_IDS, Carrier, Posted, compose, leave_frame
 
 if TYPE_CHECKING:
     from wingbeat.transport.messages.peers import Connector, PeerInfo

@@ -19,8 +19,8 @@ from wingbeat.transport.interfaces import (
     bracketed,
     interface_pairs,
 )
-from wingbeat.transport.messages.carrier import MAX_CLASSES
 from wingbeat.transport.messages.endpoint import Endpoint, Route
+from wingbeat.transport.messages.frames import MAX_CLASSES
 from wingbeat.transport.messages.zeromq import (
     PeerAddress,
     ZeroMQCarrier,
