@@ -13,9 +13,10 @@ from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded, executor
-from wingbeat.collectives.encoded import Gathered, GatheredSum, GroupRows
+from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.nccl import GroupRows
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat.collectives import Collectives, tags
+from wingbeat.collectives import Collectives, executor
 from wingbeat.collectives.executor import CHUNKS_PER_TAG, LABELS, TAG_PERIOD, group_tag
 from wingbeat.collectives.machine import DEPTH
 from wingbeat.transport import loopback
 from wingbeat.transport.link import BITS_BELOW, TAG_BITS
 from wingbeat.transport.world import World
 
-base_tag = functools.partial(tags.base_tag, dtype=torch.float32)
+base_tag = functools.partial(executor.base_tag, dtype=torch.float32)
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
 
 
@@ -61,7 +61,7 @@ def test_size_and_dtype_of_buckets_count() -> None:
     sizes = {base_tag("all_reduce", 3, 8 * n, "", 0) for n in range(100)}
     dtypes = (torch.float32, torch.int32, torch.bfloat16, torch.float64, torch.uint8)
     assert len(sizes) == 4
-    assert len({tags.base_tag("all_reduce", 3, 8, "", 0, dtype) for dtype in dtypes}) > 1
+    assert len({executor.base_tag("all_reduce", 3, 8, "", 0, dtype) for dtype in dtypes}) > 1
 
 
 def test_no_message_has_the_tag_that_is_never_sent() -> None:
@@ -71,7 +71,7 @@ def test_no_message_has_the_tag_that_is_never_sent() -> None:
     }
     assert (
         max(found | {base_tag("all_reduce", 127, 8, "", TAG_PERIOD - 1)}) + CHUNKS_PER_TAG
-        <= tags.UNUSED_TAG
+        <= executor.UNUSED_TAG
     )
 
 

@@ -176,7 +176,7 @@ def test_the_others_name_the_exception_of_one_that_they_go_on_without(tmp_path: 
     assert (code, failed) == (0, 1)
     lines = [line for line in said.splitlines() if "rank 0: " in line]
     assert lines == [
-        "wingbeat: rank 0: rank 1 failed with KeyError: 'mine'; the others go on without it",
+        "wingbeat: rank 0: rank 1 failed with KeyError: 'mine'; the others continue without it",
         "wingbeat: rank 0: trained to the end without all workers: rank 1 failed with "
         "KeyError: 'mine'",
     ]

@@ -30,7 +30,7 @@ SEED = 4_3_1
 
 
 @dataclass(frozen=True)
-class LowRankCodec:
+class LowRankCodec(Codec):
     """Writes a matrix as ``P @ Q.T``, and encodes the factors by the inner codec (Canary, section
     4.3.1, case 1).
 
@@ -56,6 +56,8 @@ class LowRankCodec:
         UsageError: a number is out of range.
     """
 
+    separate = True
+
     rank: int
     inner: Codec = field(default_factory=Dense)
     iterations: int = 1
@@ -66,14 +68,18 @@ class LowRankCodec:
                 raise UsageError(f"{name}={value!r}: allowed are whole numbers from {least}")
 
     @property
-    def feedback(self) -> bool:
+    def feedback(self) -> bool:  # type: ignore[override]
         """As the inner codec; True with dense factors, which are lossy too."""
-        return self.inner.feedback or isinstance(self.inner, Dense)
+        return self.inner.feedback or self.inner.lossless
 
     @property
-    def bytes_per_element(self) -> float:
+    def bytes_per_element(self) -> float:  # type: ignore[override]
         """Bytes per element of the inner codec."""
         return self.inner.bytes_per_element
+
+    def without_matrix(self) -> Codec:
+        """As `Codec.without_matrix`: not a sketch, whose regions would change."""
+        return self.inner if self.inner.lossless else self
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`. Raises `ValueError` if the elements are not complete rows."""

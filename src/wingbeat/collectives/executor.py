@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wingbeat.collectives import machine
-from wingbeat.collectives.handle import Job
+from wingbeat.collectives.handle import Call, Job
 from wingbeat.collectives.machine import Machine
 from wingbeat.collectives.packing import Packing, ScratchPool, malformed_text
 from wingbeat.collectives.threads import SerialQueue, ThreadPool
@@ -202,36 +202,27 @@ class Executor:
             )
             self._thread.start()
 
-    def submit(
-        self,
-        program: Program,
-        buffer: torch.Tensor,
-        what: str,
-        bucket: int,
-        after: Job | None,
-        packing: Packing | None = None,
-        label: str = "",
-        call: str = "",
-    ) -> Job:
-        """Queue a program on ``buffer``. A chunk is sent when job ``after`` has finished it.
-
-        ``label`` names a buffer that is not a bucket. ``call`` contains everything that must be
-        equal on all members of a group.
+    def submit(self, program: Program, call: Call, after: Job | None) -> Job:
+        """Queue a program of ``call``. A chunk is sent when job ``after`` has finished it.
 
         Raises:
             PeerError: an earlier job failed, or the executor was closed.
         """
-        job = Job(program, buffer, what, bucket, after, packing, label)
+        job = Job(program, call, after)
         with self._condition:
             self._failure.refuse()
             if self._closing:
                 over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
                 raise PeerError(f"{job} was started after {over}")
             turn = self._submitted
-            world_tag = base_tag(what, bucket, buffer.nbytes, label, turn, job.dtype)
             job.turn = turn
-            job.stalled = self._compare if self._group is None else None
-            job.base_tag = world_tag if self._group is None else group_tag(call, turn)
+            if self._group is None:
+                job.stalled = self._compare
+                job.base_tag = base_tag(
+                    call.what, call.bucket, call.buffer.nbytes, call.label, turn, call.dtype
+                )
+            else:
+                job.base_tag = group_tag(call.identity, turn)
             self._submitted += 1
             self._machine.submit(job)
             self._condition.notify_all()
@@ -344,7 +335,7 @@ class Executor:
     def _post_receive(self, command: machine.PostReceive[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is not None:
-            into = self._scratch.take(job.packing.room(transfer.span), job.dtype)
+            into = self._scratch.take(job.packing.size_of(transfer.span), job.dtype)
         elif transfer.reduce:
             into = self._scratch.take(len(transfer.span), job.dtype)
         else:
@@ -374,7 +365,7 @@ class Executor:
         known = job.results.get(span)
         if known is not None:
             return known
-        chunk = self._scratch.take(packing.room(span), job.dtype)
+        chunk = self._scratch.take(packing.size_of(span), job.dtype)
         packing.pack(job.buffer, span, chunk)
         job.packed.append(chunk)
         if packing.own.overlaps(span):

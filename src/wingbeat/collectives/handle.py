@@ -6,17 +6,18 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wingbeat.collectives.machine import Task
 from wingbeat.collectives.packing import Packing
 from wingbeat.collectives.threads import run_callback
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.nccl import NcclJob
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
@@ -55,26 +56,35 @@ _done_lock = threading.Lock()
 """Held briefly while any job is marked as done or a callback is added."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A collective, as all of its members must call it.
+
+    ``label`` names a buffer that is not a bucket. ``identity`` contains everything that must be
+    equal on all members of a group.
+    """
+
+    buffer: torch.Tensor
+    what: str
+    bucket: int
+    packing: Packing | None = None
+    label: str = ""
+    identity: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype on the link."""
+        return self.buffer.dtype if self.packing is None else self.packing.dtype
+
+
 class Job(Task):
     """One collective on one link, with its tensors and transfers in progress."""
 
-    def __init__(
-        self,
-        program: Program,
-        buffer: torch.Tensor,
-        what: str,
-        bucket: int,
-        after: Job | None,
-        packing: Packing | None,
-        label: str = "",
-    ) -> None:
+    def __init__(self, program: Program, call: Call, after: Job | None) -> None:
         super().__init__(program, after)
-        self.buffer = buffer
-        self.what = what.partition(":")[0]
-        self.bucket = bucket
-        self.label = label
-        self.packing = packing
-        self.dtype = buffer.dtype if packing is None else packing.dtype
+        self.buffer, self.packing = call.buffer, call.packing
+        self.what = call.what.partition(":")[0]
+        self.bucket, self.label, self.dtype = call.bucket, call.label, call.dtype
         self._error = ""
         self.base_tag = 0
         self.turn = 0
@@ -165,11 +175,56 @@ class Job(Task):
             if self.stalled is not None:
                 self.stalled(self)
             interval *= 2
-        self._raise_error()
-
-    def _raise_error(self) -> None:
         if self._error:  # a new exception each time: a raised one references its frames
             raise PeerError(self._error)
+
+
+class NcclJob:
+    """A collective in a process group, which runs collectives in the order of submission.
+
+    ``finish`` is called in the first wait, with the current stream ordered after the work.
+    """
+
+    def __init__(
+        self, work: Any, what: str, rank: int, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._work, self._what, self._rank, self._finish = work, what, rank, finish
+
+    def wait(self) -> None:
+        """Wait for the result; on a GPU, make the current stream wait, without blocking the host.
+
+        Raises:
+            PeerError: the process group reported a failure.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as err:
+            raise PeerError(
+                f"rank {self._rank}: {self._what.replace('_', '-')} failed: {first_line(err)}; "
+                "find the worker that died or stopped first"
+            ) from None
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def done(self) -> bool:
+        """Whether the collective has finished."""
+        return bool(self._work.is_completed())
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` if the collective is done; raise a `UsageError` otherwise."""
+        if not self.done():
+            raise UsageError("a collective on a GPU cannot call back: use wait() or done()")
+        run_callback(callback)
+
+    def wait_received(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def write_back(self) -> None:
+        """Wait if the buffer receives the result in `wait` only."""
+        if self._finish is not None:
+            self.wait()
 
 
 class Handle:

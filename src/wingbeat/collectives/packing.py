@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -86,42 +85,12 @@ class ScratchPool:
             self._free_bytes += whole.nbytes
 
 
-class Packing(Protocol):
-    """How one worker packs the chunks of one collective.
-
-    A rank that sends the result of its own block also rounds it in place, so that the result is
-    bitwise equal on all workers.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of a packed chunk."""
-
-    @property
-    def own(self) -> Span:
-        """The block of this rank."""
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Approximate bytes per element of the buffer; 0 if blocks should not be divided."""
-
-    def room(self, span: Span) -> int:
-        """Return the number of ``dtype`` elements in a packed ``span``."""
-
-    def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """Write ``buffer[span]`` into ``chunk``; round it in place if it is in the own block."""
-
-    def unpack(
-        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
-    ) -> None:
-        """Write or add ``chunk`` into ``buffer[span]``; raises `ValueError` if it is malformed."""
-
-
 @dataclass(frozen=True, slots=True)
-class CastPacking:
-    """Casts each chunk to the nearest values in ``dtype``; values that are too large are infinite.
+class Cast:
+    """Sends each chunk as the nearest values in ``dtype``; too large ones become infinite.
 
-    Forwarded chunks do not change, as their owner has already rounded them.
+    A rank that sends the result of its ``own`` block also rounds it in place, so that the result is
+    bitwise equal on all workers. Forwarded chunks do not change: their owner has rounded them.
     """
 
     dtype: torch.dtype
@@ -132,12 +101,12 @@ class CastPacking:
         """Size of the dtype."""
         return self.dtype.itemsize
 
-    def room(self, span: Span) -> int:
-        """Return the length of the span."""
+    def size_of(self, span: Span) -> int:
+        """Return the number of ``dtype`` elements in a packed ``span``."""
         return len(span)
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """As `Packing.pack`."""
+        """Write ``buffer[span]`` into ``chunk``; round it in place if it is in the own block."""
         part = buffer[span.start : span.stop]
         chunk.copy_(part)
         if self.own.overlaps(span):
@@ -146,7 +115,7 @@ class CastPacking:
     def unpack(
         self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
     ) -> None:
-        """As `Packing.unpack`."""
+        """Write or add ``chunk`` into ``buffer[span]``."""
         part = buffer[span.start : span.stop]
         if not add:
             part.copy_(chunk)
@@ -157,52 +126,43 @@ class CastPacking:
         scratch.give(widened)
 
 
+_NO_BLOCK = Span(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A wire format for `Collectives`: a coding, and a residual for error feedback.
+    """Encodes each chunk separately and keeps the encoding error in ``residual``.
+
+    For other workers' blocks the residual is the error of this worker's contribution, for its
+    ``own`` block the error of the sum. Both are this worker's part of the total error, so blocks
+    may change owners.
 
     Attributes:
         coding: the codec of each region of the buffer.
         residual: float32, of the buffer's length; None: no error feedback.
+        own: the block of this rank, which `Collectives` sets.
     """
 
     coding: Coding
     residual: torch.Tensor | None = None
-
-
-WireFormat = torch.dtype | Encoded | Factors
-"""How a buffer's elements are sent, if not in their own dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodecPacking:
-    """Encodes each chunk separately and keeps the encoding error in ``residual``.
-
-    For other workers' blocks the residual is the error of this worker's contribution, for its own
-    block the error of the sum. Both are this worker's part of the total error, so blocks may change
-    owners. ``residual`` is float32, of the buffer's length; None disables error feedback.
-    """
-
-    coding: Coding
-    residual: torch.Tensor | None
-    own: Span
+    own: Span = _NO_BLOCK
 
     @property
     def dtype(self) -> torch.dtype:
-        """uint8."""
+        """uint8, of payloads."""
         return torch.uint8
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes per element of the codec."""
+        """Approximate; 0 if blocks should not be divided."""
         return self.coding.bytes_per_element
 
-    def room(self, span: Span) -> int:
-        """Return the size of the payload."""
+    def size_of(self, span: Span) -> int:
+        """Return the bytes of the payload of ``span``."""
         return self.coding.room(span)
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """As `Packing.pack`."""
+        """Write ``buffer[span]`` into ``chunk``; round it in place if it is in the own block."""
         self.coding.encode(buffer, span, chunk, self.residual)
         if self.own.overlaps(span):
             self.coding.decode(chunk, buffer, span)
@@ -215,8 +175,15 @@ class CodecPacking:
         add: bool,
         scratch: ScratchPool,  # noqa: ARG002
     ) -> None:
-        """As `Packing.unpack`."""
+        """Write or add ``chunk`` into ``buffer[span]``; a `ValueError` if it is malformed."""
         self.coding.decode(chunk, buffer, span, add=add)
+
+
+Packing = Cast | Encoded
+"""How one worker packs the chunks of one collective."""
+
+WireFormat = torch.dtype | Encoded | Factors
+"""How a buffer's elements are sent, if not in their own dtype."""
 
 
 def malformed_text(err: ValueError) -> str:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.observe.log import log
-from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
+
+if TYPE_CHECKING:
+    from wingbeat.transport.messages.endpoint import Message
+    from wingbeat.transport.messages.mailbox import Mailbox
 
 WINDOW = 64
 """Maximum distance of a number from the oldest unacknowledged one."""
@@ -51,7 +55,7 @@ class ReorderBuffer(Generic[T]):
         self.unacknowledged = 0
         self._early: dict[int, T] = {}
 
-    def take(self, low: int, item: T) -> Iterator[T]:
+    def receive(self, low: int, item: T) -> Iterator[T]:
         """Add an item by the lowest 32 bits of its number; return all items now in order.
 
         A `ProtocolError` if the number is beyond the window, which bounds the memory.
@@ -62,9 +66,9 @@ class ReorderBuffer(Generic[T]):
         self.unacknowledged += 1
         if number >= self.next:
             self._early.setdefault(number, item)
-        return self._due()
+        return self._in_order()
 
-    def _due(self) -> Iterator[T]:
+    def _in_order(self) -> Iterator[T]:
         while self.next in self._early:
             item = self._early.pop(self.next)
             self.next += 1
@@ -185,20 +189,10 @@ class Path(NamedTuple):
     interface: int
 
 
-class Sent(Protocol):
-    """A posted message; see `wingbeat.transport.messages.frames.Posted`."""
-
-    @property
-    def arrived(self) -> bool: ...  # noqa: D102
-
-    @property
-    def size(self) -> int: ...  # noqa: D102
-
-
 class _PathState:
     def __init__(self, least: float) -> None:
         self.up = True
-        self.posted: deque[tuple[float, Sent]] = deque()
+        self.posted: deque[tuple[float, Posted]] = deque()
         self.bytes = 0
         self.last_arrival = float("-inf")
         self.timeout = AdaptiveTimeout(least, max(least, _MAX_PATH_TIMEOUT_S))
@@ -240,7 +234,7 @@ class PathTable:
             state = self._states.pop(path)
             self._waiting[path.interface] -= state.bytes * state.up
 
-    def posted(self, path: Path, message: Sent, now: float) -> None:
+    def posted(self, path: Path, message: Posted, now: float) -> None:
         """Record a message on a path that is up."""
         state = self._states[path]
         state.posted.append((now, message))
@@ -387,50 +381,6 @@ _MAX_FORWARDED = 16 * WINDOW
 """Maximum parts queued for forwarding. Further parts are dropped, and retransmitted."""
 
 
-class MailboxLike(Protocol):
-    """The methods of `wingbeat.transport.messages.mailbox.Mailbox` that lanes use."""
-
-    @property
-    def largest(self) -> int: ...  # noqa: D102
-
-    @property
-    def peers(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    @property
-    def lost(self) -> Mapping[int, str]: ...  # noqa: D102
-
-    @property
-    def left(self) -> frozenset[int]: ...  # noqa: D102
-
-    def interfaces(self, peer: int) -> tuple[int, ...]: ...  # noqa: D102
-
-    def room(self, peer: int, *, interface: int, urgency: int) -> int: ...  # noqa: D102
-
-    def post(  # noqa: D102
-        self,
-        peer: int,
-        kind: int,
-        payload: Any = b"",
-        *,
-        ids: Sequence[int],
-        interface: int,
-        urgency: int,
-    ) -> Sent: ...
-
-
-class ReceivedMessage(Protocol):
-    """A message received from a mailbox."""
-
-    @property
-    def peer(self) -> int: ...  # noqa: D102
-    @property
-    def kind(self) -> int: ...  # noqa: D102
-    @property
-    def ids(self) -> tuple[int, int, int, int]: ...  # noqa: D102
-    @property
-    def payload(self) -> Any: ...  # noqa: D102
-
-
 @dataclasses.dataclass(slots=True)
 class _Part:
     """A part that was sent and is not acknowledged yet."""
@@ -446,61 +396,64 @@ class _Part:
 class _Lane:
     """Both directions between this worker and one incarnation of another worker."""
 
-    def __init__(self, life: int, now: float, patience: float, begin: float) -> None:
-        self.life, self._begin = life, begin
+    def __init__(self, incarnation: int, now: float, timeout: float, first_message: float) -> None:
+        self.incarnation, self._first_message = incarnation, first_message
         self.out: RetransmitBuffer[_Part] = RetransmitBuffer()
         self.into: ReorderBuffer[tuple[int, Any]] = ReorderBuffer()
-        self.heard = self.last_sent = now
+        self.received_at = self.sent_at = now
         self.met = False
-        self.patience = AdaptiveTimeout(patience, MAX_TIMEOUT_FACTOR * patience)
-        self.delays = AdaptiveTimeout(
-            0.0, MAX_TIMEOUT_FACTOR * patience
-        )  # until a part is acknowledged
+        most = MAX_TIMEOUT_FACTOR * timeout
+        self._gaps = AdaptiveTimeout(timeout, most)
+        self.delays = AdaptiveTimeout(0.0, most)  # until a part is acknowledged
 
-    @property
-    def allowed(self) -> float:
-        """Seconds of silence after which the worker is lost."""
-        return self.patience.seconds if self.met else self._begin
+    def received(self, now: float) -> None:
+        if self.met:
+            self._gaps.record_gap(now - self.received_at)
+        self.received_at, self.met = now, True
+
+    def is_silent(self, now: float) -> bool:
+        return now - self.received_at > (self._gaps.seconds if self.met else self._first_message)
 
 
 class Lanes:
     """One worker's lanes to all others.
 
-    ``lives`` are the incarnations of the workers; None: all are in their first one. ``joined`` is
-    as in `RoutingTable`, and ``near`` are the workers that this worker's interfaces reach. A worker
-    is `silent` after ``patience`` seconds or more, or after ``begin`` seconds without a first
-    message. An interface is cut after ``cut`` seconds of silence or more. ``card`` returns the name
-    of an interface in messages. ``say`` logs one line for each interface that is cut or restored.
+    ``incarnations`` are those of the workers; None: all are in their first one. ``joined`` is as in
+    `RoutingTable`, and ``near`` are the workers that this worker's interfaces reach. A worker is
+    `silent` after ``timeout`` seconds or more, or after ``begin`` seconds without a first message.
+    An interface is cut after ``cut`` seconds of silence or more. ``interface_name`` returns its
+    name in messages. ``warn`` logs one line for each interface that is cut or restored.
     """
 
     def __init__(
         self,
-        box: MailboxLike,
+        box: Mailbox,
         me: int,
         workers: int,
         *,
-        lives: Sequence[int] | None = None,
+        incarnations: Sequence[int] | None = None,
         joined: Sequence[Collection[int]] | None = None,
-        patience: float = 10.0,
+        timeout: float = 10.0,
         begin: float = FIRST_MESSAGE_S,
         cut: float = PATH_TIMEOUT_S,
         name: Callable[[int], str] = "rank {}".format,
-        card: Callable[[int], str] = "interface {}".format,
-        say: Callable[[str], None] = log.warning,
+        interface_name: Callable[[int], str] = "interface {}".format,
+        warn: Callable[[str], None] = log.warning,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._box, self._me, self._clock = box, me, clock
-        self._name, self._card, self._say, self.patience = name, card, say, patience
-        lives = lives or (0,) * workers
-        self._life, self._workers = lives[me], workers
+        self._name, self._interface_name, self._warn = name, interface_name, warn
+        self.timeout = timeout
+        incarnations = incarnations or (0,) * workers
+        self._incarnation, self._workers = incarnations[me], workers
         self._path_table, self._routes = PathTable(cut), RoutingTable(joined, me)
         self._resend_s = cut
         self.near = frozenset(range(workers) if joined is None else joined[me])
         self._cut: set[int] = set()  # interfaces reported as cut
-        self._forward_queue: deque[tuple[ReceivedMessage, int]] = deque()
+        self._forward_queue: deque[tuple[Message, int]] = deque()
         self._last_check = self._last = clock()
         self._lanes = {
-            worker: _Lane(lives[worker], self._last_check, patience, begin)
+            worker: _Lane(incarnations[worker], self._last_check, timeout, begin)
             for worker in range(workers)
             if worker != me
         }
@@ -513,12 +466,12 @@ class Lanes:
         self._path_table.forget(worker)
         self._routes.without(worker)
 
-    def renew(self, worker: int, life: int) -> None:
+    def renew(self, worker: int, incarnation: int) -> None:
         """Reset the lane of a rejoined worker, to which the mailbox is connected."""
         self.forget(worker)
         self._routes.again(worker)
-        begin = MAX_TIMEOUT_FACTOR * self.patience
-        self._lanes[worker] = _Lane(life, self._clock(), self.patience, begin)
+        begin = MAX_TIMEOUT_FACTOR * self.timeout
+        self._lanes[worker] = _Lane(incarnation, self._clock(), self.timeout, begin)
         if worker in self._box.peers:
             self._path_table.add(Path(worker, each) for each in self._box.interfaces(worker))
 
@@ -527,17 +480,17 @@ class Lanes:
         """The workers that are not lost."""
         return tuple(self._lanes)
 
-    def life(self, worker: int) -> int:
+    def incarnation(self, worker: int) -> int:
         """Return the incarnation of a worker; -1 if it is lost."""
-        return self._lanes[worker].life if worker in self._lanes else -1
+        return self._lanes[worker].incarnation if worker in self._lanes else -1
 
     def silent(self) -> dict[int, str]:
         """Return an explanation for each worker that was silent for too long."""
         now = self._clock()
         return {
-            worker: f"gave no sign for {now - lane.heard:.1f} s"
+            worker: f"gave no sign for {now - lane.received_at:.1f} s"
             for worker, lane in self._lanes.items()
-            if now - lane.heard > lane.allowed
+            if lane.is_silent(now)
         }
 
     @property
@@ -545,10 +498,10 @@ class Lanes:
         """The workers reachable directly, over an interface that is not cut."""
         return self._path_table.neighbours
 
-    def heard_since(self, worker: int, when: float) -> bool:
+    def has_sent_since(self, worker: int, when: float) -> bool:
         """Whether a message of a worker has arrived after ``when``, by this worker's clock."""
         lane = self._lanes.get(worker)
-        return lane is None or lane.heard > when
+        return lane is None or lane.received_at > when
 
     @property
     def largest(self) -> int:
@@ -590,7 +543,7 @@ class Lanes:
 
     def _post(self, worker: int, lane: _Lane, part: _Part) -> bool:
         """Post a part over the path with the shortest queue; return whether one had room."""
-        kind_field = _pack_kind(part.kind, 0, self._life, lane.life)
+        kind_field = _pack_kind(part.kind, 0, self._incarnation, lane.incarnation)
         ids = (part.number % (1 << 32), lane.into.next % (1 << 32), self._me, worker)
         path = self._post_to(worker, kind_field, part.payload, ids)
         if path is None:
@@ -599,7 +552,7 @@ class Lanes:
         part.path, part.at = path, now
         part.tries += 1
         lane.into.acknowledged()
-        lane.last_sent = now
+        lane.sent_at = now
         return True
 
     def _post_to(
@@ -628,7 +581,7 @@ class Lanes:
             return path
         return None
 
-    def take(self, message: ReceivedMessage) -> Iterator[tuple[int, int, Any]]:
+    def receive(self, message: Message) -> Iterator[tuple[int, int, Any]]:
         """Process a message; return sender, kind and payload of all parts that are now in order.
 
         A `ProtocolError` if no worker of this job sends such a message.
@@ -638,37 +591,32 @@ class Lanes:
         if max(source, target) >= self._workers or kind not in (HEARTBEAT, BEGIN, MORE):
             raise ProtocolError(f"kind {message.kind}, ids {message.ids}")
         if target != self._me:
-            self._queue_forward(message, hops)
+            if hops < _MAX_HOPS and len(self._forward_queue) < _MAX_FORWARDED:
+                self._forward_queue.append((message, hops + 1))
             return iter(())
         lane = self._lanes.get(source)
         if lane is None or (mine, yours) != (
-            lane.life & _INCARNATION_MASK,
-            self._life & _INCARNATION_MASK,
+            lane.incarnation & _INCARNATION_MASK,
+            self._incarnation & _INCARNATION_MASK,
         ):
             return iter(())  # of a former incarnation
         now = self._clock()
-        if lane.met:
-            lane.patience.record_gap(now - lane.heard)
-        lane.heard, lane.met = now, True
+        lane.received(now)
         oldest = next(iter(lane.out), None)
         if lane.out.acknowledge(acked) and oldest is not None and oldest.tries == 1:
             lane.delays.record_gap(now - oldest.at)
         if kind == HEARTBEAT:
             return iter(())
-        items = lane.into.take(number, (kind, message.payload))
+        items = lane.into.receive(number, (kind, message.payload))
         return ((source, *item) for item in items)
-
-    def _queue_forward(self, message: ReceivedMessage, hops: int) -> None:
-        if hops < _MAX_HOPS and len(self._forward_queue) < _MAX_FORWARDED:
-            self._forward_queue.append((message, hops + 1))
 
     def tick(self) -> None:
         """Forward, retransmit, and send heartbeats. Called regularly."""
         now = self._clock()
-        if now - self._last > self.patience / _STALL_FRACTION:
+        if now - self._last > self.timeout / _STALL_FRACTION:
             self._path_table.ignore_silence(now)
             for lane in self._lanes.values():
-                lane.heard += now - self._last
+                lane.received_at += now - self._last
         self._last = now
         self._forward()
         due = now >= self._last_check + _CHECK_INTERVAL_S
@@ -678,11 +626,11 @@ class Lanes:
         for worker, lane in self._lanes.items():
             if due and len(lane.out):
                 self._retransmit(worker, lane, now)
-            late = due and lane.into.unacknowledged and now >= lane.last_sent + _CHECK_INTERVAL_S
+            late = due and lane.into.unacknowledged and now >= lane.sent_at + _CHECK_INTERVAL_S
             if (
                 late
                 or lane.into.unacknowledged >= WINDOW // 4
-                or now >= lane.last_sent + self.patience / HEARTBEATS_PER_TIMEOUT
+                or now >= lane.sent_at + self.timeout / HEARTBEATS_PER_TIMEOUT
             ):
                 self._post(worker, lane, _Part(HEARTBEAT, b""))
 
@@ -713,14 +661,14 @@ class Lanes:
             if interface not in self._cut:
                 self._cut.add(interface)
                 seconds = self._path_table.silence(Path(worker, interface), now)
-                self._say(
-                    f"{self._name(self._me)}: {self._card(interface)} has not heard "
-                    f"{self._name(worker)} for {seconds:.1f} s; its parts take other paths until "
-                    "it does"
+                self._warn(
+                    f"{self._name(self._me)}: {self._interface_name(interface)} has received "
+                    f"nothing from {self._name(worker)} for {seconds:.1f} s; its parts take other "
+                    "paths until it does"
                 )
         for interface in self._cut - {path.interface for path in self._path_table.cut}:
             self._cut.discard(interface)
-            self._say(f"{self._name(self._me)}: {self._card(interface)} is used again")
+            self._warn(f"{self._name(self._me)}: {self._interface_name(interface)} is used again")
 
 
 _INCARNATION_MASK = 0xFFF

@@ -21,7 +21,14 @@ from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
-from wingbeat.compression import DTYPES, Coded, LowRank, TopK, for_parameter, least_bytes, matrix_of
+from wingbeat.compression import (
+    DTYPES,
+    Coded,
+    TopK,
+    for_parameter,
+    least_bytes,
+    options_of,
+)
 from wingbeat.errors import PeerError, UsageError, unknown
 from wingbeat.planning.files import digest
 from wingbeat.planning.fits import Fit, best_fit, fit_linear
@@ -298,7 +305,7 @@ def _bucket_operation(
         start = _reduction(collectives, collective, buffer, encoded)
         return Operation(start, nbytes, buffers.fill)
     velocity = None
-    if isinstance(wire, TopK) and wire.momentum:
+    if wire.momentum:
         velocity = buffers.float32("velocity")
 
     def gather() -> Handle:
@@ -310,8 +317,8 @@ def _bucket_operation(
 def _factored_operation(collectives: Collectives, wire: Coded, buffers: _Buffers) -> Operation:
     """Return the exchange of a bucket of one matrix, as square as possible; the rest is dense."""
     buffer, numel, size = buffers.buffer, buffers.buffer.numel(), collectives.world.size
-    rows, cols = matrix_of(wire, (math.isqrt(numel),) * 2)
-    if not rows or not isinstance(wire, LowRank):
+    rows, cols = wire.matrix_of((math.isqrt(numel),) * 2)
+    if not rows:
         start = _reduction(collectives, "all-reduce", buffer, None)
         return Operation(start, buffer.nbytes, buffers.fill)
     residual = buffers.float32("residual") if wire.feedback else None
@@ -336,7 +343,7 @@ def _reduction(
 
 def fit_samples(samples: Samples, wire: str | Coded) -> tuple[Fit, Fit]:
     """Return the fits of encoding and exchange; encoding top-k may follow Eq. 10."""
-    density = wire.density if isinstance(wire, TopK) else None
+    density = options_of(wire).fixed_density
     return best_fit(samples.encode, density=density), best_fit(samples.exchange)
 
 
@@ -369,7 +376,7 @@ def measure_matrices(
     Only `LowRank` with sketched factors has matrices; `measure_wire` measures summed factors, with
     the same arguments.
     """
-    if not isinstance(wire, LowRank) or wire.summed:
+    if isinstance(wire, str) or not wire.rank or wire.summed:
         return ()
     found = {spec.shape: matrix_region(spec, wire) for spec in specs}
     known = [(shape, region) for shape, region in found.items() if region is not None]
@@ -535,7 +542,8 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     for spec in specs:
         mine = for_parameter(wire, spec.name)
         flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
-        if isinstance(mine, LowRank) and not mine.summed:  # small matrices have no factors
+        # Small matrices have no factors.
+        if not isinstance(mine, str) and mine.rank and not mine.summed:
             each.append(payload_of(spec, mine) + flag)
         else:
             each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))

@@ -346,10 +346,10 @@ class Departures:
         size: int = 0,
         *,
         name: Callable[[int], str] = "rank {}".format,
-        say: Callable[[str], None] = log.warning,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._store, self._me, self._size = store, me, size
-        self._name, self._say = name, say
+        self._name, self._warn = name, warn
         self.gone: dict[int, str] = {}
         self._asking: list[threading.Thread] = []
 
@@ -363,7 +363,7 @@ class Departures:
             return
         self.gone[worker] = how or _SILENT
         if self._store is None:
-            self._warn(worker)
+            self._warn_lost(worker)
             return
         thread = threading.Thread(
             target=self._ask, args=(self._store, worker, how), name="wingbeat-departures",
@@ -376,14 +376,14 @@ class Departures:
     def back(self, worker: int) -> None:
         """Log that a lost worker has rejoined."""
         if self.gone.pop(worker, None) is not None:
-            self._say(f"{self._me}: {self._name(worker)} is back")
+            self._warn(f"{self._me}: {self._name(worker)} is back")
 
     def how(self, worker: int) -> str:
         """Return how a lost worker exited. Blocks on the store."""
         failure = "" if self._store is None else published_failure(self._store, worker)
         return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
 
-    def blame(self) -> str | None:
+    def first_failure(self) -> str | None:
         """Return the worker that failed first, with its exception, or None. Blocks on the store."""
         if self._store is None or (found := first_failed(self._store, range(self._size))) is None:
             return None
@@ -397,8 +397,8 @@ class Departures:
             if thread.ident is not None:
                 thread.join(_STORE_S)
         if self.gone:
-            said = ", ".join(f"{self._name(w)} {how}" for w, how in sorted(self.gone.items()))
-            self._say(f"{self._me}: trained to the end without all workers: {said}")
+            how = ", ".join(f"{self._name(w)} {reason}" for w, reason in sorted(self.gone.items()))
+            self._warn(f"{self._me}: trained to the end without all workers: {how}")
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
         """Read how a worker exited, and log it."""
@@ -410,16 +410,16 @@ class Departures:
             time.sleep(_POLL_S)
         if not failure and not how and has_finished(store, worker):
             self.gone.pop(worker, None)
-            log.info("%s: %s has finished; the others go on", self._me, self._name(worker))
+            log.info("%s: %s has finished; the others continue", self._me, self._name(worker))
             return
         if failure and worker in self.gone:
             self.gone[worker] = f"failed with {failure}"
-        self._warn(worker)
+        self._warn_lost(worker)
 
-    def _warn(self, worker: int) -> None:
+    def _warn_lost(self, worker: int) -> None:
         how = self.gone.get(worker)
         if how is not None:  # otherwise it has rejoined
-            self._say(f"{self._me}: {self._name(worker)} {how}; the others go on without it")
+            self._warn(f"{self._me}: {self._name(worker)} {how}; the others continue without it")
 
 
 _made: weakref.WeakKeyDictionary[World, Departures] = weakref.WeakKeyDictionary()

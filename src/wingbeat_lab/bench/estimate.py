@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from wingbeat.compression import TopK
+from wingbeat.compression import options_of
 from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
@@ -171,7 +171,7 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         count += 2 * (choices.merging.steps + 2)
         if choices.merging.rule == "tried":
             # Plans are compared at the final density.
-            count += PLANS + (choices.wire.warmup if isinstance(choices.wire, TopK) else 0)
+            count += PLANS + options_of(choices.wire).warmup_steps
     return count
 
 

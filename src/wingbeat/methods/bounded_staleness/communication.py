@@ -113,7 +113,7 @@ class FrameSender:
 
     def _receiving_incarnation(self, worker: int, message: Message) -> int:
         """Return the incarnation that a message is for; -1 if the receiver is dead."""
-        known, current = self._machine.incarnation_of(worker), self._lanes.life(worker)
+        known, current = self._machine.incarnation_of(worker), self._lanes.incarnation(worker)
         if known is None:
             return current
         return max(known, current) if isinstance(message, ViewProposal) else known
@@ -135,7 +135,7 @@ class FrameSender:
             if chunk is not None:
                 return MORE, chunk
             del self._rest[worker]
-        queue, current = self._queues[worker], self._lanes.life(worker)
+        queue, current = self._queues[worker], self._lanes.incarnation(worker)
         while queue and current > queue[0].incarnation:
             queue.popleft()
         if not queue or current < queue[0].incarnation:  # not connected again yet
@@ -565,7 +565,7 @@ class CommunicationThread:
 
     def _receive_packet(self, packet: Packet) -> None:
         try:
-            for source, kind, part in self._lanes.take(packet):
+            for source, kind, part in self._lanes.receive(packet):
                 self._receive_part(source, kind, part)
         except ProtocolError as error:
             raise self._malformed(packet.peer, error) from None

@@ -362,8 +362,8 @@ def join_workers(
     names = [interface.name for interface in listen_interfaces(nic.local(), interfaces)]
     view = membership_log.view
     lanes = Lanes(
-        mailbox, rank, workers, lives=[number // 2 for number in view], joined=neighbours,
-        patience=patience, begin=seconds, card=names.__getitem__,
+        mailbox, rank, workers, incarnations=[number // 2 for number in view], joined=neighbours,
+        timeout=patience, begin=seconds, interface_name=names.__getitem__,
     )  # fmt: skip
     for lost in set(range(workers)) - set(members(view)):
         lanes.forget(lost)

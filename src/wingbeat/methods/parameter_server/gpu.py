@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat.collectives import Handle
-from wingbeat.collectives.nccl import NcclJob
+from wingbeat.collectives.handle import NcclJob
 from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.slicing import BucketPriorities, layer_positions

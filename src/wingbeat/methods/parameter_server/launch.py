@@ -142,7 +142,7 @@ class ServerGroup:
             check_servers=functools.partial(_find_ended, notice, started),
             publish_failure=notice.publish,
             poll_failure=notice.poll,
-            attribute_failure=departures_of(world).blame,
+            attribute_failure=departures_of(world).first_failure,
             on_abandoned=functools.partial(_stop, notice, started, world.timeout),
         ).serve()
 

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from wingbeat.compression import Coded, LowRank, kinds, to_text
+from wingbeat.compression import Coded, kinds, options_of, to_text
 from wingbeat.transport.messages.frames import Reassembly
 
 MAX_REASON = 500
@@ -188,7 +188,7 @@ def unpack_header(payload: memoryview, wire: Coded, max_numel: int) -> tuple[Pie
     for index in range(count):
         piece = Piece(*_PIECE.unpack_from(payload, HEADER_BYTES + index * PIECE_BYTES))
         whole_rows = piece.numel % piece.cols == 0 if piece.cols else True
-        is_matrix = piece.kind < len(known) and isinstance(known[piece.kind], LowRank)
+        is_matrix = piece.kind < len(known) and options_of(known[piece.kind]).rank > 0
         if (
             not piece.numel
             or piece.kind >= len(known)
