@@ -78,6 +78,10 @@ class CodecOptions(Part, Settings):
         """Fraction of the gradients that is sent after the warm-up; None: all."""
         return None
 
+    def without_trial(self) -> Self:
+        """Return the same options with ``auto_disable=False``."""
+        return replace(self, auto_disable=False)  # type: ignore[call-arg]
+
     def of_parameter(self, name: str) -> str | CodecOptions:  # noqa: ARG002
         """Return the options for a parameter, without groups; empty for its own dtype."""
         return self

@@ -347,7 +347,7 @@ def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.Monke
             world.store.set(f"1/interfaces/{rank}", json.dumps(nic.local().to_json()))
             world.store.set(f"2/networks/{rank}", json.dumps([f"10.0.{rank}.0/24"]))
         world.store.set("left/1", "failed")
-        world.store.set("said/speeds/0", next(speeds))
+        world.store.set("published/speeds/0", next(speeds))
 
     monkeypatch.setattr(rendezvous, "_rendezvous", lambda timeout: (1, 3, store))
     monkeypatch.setattr(rendezvous, "_connect", connect)
@@ -373,7 +373,7 @@ def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.Monke
 )
 def test_speeds_that_nobody_has_measured_are_refused(speeds: object) -> None:
     store = TorchStore(dist.HashStore())
-    store.set("said/speeds/0", json.dumps(speeds))
+    store.set("published/speeds/0", json.dumps(speeds))
     world = World(1, 3, (), (), 5.0, store)
     with pytest.raises(RendezvousError, match="rank 1: rank 0 sent malformed speeds"):
         rendezvous._read_speeds(world, 1)

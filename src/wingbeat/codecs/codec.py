@@ -50,18 +50,15 @@ class Codec(ABC):
     ) -> None:
         """Write ``x``, or ``x + residual``, into ``payload``, uint8 of ``nbytes`` elements.
 
-        Afterwards ``residual``, float32, holds the encoding error; 0 where that is not finite.
-
-        Raises:
-            ValueError: the payload's size is wrong; nothing is written.
+        Afterwards ``residual``, float32, holds the encoding error; 0 where that is not finite. A
+        `ValueError` if the payload's size is wrong; nothing is written.
         """
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
         """Decode ``payload`` into ``out``, flat float32, or add it.
 
-        Raises:
-            ValueError: the payload is malformed; ``out`` is unchanged.
+        A `ValueError` if the payload is malformed; ``out`` is unchanged.
         """
 
 

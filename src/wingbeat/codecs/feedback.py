@@ -178,11 +178,8 @@ class Residuals:
         """Load one worker's part of a run with the same number of workers.
 
         If the part is another rank's, as when all workers load rank 0's checkpoint, the residuals
-        become zero.
-
-        Raises:
-            UsageError: the part is damaged, or of another model or number of workers. The residuals
-                are unchanged.
+        become zero. A `UsageError` if the part is damaged, or of another model or number of
+        workers. The residuals are unchanged.
         """
         self.check(state, "load_state_dict(state)")
         if state["world_size"] != self.world_size:
@@ -258,7 +255,7 @@ def check_tensors(
     for name, shape in shapes.items():
         value = values[name]
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise UsageError(f"{where}: parameter {name!r} has no tensor of floats; save it anew")
+            raise UsageError(f"{where}: parameter {name!r} has no tensor of floats; save it again")
         if value.shape != shape:
             raise UsageError(
                 f"{where}: parameter {name!r} has shape {tuple(value.shape)} there and "

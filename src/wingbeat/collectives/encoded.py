@@ -76,8 +76,7 @@ class GatheredSum:
     def add(self) -> None:
         """Replace the buffer by the sum of all rows, added in the order of ranks.
 
-        Raises:
-            PeerError: a peer sent a malformed payload.
+        A `PeerError` if a peer sent a malformed payload.
         """
         called = self.ranks or range(self.size)
         for rank, row in enumerate(self.rows):
@@ -123,8 +122,7 @@ class Gathered(Handle):
     def wait(self) -> None:
         """Block until the buffer holds the sum.
 
-        Raises:
-            PeerError: a peer failed, timed out, or sent a malformed payload.
+        A `PeerError` if a peer failed, timed out, or sent a malformed payload.
         """
         super().wait()
         with self._adding:
@@ -231,8 +229,7 @@ class FactoredSum(Handle):
     def wait(self) -> None:
         """Block until the buffer holds the sum.
 
-        Raises:
-            PeerError: a peer failed, timed out, or began with different factors.
+        A `PeerError` if a peer failed, timed out, or began with different factors.
         """
         self._is_turned.wait()  # every earlier transfer has a deadline
         if self._error:

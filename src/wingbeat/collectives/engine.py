@@ -65,10 +65,8 @@ class Collectives:
     def use(self, topology: str) -> None:
         """Change the topology of subsequent calls. Every worker must call this at the same point.
 
-        Blocks and their owners do not depend on the topology.
-
-        Raises:
-            UsageError: the topology does not fit the workers, their interfaces or networks.
+        Blocks and their owners do not depend on the topology. A `UsageError` if the topology does
+        not fit the workers, their interfaces or networks.
         """
         self._topology = _fit_topology(topology, self.world)
 
@@ -104,8 +102,7 @@ class Collectives:
     ) -> Handle:
         """Sum all workers' buffers into each owner's block; other elements become undefined.
 
-        Raises:
-            UsageError: the dtype ``wire`` is not supported.
+        A `UsageError` if the dtype ``wire`` is not supported.
         """
         return self._submit("reduce_scatter", buffer, bucket, wire=wire, blocks=blocks)
 
@@ -122,10 +119,8 @@ class Collectives:
         """Send each owner's block to all workers. A chunk is sent once ``after`` has finished it.
 
         ``label`` names a buffer that is not a bucket in error messages. With a ``wire``, each owner
-        also rounds its own block, so that the result is bitwise equal on all workers.
-
-        Raises:
-            UsageError: the dtype ``wire`` is not supported.
+        also rounds its own block, so that the result is bitwise equal on all workers. A
+        `UsageError` if the dtype ``wire`` is not supported.
         """
         return self._submit("all_gather", buffer, bucket, after, wire, label=label, blocks=blocks)
 
@@ -134,8 +129,7 @@ class Collectives:
     ) -> Handle:
         """Sum all workers' buffers on every worker; the result is bitwise equal on all workers.
 
-        Raises:
-            UsageError: the dtype ``wire`` is not supported.
+        A `UsageError` if the dtype ``wire`` is not supported.
         """
         return self._submit("all_reduce", buffer, bucket, wire=wire)
 
@@ -175,8 +169,7 @@ class Collectives:
     def open_second(self) -> None:
         """Open the channel of the second sums of factors. Every worker must call this.
 
-        Raises:
-            UsageError: all channels are in use, or the world is that of a group.
+        A `UsageError` if all channels are in use, or the world is that of a group.
         """
         if self._second is None and self.world.size > 1:
             channel = (self.world.parent or self.world).open_channel()
@@ -215,8 +208,7 @@ class Collectives:
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Copy the buffer of this world's rank ``root`` to all workers.
 
-        Raises:
-            UsageError: ``root`` is not a rank of this world.
+        A `UsageError` if ``root`` is not a rank of this world.
         """
         world = self.world
         if type(root) is not int or not 0 <= root < world.size:
@@ -329,8 +321,7 @@ class Rows:
     def wait(self) -> torch.Tensor:
         """Return all rows: float64, shape ``(workers, values)``, equal on every worker.
 
-        Raises:
-            PeerError: a worker failed or timed out.
+        A `PeerError` if a worker failed or timed out.
         """
         self._handle.wait()
         return self._rows

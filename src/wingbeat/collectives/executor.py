@@ -205,8 +205,7 @@ class Executor:
     def submit(self, program: Program, call: Call, after: Job | None) -> Job:
         """Queue a program of ``call``. A chunk is sent when job ``after`` has finished it.
 
-        Raises:
-            PeerError: an earlier job failed, or the executor was closed.
+        A `PeerError` if an earlier job failed, or the executor was closed.
         """
         job = Job(program, call, after)
         with self._condition:

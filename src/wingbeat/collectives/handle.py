@@ -193,8 +193,7 @@ class NcclJob:
     def wait(self) -> None:
         """Wait for the result; on a GPU, make the current stream wait, without blocking the host.
 
-        Raises:
-            PeerError: the process group reported a failure.
+        A `PeerError` if the process group reported a failure.
         """
         try:
             self._work.wait()
@@ -244,10 +243,8 @@ class Handle:
 
         The callback runs in the thread that completes the collective, so it must be short and must
         not block. If the collective is already done, it runs in the calling thread. Exceptions of
-        the callback are logged.
-
-        Raises:
-            UsageError: the collective runs in NCCL or another process group, and is not done.
+        the callback are logged. A `UsageError` if the collective runs in NCCL or another process
+        group, and is not done.
         """
         if not self.jobs:
             run_callback(lambda: callback(self))
@@ -264,18 +261,15 @@ class Handle:
     def wait(self) -> None:
         """Block until the collective is done on this worker, or has failed on all links.
 
-        Afterwards the collective no longer reads or writes the buffer.
-
-        Raises:
-            PeerError: a peer failed or timed out; names the peer and the collective.
+        Afterwards the collective no longer reads or writes the buffer. A `PeerError` if a peer
+        failed or timed out; names the peer and the collective.
         """
         wait_for_all(job.wait for job in self.jobs)
 
     def wait_received(self) -> None:
         """Block until the result can be read. Do not write to it before `wait` returns.
 
-        Raises:
-            PeerError: as `wait`.
+        A `PeerError` as in `wait`.
         """
         wait_for_all(job.wait_received for job in self.jobs)
 

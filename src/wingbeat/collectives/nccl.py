@@ -161,8 +161,7 @@ class BlockSum:
     def reduce(self, rows: GroupRows) -> None:
         """Send the other workers their blocks, and add received payloads in the order of ranks.
 
-        Raises:
-            PeerError: a peer failed, timed out, or sent a malformed payload.
+        A `PeerError` if a peer failed, timed out, or sent a malformed payload.
         """
         into = torch.empty_like(self._rows)
         rows.all_to_all(into, self._rows)
@@ -174,8 +173,7 @@ class BlockSum:
     def spread(self, rows: GroupRows) -> None:
         """Send the own block to all workers; every worker decodes it from the same payload.
 
-        Raises:
-            PeerError: as `reduce`.
+        A `PeerError` as in `reduce`.
         """
         own, payload = self.blocks[self.rank], self._payload(self.rank)
         self.wire.coding.encode(self.buffer, own, payload, self.wire.residual)

@@ -24,8 +24,7 @@ CAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def wire_dtype(name: str) -> torch.dtype | None:
     """Return the dtype called ``name`` in `Choices.wire`; None (the buffer's dtype) if empty.
 
-    Raises:
-        UsageError: the dtype is not supported.
+    A `UsageError` if the dtype is not supported.
     """
     if not name:
         return None
@@ -37,8 +36,7 @@ def wire_dtype(name: str) -> torch.dtype | None:
 def narrower_dtype(wire: torch.dtype | None, buffer: torch.Tensor) -> torch.dtype | None:
     """Return ``wire`` if casting ``buffer`` to it saves bytes; else None.
 
-    Raises:
-        UsageError: ``wire`` is not one of `CAST_DTYPES`.
+    A `UsageError` if ``wire`` is not one of `CAST_DTYPES`.
     """
     if wire is None:
         return None

@@ -463,6 +463,6 @@ class WaitLog:
         if now - self._logged >= LOG_INTERVAL_S:
             self._logged = now
             log.warning(
-                "%s: has waited for %s of %s for %d s; it is alive, so the wait goes on",
+                "%s: has waited for %s of %s for %d s; it is alive, so the wait continues",
                 self._me, self._what, peers, round(now - self.begun),
             )  # fmt: skip

@@ -436,8 +436,8 @@ def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
     world.speeds = _read_speeds(world, len(chosen))
     _join_groups(world, store, chosen)
     with contextlib.suppress(RuntimeError):  # an append-only store
-        for said in ("left", "failed"):
-            store.delete_key(f"{said}/{world.rank}")  # the rank has rejoined
+        for key in ("left", "failed"):
+            store.delete_key(f"{key}/{world.rank}")  # the rank has rejoined
 
 
 def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
