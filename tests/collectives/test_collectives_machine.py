@@ -120,7 +120,7 @@ worlds = {
 
 
 @given(**worlds)
-def test_however_ranks_interleave_everyone_gets_every_sum(
+def test_any_interleaving_of_ranks_gives_every_rank_every_sum(
     place: Place, length: int, chunk: int, jobs: int, seed: int
 ) -> None:
     ranks, buffers = play(place, length, chunk, jobs, random.Random(seed))
@@ -136,7 +136,7 @@ def test_however_ranks_interleave_everyone_gets_every_sum(
 
 
 @given(**worlds, ahead=st.integers(1, 4), depth=st.integers(1, 3))
-def test_limits_hold_and_every_chunk_that_is_taken_was_announced(
+def test_limits_hold_and_each_received_chunk_was_posted_before(
     place: Place, length: int, chunk: int, jobs: int, seed: int, ahead: int, depth: int
 ) -> None:
     ranks, _ = play(place, length, chunk, jobs, random.Random(seed), ahead=ahead, depth=depth)
@@ -159,7 +159,7 @@ def test_limits_hold_and_every_chunk_that_is_taken_was_announced(
 
 
 @given(**worlds)
-def test_a_collective_begins_when_the_one_before_has_handed_over_all(
+def test_collective_begins_when_the_previous_one_has_sent_everything(
     place: Place, length: int, chunk: int, jobs: int, seed: int
 ) -> None:
     ranks, _ = play(place, length, chunk, jobs, random.Random(seed))
@@ -189,7 +189,7 @@ def alone(jobs: int) -> list[str]:
     return [f"{type(c).__name__} {c.task.number}" for c in ranks[0].log if hasattr(c, "task")]
 
 
-def test_a_result_does_not_wait_for_the_last_chunks_of_the_one_before() -> None:
+def test_result_is_complete_before_the_previous_last_chunks_are_sent() -> None:
     told = alone(2)
     assert told.index("Complete 0") < told.index("AwaitChunk 1") < told.index("AwaitSends 0"), told
     assert told[-3:] == ["Complete 1", "AwaitSends 0", "AwaitSends 1"], (
@@ -197,7 +197,7 @@ def test_a_result_does_not_wait_for_the_last_chunks_of_the_one_before() -> None:
     )
 
 
-def test_an_all_gather_passes_on_what_its_reduce_scatter_has_finished() -> None:
+def test_all_gather_sends_chunks_that_its_reduce_scatter_has_finished() -> None:
     """With one chunk of many reduced, that one is sent; the links do not idle in between."""
     size, length = 2, 8
     blocks = blocks_of(length, size)
@@ -221,7 +221,7 @@ def test_an_all_gather_passes_on_what_its_reduce_scatter_has_finished() -> None:
     assert mail[1, 0, 1, 0, 0].pop() == [11]
 
 
-def test_waiting_tasks_are_dropped_and_those_begun_are_named() -> None:
+def test_waiting_tasks_are_dropped_and_begun_ones_are_listed() -> None:
     mail: dict[Any, deque[Values]] = defaultdict(deque)
     rank = Rank(0, mail, depth=1)
     program = compile_rounds(topologies.Ring().all_reduce(0, blocks_of(4, 2)), 1)
@@ -235,7 +235,7 @@ def test_waiting_tasks_are_dropped_and_those_begun_are_named() -> None:
     assert not rank.machine.waiting
 
 
-def test_it_rests_until_something_is_submitted() -> None:
+def test_machine_is_idle_until_a_task_is_submitted() -> None:
     made: Machine[Task] = Machine()
     commands = made.commands()
     assert isinstance(next(commands), machine.Idle)

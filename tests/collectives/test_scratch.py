@@ -6,7 +6,7 @@ from wingbeat.collectives import packing
 from wingbeat.collectives.packing import ScratchPool
 
 
-def test_what_is_given_back_is_taken_again() -> None:
+def test_returned_tensor_is_reused() -> None:
     pool = ScratchPool()
     first = pool.take(1000, torch.bfloat16)
     assert (first.shape, first.dtype, first.is_contiguous()) == ((1000,), torch.bfloat16, True)
@@ -28,7 +28,7 @@ def test_dtypes_and_sizes_far_apart_do_not_mix() -> None:
     assert pool.take(1, torch.float32).shape == (1,)
 
 
-def test_no_more_is_kept_than_the_limit(monkeypatch) -> None:
+def test_pool_keeps_at_most_the_limit(monkeypatch) -> None:
     monkeypatch.setattr(packing, "MAX_POOL_BYTES", 3 * 4096)
     pool = ScratchPool()
     taken = [pool.take(1024, torch.float32) for _ in range(5)]

@@ -57,7 +57,7 @@ def take(store: TorchStore, one: LivenessListener, seconds: float = 0.2) -> bool
     return claim_rank(store, 1, one.address, seconds, "node1:29500")
 
 
-def test_the_first_process_of_a_rank_comes_in_nobodys_place() -> None:
+def test_first_process_of_a_rank_replaces_none() -> None:
     store, one = TorchStore(dist.HashStore()), LivenessListener("127.0.0.1")
     assert not take(store, one)
     assert is_running(one.address)
@@ -124,7 +124,7 @@ def test_a_connection_that_fails_once_does_not_show_that_a_process_has_ended(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_port_that_closes_once_without_a_word_is_asked_again() -> None:
+def test_port_that_closes_once_without_a_token_is_probed_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = ProcessAddress("127.0.0.1", server.getsockname()[1], TOKEN)
 
@@ -157,7 +157,7 @@ def test_a_port_that_another_program_has_since_is_no_process_of_the_job() -> Non
 
 
 @pytest.mark.usefixtures("quick")
-def test_of_two_that_come_back_at_once_one_has_the_rank() -> None:
+def test_one_of_two_processes_that_restart_together_has_the_rank() -> None:
     store = TorchStore(dist.HashStore())
     before, first, second = (LivenessListener("127.0.0.1") for _ in range(3))
     take(store, before)
@@ -232,7 +232,7 @@ def test_a_hosts_own_name_that_means_loopback_is_not_published(
         one.close()
 
 
-def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
+def test_listener_survives_a_temporary_lack_of_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(failures, "_RETRY_S", 0.01)
@@ -250,7 +250,7 @@ def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
     one.close()
 
 
-def test_closing_ends_its_thread() -> None:
+def test_close_ends_the_listeners_thread() -> None:
     one = LivenessListener("127.0.0.1")
     one.close()
     one.close()

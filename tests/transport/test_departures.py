@@ -80,7 +80,7 @@ def test_a_worker_that_never_says_how_it_ended_is_called_silent(
     record.lost(2)
     assert record.settled() == [
         "rank 0: rank 2 gave no sign in time, or has ended without a word; "
-        "the others go on without it"
+        "the others continue without it"
     ]
 
 
