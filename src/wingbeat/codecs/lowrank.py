@@ -46,14 +46,9 @@ class LowRankCodec(Codec):
     bitwise equal on workers with the same hardware and software. On a GPU encoding waits for the
     device.
 
-    Args:
-        rank: columns of each factor, at least 1.
-        inner: encodes the factors, and elements that are not in a matrix.
-        iterations: number of subspace iterations, at least 0; each reads the matrix twice, in
-            addition to two other passes.
-
-    Raises:
-        UsageError: a number is out of range.
+    The inner codec also encodes elements that are not in a matrix. Each of the subspace iterations
+    reads the matrix twice, in addition to two other passes. A `UsageError` if a number is out of
+    range.
     """
 
     separate = True
@@ -237,14 +232,10 @@ class Factors:
     A matrix M of ``rows x cols`` is sent as ``P = M Q``, ``rows x rank``, and ``M.T P``, ``cols x
     rank``. Both are linear in M, so all-reduces can sum them.
 
-    Args:
-        matrices: matrices in the buffer, in order, without overlaps; at least one.
-        length: elements of the buffer.
-        workers: number of workers; summed buffers are padded to a multiple of it.
-        residual: float32, of the buffer's length; None: no error feedback.
-        starts: each matrix's Q by name, ``(cols, rank)``; missing ones are created, and all become
-            views of memory of this object.
-        device: device of the buffer.
+    The matrices in the buffer are in order, without overlaps; ``length`` counts its elements.
+    Summed buffers are padded to a multiple of the number of workers. ``residual`` is float32, of
+    the buffer's length; None: no error feedback. ``starts`` has each matrix's Q by name, ``(cols,
+    rank)``; missing ones are created, and all become views of memory of this object.
     """
 
     def __init__(

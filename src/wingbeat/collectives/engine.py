@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -285,7 +284,7 @@ class Collectives:
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None, own: Span) -> Packing | None:
         assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
         if isinstance(wire, Encoded):
-            return None if self.world.size == 1 else replace(wire, own=own)
+            return None if self.world.size == 1 else Encoded(wire.coding, wire.residual, own)
         dtype = narrower_dtype(wire, buffer)
         return None if dtype is None or self.world.size == 1 else Cast(dtype, own)
 

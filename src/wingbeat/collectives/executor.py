@@ -262,12 +262,9 @@ class Executor:
                     if not self._wait_for_work():
                         return
                 else:
-                    self._perform(command)
+                    _PERFORM[type(command)](self, command)
         except Exception as err:
             self._fail(self._machine.begun(), err)
-
-    def _perform(self, command: machine.TaskCommand[Job]) -> None:
-        _PERFORM[type(command)](self, command)
 
     def _begin(self, command: machine.Begin[Job]) -> None:
         command.task.begin_ns = time.monotonic_ns()
@@ -560,16 +557,10 @@ LABELS = (
 def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: torch.dtype) -> int:
     """Return the tag of a collective's first chunk; the other chunks have the following tags.
 
+    ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``); ``bucket`` is
+    negative for other exchanges, which have a ``label``; ``turn`` counts earlier collectives.
     Exchanges of different sizes or dtypes mostly differ: a message that is larger than its receive
     buffer would abort the process.
-
-    Args:
-        what: the operation; a broadcast includes its root, as ``"broadcast:0"``.
-        bucket: number of the bucket; negative for other exchanges.
-        nbytes: size of the buffer.
-        label: the kind of a small exchange, one of `LABELS`.
-        turn: number of earlier collectives of this executor.
-        dtype: dtype of the buffer.
     """
     digest = zlib.crc32(f"{what} {nbytes} {dtype}".encode())
     if bucket >= 0 and what in _OPERATIONS:

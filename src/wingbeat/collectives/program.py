@@ -7,12 +7,13 @@ that rounds overlap.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from wingbeat.topologies import Topology
-from wingbeat.types import Hop, Recv, Round, Send, Span, blocks_of, split
+from wingbeat.types import Hop, Round, Send, Span, blocks_of, split
 
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1024 << 10
@@ -108,20 +109,22 @@ def chunk_elements(block_elements: int, itemsize: float, least: int = MIN_CHUNK_
 
 def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
     """Cut the rounds' hops into chunks of ``chunk`` elements and order them by dependency."""
-    numbering = _Numbering()
+    # Chunks are numbered per link, peer and direction; both ends cut the same spans in one order.
+    numbers: Counter[tuple[type[Hop], int, int]] = Counter()
     first: list[Transfer] = []
     receives: list[Transfer] = []
     unlocks: list[list[Transfer]] = []
     for hops in rounds:
         known = len(receives)
         for hop, span in _chunks(hops, chunk):
+            direction = type(hop), hop.interface, hop.peer
+            tag = numbers[direction]
+            numbers[direction] += 1
             if isinstance(hop, Send):
-                tag = numbering.sent(hop)
                 transfer = Transfer(hop.peer, span, tag, link=hop.interface)
                 last = last_overlap(receives[:known], span)
                 (first if last < 0 else unlocks[last]).append(transfer)
             else:
-                tag = numbering.received(hop)
                 receives.append(Transfer(hop.peer, span, tag, hop.reduce, hop.interface))
                 unlocks.append([])
     return Program(tuple(first), tuple(receives), tuple(map(tuple, unlocks)))
@@ -132,25 +135,6 @@ def _chunks(hops: Round, chunk: int) -> Iterator[tuple[Hop, Span]]:
     cut = [[(hop, span) for span in hop.span.cut(chunk)] for hop in hops]
     for turn in itertools.zip_longest(*cut):
         yield from (each for each in turn if each is not None)
-
-
-class _Numbering:
-    """Numbers chunks per link, peer and direction; both ends cut the same spans in one order."""
-
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], int] = {}
-        self._received: dict[tuple[int, int], int] = {}
-
-    def sent(self, hop: Send) -> int:
-        return self._next(self._sent, (hop.interface, hop.peer))
-
-    def received(self, hop: Recv) -> int:
-        return self._next(self._received, (hop.interface, hop.peer))
-
-    @staticmethod
-    def _next(counts: dict[tuple[int, int], int], which: tuple[int, int]) -> int:
-        counts[which] = counts.get(which, -1) + 1
-        return counts[which]
 
 
 def last_overlap(receives: Sequence[Transfer], span: Span) -> int:
@@ -173,18 +157,12 @@ def compile_collective(
     least: int = MIN_CHUNK_BYTES,
     blocks: tuple[Span, ...] | None = None,
 ) -> tuple[Program, ...]:
-    """Return one worker's program for each link of a collective.
+    """Return one worker's program for each link of a collective on ``numel`` elements.
 
-    Args:
-        what: the operation; a broadcast includes its root, as ``"broadcast:0"``.
-        topology: the topology.
-        rank: the worker.
-        size: number of workers.
-        numel: elements of the buffer.
-        itemsize: bytes of an element on the links; 0 does not divide blocks.
-        speeds: the speed of each link, which carries a proportional part of each block.
-        least: minimum size of a message in bytes.
-        blocks: the block of each worker; None: nearly equal blocks.
+    ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``). ``itemsize`` is the
+    bytes of an element on the links; 0 does not divide blocks. Each link carries a part of each
+    block in proportion to its speed, in messages of at least ``least`` bytes. ``blocks`` has the
+    block of each worker; None: nearly equal blocks.
     """
     blocks = blocks or tuple(blocks_of(numel, size))
     stripes = [split(block, speeds) for block in blocks]

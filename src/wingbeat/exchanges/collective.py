@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Collectives, Encoded
-from wingbeat.compression import TopK
 from wingbeat.schedules.events import Operation
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ class CollectiveExchange:
     def __init__(self, collectives: Collectives, compression: Compression) -> None:
         self._collectives = collectives
         self._compression = compression
+        self._gathers = compression.coded is not None and compression.coded.gathers
         if compression.factored:
             collectives.open_second()
 
@@ -76,7 +76,7 @@ class CollectiveExchange:
             )
         elif operation is Operation.ALL_GATHER_PARAMETERS:
             bucket.handle = begin.all_gather(bucket.flat, bucket=number, blocks=blocks)
-        elif isinstance(wire, Encoded) and isinstance(self._compression.coded, TopK):
+        elif isinstance(wire, Encoded) and self._gathers:
             velocity = self._compression.velocity(bucket)
             bucket.handle = begin.all_gather_sum(
                 bucket.flat, wire=wire, bucket=number, velocity=velocity, beside=True

@@ -71,20 +71,16 @@ def bins(device: torch.device) -> Bins:
 def codebook(counts: Tensor, bits: int, split: str, level: str) -> tuple[Tensor, Tensor]:
     """Assign the bins to ``2**bits`` codes and a value to each code.
 
-    The order of codes is: ordinary values, ascending; zeros, if they have a separate code;
-    non-finite values, if there are any.
+    ``counts``, int64[65536], has the number of values of each key, in the order of keys. The split
+    ``"count"`` gives all codes nearly equal counts, as the paper does (section 4.3.1, step 1);
+    ``"error"`` reduces the squared error: codes in proportion to the cube root of the density
+    (Panter and Dite), then three iterations of Lloyd's algorithm. A code's level is the ``"mean"``
+    of its values, approximated by the middles of bins, or the middle of their ``"ends"``, as in the
+    paper (step 2).
 
-    Args:
-        counts: int64[65536], the number of values of each key, in the order of keys.
-        bits: bits of a code, 1 to 8.
-        split: ``"count"`` gives all codes nearly equal counts, as the paper does (section 4.3.1,
-            step 1). ``"error"`` reduces the squared error: codes in proportion to the cube root of
-            the density (Panter and Dite), then three iterations of Lloyd's algorithm.
-        level: a code's value: the ``"mean"`` of its values, approximated by the middles of bins;
-            or the middle of their ``"ends"``, as in the paper (step 2).
-
-    Returns:
-        The code of each key, uint8[65536]; the table, float32[2**bits], 0 where unused.
+    Return the code of each key, uint8[65536], and the table, float32[2**bits], 0 where unused. The
+    order of codes is: ordinary values, ascending; zeros, if they have a separate code; non-finite
+    values, if there are any.
     """
     b = bins(counts.device)
     counts = counts[b.key]

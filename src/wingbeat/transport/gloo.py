@@ -188,7 +188,7 @@ class GlooLink:
         timeout: float,
         device: tuple[dist.ProcessGroupGloo.Device, DeviceListener] | None = None,
     ) -> None:
-        self._name = interface.name
+        self.name = interface.name
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout)
         begin = time.monotonic()
@@ -212,11 +212,6 @@ class GlooLink:
             # An exception keeps this frame alive, and the frame's variables would keep gloo
             # listening.
             del device, options
-
-    @property
-    def name(self) -> str:
-        """Name of the interface."""
-        return self._name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> GlooPending:
         """As `Link.send`."""

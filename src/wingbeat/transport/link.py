@@ -69,13 +69,8 @@ class ChannelLink:
     """
 
     def __init__(self, link: Link, channel: int) -> None:
-        self._link = link
+        self._link, self.name = link, link.name
         self._offset = channel << BITS_BELOW
-
-    @property
-    def name(self) -> str:
-        """Name of the interface."""
-        return self._link.name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending ``tensor`` to rank ``peer`` in this channel."""
@@ -157,16 +152,11 @@ class LazyLink:
         self, name: str, connect: Callable[[], Link], cancelled: threading.Event | None = None
     ) -> None:
         self._cancelled = cancelled or threading.Event()
-        self._name = name
+        self.name = name
         self._connect = connect
         self._link: Link | None = None
         self._closed = False
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        """Name of the interface."""
-        return self._name
 
     @property
     def connected(self) -> bool:

@@ -119,21 +119,16 @@ class LoopbackLink:
     """One rank's end of the switchboard, named as an interface."""
 
     def __init__(self, switch: Switchboard, rank: int, name: str) -> None:
-        self._switch, self._rank, self._name = switch, rank, name
-
-    @property
-    def name(self) -> str:
-        """Name of the simulated interface."""
-        return self._name
+        self._switch, self._rank, self.name = switch, rank, name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Done:
         """Deliver a copy at once."""
-        self._switch.post((self._name, self._rank, peer, tag), tensor)
+        self._switch.post((self.name, self._rank, peer, tag), tensor)
         return _Done()
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Received:
         """Copy the message in `wait`."""
-        return _Received(self._switch, (self._name, peer, self._rank, tag), tensor)
+        return _Received(self._switch, (self.name, peer, self._rank, tag), tensor)
 
     def close(self) -> None:
         """Fail all transfers with this rank."""

@@ -131,20 +131,16 @@ class ServiceConfig(Protocol):
     @property
     def me(self) -> str:
         """Name of the service in messages."""
-        ...
 
     @property
     def timeout(self) -> float:
         """Upper limit of each wait in seconds, including the wait for workers after SIGTERM."""
-        ...
 
     def to_json(self) -> str:
         """Return the configuration as JSON."""
-        ...
 
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves while its argument returns True."""
-        ...
 
 
 class Service(Protocol):
