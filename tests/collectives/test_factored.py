@@ -141,7 +141,7 @@ def test_failure_between_the_sums_is_raised_by_wait() -> None:
     def broken(_: torch.Tensor) -> Handle:
         raise MemoryError("none left")
 
-    summed.turn(Handle([]), broken)
+    summed.start_second(Handle([]), broken)
     assert called == [summed]
     with pytest.raises(PeerError, match="bucket 2 failed between its two sums: MemoryError"):
         summed.wait()

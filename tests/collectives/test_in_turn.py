@@ -134,7 +134,7 @@ def test_forked_child_has_its_own_queue() -> None:
     beside.start(lambda: (hold.wait(PATIENCE), None)[1])
     child = os.fork()
     if child == 0:  # the thread that works is the parent's
-        beside.forget()
+        beside.reset_after_fork()
         done = threading.Event()
         beside.start(done.set)
         os._exit(0 if done.wait(PATIENCE) else 1)

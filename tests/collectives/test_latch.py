@@ -19,9 +19,9 @@ def test_open_event_ends_all_waits() -> None:
         thread.start()
     threads[0].join(0.02)
     assert not passed
-    assert not latch.is_open
-    latch.open()
-    latch.open()
+    assert not latch.is_set
+    latch.set()
+    latch.set()
     for thread in threads:
         thread.join(PATIENCE)
     assert sorted(passed) == list(range(5))
@@ -29,15 +29,15 @@ def test_open_event_ends_all_waits() -> None:
 
 def test_wait_for_an_open_event_returns_at_once() -> None:
     latch = OneShotEvent()
-    latch.open()
+    latch.set()
     latch.wait()
     latch.wait()
-    assert latch.is_open
+    assert latch.is_set
 
 
 def test_wait_ends_after_its_timeout_and_returns_the_state() -> None:
     latch = OneShotEvent()
     assert not latch.wait(0.01)
-    latch.open()
+    latch.set()
     assert latch.wait(0.01)
     assert latch.wait(0)

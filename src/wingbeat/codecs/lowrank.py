@@ -287,7 +287,7 @@ class Factors:
         """Each matrix's Q for the next round."""
         return self.wide(self._starts)
 
-    def mark(self) -> Tensor:
+    def checksum(self) -> Tensor:
         """Return a checksum of all Q as a scalar tensor."""
         return (self._starts.view(torch.int32).sum() % _PRIME).float()
 
@@ -298,16 +298,16 @@ class Factors:
 class Round:
     """One exchange of a buffer as factors.
 
-    Sum ``first`` over all workers and call `turn`; sum ``second``, meanwhile call `keep`, and call
-    `end`. All operations are queued on the buffer's device, and the host does not wait for a GPU.
-
-    If a P is not finite, its matrix becomes NaN on every worker, and its residual and next Q do not
-    change.
+    Sum ``first`` over all workers and call `compute_second`; sum ``second``, meanwhile call
+    `keep_residual`, and call `write_result`. All operations are queued on the buffer's device, and
+    the host does not wait for a GPU. If a P is not finite, its matrix becomes NaN on every worker,
+    and its residual and next Q do not change.
 
     Attributes:
         first: float32: the dense part, then each P, then a checksum of every Q.
         second: float32: each ``M.T P``.
-        agreed: after `turn`, whether all workers began with the same Q; otherwise results are NaN.
+        agreed: after `compute_second`, whether all workers began with the same Q; otherwise results
+            are NaN.
     """
 
     @torch.no_grad()
@@ -326,16 +326,16 @@ class Round:
         for span in factors.dense:
             first[offset : offset + len(span)] = self._whole[span.start : span.stop]
             offset += len(span)
-        self._mark = factors.mark()
-        first[-1] = self._mark
+        self._checksum = factors.checksum()
+        first[-1] = self._checksum
         for matrix, p, q in zip(factors.matrices, factors.thin(first), factors.starts, strict=True):
             torch.mm(matrix.of(self._whole), q, out=p)
 
     @torch.no_grad()
-    def turn(self) -> None:
+    def compute_second(self) -> None:
         """Orthonormalise each P, and compute the second factors."""
         factors = self._factors
-        self.agreed = self.first[-1] == factors.workers * self._mark
+        self.agreed = self.first[-1] == factors.workers * self._checksum
         self._bases: list[Tensor] = []
         self._right: list[Tensor] = []
         pairs = zip(factors.thin(self.first), factors.wide(self.second), strict=True)
@@ -348,7 +348,7 @@ class Round:
         self._own = None if factors.residual is None else self.second.clone()
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def keep_residual(self) -> None:
         """Keep this worker's error ``M - P (M.T P).T``, which does not need other workers' factors.
 
         The sum over all workers is the error of the sum, as with PowerSGD's difference to the mean.
@@ -368,7 +368,7 @@ class Round:
         self._own = None
 
     @torch.no_grad()
-    def end(self) -> None:
+    def write_result(self) -> None:
         """Write the sum into the buffer, and keep the scaled second factors as the next Q."""
         factors = self._factors
         offset = 0

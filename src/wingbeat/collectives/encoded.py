@@ -183,21 +183,21 @@ class FactoredSum(Handle):
         assert self._round is not None
         return self._round.first
 
-    def turn(self, first: Handle, second: Sums) -> None:
+    def start_second(self, first: Handle, second: Sums) -> None:
         """Wait for the ``first`` sum and start the ``second``. `wait` raises any `PeerError`."""
         try:
             assert self._round is not None
             # Not `wait`: sending may take as long as the next collective, before which another
             # worker may need the second sum. The buffer is only read here.
             first.wait_received()
-            self._round.turn()
+            self._round.compute_second()
             if not bool(self._round.agreed):
                 raise PeerError(
                     f"{self._where}: the workers' low-rank factors began differently: load the "
                     "optimizer's state on all workers or on none"
                 )
             self._second = second(self._round.second)
-            self._round.keep()
+            self._round.keep_residual()
         except PeerError as err:
             self._error = str(err)
         except Exception as err:  # raised by `wait`
@@ -239,7 +239,7 @@ class FactoredSum(Handle):
         with self._lock:
             mine, self._round = self._round, None
             if mine is not None:
-                mine.end()
+                mine.write_result()
 
     def wait_received(self) -> None:
         """As `wait`."""

@@ -197,7 +197,7 @@ class Collectives:
             stream.record("encode", begin, end, bucket=bucket, nbytes=buffer.nbytes)
         first = self._sum(summed.first, bucket)
         second = self._second._sum
-        self._turns.start(lambda: summed.turn(first, lambda factor: second(factor, bucket)))
+        self._turns.start(lambda: summed.start_second(first, lambda factor: second(factor, bucket)))
         return summed
 
     def _sum(self, buffer: torch.Tensor, bucket: int) -> Handle:

@@ -291,10 +291,10 @@ class Executor:
         self._await(job, pending, transfer)
         if job.packing is not None:
             self._unpack(job, job.packing, transfer, into)
-            self._scratch.give(into)
+            self._scratch.release(into)
         elif transfer.reduce:
             job.piece(transfer.span).add_(into)
-            self._scratch.give(into)
+            self._scratch.release(into)
 
     def _unpack(self, job: Job, packing: Packing, transfer: Transfer, chunk: torch.Tensor) -> None:
         try:
@@ -319,7 +319,7 @@ class Executor:
         job = command.task
         self._await_sends(job)
         for chunk in job.packed:
-            self._scratch.give(chunk)
+            self._scratch.release(chunk)
         job.drop()
         job.finish()
 
@@ -331,9 +331,9 @@ class Executor:
     def _post_receive(self, command: machine.PostReceive[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is not None:
-            into = self._scratch.take(job.packing.size_of(transfer.span), job.dtype)
+            into = self._scratch.acquire(job.packing.size_of(transfer.span), job.dtype)
         elif transfer.reduce:
-            into = self._scratch.take(len(transfer.span), job.dtype)
+            into = self._scratch.acquire(len(transfer.span), job.dtype)
         else:
             into = job.piece(transfer.span)
         tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
@@ -361,7 +361,7 @@ class Executor:
         known = job.results.get(span)
         if known is not None:
             return known
-        chunk = self._scratch.take(packing.size_of(span), job.dtype)
+        chunk = self._scratch.acquire(packing.size_of(span), job.dtype)
         packing.pack(job.buffer, span, chunk)
         job.packed.append(chunk)
         if packing.own.overlaps(span):
@@ -499,9 +499,9 @@ def _after_fork() -> None:
     """Reset in a forked child, where a thread that no longer exists may have held the lock."""
     global _creating
     _creating = threading.RLock()
-    _threads.forget()
-    factor_threads.forget()
-    decode_queue.forget()
+    _threads.reset_after_fork()
+    factor_threads.reset_after_fork()
+    decode_queue.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

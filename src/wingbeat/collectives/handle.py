@@ -29,24 +29,24 @@ class OneShotEvent:
     Each collective has two, and a step may have hundreds of collectives.
     """
 
-    __slots__ = ("_lock", "is_open")
+    __slots__ = ("_lock", "is_set")
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_set = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def open(self) -> None:
+    def set(self) -> None:
         """Set the event. Not safe for concurrent calls; repeated calls have no effect."""
-        if not self.is_open:
-            self.is_open = True
+        if not self.is_set:
+            self.is_set = True
             self._lock.release()
 
     def wait(self, seconds: float = -1) -> bool:
         """Block until the event is set or ``seconds`` have passed; return whether it is set."""
-        if not self.is_open and self._lock.acquire(timeout=seconds):
+        if not self.is_set and self._lock.acquire(timeout=seconds):
             self._lock.release()  # each waiting thread releases the next one
-        return self.is_open
+        return self.is_set
 
 
 FIRST_COMPARISON_S = 1.0
@@ -129,26 +129,26 @@ class Job(Task):
 
     def receive(self) -> None:
         """Mark the result as readable. Parts of the buffer may still be in transmission."""
-        self._received.open()
+        self._received.set()
 
     def finish(self, error: str = "") -> None:
         """Mark the job as done, or as failed with ``error``, and wake all waiting threads."""
         self._error = error
-        self._received.open()
+        self._received.set()
         with _done_lock:
-            self._done.open()
+            self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             run_callback(callback)
 
     def done(self) -> bool:
         """Whether `wait` would return or raise immediately."""
-        return self._done.is_open
+        return self._done.is_set
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the job is done or has failed; immediately if it already is."""
         with _done_lock:
-            if not self._done.is_open:
+            if not self._done.is_set:
                 self._callbacks.append(callback)
                 return
         run_callback(callback)

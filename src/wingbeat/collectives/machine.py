@@ -157,7 +157,7 @@ class Machine(Generic[T]):
         while True:
             if self._queue or self._active:
                 yield from self._begin_more()
-                yield from self._go_on()
+                yield from self._process_first()
             else:
                 yield Idle()
 
@@ -173,7 +173,7 @@ class Machine(Generic[T]):
             task.hold()
             yield from self._release(task)
 
-    def _go_on(self) -> Iterator[Command[T]]:
+    def _process_first(self) -> Iterator[Command[T]]:
         """Process the next chunk of the first task, and keep no reference to a task."""
         task = self._active[0]
         if not task.complete:

@@ -233,9 +233,9 @@ def _run_factored(world: World, buffer: torch.Tensor, factors: Factors, where: s
     rows = GroupRows(world.nccl, where)
     made = factors.begin(buffer)
     rows.all_reduce(made.first)
-    made.turn()
-    replace(rows, between=made.keep).all_reduce(made.second)
-    made.end()
+    made.compute_second()
+    replace(rows, between=made.keep_residual).all_reduce(made.second)
+    made.write_result()
 
 
 def _run_encoded(world: World, what: str, buffer: torch.Tensor, wire: Encoded) -> None:

@@ -61,7 +61,7 @@ class ScratchPool:
         self._free: defaultdict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._free_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised flat tensor of ``numel`` elements."""
         capacity = 1 << max(0, numel - 1).bit_length()
         free = self._free[dtype, capacity]
@@ -73,10 +73,10 @@ class ScratchPool:
         self._free_bytes -= whole.nbytes
         return given if given.numel() == numel else whole[:numel]
 
-    def give(self, tensor: torch.Tensor) -> None:
-        """Return a tensor from `take`, which must no longer be used, to the pool."""
+    def release(self, tensor: torch.Tensor) -> None:
+        """Return a tensor from `acquire`, which must no longer be used, to the pool."""
         whole = tensor._base
-        assert whole is not None, "not from take()"
+        assert whole is not None, "not from acquire()"
         if self._free_bytes + whole.nbytes <= MAX_POOL_BYTES:
             # Keep the view: the next request usually has the same length.
             self._free[whole.dtype, whole.numel()].append(tensor)
@@ -119,9 +119,9 @@ class Cast:
             part.copy_(chunk)
             return
         # Adding tensors of two dtypes is slower and allocates memory.
-        widened = scratch.take(len(span), part.dtype)
+        widened = scratch.acquire(len(span), part.dtype)
         part.add_(widened.copy_(chunk))
-        scratch.give(widened)
+        scratch.release(widened)
 
 
 _NO_BLOCK = Span(0, 0)
