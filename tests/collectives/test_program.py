@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat import topologies
-from wingbeat.collectives import machine
 from wingbeat.collectives.program import (
     MAX_CHUNK_BYTES,
     MAX_LEAST_BYTES,
     MAX_SPANNING_BYTES,
     MESSAGE_S,
     MIN_CHUNK_BYTES,
+    RECEIVES_AHEAD,
     SPANNING_CHUNKS,
     Program,
     chunk_elements,
@@ -122,7 +122,7 @@ def test_receives_over_several_links_are_all_posted_at_once(place, megabytes) ->
         "all_reduce", topologies.get(name), 1, size, numel, 4, (1.0,) * links
     )
     assert not any(other.receives or other.first for other in others)
-    assert len(whole.receives) <= 1.5 * SPANNING_CHUNKS <= 1.5 * machine.RECEIVES_AHEAD
+    assert len(whole.receives) <= 1.5 * SPANNING_CHUNKS <= 1.5 * RECEIVES_AHEAD
     assert all(4 * len(t.span) <= MAX_SPANNING_BYTES for t in whole.receives)
 
 

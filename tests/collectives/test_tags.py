@@ -11,7 +11,7 @@ import torch
 from helpers import late
 from wingbeat.collectives import Collectives, executor
 from wingbeat.collectives.executor import CHUNKS_PER_TAG, LABELS, TAG_PERIOD, group_tag
-from wingbeat.collectives.machine import DEPTH
+from wingbeat.collectives.program import DEPTH
 from wingbeat.transport import loopback
 from wingbeat.transport.link import BITS_BELOW, TAG_BITS
 from wingbeat.transport.world import World

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.collectives import machine
+from wingbeat.collectives import program as programs
 from wingbeat.collectives.handle import Call, Job
-from wingbeat.collectives.machine import Machine
 from wingbeat.collectives.packing import Packing, ScratchPool, malformed_text
+from wingbeat.collectives.program import Machine
 from wingbeat.collectives.threads import SerialQueue, ThreadPool
 from wingbeat.collectives.waits import (
     CallTable,
@@ -159,7 +159,7 @@ _MIN_WAIT_S = 0.001
 
 
 class Executor:
-    """Runs jobs first in, first out; up to `machine.DEPTH` of them overlap.
+    """Runs jobs first in, first out; up to `programs.DEPTH` of them overlap.
 
     Executor ``lane`` runs the programs of that link; the first executor also runs programs that use
     several links. With ``threads``, it has a thread only while there is work.
@@ -258,7 +258,7 @@ class Executor:
         self._runner = threading.get_ident()
         try:
             for command in self._machine.commands():
-                if isinstance(command, machine.Idle):
+                if isinstance(command, programs.Idle):
                     if not self._wait_for_work():
                         return
                 else:
@@ -266,7 +266,7 @@ class Executor:
         except Exception as err:
             self._fail(self._machine.begun(), err)
 
-    def _begin(self, command: machine.Begin[Job]) -> None:
+    def _begin(self, command: programs.Begin[Job]) -> None:
         command.task.begin_ns = time.monotonic_ns()
 
     def _wait_for_work(self) -> bool:
@@ -285,7 +285,7 @@ class Executor:
         self._running, self._runner = False, 0
         self._condition.notify_all()
 
-    def _await_chunk(self, command: machine.AwaitChunk[Job]) -> None:
+    def _await_chunk(self, command: programs.AwaitChunk[Job]) -> None:
         job, transfer = command.task, command.transfer
         pending, into = job.coming.popleft()
         self._await(job, pending, transfer)
@@ -302,7 +302,7 @@ class Executor:
         except ValueError as err:
             raise self._lost(job, transfer, 0.0, malformed_text(err)) from None
 
-    def _complete(self, command: machine.Complete[Job]) -> None:
+    def _complete(self, command: programs.Complete[Job]) -> None:
         job = command.task
         if stream.on:
             stream.record(
@@ -315,7 +315,7 @@ class Executor:
             )
         job.receive()
 
-    def _finish(self, command: machine.AwaitSends[Job]) -> None:
+    def _finish(self, command: programs.AwaitSends[Job]) -> None:
         job = command.task
         self._await_sends(job)
         for chunk in job.packed:
@@ -328,7 +328,7 @@ class Executor:
         for pending, transfer, _ in job.sends:
             self._await(job, pending, transfer)
 
-    def _post_receive(self, command: machine.PostReceive[Job]) -> None:
+    def _post_receive(self, command: programs.PostReceive[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is not None:
             into = self._scratch.acquire(job.packing.size_of(transfer.span), job.dtype)
@@ -343,7 +343,7 @@ class Executor:
             raise self._lost(job, transfer, 0.0, err) from None
         job.coming.append((pending, into))
 
-    def _send(self, command: machine.SendChunk[Job]) -> None:
+    def _send(self, command: programs.SendChunk[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is None:
             chunk = job.piece(transfer.span)
@@ -476,12 +476,12 @@ class Executor:
 
 
 _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
-    machine.Begin: Executor._begin,
-    machine.PostReceive: Executor._post_receive,
-    machine.AwaitChunk: Executor._await_chunk,
-    machine.SendChunk: Executor._send,
-    machine.Complete: Executor._complete,
-    machine.AwaitSends: Executor._finish,
+    programs.Begin: Executor._begin,
+    programs.PostReceive: Executor._post_receive,
+    programs.AwaitChunk: Executor._await_chunk,
+    programs.SendChunk: Executor._send,
+    programs.Complete: Executor._complete,
+    programs.AwaitSends: Executor._finish,
 }
 """The method of each command. A ``match`` would test the classes in sequence for each message."""
 

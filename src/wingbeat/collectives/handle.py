@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.collectives.machine import Task
 from wingbeat.collectives.packing import Packing
+from wingbeat.collectives.program import Task
 from wingbeat.collectives.threads import run_callback
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.text import first_line

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from wingbeat.kernels import gpu_kernels as gk
 from wingbeat.kernels import layout
-from wingbeat.kernels.codebook import KEYS, codebook
 from wingbeat.kernels.gpu_kernels import MOST_PROGRAMS, as_floats, check_count, launch, words
+from wingbeat.kernels.reference import KEYS, codebook
 
 
 def sketch_encode(
