@@ -39,7 +39,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program on a small project of its own."""
     (tmp_path / "docs/results").mkdir(parents=True)
     (tmp_path / "src/wingbeat/codecs").mkdir(parents=True)
-    (tmp_path / "src/wingbeat/codecs/sketch.py").write_text('"""Doc."""\n\nBITS = 8  # why\n')
+    (tmp_path / "src/wingbeat/codecs/codec.py").write_text('"""Doc."""\n\nBITS = 8  # why\n')
     (tmp_path / "README.md").write_text("# readme\n")
     monkeypatch.setattr(TOOLS, "ROOT", tmp_path)
     monkeypatch.setattr(TOOLS, "DOCS", tmp_path / "docs")
@@ -165,7 +165,7 @@ def test_a_number_changed_by_hand_is_found(tool: ModuleType) -> None:
 def test_changed_code_makes_a_figure_stale(tool: ModuleType, source: str, stale: bool) -> None:
     kept_file(tool)
     page(tool)
-    (tool.ROOT / "src/wingbeat/codecs/sketch.py").write_text(source)
+    (tool.ROOT / "src/wingbeat/codecs/codec.py").write_text(source)
     ((_, _, made),) = tool.pages()
     assert ("**Stale: `codecs` changed since.**" in made) == stale
 
@@ -177,7 +177,7 @@ def test_changed_code_makes_a_figure_stale(tool: ModuleType, source: str, stale:
 def test_an_annotation_of_an_attribute_makes_nothing_stale(
     tool: ModuleType, source: str, stale: bool
 ) -> None:
-    file = tool.ROOT / "src/wingbeat/codecs/sketch.py"
+    file = tool.ROOT / "src/wingbeat/codecs/codec.py"
     file.write_text("class A:\n    def f(self):\n        self.x = 1\n")
     before = tool.digest("codecs")
     file.write_text(f"class A:\n    def f(self):\n        {source}\n")

@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 
-from wingbeat.transport.messages.carrier import ConnectionId
+from wingbeat.transport.messages.frames import ConnectionId
 
 def sketch_encode(
     x: int,

@@ -6,9 +6,8 @@ import torch
 
 from wingbeat import compression
 from wingbeat.codecs import Coding
-from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.codec import Dense, SketchCodec
 from wingbeat.codecs.coding import Region, make
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.types import Span
 
 

@@ -23,12 +23,12 @@ def exchange(factors: list[Factors], buffers: list[Tensor]) -> list[Round]:
     firsts = torch.stack([each.first for each in rounds]).sum(0)
     for each in rounds:
         each.first.copy_(firsts)
-        each.turn()
+        each.compute_second()
     seconds = torch.stack([each.second for each in rounds]).sum(0)
     for each in rounds:
         each.second.copy_(seconds)
-        each.keep()
-        each.end()
+        each.keep_residual()
+        each.write_result()
     return rounds
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wingbeat.codecs import half
-from wingbeat.codecs.half import HalfCodec
+from wingbeat.codecs import codec
+from wingbeat.codecs.codec import HalfCodec
 
 LARGEST = torch.finfo(torch.float32).max
 SMALLEST = 2.0**-149
@@ -92,7 +92,7 @@ def test_a_device_that_is_not_asked_writes_the_same_bytes(x: Tensor) -> None:
     """On a GPU no branch depends on a value; the same way, taken on the CPU."""
     here = encoded(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(half, "_may_ask", lambda _: False)
+        patch.setattr(codec, "_may_ask", lambda _: False)
         there = encoded(x)
     assert torch.equal(here, there)
 
@@ -123,12 +123,12 @@ def test_negative_zero_keeps_its_sign() -> None:
     assert there_and_back(torch.tensor([-0.0, 2.0])).signbit().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("numel", [half.CHUNK - 1, half.CHUNK, 2 * half.CHUNK + 3])
+@pytest.mark.parametrize("numel", [codec.CHUNK - 1, codec.CHUNK, 2 * codec.CHUNK + 3])
 def test_chunks_are_seamless(numel: int) -> None:
     """The whole must be what its parts are; the scale is that of all."""
     x = torch.randn(numel)
     x[-1] = 7.0e5  # decides the scale, in the last chunk
-    x[half.CHUNK // 2] = torch.inf
+    x[codec.CHUNK // 2] = torch.inf
     payload = encoded(x)
     expected = (x / 2.0**5).half().float() * 2.0**5
     assert torch.equal(decoded(payload, numel), expected)

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from wingbeat.codecs.codec import SketchCodec
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.errors import UsageError
 

@@ -7,10 +7,9 @@ import itertools
 import pytest
 
 from wingbeat.codecs import Coding, make
-from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.codec import Dense, SketchCodec
 from wingbeat.codecs.coding import TRIED, Region, all_of
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import warmed_up
 from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.planning.trials import (

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from wingbeat.codecs.codec import Dense
+from wingbeat.codecs.codec import Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.coding import LARGE, Region, regions
-from wingbeat.codecs.half import HalfCodec
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.compression import LowRank, Sketch, TopK
 from wingbeat.types import Span

@@ -143,7 +143,7 @@ def test_each_link_carries_its_share_to_its_own_cube(size: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", SIZES[:4])
-def test_table_2_sums_too_though_pieces_change_while_they_are_sent(size, wire) -> None:
+def test_table_2_programs_whose_pieces_change_while_sent_sum_correctly(size, wire) -> None:
     """On small whole numbers, which any order and dtype adds alike."""
 
     def body(world: World) -> list[torch.Tensor]:
@@ -164,7 +164,7 @@ def test_table_2_sums_too_though_pieces_change_while_they_are_sent(size, wire) -
 @given(
     calls=st.lists(st.sampled_from(["ring", "mesh", "bcube", "table 2"]), min_size=1, max_size=6)
 )
-def test_it_takes_turns_with_other_topologies(calls: list[str]) -> None:
+def test_bcube_alternates_with_other_topologies(calls: list[str]) -> None:
     known: dict[str, str | Topology] = {"table 2": AggregatingBCube()}
 
     def body(world: World) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ PARTS: dict[str, Callable[[World], World]] = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_workers_that_are_wired_otherwise_are_refused_on_every_rank(part: str) -> None:
+def test_workers_with_other_networks_are_refused_on_every_rank(part: str) -> None:
     def body(world: World) -> str:
         opened = PARTS[part](world)
         Collectives(opened, "ring")  # goes along any links
@@ -229,7 +229,7 @@ def test_workers_that_are_wired_otherwise_are_refused_on_every_rank(part: str) -
             world.close()
 
 
-def test_a_group_is_wired_as_its_members_are() -> None:
+def test_group_has_the_networks_of_its_members() -> None:
     """Four of nine workers make a BCube(2, 2) where their cubes are parts of the others'."""
     wired = [[f"10.0.{rank // 3}.0/24", f"10.1.{rank % 3}.0/24"] for rank in range(9)]
     members = loopback.worlds(9, interfaces=2)
@@ -256,7 +256,7 @@ def test_a_group_is_wired_as_its_members_are() -> None:
         world.close()
 
 
-def test_a_worker_alone_has_nothing_to_send() -> None:
+def test_single_worker_sends_nothing() -> None:
     [world] = loopback.worlds(1)
     world.links = world.speeds = ()  # as init makes it
     for topology in ("bcube", "bcube@3x2", AggregatingBCube()):
@@ -266,7 +266,7 @@ def test_a_worker_alone_has_nothing_to_send() -> None:
     world.close()
 
 
-def test_a_number_of_workers_that_makes_none_is_refused() -> None:
+def test_number_of_workers_without_a_bcube_is_refused() -> None:
     members = loopback.worlds(3, interfaces=2)
     with pytest.raises(UsageError, match=r"4 workers with 2 interfaces each are BCube\(2, 2\)"):
         Collectives(members[0], "bcube")

@@ -9,7 +9,7 @@ from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 
 
-def test_a_call_of_the_same_number_that_differs_is_found() -> None:
+def test_different_call_of_the_same_number_is_found() -> None:
     first, second = loopback.worlds(2)
     mine, theirs = CallTable(first, 0), CallTable(second, 0)
     assert mine.compare({3: "sum", 4: "gather"}, [0, 1]) is None
@@ -43,14 +43,14 @@ def test_calls_of_other_numbers_lanes_channels_and_ranks_are_not_compared() -> N
 
 
 @pytest.mark.parametrize("said", ["", "\n\n", "x sum", "-3 sum", "3", "3.0 sum", " 3 sum", "4 sum"])
-def test_what_means_nothing_is_passed_over(said: str) -> None:
+def test_malformed_entries_are_ignored(said: str) -> None:
     first, _ = loopback.worlds(2)
     first.store.set(f"{first.path}/calls/0/1", said)
     found = CallTable(first, 0).compare({3: "sum"}, [1])
     assert found == ((1, "sum", "") if said == "3" else None)
 
 
-def test_what_a_peer_says_fits_a_line() -> None:
+def test_call_of_a_peer_is_shortened_to_one_line() -> None:
     first, _ = loopback.worlds(2)
     first.store.set(f"{first.path}/calls/0/1", "3 \x1b[31m" + "x" * 5000)
     found = CallTable(first, 0).compare({3: "sum"}, [1])

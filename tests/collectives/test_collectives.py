@@ -96,7 +96,7 @@ def test_broadcast_copies_the_roots_buffer(members, topology) -> None:
     loopback.run(members, body)
 
 
-def test_both_ends_cut_blocks_alike_where_one_is_longer_by_an_element() -> None:
+def test_blocks_of_unequal_length_are_cut_alike_at_both_ends() -> None:
     """A quarter of 131,076 elements is a chunk of one element more than that of 131,075."""
 
     def body(world: World) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_both_ends_cut_blocks_alike_where_one_is_longer_by_an_element() -> None:
             assert (buffer == 3).all()
 
 
-def test_a_gather_queued_behind_its_reduction_waits_for_it() -> None:
+def test_gather_queued_after_its_reduction_waits_for_it() -> None:
     members = loopback.worlds(4)
 
     def body(world: World) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_a_silent_peer_is_named_within_the_timeout() -> None:
     assert time.monotonic() - begin < 5
 
 
-def test_a_collective_is_called_by_its_label_where_it_has_no_bucket() -> None:
+def test_collective_without_a_bucket_is_named_by_its_label() -> None:
     starts = {
         "broadcast": lambda c: c.broadcast(torch.ones(4), 1, label="tensors"),
         "all-gather": lambda c: c.all_gather(torch.ones(4), label="tensors"),
@@ -169,7 +169,7 @@ def test_a_collective_is_called_by_its_label_where_it_has_no_bucket() -> None:
             start(Collectives(first)).wait()
 
 
-def test_after_a_failure_nothing_more_is_accepted() -> None:
+def test_submit_after_a_failure_is_refused() -> None:
     members = loopback.worlds(2, timeout=0.2)
     collectives = Collectives(members[0])
     with pytest.raises(PeerError):

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat import topologies
-from wingbeat.collectives import machine
-from wingbeat.collectives.machine import Machine, Task
-from wingbeat.collectives.program import compile_rounds
+from wingbeat.collectives import program as programs
+from wingbeat.collectives.program import Machine, Task, compile_rounds
 from wingbeat.types import blocks_of
 
 Values = list[int]
@@ -36,16 +35,16 @@ class Rank:
     def __init__(self, rank: int, mail: dict[Any, deque[Values]], **limits: int) -> None:
         self.rank = rank
         self.machine: Machine[Sum] = Machine(**limits)
-        self.log: list[machine.Command[Sum]] = []
+        self.log: list[programs.Command[Sum]] = []
         self._mail = mail
         self._commands = self.machine.commands()
         self._next = next(self._commands)
 
     def go(self) -> bool:
         """Do one command if that is possible; whether it was."""
-        if isinstance(self._next, machine.Idle) and not self.machine.waiting:
+        if isinstance(self._next, programs.Idle) and not self.machine.waiting:
             return False
-        if isinstance(self._next, machine.AwaitChunk) and not self._mail[self._key(self._next)]:
+        if isinstance(self._next, programs.AwaitChunk) and not self._mail[self._key(self._next)]:
             return False
         self._do(self._next)
         self.log.append(self._next)
@@ -53,15 +52,15 @@ class Rank:
         return True
 
     def _key(self, command: Any) -> Any:
-        t, inward = command.transfer, isinstance(command, machine.AwaitChunk)
+        t, inward = command.transfer, isinstance(command, programs.AwaitChunk)
         ends = (t.peer, self.rank) if inward else (self.rank, t.peer)
         return command.task.number, *ends, t.link, t.tag
 
-    def _do(self, command: machine.Command[Sum]) -> None:
-        if isinstance(command, machine.SendChunk):
+    def _do(self, command: programs.Command[Sum]) -> None:
+        if isinstance(command, programs.SendChunk):
             span = command.transfer.span
             self._mail[self._key(command)].append(command.task.buffer[span.start : span.stop])
-        if isinstance(command, machine.AwaitChunk):
+        if isinstance(command, programs.AwaitChunk):
             span, buffer = command.transfer.span, command.task.buffer
             came = self._mail[self._key(command)].popleft()
             part = slice(span.start, span.stop)
@@ -120,7 +119,7 @@ worlds = {
 
 
 @given(**worlds)
-def test_however_ranks_interleave_everyone_gets_every_sum(
+def test_any_interleaving_of_ranks_gives_every_rank_every_sum(
     place: Place, length: int, chunk: int, jobs: int, seed: int
 ) -> None:
     ranks, buffers = play(place, length, chunk, jobs, random.Random(seed))
@@ -130,13 +129,13 @@ def test_however_ranks_interleave_everyone_gets_every_sum(
         wanted = [each * (job + 2) + size * i for i in range(length)]
         assert [mine[job] for mine in buffers] == [wanted] * size
     for rank in ranks:
-        ended = [c.task.number for c in rank.log if isinstance(c, machine.AwaitSends)]
+        ended = [c.task.number for c in rank.log if isinstance(c, programs.AwaitSends)]
         assert sorted(ended) == list(range(2 * jobs)), "somebody waits for ever"
         assert rank.machine.begun() == []
 
 
 @given(**worlds, ahead=st.integers(1, 4), depth=st.integers(1, 3))
-def test_limits_hold_and_every_chunk_that_is_taken_was_announced(
+def test_limits_hold_and_each_received_chunk_was_posted_before(
     place: Place, length: int, chunk: int, jobs: int, seed: int, ahead: int, depth: int
 ) -> None:
     ranks, _ = play(place, length, chunk, jobs, random.Random(seed), ahead=ahead, depth=depth)
@@ -145,21 +144,21 @@ def test_limits_hold_and_every_chunk_that_is_taken_was_announced(
         active: set[Sum] = set()
         for command in rank.log:
             match command:
-                case machine.Begin(task):
+                case programs.Begin(task):
                     active.add(task)
                     assert len(active) <= depth
-                case machine.PostReceive(task, transfer):
+                case programs.PostReceive(task, transfer):
                     announced[task].append(transfer)
                     assert len(announced[task]) <= ahead
-                case machine.AwaitChunk(task, transfer):
+                case programs.AwaitChunk(task, transfer):
                     assert announced[task].popleft() is transfer
-                case machine.Complete(task):
+                case programs.Complete(task):
                     active.remove(task)
                     assert not announced[task]
 
 
 @given(**worlds)
-def test_a_collective_begins_when_the_one_before_has_handed_over_all(
+def test_collective_begins_when_the_previous_one_has_sent_everything(
     place: Place, length: int, chunk: int, jobs: int, seed: int
 ) -> None:
     ranks, _ = play(place, length, chunk, jobs, random.Random(seed))
@@ -167,12 +166,12 @@ def test_a_collective_begins_when_the_one_before_has_handed_over_all(
         left: dict[Sum, int] = {}
         before: Sum | None = None
         for command in rank.log:
-            if isinstance(command, machine.Begin):
+            if isinstance(command, programs.Begin):
                 assert before is None or left[before] == 0
                 before = command.task
                 program = before.program
                 left[before] = len(program.first) + sum(map(len, program.unlocks))
-            if isinstance(command, machine.SendChunk):
+            if isinstance(command, programs.SendChunk):
                 left[command.task] -= 1
 
 
@@ -189,7 +188,7 @@ def alone(jobs: int) -> list[str]:
     return [f"{type(c).__name__} {c.task.number}" for c in ranks[0].log if hasattr(c, "task")]
 
 
-def test_a_result_does_not_wait_for_the_last_chunks_of_the_one_before() -> None:
+def test_result_is_complete_before_the_previous_last_chunks_are_sent() -> None:
     told = alone(2)
     assert told.index("Complete 0") < told.index("AwaitChunk 1") < told.index("AwaitSends 0"), told
     assert told[-3:] == ["Complete 1", "AwaitSends 0", "AwaitSends 1"], (
@@ -197,7 +196,7 @@ def test_a_result_does_not_wait_for_the_last_chunks_of_the_one_before() -> None:
     )
 
 
-def test_an_all_gather_passes_on_what_its_reduce_scatter_has_finished() -> None:
+def test_all_gather_sends_chunks_that_its_reduce_scatter_has_finished() -> None:
     """With one chunk of many reduced, that one is sent; the links do not idle in between."""
     size, length = 2, 8
     blocks = blocks_of(length, size)
@@ -210,18 +209,18 @@ def test_an_all_gather_passes_on_what_its_reduce_scatter_has_finished() -> None:
     rank.machine.submit(gather)
     while rank.go():
         pass
-    assert not any(isinstance(c, machine.SendChunk) and c.task is gather for c in rank.log)
+    assert not any(isinstance(c, programs.SendChunk) and c.task is gather for c in rank.log)
     mail[0, 1, 0, 0, 0].append([10])
     while rank.go():
         pass
     sent = [
-        c.transfer.span for c in rank.log if isinstance(c, machine.SendChunk) and c.task is gather
+        c.transfer.span for c in rank.log if isinstance(c, programs.SendChunk) and c.task is gather
     ]
     assert [(s.start, s.stop) for s in sent] == [(0, 1)]
     assert mail[1, 0, 1, 0, 0].pop() == [11]
 
 
-def test_waiting_tasks_are_dropped_and_those_begun_are_named() -> None:
+def test_waiting_tasks_are_dropped_and_begun_ones_are_listed() -> None:
     mail: dict[Any, deque[Values]] = defaultdict(deque)
     rank = Rank(0, mail, depth=1)
     program = compile_rounds(topologies.Ring().all_reduce(0, blocks_of(4, 2)), 1)
@@ -235,17 +234,17 @@ def test_waiting_tasks_are_dropped_and_those_begun_are_named() -> None:
     assert not rank.machine.waiting
 
 
-def test_it_rests_until_something_is_submitted() -> None:
+def test_machine_is_idle_until_a_task_is_submitted() -> None:
     made: Machine[Task] = Machine()
     commands = made.commands()
-    assert isinstance(next(commands), machine.Idle)
-    assert isinstance(next(commands), machine.Idle)
+    assert isinstance(next(commands), programs.Idle)
+    assert isinstance(next(commands), programs.Idle)
     made.submit(Task(compile_rounds((), 1)))
     assert [type(next(commands)) for _ in range(4)] == [
-        machine.Begin,
-        machine.Complete,
-        machine.AwaitSends,
-        machine.Idle,
+        programs.Begin,
+        programs.Complete,
+        programs.AwaitSends,
+        programs.Idle,
     ]
 
 
@@ -257,4 +256,4 @@ def test_it_rests_until_something_is_submitted() -> None:
     ],
 )
 def test_the_defaults_are_the_constants(limit: str, constant: str) -> None:
-    assert getattr(Machine(), f"_{limit}") == getattr(machine, constant)
+    assert getattr(Machine(), f"_{limit}") == getattr(programs, constant)

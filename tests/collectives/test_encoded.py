@@ -37,7 +37,7 @@ def test_waiting_twice_decodes_once() -> None:
             assert torch.equal(got, torch.full((50,), 3.0))
 
 
-def test_waiting_again_for_what_has_failed_fails_again() -> None:
+def test_second_wait_for_a_failed_sum_fails_again() -> None:
     first, _ = loopback.worlds(2, timeout=0.1)
     handle = Collectives(first).all_gather_sum(torch.ones(50), wire=Encoded(coding("fp16", 50)))
     for wait in (handle.wait, handle.wait_received, handle.wait):
@@ -45,7 +45,7 @@ def test_waiting_again_for_what_has_failed_fails_again() -> None:
             wait()
 
 
-def test_alone_nothing_is_encoded() -> None:
+def test_single_worker_encodes_nothing() -> None:
     buffer = torch.linspace(0.1, 1.0, 50)
     [world] = loopback.worlds(1)
     wire = Encoded(coding("topk@0.02", 50), torch.zeros(50))
@@ -98,7 +98,7 @@ def exchange(collectives: Collectives, how: str, buffer: torch.Tensor, wire: Enc
     interfaces=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_all_get_the_same_bits_and_residuals_have_what_is_missing(
+def test_encoded_sum_is_equal_everywhere_and_residuals_hold_the_error(
     size, numel, cols, wire, how, dtype, interfaces, seed
 ) -> None:
     """Over some rounds, what all have got and the residuals make up what was put in."""
@@ -150,7 +150,7 @@ def test_sums_are_near_the_exact_ones_without_feedback(wire) -> None:
 
 @pytest.mark.parametrize("how", ["whole", "halves", "gathered"])
 @pytest.mark.parametrize("wire", ["sketch", "topk@0.02", "fp16"])
-def test_what_is_not_finite_arrives_as_such_everywhere_and_is_in_no_residual(wire, how) -> None:
+def test_non_finite_values_arrive_everywhere_and_are_in_no_residual(wire, how) -> None:
     values = inputs(3, 5003, 1)
     values[1][17] = torch.nan
     values[2][4000] = torch.inf
@@ -171,7 +171,7 @@ def test_what_is_not_finite_arrives_as_such_everywhere_and_is_in_no_residual(wir
     assert all(bool(residual.isfinite().all()) for residual in residuals)
 
 
-def test_a_malformed_payload_names_who_sent_it() -> None:
+def test_malformed_payload_names_its_sender() -> None:
     """Nothing that arrives is trusted: offsets that lead out of the buffer are refused."""
     numel = 5003
     encoded = Encoded(coding("topk@0.02", numel))

@@ -67,7 +67,7 @@ def test_abandoned_collective_with_a_half_arrived_transfer_close_does_not_wait()
     members[1].close()
 
 
-def test_nothing_is_started_after_shutdown() -> None:
+def test_submit_after_shutdown_is_refused() -> None:
     first, second = loopback.worlds(2, timeout=0.5)
     collectives = Collectives(first)
     first.close()
@@ -76,7 +76,7 @@ def test_nothing_is_started_after_shutdown() -> None:
     second.close()
 
 
-def test_who_has_lost_a_peer_breaks_its_connections() -> None:
+def test_rank_that_lost_a_peer_closes_its_connections() -> None:
     """The others would otherwise wait out the timeout, and could no longer ask it why."""
     board = loopback.Switchboard()
     first, second, _ = loopback.worlds_on(board, 3, timeout=30.0)
@@ -87,7 +87,7 @@ def test_who_has_lost_a_peer_breaks_its_connections() -> None:
         second.links[0].recv(torch.ones(1), 0, tag=999).wait(5.0)
 
 
-def test_the_first_to_fail_is_blamed_and_who_noticed_it_is_named() -> None:
+def test_first_failed_rank_is_named_with_the_rank_that_noticed_it() -> None:
     board = loopback.Switchboard()
     first, *_ = loopback.worlds_on(board, 3, timeout=5.0)
     FailureAttribution(board, 1, 3, 5.0).publish_wait(2)
@@ -99,7 +99,7 @@ def test_the_first_to_fail_is_blamed_and_who_noticed_it_is_named() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_lost_peer_is_named_though_the_store_is_gone() -> None:
+def test_lost_peer_is_named_without_a_store() -> None:
     """It goes with rank 0; who waits for the collective must not wait for ever."""
 
     class Gone(loopback.Switchboard):
@@ -111,7 +111,7 @@ def test_a_lost_peer_is_named_though_the_store_is_gone() -> None:
         Collectives(first).all_reduce(torch.ones(8), bucket=3).wait()
 
 
-def test_a_failure_whose_cause_cannot_be_found_out_is_told_all_the_same(
+def test_failure_of_unknown_cause_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both lanes wait for a reason, and whoever waits for them."""
@@ -129,7 +129,7 @@ def test_a_failure_whose_cause_cannot_be_found_out_is_told_all_the_same(
     world.close()
 
 
-def test_nothing_refers_to_a_transfer_when_the_link_is_closed() -> None:
+def test_closed_link_leaves_no_reference_to_a_transfer() -> None:
     """Gloo closes its sockets when its last transfer is gone, and not when it is told to."""
     made: list[weakref.ref[Waiting]] = []
     left: list[int] = []
@@ -169,7 +169,7 @@ def test_nothing_refers_to_a_transfer_when_the_link_is_closed() -> None:
 
 
 @pytest.mark.parametrize("nonsense", [0, 1])
-def test_a_malformed_chunk_names_who_sent_it(nonsense: int) -> None:
+def test_malformed_chunk_names_its_sender(nonsense: int) -> None:
     class Nonsense(late.LateLink):
         def send(self, tensor: torch.Tensor, peer: int, tag: int) -> late.Sent:
             return super().send(torch.full_like(tensor, 255), peer, tag)

@@ -30,7 +30,9 @@ def gradient(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("size", "interfaces"), [(2, 1), (3, 2), (4, 1), (5, 2)])
 @pytest.mark.parametrize("topology", ["ring", "mesh", "doubling"])
-def test_all_have_the_same_bits_and_residuals_what_is_missing(size, interfaces, topology) -> None:
+def test_factored_sum_is_equal_everywhere_and_residuals_hold_the_error(
+    size, interfaces, topology
+) -> None:
     """Several buckets at once, over several steps."""
     buckets, steps = 5, 2
 
@@ -65,7 +67,7 @@ def test_all_have_the_same_bits_and_residuals_what_is_missing(size, interfaces, 
         torch.testing.assert_close(sums[0] + left, given, rtol=1e-4, atol=1e-4)
 
 
-def test_alone_nothing_is_lost() -> None:
+def test_single_worker_loses_nothing() -> None:
     [world] = loopback.worlds(1)
     buffer = gradient(0)
     collectives = Collectives(world)
@@ -75,7 +77,7 @@ def test_alone_nothing_is_lost() -> None:
     world.close()
 
 
-def test_who_waits_twice_finds_the_buffer_as_it_has_left_it() -> None:
+def test_second_wait_leaves_the_buffer_unchanged() -> None:
     def body(world: World) -> bool:
         buffer = gradient(world.rank)
         collectives = Collectives(world)
@@ -90,7 +92,7 @@ def test_who_waits_twice_finds_the_buffer_as_it_has_left_it() -> None:
         assert loopback.run(members, body) == [True, True]
 
 
-def test_a_peer_that_is_lost_is_named_to_everyone_who_waits_or_asks() -> None:
+def test_lost_peer_is_named_by_every_wait_and_callback() -> None:
     first, second = loopback.worlds(2, timeout=0.3)
     opened = threading.Thread(target=lambda: Collectives(second).open_second())
     opened.start()
@@ -110,7 +112,7 @@ def test_a_peer_that_is_lost_is_named_to_everyone_who_waits_or_asks() -> None:
     assert late_one.is_set()
 
 
-def test_factors_that_began_differently_are_an_error_and_not_a_sum() -> None:
+def test_different_initial_factors_raise() -> None:
     def body(world: World) -> str:
         collectives = Collectives(world)
         collectives.open_second()
@@ -131,7 +133,7 @@ def test_factors_that_began_differently_are_an_error_and_not_a_sum() -> None:
             )
 
 
-def test_what_fails_between_the_sums_is_told_to_whoever_waits() -> None:
+def test_failure_between_the_sums_is_raised_by_wait() -> None:
     summed = FactoredSum(factors(1), gradient(0), "rank 0: bucket 2")
     called: list[Handle] = []
     summed.add_done_callback(called.append)
@@ -139,7 +141,7 @@ def test_what_fails_between_the_sums_is_told_to_whoever_waits() -> None:
     def broken(_: torch.Tensor) -> Handle:
         raise MemoryError("none left")
 
-    summed.turn(Handle([]), broken)
+    summed.start_second(Handle([]), broken)
     assert called == [summed]
     with pytest.raises(PeerError, match="bucket 2 failed between its two sums: MemoryError"):
         summed.wait()

@@ -40,7 +40,7 @@ def fail(world: World, epoch: int, close: bool) -> tuple[str, weakref.ref[torch.
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_a_failed_group_is_let_go(close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_group_is_collected(close: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world_module, "MAX_OPEN_GROUPS", 3)
     world, other = loopback.worlds(2, timeout=0.02)
     gc.collect()
@@ -57,7 +57,7 @@ def test_a_failed_group_is_let_go(close: bool, monkeypatch: pytest.MonkeyPatch) 
     other.close()
 
 
-def test_nothing_is_written_to_a_buffer_whose_wait_has_raised() -> None:
+def test_buffer_is_unchanged_after_its_wait_has_raised() -> None:
     """One of two cards fails; the other member comes later, and its other card works."""
     worlds = loopback.worlds(2, interfaces=2, timeout=PATIENCE)
     groups = [world.open_group(Group((0, 1))) for world in worlds]
@@ -81,7 +81,7 @@ def test_nothing_is_written_to_a_buffer_whose_wait_has_raised() -> None:
         world.close()
 
 
-def test_a_wait_ends_when_all_links_are_through() -> None:
+def test_wait_ends_when_all_links_are_done() -> None:
     ended, waited = threading.Event(), []
 
     def lost() -> None:

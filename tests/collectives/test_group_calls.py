@@ -13,9 +13,10 @@ from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded, executor
-from wingbeat.collectives.encoded import Gathered, GatheredSum, GroupRows
+from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.handle import Handle
+from wingbeat.collectives.nccl import GroupRows
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -24,7 +25,7 @@ from wingbeat.types import Group, Span
 PATIENCE = 20.0
 
 
-def test_two_threads_that_wait_for_a_gathered_sum_add_once() -> None:
+def test_gathered_sum_awaited_by_two_threads_is_added_once() -> None:
     adding, added = threading.Event(), []
 
     class Slow(GatheredSum):
@@ -48,7 +49,7 @@ def test_two_threads_that_wait_for_a_gathered_sum_add_once() -> None:
     assert added == ["once"]
 
 
-def test_a_gathered_sum_that_failed_fails_for_all_who_wait() -> None:
+def test_failed_gathered_sum_raises_in_every_wait() -> None:
     class Malformed(GatheredSum):
         def __init__(self) -> None:
             pass
@@ -87,7 +88,7 @@ def test_a_malformed_row_is_named_by_its_rank_among_all(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("root", [3, -1, True, "0"])
-def test_a_root_that_is_no_member_is_refused(root: int) -> None:
+def test_root_outside_of_the_group_is_refused(root: int) -> None:
     world = loopback.worlds(6)[0]
     with world.open_group(Group((0, 3, 5))) as members:
         with pytest.raises(UsageError) as caught:
@@ -117,7 +118,7 @@ def test_a_callback_may_close_its_group() -> None:
         world.close()
 
 
-def test_two_threads_that_begin_at_once_share_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_that_start_together_share_executors(monkeypatch: pytest.MonkeyPatch) -> None:
     """With lanes of their own, both would number their collectives from 0 on."""
     made: list[int] = []
     never = threading.Event()
@@ -138,7 +139,7 @@ def test_two_threads_that_begin_at_once_share_the_lanes(monkeypatch: pytest.Monk
     assert made == [1]
 
 
-def test_what_fails_here_while_rows_are_on_their_way_blames_nobody() -> None:
+def test_local_failure_during_a_gather_names_no_peer() -> None:
     class Rows:
         rank, size = 0, 2
 

@@ -13,7 +13,7 @@ from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 
 
-def test_it_can_be_asked_and_calls_back_once_when_all_links_are_through() -> None:
+def test_handle_is_done_and_calls_back_once_when_all_links_are_done() -> None:
     first, second = loopback.worlds(2, interfaces=3)
     called: list[Handle] = []
     ended = threading.Event()
@@ -37,7 +37,7 @@ def test_it_can_be_asked_and_calls_back_once_when_all_links_are_through() -> Non
         world.close()
 
 
-def test_a_failure_calls_back_too() -> None:
+def test_failed_collective_calls_back() -> None:
     board = loopback.Switchboard()
     first, _ = loopback.worlds_on(board, 2, timeout=20.0)
     handle = Collectives(first).all_reduce(torch.ones(8))
@@ -51,7 +51,7 @@ def test_a_failure_calls_back_too() -> None:
     first.close()
 
 
-def test_what_a_callback_raises_is_logged_and_the_others_go_on(caplog) -> None:
+def test_exception_of_a_callback_is_logged_and_others_run(caplog) -> None:
     (world,) = loopback.worlds(1)
     collectives = Collectives(world)
     handle = collectives.all_reduce(torch.ones(4))
@@ -63,7 +63,7 @@ def test_what_a_callback_raises_is_logged_and_the_others_go_on(caplog) -> None:
     world.close()
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_handle_without_jobs_is_done() -> None:
     called: list[Handle] = []
     handle = Handle([])
     handle.add_done_callback(called.append)

@@ -12,7 +12,7 @@ from wingbeat.collectives.executor import LostPeer, explain_loss
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.failures import FailureAttribution, publish_exit
-from wingbeat.transport.group_links import GroupSetupError, group_prefix
+from wingbeat.transport.link import GroupSetupError, group_prefix
 from wingbeat.types import Group
 
 GROUP = Group((2, 5, 7), 3)
@@ -37,7 +37,7 @@ def said(err: Exception, blocked_member: int | None = None, **waited: str) -> st
     )
 
 
-def test_the_end_of_the_chain_is_blamed() -> None:
+def test_rank_at_the_end_of_the_chain_of_waits_is_named() -> None:
     text = said(RuntimeError("closed"), by_7=f"2 {JOB}")
     assert text == (
         f"rank 5: rank 2 failed during {WHERE} in group (2, 5, 7) of epoch 3 after 0.0 s "
@@ -45,7 +45,7 @@ def test_the_end_of_the_chain_is_blamed() -> None:
     )
 
 
-def test_who_kept_others_waiting_is_told_so() -> None:
+def test_rank_that_others_waited_for_receives_the_reason() -> None:
     text = said(RuntimeError("closed"), blocked_member=2, by_2=f"5 {JOB}", by_7=f"2 {JOB}")
     assert text.startswith(
         "rank 5: rank 2 has aborted group (2, 5, 7) of epoch 3, as it waited for this rank in "
@@ -53,20 +53,20 @@ def test_who_kept_others_waiting_is_told_so() -> None:
     )
 
 
-def test_who_waits_in_another_call_is_told_of_that() -> None:
+def test_peer_in_another_call_is_named_with_that_call() -> None:
     text = said(RuntimeError("closed"), blocked_member=7, by_7="5 broadcast")
     assert "rank 7 was in broadcast while this rank waited for it" in text
     assert "all members must make the same calls" in text
 
 
-def test_who_was_not_met_is_named_and_nobody_else_looked_for() -> None:
+def test_unconnected_member_is_named_without_a_search() -> None:
     text = said(GroupSetupError(2, "rank 2 did not come"), by_7=f"2 {JOB}")
     assert text == (
         f"rank 5: rank 2 did not come (noticed in {WHERE} in group (2, 5, 7) of epoch 3)"
     )
 
 
-def test_who_has_finished_is_not_said_to_need_join() -> None:
+def test_finished_member_is_named_without_advice_about_join() -> None:
     board = loopback.Switchboard()
     publish_exit(board, 7, finished=True)
     transfer: Any = None
@@ -80,7 +80,7 @@ def test_who_has_finished_is_not_said_to_need_join() -> None:
     assert "join" not in text
 
 
-def test_who_was_kept_waiting_is_not_said_to_be_slow() -> None:
+def test_blocked_member_is_not_reported_as_slow() -> None:
     """Rank 1 waits for rank 2; meanwhile rank 0 gives up, as it waits for rank 1."""
     board = loopback.Switchboard()
     group = Group((0, 1, 2))

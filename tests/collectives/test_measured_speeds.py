@@ -50,14 +50,14 @@ def test_fast_links_carry_fewer_messages_with_the_same_sum() -> None:
 
 
 @pytest.mark.parametrize("wire", ["sketch", "fp16"])
-def test_what_is_encoded_does_not_depend_on_what_was_measured(wire: str) -> None:
+def test_encoded_bytes_do_not_depend_on_measured_speeds(wire: str) -> None:
     """Else two runs on one cluster would train to other weights."""
     (slow, many), (fast, few) = summed(SLOW, wire), summed(FAST, wire)
     assert torch.equal(slow, fast)
     assert few == many
 
 
-def test_a_group_on_one_interface_has_that_one_s_speed() -> None:
+def test_group_on_one_interface_has_its_speed() -> None:
     members = loopback.worlds(2, interfaces=2)
     for world in members:
         world.speeds = (SLOW, FAST)

@@ -31,7 +31,7 @@ CALLS: dict[str, Start] = {
 
 @pytest.mark.parametrize("mine", CALLS)
 @pytest.mark.parametrize("theirs", CALLS)
-def test_only_collectives_that_match_meet(mine: str, theirs: str) -> None:
+def test_only_matching_collectives_exchange_messages(mine: str, theirs: str) -> None:
     def body(world: World) -> str:
         x = torch.ones(8)
         try:
@@ -74,7 +74,7 @@ IN_GROUPS: dict[str, Act] = {
 
 @pytest.mark.parametrize("theirs", list(IN_GROUPS)[1:])
 @pytest.mark.parametrize("mine", ["as it should be", "a bucket"])
-def test_in_a_group_all_that_must_be_alike_tells_calls_apart(mine: str, theirs: str) -> None:
+def test_group_calls_that_differ_in_any_property_do_not_match(mine: str, theirs: str) -> None:
     """Over sockets a message that is larger than the room for it would end the process."""
 
     def body(world: World) -> str:
@@ -94,7 +94,7 @@ def test_in_a_group_all_that_must_be_alike_tells_calls_apart(mine: str, theirs: 
 
 
 @pytest.mark.parametrize("theirs", ["another size", "another dtype of as many bytes", "a bucket"])
-def test_calls_that_differ_are_named_long_before_the_deadline(theirs: str) -> None:
+def test_different_calls_are_named_before_the_timeout(theirs: str) -> None:
     """With their sizes and dtypes, on both ranks."""
 
     def body(world: World) -> str:
@@ -121,7 +121,7 @@ def test_calls_that_differ_are_named_long_before_the_deadline(theirs: str) -> No
 
 
 @pytest.mark.timeout(60)
-def test_ranks_that_make_the_same_calls_may_wait_for_long() -> None:
+def test_equal_calls_may_wait_for_long() -> None:
     """They look at each other's calls, which says nothing; also from one collective to the next."""
 
     def body(world: World) -> list[float]:
@@ -148,7 +148,7 @@ def test_ranks_that_make_the_same_calls_may_wait_for_long() -> None:
         world.close()
 
 
-def test_channels_do_not_meet() -> None:
+def test_channels_exchange_no_messages() -> None:
     def body(world: World) -> list[float]:
         first, second = world.open_channel(), world.open_channel()
         order = [(first, 1.0), (second, 10.0)]
@@ -168,7 +168,7 @@ def test_channels_do_not_meet() -> None:
         world.close()
 
 
-def test_a_channel_is_given_back_once() -> None:
+def test_channel_is_released_once() -> None:
     def body(world: World) -> list[int]:
         first = world.open_channel()
         numbers = [first.channel]

@@ -102,11 +102,11 @@ def test_native_collectives_keep_the_contract(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
-def test_training_ends_the_same_as_over_steps(pool: Pool, strategy: str) -> None:
+def test_training_over_a_process_group_gives_the_same_weights(pool: Pool, strategy: str) -> None:
     pool.run(same_training, strategy)
 
 
-def test_a_world_without_native_group_says_so() -> None:
+def test_world_without_a_process_group_raises() -> None:
     world = loopback.worlds(2)[0]
     world.nccl_devices = frozenset({"cpu"})
     with pytest.raises(UsageError, match="carries CPU tensors only"):

@@ -11,7 +11,7 @@ import wingbeat
 from helpers.pool import Pool
 from wingbeat import transport
 from wingbeat.collectives import Collectives, nccl
-from wingbeat.collectives.packing import CastPacking
+from wingbeat.collectives.packing import Cast
 from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Span
 
@@ -167,7 +167,7 @@ def test_training_stays_close_and_workers_keep_the_same_bits(pool: Pool, over_st
 def test_on_a_gpu_the_casts_follow_the_current_stream(what: str) -> None:
     """A world of one: NCCL copies, so the result is the buffer as rounded once."""
     world = wingbeat.init()
-    wire = CastPacking(torch.bfloat16, Span(0, 1 << 20))
+    wire = Cast(torch.bfloat16, Span(0, 1 << 20))
     source = torch.randn(1 << 20, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

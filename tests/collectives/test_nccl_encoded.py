@@ -97,7 +97,7 @@ def exchange(collectives: Collectives, how: str, buffer: torch.Tensor, wire: Enc
 
 @pytest.mark.parametrize("how", ["whole", "halves", "gathered"])
 @pytest.mark.parametrize("wire", ["sketch@3", "topk@0.02"])
-def test_all_get_the_same_bits_and_residuals_have_what_is_missing(wire: str, how: str) -> None:
+def test_encoded_sum_is_equal_everywhere_and_residuals_hold_the_error(wire: str, how: str) -> None:
     rounds = [values(seed) for seed in range(3)]
     residuals = [torch.zeros(NUMEL) for _ in range(SIZE)]
 
@@ -145,7 +145,7 @@ def test_factors_are_summed_by_the_library_in_the_order_of_the_calls() -> None:
 
 
 @pytest.mark.parametrize("what", ["reduce_scatter", "all_gather"])
-def test_a_malformed_payload_names_who_sent_it(what: str) -> None:
+def test_malformed_payload_names_its_sender(what: str) -> None:
     def body(world: World) -> str:
         if world.rank == 1:
             group: Any = world.nccl

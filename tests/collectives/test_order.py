@@ -59,7 +59,7 @@ def noting(members: list[World], *, closed: bool = False) -> list[Noting]:
     return links
 
 
-def test_a_collective_begins_when_the_one_before_has_handed_over_its_last_chunk() -> None:
+def test_collective_begins_when_the_previous_one_has_sent_its_last_chunk() -> None:
     """If it began earlier its chunks would stand before that one's in the socket."""
     members = loopback.worlds(2)
     link, other = noting(members, closed=True)
@@ -105,7 +105,7 @@ def test_small_payloads_are_gathered_by_doubling_and_large_ones_around_the_ring(
 
 
 @pytest.mark.timeout(60)
-def test_what_is_queued_behind_a_failure_fails_with_it() -> None:
+def test_collectives_queued_after_a_failure_fail() -> None:
     """Its workers would otherwise wait for ever."""
     first, _ = members = loopback.worlds(2, timeout=0.2)
     [link, _] = noting(members, closed=True)
@@ -119,7 +119,7 @@ def test_what_is_queued_behind_a_failure_fails_with_it() -> None:
         world.close()
 
 
-def test_a_gather_goes_on_when_its_reduction_does_though_another_is_between() -> None:
+def test_gather_continues_with_its_reduction_past_another_collective() -> None:
     members = loopback.worlds(2, timeout=2)
     links = noting(members, closed=True)
 

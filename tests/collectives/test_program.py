@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat import topologies
-from wingbeat.collectives import machine
 from wingbeat.collectives.program import (
     MAX_CHUNK_BYTES,
     MAX_LEAST_BYTES,
     MAX_SPANNING_BYTES,
     MESSAGE_S,
     MIN_CHUNK_BYTES,
+    RECEIVES_AHEAD,
     SPANNING_CHUNKS,
     Program,
     chunk_elements,
@@ -99,7 +99,7 @@ def test_chunks_stay_within_bounds(elements: int, itemsize: int, speed: float) -
     assert least <= chunk_elements(elements, itemsize, least) * itemsize <= MAX_LEAST_BYTES
 
 
-def test_links_that_are_faster_carry_larger_messages() -> None:
+def test_faster_links_carry_larger_messages() -> None:
     """On 10 Gbit/s a message of 128 KB costs processors as much time as it is on the wire."""
     slow, fast = (
         compile_collective(
@@ -114,7 +114,7 @@ def test_links_that_are_faster_carry_larger_messages() -> None:
     place=st.sampled_from([("bcube@2x2", 4, 2), ("bcube@3x2", 9, 2), ("bcube@4x2", 16, 2)]),
     megabytes=st.integers(20, 200),
 )
-def test_what_is_received_over_several_links_is_announced_at_once(place, megabytes) -> None:
+def test_receives_over_several_links_are_all_posted_at_once(place, megabytes) -> None:
     """Were it not, a link whose chunks come later in the one order of all would have to wait."""
     name, size, links = place
     numel = megabytes * 2**18
@@ -122,11 +122,11 @@ def test_what_is_received_over_several_links_is_announced_at_once(place, megabyt
         "all_reduce", topologies.get(name), 1, size, numel, 4, (1.0,) * links
     )
     assert not any(other.receives or other.first for other in others)
-    assert len(whole.receives) <= 1.5 * SPANNING_CHUNKS <= 1.5 * machine.RECEIVES_AHEAD
+    assert len(whole.receives) <= 1.5 * SPANNING_CHUNKS <= 1.5 * RECEIVES_AHEAD
     assert all(4 * len(t.span) <= MAX_SPANNING_BYTES for t in whole.receives)
 
 
-def test_a_payload_that_is_best_whole_stays_so_over_several_links() -> None:
+def test_undivided_payload_stays_whole_over_several_links() -> None:
     [whole, _] = compile_collective("all_gather", topologies.get("bcube@2x2"), 0, 4, 800, 0, (1, 1))
     assert all(len(t.span) == 100 for t in whole.receives)
 

@@ -59,7 +59,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_it_may_take_turns_with_programs_of_one_link_each(size: int) -> None:
+def test_spanning_programs_alternate_with_programs_of_single_links(size: int) -> None:
     members = loopback.worlds(size, interfaces=2)
     for world in members:
         world.links = tuple(Counting(link) for link in world.links)  # type: ignore[arg-type]

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat.collectives import Collectives, tags
-from wingbeat.collectives.machine import DEPTH
-from wingbeat.collectives.tags import CHUNKS_PER_TAG, LABELS, TAG_PERIOD, group_tag
+from wingbeat.collectives import Collectives, executor
+from wingbeat.collectives.executor import CHUNKS_PER_TAG, LABELS, TAG_PERIOD, group_tag
+from wingbeat.collectives.program import DEPTH
 from wingbeat.transport import loopback
 from wingbeat.transport.link import BITS_BELOW, TAG_BITS
 from wingbeat.transport.world import World
 
-base_tag = functools.partial(tags.base_tag, dtype=torch.float32)
+base_tag = functools.partial(executor.base_tag, dtype=torch.float32)
 OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce")
 
 
@@ -33,19 +33,19 @@ def test_neither_operations_nor_buckets_nor_turns_share_a_tag() -> None:
     assert all(tag % CHUNKS_PER_TAG == 0 for tag in found)
 
 
-def test_tags_come_again_and_never_leave_their_channel() -> None:
+def test_tags_repeat_and_stay_in_their_channel() -> None:
     assert _tags(TAG_PERIOD + 3) == _tags(3)
     highest = max(tag for turn in range(2 * TAG_PERIOD) for tag in _tags(turn)) + CHUNKS_PER_TAG - 1
     assert highest < 1 << BITS_BELOW
 
 
-def test_tags_of_all_that_may_be_under_way_differ() -> None:
+def test_tags_of_collectives_in_flight_differ() -> None:
     """Begun here and begun at a peer that is as far ahead as it can be."""
     assert TAG_PERIOD > 2 * (DEPTH + 2)
 
 
 @pytest.mark.parametrize("what", ["broadcast:0", "all_gather", "all_reduce"])
-def test_what_is_no_bucket_is_never_taken_for_one(what: str) -> None:
+def test_small_exchange_never_has_the_tag_of_a_bucket(what: str) -> None:
     control = {base_tag(what, -1, 8 * n, "label", 0) for n in range(200)}
     assert not control & set(_tags(0)[:-1])
 
@@ -61,21 +61,21 @@ def test_size_and_dtype_of_buckets_count() -> None:
     sizes = {base_tag("all_reduce", 3, 8 * n, "", 0) for n in range(100)}
     dtypes = (torch.float32, torch.int32, torch.bfloat16, torch.float64, torch.uint8)
     assert len(sizes) == 4
-    assert len({tags.base_tag("all_reduce", 3, 8, "", 0, dtype) for dtype in dtypes}) > 1
+    assert len({executor.base_tag("all_reduce", 3, 8, "", 0, dtype) for dtype in dtypes}) > 1
 
 
-def test_no_message_has_the_tag_that_is_never_sent() -> None:
+def test_unused_tag_is_never_assigned() -> None:
     labels = [*LABELS, "anything else"]
     found = {
         base_tag("all_gather", -1, n, label, TAG_PERIOD - 1) for n in range(400) for label in labels
     }
     assert (
         max(found | {base_tag("all_reduce", 127, 8, "", TAG_PERIOD - 1)}) + CHUNKS_PER_TAG
-        <= tags.UNUSED_TAG
+        <= executor.UNUSED_TAG
     )
 
 
-def test_what_small_exchanges_are_for_tells_them_apart_whatever_their_size() -> None:
+def test_small_exchanges_with_different_labels_differ_at_any_size() -> None:
     found = {
         label: {base_tag("all_gather", -1, 8 * n, label, 0) for n in range(100)}
         for label in (*LABELS, "anything else")
@@ -83,7 +83,7 @@ def test_what_small_exchanges_are_for_tells_them_apart_whatever_their_size() -> 
     assert sum(map(len, found.values())) == len(set().union(*found.values()))
 
 
-def test_tags_of_groups_differ_by_call_and_turn_and_leave_out_those_of_meetings() -> None:
+def test_group_tags_differ_by_call_and_turn_and_exclude_the_barrier() -> None:
     calls = [f"all_reduce {n}" for n in range(300)]
     found = {group_tag(call, turn) for call in calls for turn in range(TAG_PERIOD)}
     assert len(found) >= 299 * TAG_PERIOD

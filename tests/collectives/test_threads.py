@@ -18,7 +18,7 @@ from wingbeat.transport.world import World
 from wingbeat.types import Group
 
 
-def test_a_thread_is_used_again() -> None:
+def test_idle_thread_is_reused() -> None:
     threads, seen = ThreadPool("test-again", kept_s=PATIENCE), set()
     for _ in range(50):
         done = threading.Event()
@@ -62,7 +62,7 @@ def test_a_waiting_thread_keeps_no_work_alive() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_threads_of_its_own() -> None:
+def test_forked_child_has_its_own_threads() -> None:
     def body(world: World) -> list[float]:
         buffer = torch.ones(2)
         with world.open_group(Group((0, 1))) as members:

@@ -47,7 +47,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-def test_peer_that_lives_is_waited_for_and_logged_from_30_s_on(
+def test_wait_for_a_live_peer_continues_and_is_logged_after_30_s(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.wait()
@@ -85,7 +85,7 @@ def test_wait_ends_a_timeout_after_the_last_sign(rig: Rig) -> None:
     assert rig.aborted
 
 
-def test_peer_that_lives_and_never_comes_ends_the_wait_after_ten_timeouts(rig: Rig) -> None:
+def test_wait_for_a_live_blocked_peer_ends_after_ten_timeouts(rig: Rig) -> None:
     rig.wait()
     rig.pass_(MAX_WAIT_FACTOR * TIMEOUT)
     assert not rig.aborted
@@ -103,7 +103,7 @@ def test_peers_that_wait_for_each_other_end_after_the_timeout(rig: Rig) -> None:
     assert rig.aborted
 
 
-def test_peer_that_waits_for_one_that_evaluates_is_waited_for(rig: Rig) -> None:
+def test_wait_for_a_peer_that_waits_for_an_evaluating_one_continues(rig: Rig) -> None:
     rig.wait()
     publish_wait(rig.store, 1, 2)
     rig.pass_(3 * TIMEOUT)
@@ -124,13 +124,13 @@ def test_wait_is_published_after_a_while_and_the_next_one_is_another(rig: Rig) -
 
 
 @pytest.mark.parametrize("said", ["x", "-1", "1e3", "9" * 30, "٣"])
-def test_what_no_rank_has_published_is_no_wait(said: str) -> None:
+def test_malformed_wait_is_ignored(said: str) -> None:
     store = Switchboard()
     store.set("waiting/1", said)
     assert last_awaited(store, 0, 1) == 1
 
 
-def test_ring_without_this_rank_is_no_end() -> None:
+def test_cycle_without_this_rank_has_no_end() -> None:
     store = Switchboard()
     publish_wait(store, 1, 2)
     publish_wait(store, 2, 1)

@@ -123,7 +123,7 @@ def test_the_bytes_that_travel_shrink_with_the_dtype(topology, dtype, part) -> N
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
-def test_what_is_too_large_for_fp16_arrives_as_infinite(topology, halves) -> None:
+def test_value_too_large_for_fp16_arrives_as_infinite(topology, halves) -> None:
     contributions = torch.tensor(
         [
             [30000.0, 70000.0, -70000.0, 1e30, float("inf"), 40000.0, 0.0],
@@ -199,7 +199,7 @@ def test_bf16_has_the_range_of_fp32() -> None:
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.bool], ids=str)
-def test_nothing_is_cast_that_is_as_narrow_or_no_floating_point_number(wire, dtype) -> None:
+def test_narrow_and_integer_buffers_are_not_cast(wire, dtype) -> None:
     """0.1 and 257 change when they are cast to the other half-precision dtype."""
     source = torch.tensor([0.1, 257.0, 1.0, 0.0, 3.0]).to(dtype)
 
@@ -225,7 +225,7 @@ def test_a_world_of_one_rounds_nothing() -> None:
     assert torch.equal(buffer, torch.tensor([0.1, 1e9]))
 
 
-def test_other_wires_are_refused_with_what_is_allowed() -> None:
+def test_other_dtypes_are_refused_with_the_allowed_ones() -> None:
     with late.open_worlds(1) as (members, _):
         collectives = Collectives(members[0])
         for wire in (torch.int8, torch.float32, torch.float8_e5m2):

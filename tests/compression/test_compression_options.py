@@ -153,7 +153,7 @@ def test_groups_have_densities_of_their_own() -> None:
     assert wire == TopK(density=0.01, groups=(("embedding.*", 0.5), ("*.bias", 1.0)))
     assert hash(wire)
     names = ["embedding.weight", "embedding.bias", "fc.bias", "fc.weight"]
-    assert [wire.density_of(name) for name in names] == [0.5, 0.5, 1.0, 0.01]
+    assert [wire.of_parameter(name).density for name in names] == [0.5, 0.5, 1.0, 0.01]
     assert eval(repr(wire)) == wire
 
 
@@ -282,5 +282,5 @@ def test_a_group_of_bits_is_sketched_as_the_wire_says_and_the_others_are_not() -
 )
 def test_what_is_a_matrix_for_factors_of_rank_4(shape, matrix) -> None:
     """Two factors of a matrix of 9 rows have 4036 elements, and it has 9000."""
-    assert compression.matrix_of(LowRank(rank=4), shape) == matrix
-    assert compression.matrix_of("", shape) == compression.matrix_of(Sketch(), shape) == (0, 0)
+    assert LowRank(rank=4).matrix_of(shape) == matrix
+    assert compression.options_of("").matrix_of(shape) == Sketch().matrix_of(shape) == (0, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from helpers.mail import Clock
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes.lanes import BEGIN, Lanes
+from wingbeat.exchanges.lanes import BEGIN, Lanes
 
 WINDOW = 40_000
 
@@ -66,8 +66,9 @@ class Cards:
 
     def new(self, worker: int, lives: list[int], joined: Any, patience: float) -> Lanes:
         return Lanes(
-            self.boxes[worker], worker, len(self.reach), lives=lives, joined=joined, cut=2.0,
-            patience=patience, card="eth{}".format, say=self.lines.append, clock=self.clock,
+            self.boxes[worker], worker, len(self.reach), incarnations=lives, joined=joined, cut=2.0,
+            timeout=patience, interface_name="eth{}".format, warn=self.lines.append,
+            clock=self.clock,
         )  # fmt: skip
 
     def post(self, way: tuple[int, int, int], letter: Letter) -> None:
@@ -109,7 +110,7 @@ class Cards:
         letter = flow.popleft()
         letter.arrived = True
         copy = Letter(source, letter.kind, letter.payload, letter.ids, letter.size)
-        for one, _, payload in self.lanes[to].take(copy):
+        for one, _, payload in self.lanes[to].receive(copy):
             self.got[to].append((one, payload))
         if flow:
             self._later(way)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from helpers.lossy_network import Faults, LoopbackCarrier, Network
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
 from wingbeat.transport.messages.frames import Posted, Type
-from wingbeat.transport.messages.loopback import Faults, LoopbackCarrier, Network
 
 
 class Clock:

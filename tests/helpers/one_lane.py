@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wingbeat.exchanges.lanes.lanes import Lanes
+from wingbeat.exchanges.lanes import Lanes
 
 
 class OneLane(Lanes):
@@ -21,7 +21,7 @@ class OneLane(Lanes):
         self.largest, self.room = largest, room
         self.parts: list[tuple[int, bytes]] = []
 
-    def life(self, worker: int) -> int:
+    def incarnation(self, worker: int) -> int:
         return 0
 
     def send(self, worker: int, kind: int, payload: Any) -> bool:

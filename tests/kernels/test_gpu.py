@@ -5,7 +5,6 @@ The interpreter must be chosen before triton is imported, so it runs in processe
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -26,12 +25,12 @@ CONTRACT = (
 
 WAYS = """
 import torch
-from wingbeat.kernels import gpu, gpu_topk, layout, reference
+from wingbeat.kernels import gpu, gpu_kernels, layout, reference
 
 torch.set_num_threads(1)
 # So few that 9000 values are many.
-gpu_topk.SAMPLES, gpu_topk.LEAST_ROOM = 1024, 0
-SELECT = gpu_topk.sampling
+gpu_kernels.SAMPLES, gpu_kernels.LEAST_ROOM = 1024, 0
+SELECT = gpu_kernels.sampling
 
 
 def same(x, k, residual=None, velocity=None):
@@ -52,14 +51,14 @@ broken = normal.clone()
 broken[::700], broken[5::900] = torch.nan, -torch.inf
 for way in ("candidates", "all values"):
     if way == "all values":
-        gpu_topk.sampling = lambda n, k: (*SELECT(n, k)[:2], 1)
+        gpu_kernels.sampling = lambda n, k: (*SELECT(n, k)[:2], 1)
     same(normal, 90)
     same(broken, 12, torch.randn(9_000), torch.randn(9_000))
-gpu_topk.sampling = SELECT
+gpu_kernels.sampling = SELECT
 # Not all ways are the same way: here the guess was good.
 chosen = gpu._Selection(normal, 90, None, None, 0.0)
 chosen.write(torch.empty(layout.topk_bytes(9_000, 90), dtype=torch.uint8))
-assert 90 <= int(chosen._state[gpu_topk.CANDIDATES.value]) <= SELECT(9_000, 90)[2]
+assert 90 <= int(chosen._state[gpu_kernels.CANDIDATES.value]) <= SELECT(9_000, 90)[2]
 # Alike: more candidates than there is room for. Few: hardly a sample is not zero.
 assert SELECT(9_000, 90)[2] < 9_000
 same(torch.full((9_000,), -0.3), 90)
@@ -159,8 +158,10 @@ def test_it_compiles_for_a_gpu_that_is_not_here(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from wingbeat.kernels import gpu_kernels
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = getattr(importlib.import_module(f"wingbeat.kernels.gpu_{module}"), name)
+    kernel = getattr(gpu_kernels, name if module == "topk" else f"sketch_{name}")
     signature = {
         argument: "constexpr" if argument in constants else POINTERS.get(argument, "i32")
         for argument in kernel.arg_names
@@ -174,14 +175,14 @@ def test_it_compiles_for_a_gpu_that_is_not_here(
 
 
 def test_room_and_target_of_the_guess() -> None:
-    from wingbeat.kernels import gpu_topk
+    from wingbeat.kernels import gpu_kernels
 
     # All values are samples: the threshold is the kth value's bin, and all have room.
-    assert gpu_topk.sampling(1000, 10) == (1000, 10, 1000)
-    samples, target, room = gpu_topk.sampling(100_000_000, 100_000)
-    assert samples == gpu_topk.SAMPLES
+    assert gpu_kernels.sampling(1000, 10) == (1000, 10, 1000)
+    samples, target, room = gpu_kernels.sampling(100_000_000, 100_000)
+    assert samples == gpu_kernels.SAMPLES
     # 65.5 samples are to be expected, and 8.1 more or less.
     assert 65.5 + 4 * 8 < target < 2 * 65.5
     assert 4 * 100_000 < room < 1_000_000
     # A third of the values: there is no use in copying them.
-    assert gpu_topk.sampling(100_000_000, 33_000_000)[2] == 1
+    assert gpu_kernels.sampling(100_000_000, 33_000_000)[2] == 1

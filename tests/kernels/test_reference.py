@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wingbeat.kernels import layout, reference
-from wingbeat.kernels.codebook import KEYS, bins, codebook
+from wingbeat.kernels.reference import KEYS, bins, codebook
 
 N = 400
 

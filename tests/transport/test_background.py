@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from wingbeat.transport.background import BackgroundThread
+from wingbeat.transport.services import BackgroundThread
 
 PATIENCE = 20.0
 

@@ -53,7 +53,7 @@ def run(spec: str) -> dict[int, list[str]]:
 
 
 @pytest.mark.lab
-def test_every_topology_works_in_a_bcube_and_its_own_uses_both_cards() -> None:
+def test_every_topology_works_in_a_bcube_and_bcube_uses_both_interfaces() -> None:
     """And its own is refused in a world before, whose cards are named in another order."""
     lines = run("bcube:2x2@200mbit")
     for rank, (refused, cards, sent) in lines.items():

@@ -64,13 +64,13 @@ def test_require_accepts_what_fits_and_names_limit_and_need_otherwise(limit: Non
     )
 
 
-def test_require_refuses_where_none_is_left_to_count_with(limit: None) -> None:
+def test_require_without_any_free_descriptor_is_refused(limit: None) -> None:
     allow(0)
     with pytest.raises(UsageError, match="the limit is"):
         descriptors.require(0, "opening nothing")
 
 
-def test_gloo_device_opens_as_many_as_is_said() -> None:
+def test_gloo_device_opens_the_stated_number() -> None:
     before = count()
     device = open_device("127.0.0.1")
     assert count() - before == descriptors.GLOO_DEVICE_DESCRIPTORS
@@ -80,7 +80,7 @@ def test_gloo_device_opens_as_many_as_is_said() -> None:
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("interfaces", [1, 2])
 @pytest.mark.parametrize("classes", [1, 3])
-def test_carrier_opens_as_many_as_is_said(encrypted: bool, interfaces: int, classes: int) -> None:
+def test_carrier_opens_the_stated_number(encrypted: bool, interfaces: int, classes: int) -> None:
     before = count()
     keys = Keys.make() if encrypted else None
     carrier = ZeroMQCarrier(0, ["127.0.0.1"] * interfaces, classes, message=1000, keys=keys)

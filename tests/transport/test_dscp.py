@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wingbeat.transport.messages.carrier import TOS, tos_of
+from wingbeat.transport.messages.frames import TOS, tos_of
 from wingbeat_lab.lab.network import CLASSES
 
 

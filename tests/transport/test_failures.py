@@ -17,7 +17,7 @@ from wingbeat.transport.loopback import Switchboard
 
 
 @pytest.mark.parametrize("silent", [0, 2, 3])
-def test_everyone_blames_the_one_that_waited_for_nobody(silent: int) -> None:
+def test_every_rank_names_the_rank_that_waited_for_none(silent: int) -> None:
     store, size = Switchboard(), 4
     ranks = [rank for rank in range(size) if rank != silent]
 
@@ -39,7 +39,7 @@ def culprits(waits: dict[int, int], size: int) -> dict[int, int]:
     return {rank: blames[rank].root_cause(peer) for rank, peer in waits.items()}
 
 
-def test_who_has_waited_in_vain_has_not_finished() -> None:
+def test_rank_that_waited_has_not_finished() -> None:
     """A script may catch what it was told, and end in an orderly way."""
     store = Switchboard()
     blame = FailureAttribution(store, 1, 2, timeout=0.1)
@@ -49,16 +49,16 @@ def test_who_has_waited_in_vain_has_not_finished() -> None:
     assert [blame.has_finished(rank) for rank in range(2)] == [True, False]
 
 
-def test_in_a_circle_of_waits_nobody_blames_itself() -> None:
+def test_cycle_of_waits_names_no_own_rank() -> None:
     assert culprits({0: 1, 1: 0}, 2) == {0: 1, 1: 0}
     assert culprits({0: 1, 1: 2, 2: 0}, 3) == {0: 1, 1: 2, 2: 0}
 
 
-def test_who_waits_for_a_circle_blames_a_member_of_it() -> None:
+def test_wait_for_a_cycle_names_its_member() -> None:
     assert culprits({3: 0, 0: 1, 1: 2, 2: 1}, 4) == {3: 1, 0: 1, 1: 2, 2: 1}
 
 
-def test_who_has_left_is_not_given_time_to_say_that_it_waited(
+def test_exited_rank_is_not_awaited_for_its_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(failures, "ANSWER_TIMEOUT_S", float("inf"))  # it would never end
@@ -70,19 +70,19 @@ def test_who_has_left_is_not_given_time_to_say_that_it_waited(
 
 
 @pytest.mark.parametrize("nonsense", ["", "seven", "-1", "99"])
-def test_nonsense_in_the_store_is_not_followed(nonsense: str) -> None:
+def test_malformed_waits_are_not_followed(nonsense: str) -> None:
     store = Switchboard()
     store.set("waited/2", nonsense)
     assert FailureAttribution(store, 0, 4, timeout=0.1).root_cause(2) == 2
 
 
 @pytest.mark.timeout(30)
-def test_nobody_is_given_more_time_than_a_wait_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_takes_at_most_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "ANSWER_TIMEOUT_S", float("inf"))  # it would never end
     assert FailureAttribution(Switchboard(), 0, 2, timeout=0.05).root_cause(1) == 1
 
 
-def test_what_a_peer_says_in_the_last_moment_counts() -> None:
+def test_wait_published_at_the_deadline_counts() -> None:
     """It says for whom it waited, and then that it leaves: between two looks of this rank."""
 
     class Store(Switchboard):
@@ -99,7 +99,7 @@ def test_what_a_peer_says_in_the_last_moment_counts() -> None:
     assert FailureAttribution(Store(), 0, 3, timeout=0.05).root_cause(1) == 2
 
 
-def test_of_what_a_peer_was_doing_a_line_is_enough() -> None:
+def test_operation_of_a_peer_is_shortened_to_one_line() -> None:
     store = Switchboard()
     blame = FailureAttribution(store, 0, 3, timeout=0.05)
     assert blame.operation(1) == ""
@@ -109,7 +109,7 @@ def test_of_what_a_peer_was_doing_a_line_is_enough() -> None:
     assert blame.operation(1) == "x" * 80
 
 
-def test_in_a_room_the_others_are_given_their_time_once() -> None:
+def test_search_in_a_group_waits_once() -> None:
     store = Switchboard()
     blame = FailureAttribution(store, 0, 3, timeout=0.05, prefix="group/1/")
     assert blame.root_cause(1) == 1
@@ -135,7 +135,7 @@ class Unprintable(Exception):
         (ValueError("x" * 10_000), ("ValueError: " + "x" * 10_000)[:200]),
     ],
 )
-def test_an_exception_is_told_in_one_printable_line_of_bounded_length(
+def test_exception_is_published_as_one_printable_bounded_line(
     error: BaseException, told: str
 ) -> None:
     store = Switchboard()
@@ -144,13 +144,13 @@ def test_an_exception_is_told_in_one_printable_line_of_bounded_length(
     assert published_failure(store, 1) == told
 
 
-def test_what_stands_in_the_store_as_an_exception_is_cut_and_made_printable() -> None:
+def test_exception_in_the_store_is_cut_and_made_printable() -> None:
     store = Switchboard()
     store.set("failed/1", "\x1b[2J\n" + "y" * 10_000)
     assert published_failure(store, 1) == "[2J" + "y" * 195
 
 
-def test_the_first_that_failed_is_none_that_waited_for_another() -> None:
+def test_first_failed_rank_is_none_that_waited_for_another() -> None:
     store = Switchboard()
     publish_failure(store, 0, PeerError("rank 0: rank 2 failed"))
     assert first_failed(store, range(3)) is None

@@ -46,13 +46,13 @@ def error_of(body: Callable[[], object]) -> str:
     return said[0]
 
 
-def test_a_closed_link_says_so_however_often_it_is_closed(links: list[GlooLink]) -> None:
+def test_closed_link_raises_after_repeated_close(links: list[GlooLink]) -> None:
     links[0].close()
     links[0].close()
     with pytest.raises(RuntimeError, match="the link is closed"):
         links[0].send(torch.zeros(1), 1, 1)
 
 
-def test_a_peer_that_does_not_connect_is_waited_for_no_longer_than_said() -> None:
+def test_peer_that_does_not_connect_ends_the_setup_at_the_timeout() -> None:
     said = error_of(lambda: GlooLink(dist.HashStore(), 0, 2, LO, 0.5))
     assert said.startswith("rank 0 at 127.0.0.1 on interface lo did not reach all 2 ranks after")

@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
-from wingbeat.transport import gloo_groups
+from wingbeat.transport import gloo
 from wingbeat.transport.failures import FailureAttribution, publish_exit
-from wingbeat.transport.gloo_groups import GlooGroups, _GroupStore
-from wingbeat.transport.group_links import GroupSetupError, group_prefix
+from wingbeat.transport.gloo import GlooGroups, _GroupStore
 from wingbeat.transport.interfaces import Interface
-from wingbeat.transport.link import Link
+from wingbeat.transport.link import GroupSetupError, Link, group_prefix
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 from wingbeat.types import Group
@@ -65,7 +64,7 @@ def together(group: Group, act: Callable[[int], object]) -> list[object]:
         return list(pool.map(act, group.ranks))
 
 
-def test_a_meeting_leaves_nothing_in_the_store_and_a_closed_link_no_socket(
+def test_setup_leaves_no_key_and_closed_link_no_socket(
     ranks: list[Rank],
 ) -> None:
     keys = fds = -1
@@ -80,7 +79,7 @@ def test_a_meeting_leaves_nothing_in_the_store_and_a_closed_link_no_socket(
     assert open_files(fds) <= fds
 
 
-def test_who_has_given_a_meeting_up_listens_no_more(
+def test_member_that_aborted_the_setup_does_not_listen(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that comes after that would find half a connection, and end the process."""
@@ -128,7 +127,7 @@ def listening() -> int:
     return sum(row[3] == "0A" and f"socket:[{row[9]}]" in own for row in rows)
 
 
-def test_a_meeting_is_called_off_when_its_link_is_signed(ranks: list[Rank]) -> None:
+def test_setup_is_cancelled_when_its_link_is_closed(ranks: list[Rank]) -> None:
     """Who fails must not wait for a member that waits for it elsewhere."""
     group, begin = Group((0, 1), 1), time.monotonic()
     store, here = (
@@ -167,7 +166,7 @@ class Behind:
         return getattr(self._store, name)
 
 
-def test_what_is_deleted_after_a_look_is_not_waited_for_in_the_store(ranks: list[Rank]) -> None:
+def test_key_deleted_after_a_check_does_not_block_the_store(ranks: list[Rank]) -> None:
     """A member that fails meanwhile clears what it has written."""
     mine, theirs = (ranks[k].store for k in (0, 1))
     mine.set_timeout(timedelta(seconds=3))
@@ -183,7 +182,7 @@ def test_what_is_deleted_after_a_look_is_not_waited_for_in_the_store(ranks: list
     assert time.monotonic() - begin < 2
 
 
-def test_groups_answer_while_others_wait_in_the_worlds_store(ranks: list[Rank]) -> None:
+def test_groups_proceed_while_others_wait_in_the_worlds_store(ranks: list[Rank]) -> None:
     """They tell each other of failures by it."""
     ranks[0].store.set_timeout(timedelta(seconds=8))
     groups_store, waiting = ranks[0].groups.store(), threading.Event()
@@ -206,7 +205,7 @@ def test_groups_answer_while_others_wait_in_the_worlds_store(ranks: list[Rank]) 
     thread.join(PATIENT)
 
 
-def test_a_store_that_is_gone_is_named_and_no_member() -> None:
+def test_unavailable_store_is_named_and_no_member() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank, group = Rank(server.port, 0), Group((0, 1, 2), 1)
     store: Any = Behind(rank.groups._start(), gone_after(0.2))
@@ -237,7 +236,7 @@ def open_files(wanted: int) -> int:
         time.sleep(0.01)
 
 
-def test_meetings_in_crossing_orders_do_not_wait_for_each_other(ranks: list[Rank]) -> None:
+def test_setups_in_different_orders_do_not_deadlock(ranks: list[Rank]) -> None:
     """A wait inside the store would lock it for the process's other meetings."""
     order = {
         0: (Group((0, 1)), Group((0, 2))),
@@ -261,7 +260,7 @@ def test_meetings_in_crossing_orders_do_not_wait_for_each_other(ranks: list[Rank
     assert together(Group(range(SIZE)), act) == [False] * SIZE
 
 
-def test_who_does_not_come_is_named_in_time(ranks: list[Rank]) -> None:
+def test_missing_member_is_named_at_the_timeout(ranks: list[Rank]) -> None:
     group = Group((0, 1, 2), 1)
 
     def act(rank: int) -> str:
@@ -276,10 +275,10 @@ def test_who_does_not_come_is_named_in_time(ranks: list[Rank]) -> None:
         assert str(text).startswith("rank 1 did not join group (0, 1, 2) of epoch 1 within 0.3")
 
 
-def test_a_connection_that_stays_silent_is_given_up_long_before_the_timeout(
+def test_silent_connection_is_aborted_before_the_timeout(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group, over, usual = Group((0, 1), 1), threading.Event(), gloo_groups._barrier
+    group, over, usual = Group((0, 1), 1), threading.Event(), gloo._barrier
 
     def greet(link: Any, mine: int, *rest: Any) -> None:
         if mine == 1:
@@ -295,13 +294,13 @@ def test_a_connection_that_stays_silent_is_given_up_long_before_the_timeout(
         over.set()
         assert time.monotonic() - begin < PATIENT / 2
 
-    monkeypatch.setattr(gloo_groups, "_CONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(gloo_groups, "_barrier", greet)
+    monkeypatch.setattr(gloo, "_CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(gloo, "_barrier", greet)
     together(group, act)
 
 
 @pytest.mark.parametrize("way", ["left", "given up"])
-def test_who_will_not_come_is_not_waited_for(way: str, ranks: list[Rank]) -> None:
+def test_exited_member_is_not_awaited(way: str, ranks: list[Rank]) -> None:
     group, store = Group((0, 2), 1), TorchStore(ranks[2].store)
     timer = threading.Timer(
         0.2,
@@ -323,7 +322,7 @@ def test_who_will_not_come_is_not_waited_for(way: str, ranks: list[Rank]) -> Non
     assert caught.value.peer == 2
 
 
-def test_nobody_is_met_after_the_end(ranks: list[Rank]) -> None:
+def test_link_after_close_connects_to_no_member(ranks: list[Rank]) -> None:
     ranks[0].groups.close()
     with pytest.raises(
         GroupSetupError, match=r"this rank is not connected: wingbeat\.shutdown\(\) was"

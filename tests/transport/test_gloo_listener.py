@@ -17,8 +17,7 @@ import torch.distributed as dist
 import wingbeat
 from helpers.pool import Pool
 from wingbeat.transport import descriptors, gloo
-from wingbeat.transport.gloo import GlooLink
-from wingbeat.transport.gloo_groups import GlooGroups
+from wingbeat.transport.gloo import GlooGroups, GlooLink
 from wingbeat.transport.interfaces import Interface
 from wingbeat.types import Group
 
@@ -78,7 +77,7 @@ def test_connected_link_drops_strangers_and_transfers() -> None:
         link.close()
 
 
-def test_groups_listen_only_while_they_meet() -> None:
+def test_groups_listen_only_during_their_setup() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = ports()
     ranks = [

@@ -87,7 +87,7 @@ def launch(body: str, folder: Path, size: int = 2) -> list[tuple[int, str]]:
     return [(p.returncode, out) for p, out in zip(running, said, strict=True)]
 
 
-def test_a_script_may_destroy_the_group_shut_down_and_start_again(tmp_path: Path) -> None:
+def test_script_may_destroy_the_group_and_init_again(tmp_path: Path) -> None:
     """Here worker 1 starts again while the store of rank 0 is still that of the first time."""
     body = f"""
 {OWN_GROUP}{DESTROY}
@@ -104,7 +104,7 @@ wingbeat.shutdown()
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [OWN_GROUP, USERS_GROUP])
 @pytest.mark.parametrize("end", ["", DESTROY, DESTROY + "wingbeat.shutdown()", "sys.exit(3)"])
-def test_a_script_ends_silently_with_its_own_code(start: str, end: str, tmp_path: Path) -> None:
+def test_script_ends_silently_with_its_exit_status(start: str, end: str, tmp_path: Path) -> None:
     code = 3 if "exit" in end else 0
     assert launch(start + end, tmp_path) == [(code, "")] * 2
 
@@ -112,7 +112,7 @@ def test_a_script_ends_silently_with_its_own_code(start: str, end: str, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [OWN_GROUP, USERS_GROUP])
 @pytest.mark.parametrize("end", ["", DESTROY])
-def test_an_exception_ends_it_with_the_users_traceback_alone(
+def test_exception_ends_the_script_with_only_its_traceback(
     start: str, end: str, tmp_path: Path
 ) -> None:
     for code, said in launch(f"{start}{end}raise KeyError('mine')", tmp_path):
@@ -123,7 +123,7 @@ def test_an_exception_ends_it_with_the_users_traceback_alone(
 
 
 @pytest.mark.parametrize(("early", "size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
-def test_who_finished_early_is_not_said_to_have_failed(
+def test_rank_that_finished_early_is_not_reported_as_failed(
     early: int, size: int, tmp_path: Path
 ) -> None:
     """Rank 0 serves the store, which has to be there when the others ask."""
@@ -138,7 +138,7 @@ def test_who_finished_early_is_not_said_to_have_failed(
 
 
 @pytest.mark.slow
-def test_who_ended_with_an_exception_has_not_finished(tmp_path: Path) -> None:
+def test_rank_that_raised_has_not_finished(tmp_path: Path) -> None:
     (code, said), _ = launch(f"{OWN_GROUP}if rank == 1: raise KeyError('mine')\ntrain(1)", tmp_path)
     assert code == 1
     assert "rank 0: rank 1 failed with KeyError: 'mine', noticed in" in said
@@ -160,7 +160,7 @@ def steps(n):
 
 
 @pytest.mark.slow
-def test_who_exits_amid_training_stays_silently_until_the_others_have_flushed(
+def test_rank_that_exits_early_waits_until_the_others_have_flushed(
     tmp_path: Path,
 ) -> None:
     """Messages are under way without a copy, which pyzmq frees in a thread of its own."""
@@ -169,14 +169,14 @@ def test_who_exits_amid_training_stays_silently_until_the_others_have_flushed(
 
 
 @pytest.mark.slow
-def test_the_others_name_the_exception_of_one_that_they_go_on_without(tmp_path: Path) -> None:
+def test_remaining_ranks_name_the_exception_of_the_lost_one(tmp_path: Path) -> None:
     body = f"{CANARY}steps(3)\nif rank == 1: raise KeyError('mine')\n"
     body += "steps(9); model.synchronize()\n"
     (code, said), (failed, _) = launch(body, tmp_path)
     assert (code, failed) == (0, 1)
     lines = [line for line in said.splitlines() if "rank 0: " in line]
     assert lines == [
-        "wingbeat: rank 0: rank 1 failed with KeyError: 'mine'; the others go on without it",
+        "wingbeat: rank 0: rank 1 failed with KeyError: 'mine'; the others continue without it",
         "wingbeat: rank 0: trained to the end without all workers: rank 1 failed with "
         "KeyError: 'mine'",
     ]
@@ -193,7 +193,7 @@ def waits_for_the_other(world: World) -> str:
     return ""
 
 
-def test_a_collective_says_that_the_peer_has_finished() -> None:
+def test_collective_reports_a_finished_peer() -> None:
     first, second = loopback.worlds(2)
     graceful_shutdown.close_world(second)
     said = waits_for_the_other(first)
@@ -203,7 +203,7 @@ def test_a_collective_says_that_the_peer_has_finished() -> None:
     assert "\n" not in said
 
 
-def test_a_collective_says_that_the_peer_has_failed() -> None:
+def test_collective_reports_a_failed_peer() -> None:
     first, second = loopback.worlds(2)
     try:
         raise KeyError("mine")
@@ -214,7 +214,7 @@ def test_a_collective_says_that_the_peer_has_failed() -> None:
     assert "\n" not in said
 
 
-def test_who_leaves_says_so_after_its_last_message() -> None:
+def test_exit_is_published_after_the_last_message() -> None:
     """Were it said before, the others would not wait for what is still queued."""
     board = loopback.Switchboard()
     world, _ = loopback.worlds_on(board, 2)
@@ -225,7 +225,7 @@ def test_who_leaves_says_so_after_its_last_message() -> None:
     assert has_finished(board, 0)
 
 
-def test_who_fails_says_so_before_it_closes_anything() -> None:
+def test_failure_is_published_before_connections_are_closed() -> None:
     """A peer that notices that a connection has ended asks why, and finds the exception."""
     board = loopback.Switchboard()
     world, _ = loopback.worlds_on(board, 2)
@@ -239,7 +239,7 @@ def test_who_fails_says_so_before_it_closes_anything() -> None:
     assert not has_finished(board, 0)
 
 
-def test_who_exits_as_it_handles_an_exception_has_failed_with_that() -> None:
+def test_exit_in_an_exception_handler_is_published_as_that_failure() -> None:
     board = loopback.Switchboard()
     world, _ = loopback.worlds_on(board, 2)
     try:
@@ -252,14 +252,14 @@ def test_who_exits_as_it_handles_an_exception_has_failed_with_that() -> None:
     assert published_failure(board, 0) == "ValueError: boom"
 
 
-def test_an_exchange_says_that_the_peer_has_finished() -> None:
+def test_exchange_reports_a_finished_peer() -> None:
     first, second = loopback.worlds(2, timeout=0.2)
     graceful_shutdown.close_world(second)
     with pytest.raises(RendezvousError, match=r"rank 1 has finished .* in 'plan': see what"):
         first.exchange("plan", {})
 
 
-def test_the_chain_of_waits_goes_through_who_failed_and_ends_at_who_finished() -> None:
+def test_chain_of_waits_passes_failed_ranks_and_ends_at_the_finished_one() -> None:
     board = loopback.Switchboard()
     _, second, third = loopback.worlds_on(board, 3)
     FailureAttribution(board, 1, 3, 5.0).publish_wait(2)
@@ -313,7 +313,7 @@ def child(folder: Path, body: Callable[[], None]) -> None:
     ("body", "finished"),
     [(returns, True), (exits, True), (raises, False), (exits_with_code, False)],
 )
-def test_a_child_of_multiprocessing_says_how_it_ends(
+def test_child_of_multiprocessing_publishes_how_it_exits(
     body: Callable[[], None], finished: bool, tmp_path: Path
 ) -> None:
     """As torch.multiprocessing starts them; they do not come to the functions of atexit."""
@@ -400,7 +400,7 @@ def test_rank_0_serves_the_others_longer_when_it_has_finished_than_when_it_fails
 
 
 @pytest.mark.usefixtures("served")
-def test_the_end_of_a_fork_is_not_that_of_its_parent(tmp_path: Path) -> None:
+def test_exit_of_a_fork_is_not_that_of_its_parent(tmp_path: Path) -> None:
     """Its parent's threads are not there, and its parent still trains."""
     store = FileStore(tmp_path)
     world = World(0, 1, (), (), 5.0, store)

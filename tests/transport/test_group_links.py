@@ -9,20 +9,20 @@ import torch
 
 from wingbeat.transport import loopback
 from wingbeat.transport.failures import FailureAttribution
-from wingbeat.transport.group_links import (
+from wingbeat.transport.link import (
     GroupSetupError,
     LazyLink,
+    Link,
     check_not_aborted,
     group_prefix,
     member_waiting_for,
 )
-from wingbeat.transport.link import Link
 from wingbeat.types import Group
 
 GROUP = Group((0, 2, 3), 4)
 
 
-def test_nobody_is_met_before_the_link_is_used() -> None:
+def test_link_connects_on_first_use() -> None:
     board, met = loopback.Switchboard(), []
 
     def meet() -> Link:
@@ -37,7 +37,7 @@ def test_nobody_is_met_before_the_link_is_used() -> None:
     assert met == [1]
 
 
-def test_a_link_that_was_closed_before_meets_nobody() -> None:
+def test_closed_link_does_not_connect() -> None:
     link = LazyLink("lo0", lambda: pytest.fail("met"))  # type: ignore[arg-type, return-value]
     link.close()
     link.close()
@@ -45,7 +45,7 @@ def test_a_link_that_was_closed_before_meets_nobody() -> None:
         link.send(torch.ones(1), 1, 5)
 
 
-def test_a_link_that_is_closed_while_its_members_meet_is_closed_after() -> None:
+def test_link_closed_during_setup_is_closed_after_it() -> None:
     closed = threading.Event()
 
     class Noting(loopback.LoopbackLink):
@@ -62,7 +62,7 @@ def test_a_link_that_is_closed_while_its_members_meet_is_closed_after() -> None:
     assert closed.is_set()
 
 
-def test_who_comes_late_hears_for_whom_the_others_waited() -> None:
+def test_late_member_reads_for_which_rank_the_others_waited() -> None:
     board = loopback.Switchboard()
     blames = {
         rank: FailureAttribution(board, rank, 4, 1.0, group_prefix(GROUP)) for rank in GROUP.ranks
@@ -83,7 +83,7 @@ def test_who_comes_late_hears_for_whom_the_others_waited() -> None:
     )
 
 
-def test_what_a_peer_writes_is_checked() -> None:
+def test_values_of_peers_are_checked() -> None:
     board = loopback.Switchboard()
     blame = FailureAttribution(board, 3, 4, 1.0, group_prefix(GROUP))
     for text in ("", "seven", "-1", "4"):
@@ -93,7 +93,7 @@ def test_what_a_peer_writes_is_checked() -> None:
         assert blame.awaited_by(0) is None
 
 
-def test_who_closes_a_group_before_it_has_met_the_others_tells_them() -> None:
+def test_group_closed_before_its_setup_is_published_as_aborted() -> None:
     """They would wait for it until their deadline."""
     first, second, _ = loopback.worlds(3, timeout=20.0)
     group = Group((0, 1))
@@ -105,7 +105,7 @@ def test_who_closes_a_group_before_it_has_met_the_others_tells_them() -> None:
         )
 
 
-def test_who_has_met_the_others_closes_without_a_word() -> None:
+def test_connected_group_closes_without_publishing() -> None:
     world, _ = loopback.worlds(2, timeout=20.0)
     group = Group((0, 1))
     with world.open_group(group) as members:
@@ -113,19 +113,19 @@ def test_who_has_met_the_others_closes_without_a_word() -> None:
     assert FailureAttribution(world.store, 1, 2, 20.0, group_prefix(group)).aborted_by() is None
 
 
-def test_nobody_is_blocked_member_itself() -> None:
+def test_own_rank_is_never_the_blocked_member() -> None:
     blame = FailureAttribution(loopback.Switchboard(), 2, 4, 1.0, group_prefix(GROUP))
     blame.publish_wait(2, "all-reduce")
     assert member_waiting_for(2, GROUP, blame) is None
 
 
-def test_who_is_no_member_cannot_give_a_group_up() -> None:
+def test_non_member_cannot_abort_a_group() -> None:
     board = loopback.Switchboard()
     FailureAttribution(board, 1, 4, 1.0, group_prefix(GROUP)).abort()
     check_not_aborted(GROUP, 3, FailureAttribution(board, 3, 4, 1.0, group_prefix(GROUP)))
 
 
-def test_what_a_peer_was_doing_is_shown_in_one_line() -> None:
+def test_operation_of_a_peer_is_shown_in_one_line() -> None:
     board = loopback.Switchboard()
     FailureAttribution(board, 0, 4, 1.0, group_prefix(GROUP)).publish_wait(
         2, "all-\nre\x1b[31mduce"
@@ -135,7 +135,7 @@ def test_what_a_peer_was_doing_is_shown_in_one_line() -> None:
     )
 
 
-def test_rooms_differ_by_ranks_and_by_epoch() -> None:
+def test_group_prefixes_differ_by_ranks_and_epoch() -> None:
     groups = [
         Group((0, 1), 2),
         Group((0, 1, 2), 0),

@@ -16,15 +16,16 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError
-from wingbeat.transport import incarnation
+from wingbeat.transport import failures
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.incarnation import LivenessListener, ProcessAddress, claim_rank, is_running
+from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
+from wingbeat.transport.rendezvous import claim_rank
 from wingbeat.transport.torch_store import TorchStore
 
 TOKEN = "0" * 32
 PROCESS = """
 import sys
-from wingbeat.transport.incarnation import LivenessListener
+from wingbeat.transport.failures import LivenessListener
 one = LivenessListener("127.0.0.1")
 print(one.address.to_text(), flush=True)
 sys.stdin.read()
@@ -48,15 +49,15 @@ def process() -> Iterator[tuple[subprocess.Popen[str], ProcessAddress]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits for what does not come."""
-    monkeypatch.setattr(incarnation, "_PROBE_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(incarnation, "_RETRY_S", 0.01)
+    monkeypatch.setattr(failures, "_PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(failures, "_RETRY_S", 0.01)
 
 
 def take(store: TorchStore, one: LivenessListener, seconds: float = 0.2) -> bool:
     return claim_rank(store, 1, one.address, seconds, "node1:29500")
 
 
-def test_the_first_process_of_a_rank_comes_in_nobodys_place() -> None:
+def test_first_process_of_a_rank_replaces_none() -> None:
     store, one = TorchStore(dist.HashStore()), LivenessListener("127.0.0.1")
     assert not take(store, one)
     assert is_running(one.address)
@@ -123,7 +124,7 @@ def test_a_connection_that_fails_once_does_not_show_that_a_process_has_ended(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_port_that_closes_once_without_a_word_is_asked_again() -> None:
+def test_port_that_closes_once_without_a_token_is_probed_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = ProcessAddress("127.0.0.1", server.getsockname()[1], TOKEN)
 
@@ -145,7 +146,7 @@ def test_a_port_that_another_program_has_since_is_no_process_of_the_job() -> Non
             place = ProcessAddress("127.0.0.1", server.getsockname()[1], TOKEN)
 
             def serve(server: socket.socket = server, answer: bytes = answer) -> None:
-                for _ in range(incarnation._PROBES if len(answer) < len(TOKEN) else 1):
+                for _ in range(failures._PROBES if len(answer) < len(TOKEN) else 1):
                     with server.accept()[0] as caller:
                         caller.sendall(answer)
 
@@ -156,7 +157,7 @@ def test_a_port_that_another_program_has_since_is_no_process_of_the_job() -> Non
 
 
 @pytest.mark.usefixtures("quick")
-def test_of_two_that_come_back_at_once_one_has_the_rank() -> None:
+def test_one_of_two_processes_that_restart_together_has_the_rank() -> None:
     store = TorchStore(dist.HashStore())
     before, first, second = (LivenessListener("127.0.0.1") for _ in range(3))
     take(store, before)
@@ -231,15 +232,15 @@ def test_a_hosts_own_name_that_means_loopback_is_not_published(
         one.close()
 
 
-def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
+def test_listener_survives_a_temporary_lack_of_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(incarnation, "_RETRY_S", 0.01)
-    failures = iter([OSError(24, "Too many open files")])
+    monkeypatch.setattr(failures, "_RETRY_S", 0.01)
+    errors = iter([OSError(24, "Too many open files")])
     real = socket.socket.accept
 
     def accept(self: socket.socket) -> object:
-        for error in failures:
+        for error in errors:
             raise error
         return real(self)
 
@@ -249,7 +250,7 @@ def test_a_descriptor_that_is_missing_for_a_moment_does_not_end_it(
     one.close()
 
 
-def test_closing_ends_its_thread() -> None:
+def test_close_ends_the_listeners_thread() -> None:
     one = LivenessListener("127.0.0.1")
     one.close()
     one.close()

@@ -27,13 +27,13 @@ def reached(a: Host, b: Host) -> list[tuple[str, str]]:
     return [(mine[x].name, theirs[y].name) for x, y in found]
 
 
-def test_every_common_network_in_the_order_of_networks() -> None:
+def test_pairs_use_every_common_network_in_order() -> None:
     a = host("a", eth("eth1", "10.1.0.1"), eth("eth0", "10.0.0.1"))
     b = host("b", eth("x", "10.0.0.2"), eth("y", "10.1.0.2"))
     assert reached(a, b) == [("eth0", "x"), ("eth1", "y")]
 
 
-def test_a_switch_that_joins_only_some_hosts() -> None:
+def test_pairs_use_a_switch_of_some_hosts() -> None:
     """BCube(2, 2): hosts 0 and 1 share a level-0 switch, 0 and 2 a level-1 switch."""
     h0 = host("0", eth("eth0", "10.0.0.1"), eth("eth1", "10.1.0.1"))
     h1 = host("1", eth("eth0", "10.0.0.2"), eth("eth1", "10.1.1.1"))
@@ -43,7 +43,7 @@ def test_a_switch_that_joins_only_some_hosts() -> None:
     assert reached(h1, h2) == [("eth0", "eth0")], "no common switch: by what routes there are"
 
 
-def test_a_container_bridge_joins_nobody() -> None:
+def test_container_bridge_makes_no_pair() -> None:
     bridge = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
     a, b = host("a", eth("eth0", "10.0.0.1"), bridge), host("b", eth("eth0", "10.0.0.2"), bridge)
     assert reached(a, b) == [("eth0", "eth0")]
@@ -54,13 +54,13 @@ def test_two_processes_of_a_host_use_loopback() -> None:
     assert reached(a, a) == [("lo", "lo")]
 
 
-def test_named_interfaces_only() -> None:
+def test_pairs_use_only_named_interfaces() -> None:
     a = host("a", eth("eth0", "10.0.0.1"), eth("eth1", "10.1.0.1"))
     assert [i.name for i in listen_interfaces(a, ["eth1"])] == ["eth1"]
 
 
 @pytest.mark.parametrize("identity", ["a", "b"])
-def test_without_loopback_something_is_found(identity: str) -> None:
+def test_hosts_without_loopback_have_a_pair(identity: str) -> None:
     a = Host("a", (eth("eth0", "10.0.0.1"),))
     b = Host(identity, (eth("eth0", "10.0.0.1"),))
     assert reached(a, b) == [("eth0", "eth0")]

@@ -49,7 +49,7 @@ def test_a_named_interface_is_taken_and_a_wrong_name_refused() -> None:
         choose(hosts, 0, ["eth2"])
 
 
-def test_hosts_without_a_common_network_are_told_what_each_has() -> None:
+def test_hosts_without_a_common_network_are_refused_with_their_interfaces() -> None:
     hosts = [host("a", eth(0, 1)), host("b", eth(1, 2))]
     with pytest.raises(UsageError, match=r"rank 0: eth0 10.0.0.1.*rank 1: eth1 10.0.1.2"):
         choose(hosts, 0, None)
@@ -69,7 +69,7 @@ def test_interfaces_that_are_down_are_left_out_and_loopback_is_last(
     assert [i.name for i in local().interfaces] == ["eth1", "eth2", "a-lo"]
 
 
-def test_a_card_is_known_by_its_ipv4_address_or_else_by_one_of_ipv6_beyond_its_link(
+def test_interface_has_its_ipv4_address_or_else_a_global_ipv6_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def entry(family: int, address: str, netmask: str) -> SimpleNamespace:
@@ -102,12 +102,12 @@ def test_networks_of_both_versions_are_used_in_the_same_order() -> None:
     assert [i.name for i in choose(hosts, 1, None)] == ["eth1", "z9"]
 
 
-def test_a_host_with_one_card_beside_hosts_with_two_makes_all_use_theirs() -> None:
+def test_host_with_one_interface_limits_the_others_to_its_network() -> None:
     hosts = [host("a", eth(0, 1), eth(1, 1)), host("b", eth(1, 2)), host("c", eth(0, 3), eth(1, 3))]
     assert [[i.name for i in choose(hosts, rank, None)] for rank in range(3)] == [["eth1"]] * 3
 
 
-def test_this_hosts_own_description_survives_the_journey() -> None:
+def test_description_of_this_host_survives_json() -> None:
     here = local()
     assert any(i.address.startswith("127.") for i in here.interfaces)
     assert Host.from_json(here.to_json()) == here
@@ -162,7 +162,7 @@ def test_several_workers_of_a_bcubes_host_share_its_interfaces() -> None:
     assert chosen[6] == ["10.0.1.0/24", "10.1.1.0/24"]
 
 
-def test_a_bcube_in_another_order_is_not_taken_for_one() -> None:
+def test_hosts_in_another_order_form_no_bcube() -> None:
     hosts = bcube(2, 2)
     hosts[0], hosts[1], hosts[2], hosts[3] = hosts[0], hosts[3], hosts[1], hosts[2]
     with pytest.raises(UsageError, match="in the order of their ranks the hosts form no BCube"):

@@ -40,7 +40,7 @@ SCRIPT = """if True:
 
 
 @pytest.mark.lab
-def test_all_cards_that_join_the_hosts_carry_gradients_and_servers_messages() -> None:
+def test_all_interfaces_between_hosts_carry_gradients_and_server_messages() -> None:
     lines: dict[int, list[str]] = {}
     result = lab.run(
         "star:3x2@200mbit,ip=6",

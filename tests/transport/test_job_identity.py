@@ -18,7 +18,7 @@ def joined(store: TorchStore, rank: int, name: str, size: int = 2) -> str:
     return check_job(store, rank, size, name, 0.2, WHERE)
 
 
-def test_workers_with_one_name_are_of_one_job() -> None:
+def test_workers_with_the_same_name_form_a_job() -> None:
     store = TorchStore(dist.HashStore())
     assert [joined(store, rank, "run 7") for rank in (0, 1, 0)] == ["run 7"] * 3
 
@@ -62,7 +62,7 @@ def test_a_worker_of_a_job_of_another_size_is_refused() -> None:
         joined(store, 1, "", size=3)
 
 
-def test_a_rank_0_that_writes_nothing_is_named_with_the_wait() -> None:
+def test_rank_0_that_publishes_nothing_is_named_with_the_timeout() -> None:
     with pytest.raises(RendezvousError, match=r"rank 1: rank 0 did not publish .* within 0\.2 s"):
         joined(TorchStore(dist.HashStore()), 1, "a")
 
@@ -88,7 +88,7 @@ def test_a_malformed_name_is_refused(text: str) -> None:
         joined(store, 1, "a")
 
 
-def test_a_name_is_shown_without_what_is_not_printable() -> None:
+def test_name_is_shown_without_control_characters() -> None:
     store = TorchStore(dist.HashStore())
     joined(store, 0, "a\nb")
     with pytest.raises(RendezvousError) as caught:

@@ -30,7 +30,7 @@ OPEN_MPI = {
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
-def test_srun_says_all() -> None:
+def test_srun_provides_all_variables() -> None:
     assert from_environment(SRUN) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -41,12 +41,12 @@ def test_srun_says_all() -> None:
     }
 
 
-def test_two_steps_of_a_job_meet_at_different_ports() -> None:
+def test_two_steps_of_a_job_use_different_ports() -> None:
     other = from_environment(SRUN | {"SLURM_STEP_ID": "3"})
     assert other["MASTER_PORT"] != from_environment(SRUN)["MASTER_PORT"]
 
 
-def test_an_address_that_the_batch_script_has_exported_holds() -> None:
+def test_address_exported_by_the_batch_script_takes_precedence() -> None:
     found = from_environment(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert found == {
         "RANK": "3",
@@ -56,7 +56,7 @@ def test_an_address_that_the_batch_script_has_exported_holds() -> None:
     }
 
 
-def test_torchrun_inside_srun_or_mpirun_holds() -> None:
+def test_torchrun_inside_srun_or_mpirun_takes_precedence() -> None:
     assert from_environment(SRUN | OPEN_MPI | TORCHRUN) == {}
 
 
@@ -102,7 +102,7 @@ def test_two_mpiruns_on_one_host_have_different_names_and_ports() -> None:
 
 
 @pytest.mark.parametrize("name", ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"])
-def test_mpiruns_own_name_of_the_job_holds_on_all_hosts(name: str) -> None:
+def test_mpirun_job_name_is_equal_on_all_hosts(name: str) -> None:
     found = mpirun(OPEN_MPI | {name: "prterun-node1-99@1", "MASTER_ADDR": "node1"}, "another")
     assert found["WINGBEAT_JOB_ID"] == "mpirun prterun-node1-99@1"
     assert found["MASTER_PORT"] == mpirun(ONE_HOST | {name: "prterun-node1-99@1"})["MASTER_PORT"]
@@ -122,7 +122,7 @@ def test_torchruns_run_is_the_jobs_name_unless_it_has_none() -> None:
     assert job_name(TORCHRUN) == ""
 
 
-def test_mpirun_on_several_hosts_has_to_be_given_an_address_and_a_port() -> None:
+def test_mpirun_on_several_hosts_without_address_and_port_is_refused() -> None:
     with pytest.raises(UsageError, match=r"mpirun has started 4 workers .*-x MASTER_ADDR=node1"):
         mpirun(OPEN_MPI)
     with pytest.raises(UsageError, match="MASTER_PORT not set in the environment"):
@@ -152,7 +152,7 @@ def test_ranks_behind_shells_find_the_process_that_started_them() -> None:
     assert launcher_process("RANK_HERE") != names[0], "those that this process's parent started"
 
 
-def test_intel_mpi_and_mpich_name_it_otherwise() -> None:
+def test_intel_mpi_and_mpich_variables_are_read() -> None:
     env = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
     found = from_environment(env, lambda variable: f"by {variable}")
     assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("2", "3", "2")
@@ -172,7 +172,7 @@ def test_srun_without_a_list_of_nodes_is_refused() -> None:
         from_environment(env)
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_malformed_numbers_are_refused() -> None:
     with pytest.raises(UsageError, match=r"SLURM_PROCID='x' in the environment"):
         from_environment(SRUN | {"SLURM_PROCID": "x"})
 
@@ -191,7 +191,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
 
 
-def test_workers_that_srun_has_started_meet() -> None:
+def test_workers_started_by_srun_connect() -> None:
     """Four processes with nothing but what srun sets; they sum their ranks."""
     script = (
         "import os, torch, wingbeat, torch.distributed as dist\n"

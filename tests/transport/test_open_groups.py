@@ -12,7 +12,7 @@ from wingbeat.transport.world import MAX_OPEN_GROUPS, MAX_REMEMBERED_EPOCHS, Ope
 from wingbeat.types import SERIES, Group
 
 
-def test_no_more_groups_are_open_than_there_may_be() -> None:
+def test_groups_beyond_the_limit_are_refused() -> None:
     register = OpenGroups()
     groups = [Group((0, 1), epoch) for epoch in range(MAX_OPEN_GROUPS + 1)]
     for group in groups[:-1]:
@@ -25,7 +25,7 @@ def test_no_more_groups_are_open_than_there_may_be() -> None:
     register.add(groups[-1], 0, 2)
 
 
-def test_what_was_refused_may_be_opened_later() -> None:
+def test_refused_group_may_be_opened_later() -> None:
     """It must not count as an epoch that is over."""
     register = OpenGroups()
     for epoch in range(MAX_OPEN_GROUPS):
@@ -37,7 +37,7 @@ def test_what_was_refused_may_be_opened_later() -> None:
     register.add(late, 0, 2)
 
 
-def test_the_last_epochs_of_many_groups_are_remembered_and_not_of_all() -> None:
+def test_last_epochs_are_stored_up_to_the_limit() -> None:
     register = OpenGroups()
     for rank in range(1, MAX_REMEMBERED_EPOCHS + 2):
         group = Group((0, rank), 3)
@@ -48,7 +48,7 @@ def test_the_last_epochs_of_many_groups_are_remembered_and_not_of_all() -> None:
         register.add(Group((0, 2), 3), 0, MAX_REMEMBERED_EPOCHS + 2)
 
 
-def test_a_group_that_its_user_drops_counts_no_more() -> None:
+def test_collected_group_no_longer_counts() -> None:
     [world, _] = loopback.worlds(2)
     for epoch in range(MAX_OPEN_GROUPS + 5):
         world.open_group(Group((0, 1), epoch))

@@ -69,7 +69,7 @@ def test_a_missing_worker_is_named_with_the_wait() -> None:
     assert seconds < 30
 
 
-def test_a_store_that_nobody_serves_is_named() -> None:
+def test_store_without_a_server_is_named() -> None:
     port = str(free_port())
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     kind, _, message = say(env, "2")
@@ -129,7 +129,7 @@ def test_half_of_torchruns_environment_is_refused() -> None:
     assert "torchrun" in message
 
 
-def test_a_timeout_that_cannot_be_is_refused() -> None:
+def test_invalid_timeout_is_refused() -> None:
     with pytest.raises(UsageError, match=r"timeout=0: allowed are seconds above 0"):
         wingbeat.init(timeout=0)
 
@@ -160,7 +160,7 @@ multiprocessing.get_context("spawn").Process(target=print, args=("ran",)).start(
 
 
 @pytest.mark.slow
-def test_a_spawned_process_of_a_script_without_a_guard_says_so(tmp_path: Path) -> None:
+def test_spawned_process_of_an_unguarded_script_raises(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SPAWNS, encoding="utf-8")
     ended = subprocess.run(
@@ -179,7 +179,7 @@ def test_a_rank_that_publishes_nothing_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["__import__('os')", "[" * 100_000], ids=["code", "deep"])
-def test_what_is_not_json_is_refused(text: str) -> None:
+def test_invalid_json_is_refused(text: str) -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
     world.store.set("1/model/1", text)
     with pytest.raises(RendezvousError, match="rank 1 published invalid JSON"):
@@ -279,7 +279,7 @@ def test_a_host_that_is_busy_for_a_moment_makes_no_link_slow(
     assert max(count.values()) <= 14 + 2
 
 
-def test_a_send_that_nobody_reads_ends_the_measurement() -> None:
+def test_send_that_no_rank_receives_ends_the_measurement() -> None:
     class Unread:
         def wait(self, seconds: float) -> None:
             raise RuntimeError("connection closed by peer")
@@ -331,7 +331,7 @@ def test_a_process_keeps_its_store_and_each_init_sets_its_timeout(
     assert rendezvous._rendezvous(9.0)[2] is not store, "another place to meet"
 
 
-def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_restarted_alone_opens_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     TorchStore(dist.PrefixStore("wingbeat/0/0", store)).set("job", json.dumps(["a", False, 3]))
     TorchStore(dist.PrefixStore("wingbeat/0/1", store)).set("job", json.dumps(["a", False, 3]))
@@ -347,7 +347,7 @@ def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.Monke
             world.store.set(f"1/interfaces/{rank}", json.dumps(nic.local().to_json()))
             world.store.set(f"2/networks/{rank}", json.dumps([f"10.0.{rank}.0/24"]))
         world.store.set("left/1", "failed")
-        world.store.set("said/speeds/0", next(speeds))
+        world.store.set("published/speeds/0", next(speeds))
 
     monkeypatch.setattr(rendezvous, "_rendezvous", lambda timeout: (1, 3, store))
     monkeypatch.setattr(rendezvous, "_connect", connect)
@@ -371,15 +371,15 @@ def test_who_is_started_again_alone_connects_to_nobody(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "speeds", [7, [0.5, 0.5, 0.5], ["1"], [0.0], [-1.0], [True], [float("inf")], [float("nan")]]
 )
-def test_speeds_that_nobody_has_measured_are_refused(speeds: object) -> None:
+def test_malformed_speeds_are_refused(speeds: object) -> None:
     store = TorchStore(dist.HashStore())
-    store.set("said/speeds/0", json.dumps(speeds))
+    store.set("published/speeds/0", json.dumps(speeds))
     world = World(1, 3, (), (), 5.0, store)
     with pytest.raises(RendezvousError, match="rank 1: rank 0 sent malformed speeds"):
         rendezvous._read_speeds(world, 1)
 
 
-def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_connects_with_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that shared a store would read each other's answers."""
     monkeypatch.setattr(rendezvous, "_stores", {})
     monkeypatch.setattr(rendezvous, "_open_store", lambda timeout: (0, 1, dist.HashStore()))
@@ -391,7 +391,7 @@ def test_a_fork_meets_the_others_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous._rendezvous(7.0)[2] is not store
 
 
-def test_a_group_that_the_script_has_made_since_is_left_to_it(
+def test_group_made_by_the_script_is_not_destroyed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in launchers.VARIABLES:
@@ -408,7 +408,7 @@ def test_a_group_that_the_script_has_made_since_is_left_to_it(
             dist.destroy_process_group()
 
 
-def test_the_store_is_waited_for_no_longer_than_said() -> None:
+def test_store_is_awaited_up_to_the_timeout() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
     begin = time.monotonic()
@@ -435,7 +435,7 @@ def test_all_know_the_networks_of_all() -> None:
     assert networks(*wired) == [tuple(map(tuple, wired))] * 2
 
 
-def test_who_names_more_interfaces_than_others_is_named_on_all() -> None:
+def test_rank_with_more_interfaces_is_named_on_all_ranks() -> None:
     """Each would wait in vain for the other's, until its timeout."""
     found = networks(["a"], ["a"], ["a", "b"])
     assert len(set(found)) == 1
@@ -472,11 +472,11 @@ def ends_at_once_but_rank_0_connects_slowly() -> None:
         wingbeat.shutdown()
 
 
-def test_nobody_leaves_before_all_are_connected(fresh_pool: Callable[[int], Pool]) -> None:
+def test_no_rank_leaves_before_all_are_connected(fresh_pool: Callable[[int], Pool]) -> None:
     fresh_pool(3).run(ends_at_once_but_rank_0_connects_slowly)
 
 
-def test_a_card_that_torch_is_told_to_use_and_cannot_is_named() -> None:
+def test_unusable_interface_of_gloo_socket_ifname_is_named() -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "no0"}
     port = str(free_port())
     other = subprocess.Popen(

@@ -21,7 +21,7 @@ class Told:
         return str(self.out)
 
 
-def test_a_service_finds_what_the_worker_finds(
+def test_service_imports_the_same_modules_as_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Modules beside the script, and not a file of the working directory that is called alike."""
@@ -44,9 +44,7 @@ def test_a_service_finds_what_the_worker_finds(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_service_whose_store_fails_hears_that_no_answer_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_service_whose_store_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would otherwise wait on its pipe until it is killed."""
     (tmp_path / "told_service.py").write_text(
         "import json, sys\n"

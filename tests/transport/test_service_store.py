@@ -26,7 +26,7 @@ def test_requests_are_answered_from_the_store() -> None:
     ["", "hello", "[]", "7", "{}", '{"set": "a"}', '{"set": 1, "value": "b"}', '{"read": null}',
      '{"ready": false}', '{"set": "a", "value": {}}', "{" * 50],
 )  # fmt: skip
-def test_what_is_no_request_is_refused_and_stores_nothing(line: str) -> None:
+def test_malformed_request_is_refused_and_stores_nothing(line: str) -> None:
     store = Switchboard()
     with pytest.raises(ValueError):  # noqa: PT011  json's and ours
         answer_request(line, store)
@@ -48,7 +48,7 @@ class Answers(io.StringIO):
         return len(text)
 
 
-def test_a_store_by_pipes_is_one() -> None:
+def test_pipe_store_is_a_store() -> None:
     store = Switchboard()
     asks = Answers(store)
     pipe = PipeStore(asks, asks.back)
@@ -62,7 +62,7 @@ def test_a_store_by_pipes_is_one() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "tr", "nonsense\n"])
-def test_a_worker_that_is_gone_is_said(line: str) -> None:
+def test_pipe_store_of_an_exited_worker_raises(line: str) -> None:
     with pytest.raises(TimeoutError, match="the worker that started this service has exited"):
         PipeStore(io.StringIO(), io.StringIO(line)).has("a")
     closed = io.StringIO()

@@ -76,7 +76,7 @@ def test_ranks_at_different_steps_stop_after_the_same_one(
     assert saved == [(0, 13), (1, 13), (2, 13)]
 
 
-def test_a_rank_that_needs_no_other_stops_after_its_present_step(
+def test_rank_without_lockstep_stops_after_its_current_step(
     made: Callable[..., SigtermHandler],
 ) -> None:
     first, second = (made(world) for world in loopback.worlds(2))
@@ -89,7 +89,7 @@ def test_a_rank_that_needs_no_other_stops_after_its_present_step(
     assert step(first, lockstep=False)
 
 
-def test_a_rank_ends_no_step_until_all_have_said_how_many_they_made(
+def test_rank_completes_no_step_until_all_have_published_their_counts(
     made: Callable[..., SigtermHandler],
 ) -> None:
     """Else it could go past the step that the others agree on, and wait for them in vain."""
@@ -123,7 +123,7 @@ def test_only_the_first_forward_after_a_step_stops(made: Callable[..., SigtermHa
 
 
 @pytest.mark.parametrize("said", ["-1", "1e3", "9" * 400, "²", "", "7\n"])
-def test_a_number_of_steps_that_is_none_is_ignored_with_a_line(
+def test_malformed_step_count_is_ignored_with_a_warning(
     said: str, made: Callable[..., SigtermHandler], caplog: pytest.LogCaptureFixture
 ) -> None:
     board = loopback.Switchboard()
@@ -143,7 +143,7 @@ def test_a_number_of_steps_that_is_none_is_ignored_with_a_line(
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_rank_that_says_nothing_is_waited_for_unless_it_has_left(
+def test_silent_rank_is_awaited_unless_it_has_exited(
     left: bool, made: Callable[..., SigtermHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graceful_shutdown, "_AGREEMENT_S", 2 * PATIENCE if left else 0.2)
@@ -156,7 +156,7 @@ def test_a_rank_that_says_nothing_is_waited_for_unless_it_has_left(
     assert one.after == 1
 
 
-def test_a_store_that_is_gone_lets_the_rank_stop_after_its_next_step(
+def test_rank_without_a_store_stops_after_its_next_step(
     made: Callable[..., SigtermHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, _ = loopback.worlds(2)
@@ -180,7 +180,7 @@ def test_a_store_that_is_gone_lets_the_rank_stop_after_its_next_step(
         ("leaving", "it was leaving; save() had returned"),
     ],
 )
-def test_after_the_grace_the_process_ends_and_says_what_it_was_doing(
+def test_process_ends_after_the_grace_period_and_reports_its_state(
     amid: str,
     doing: str,
     made: Callable[..., SigtermHandler],
@@ -202,7 +202,7 @@ def test_after_the_grace_the_process_ends_and_says_what_it_was_doing(
     assert f"wingbeat: rank 0 ends 0.3 s after SIGTERM, while {doing}\n" in capfd.readouterr().err
 
 
-def test_what_save_raises_comes_out_of_the_forward(made: Callable[..., SigtermHandler]) -> None:
+def test_exception_of_save_is_raised_by_the_forward(made: Callable[..., SigtermHandler]) -> None:
     def full() -> None:
         raise OSError("no space left on device")
 
@@ -285,7 +285,7 @@ def test_a_worker_alone_saves_between_two_steps_and_exits_with_143(alone: World)
     assert former == [signal.SIGTERM], "the script's own handler is called too"
 
 
-def test_a_forward_of_a_closure_is_amid_a_step(alone: World) -> None:
+def test_forward_of_a_closure_does_not_stop(alone: World) -> None:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     wingbeat.distribute(model, optimizer, wingbeat.AllReduce())
@@ -311,7 +311,7 @@ def test_a_forward_of_a_closure_is_amid_a_step(alone: World) -> None:
     assert evaluated[steps:] == [-1], "saved before the loss is evaluated"
 
 
-def test_shutdown_gives_the_signal_back(alone: World) -> None:
+def test_shutdown_restores_the_signal_handler(alone: World) -> None:
     def mine(*_: object) -> None:
         pass
 
@@ -343,9 +343,7 @@ def test_a_second_call_replaces_what_is_saved(alone: World) -> None:
         (print, "5", "grace='5'"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(
-    save: Any, grace: Any, said: str, alone: World
-) -> None:
+def test_invalid_arguments_are_refused(save: Any, grace: Any, said: str, alone: World) -> None:
     with pytest.raises(UsageError, match=said):
         on_terminate(save, grace=grace)
 

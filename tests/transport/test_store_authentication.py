@@ -69,9 +69,7 @@ def test_a_value_comes_back_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("kind", [TorchStore, PollingStore])
 @pytest.mark.parametrize("forged", forgeries("key", "7"), ids=str)
-def test_a_forged_value_is_as_if_it_were_not_there(
-    kind: type[TorchStore], forged: str | bytes
-) -> None:
+def test_forged_value_counts_as_missing(kind: type[TorchStore], forged: str | bytes) -> None:
     raw = dist.HashStore()
     raw.set("key", forged)
     store = sealed(raw, kind)
@@ -83,7 +81,7 @@ def test_a_forged_value_is_as_if_it_were_not_there(
     assert store.claim("key", "8") == "7"
 
 
-def test_a_reader_waits_for_the_right_value_behind_a_forged_one(
+def test_reader_waits_for_the_valid_value_after_a_forged_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     raw = dist.HashStore()
@@ -100,14 +98,14 @@ def test_a_reader_waits_for_the_right_value_behind_a_forged_one(
     ]
 
 
-def test_replace_takes_the_value_that_is_meant() -> None:
+def test_replace_compares_the_signed_value() -> None:
     store = sealed(dist.HashStore())
     store.set("key", "a")
     assert store.replace("key", "b", "c") == "a"
     assert store.replace("key", "a", "c") == "c"
 
 
-def test_who_forges_a_value_again_and_again_is_named_with_the_key() -> None:
+def test_repeatedly_forged_value_is_named_by_its_key() -> None:
     raw = dist.HashStore()
 
     class Busy:
@@ -125,7 +123,7 @@ def test_who_forges_a_value_again_and_again_is_named_with_the_key() -> None:
 
 
 @pytest.mark.parametrize("authenticator", [None, Authenticator(KEY, "")])
-def test_what_is_too_large_is_not_read(
+def test_too_large_value_is_rejected(
     authenticator: Authenticator | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_VALUE_BYTES == 16 << 20
@@ -154,7 +152,7 @@ def test_forged_membership_entry_removes_no_worker() -> None:
     assert [event.change.worker for event in client.take_events()] == [2]
 
 
-def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:
+def test_forged_exit_or_failure_is_ignored() -> None:
     raw = dist.HashStore()
     store = sealed(raw)
     blame = FailureAttribution(store, 0, 3, 0.1)
@@ -181,7 +179,7 @@ def test_a_forged_rejoin_or_loss_does_not_reach_the_generator_or_the_status_tabl
     assert (table.lost(), table.fallbacks([1]), table.statuses()) == (set(), {}, {})
 
 
-def test_a_service_is_told_that_nothing_is_there() -> None:
+def test_service_reads_a_forged_value_as_missing() -> None:
     raw = dist.HashStore()
     raw.set("key", "forged")
     assert answer_request('{"read": "key"}', sealed(raw)) == ("null", False)
@@ -217,7 +215,7 @@ def test_workers_with_different_keys_are_refused_soon(
     assert time.monotonic() - begin < 30
 
 
-def test_rank_0_writes_over_a_forged_name_of_the_job() -> None:
+def test_rank_0_overwrites_a_forged_job_name() -> None:
     raw = dist.HashStore()
     raw.set("job", json.dumps(["evil", False, 2]))
     store = TorchStore(raw, Authenticator(KEY, "0/0"))

@@ -10,7 +10,7 @@ from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.torch_store import TorchStore
 
 
-def test_the_first_claim_counts() -> None:
+def test_first_claim_wins() -> None:
     tcp = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
     stores: list[AtomicStore] = [TorchStore(dist.PrefixStore("a", tcp)), Switchboard()]
     for store in (*stores, TorchStore(dist.HashStore())):

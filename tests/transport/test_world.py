@@ -21,7 +21,7 @@ def summed(world: World) -> float:
     return float(buffer[0])
 
 
-def test_the_end_of_a_world_is_that_of_its_channels() -> None:
+def test_closed_world_closes_its_channels() -> None:
     """Threads that still used a channel would meet closed sockets."""
     members = loopback.worlds(2, timeout=5)
     channels = loopback.run(members, lambda world: world.open_channel())
@@ -32,7 +32,7 @@ def test_the_end_of_a_world_is_that_of_its_channels() -> None:
         Collectives(channels[0]).all_reduce(torch.ones(6))
 
 
-def test_the_end_of_a_channel_is_not_that_of_its_world() -> None:
+def test_closed_channel_leaves_its_world_open() -> None:
     members = loopback.worlds(2, timeout=5)
     channels = loopback.run(members, lambda world: world.open_channel())
     for channel in channels:
@@ -42,7 +42,7 @@ def test_the_end_of_a_channel_is_not_that_of_its_world() -> None:
         world.close()
 
 
-def test_the_threads_of_a_channel_that_nobody_holds_end() -> None:
+def test_threads_of_a_collected_channel_end() -> None:
     """A model that its user drops without releasing it leaves no thread behind."""
     members = loopback.worlds(2, timeout=5)
     before = set(threading.enumerate())
@@ -71,7 +71,7 @@ def test_what_is_published_in_two_channels_is_kept_apart() -> None:
     assert loopback.run(members, body) == [["first", "second"]] * 2
 
 
-def test_a_channel_does_not_read_what_one_of_its_number_was_told() -> None:
+def test_channel_reads_no_values_of_an_earlier_one_of_its_number() -> None:
     members = loopback.worlds(2, timeout=0.3)
 
     def before(world: World) -> int:
@@ -99,7 +99,7 @@ def test_a_channel_that_another_rank_still_uses_is_not_taken() -> None:
     assert [channel.channel for channel in again] == [2, 2]
 
 
-def test_a_group_asks_the_store_by_the_way_that_groups_have() -> None:
+def test_group_uses_the_groups_connection_to_the_store() -> None:
     """The world's may be locked for as long as another thread waits in it."""
     for groups_store in (None, loopback.Switchboard()):
         with loopback.worlds(2)[0] as world:
@@ -109,7 +109,7 @@ def test_a_group_asks_the_store_by_the_way_that_groups_have() -> None:
             assert world.open_group(Group((0, 1))).store is expected
 
 
-def test_answer_of_a_rank_that_lives_is_waited_for_longer_than_the_timeout(
+def test_value_of_a_live_rank_is_awaited_beyond_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from wingbeat import compression
-from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense
-from wingbeat.codecs.half import HalfCodec
+from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec, warmed_up
 from wingbeat.compression import (
-    WHOLE_BITS,
     Coded,
     Half,
     LowRank,
@@ -25,7 +23,7 @@ from wingbeat.compression import (
     TopK,
     for_parameter,
     kinds,
-    matrix_of,
+    options_of,
 )
 from wingbeat.observe import meter
 from wingbeat.types import Span
@@ -41,12 +39,12 @@ def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
     density.
     """
     mine = for_parameter(wire, name)
-    if isinstance(mine, TopK):
-        density = mine.density
-        if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
-            density = warmed_up(density, mine.warmup, step)
-        return _topk(density, mine.momentum, mine.bits)
-    return _constant(mine)
+    if not isinstance(mine, TopK):
+        return _constant(mine)
+    density = mine.density
+    if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
+        density = warmed_up(density, mine.warmup, step)
+    return _topk(density, mine.momentum, mine.bits)
 
 
 def all_of(wire: Coded) -> tuple[Codec, ...]:
@@ -61,16 +59,19 @@ def _topk(density: float, momentum: float, bits: int) -> Codec:
 
 @functools.cache
 def _constant(wire: str | Coded) -> Codec:
-    if isinstance(wire, str):
-        assert not wire, f"{wire} is no codec"
-        return Dense()
-    if isinstance(wire, Half):
-        return HalfCodec()
-    assert isinstance(wire, Sketch | LowRank)
-    if isinstance(wire, LowRank) and wire.bits == WHOLE_BITS:
-        return LowRankCodec(wire.rank)
-    sketch = SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
-    return LowRankCodec(wire.rank, sketch) if isinstance(wire, LowRank) else sketch
+    match wire:
+        case "":
+            return Dense()
+        case Half():
+            return HalfCodec()
+        case Sketch():
+            return SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
+        case LowRank(bits=compression.WHOLE_BITS):
+            return LowRankCodec(wire.rank)
+        case LowRank():
+            inner = SketchCodec(wire.bits, wire.split, wire.level, wire.feedback)
+            return LowRankCodec(wire.rank, inner)
+    raise AssertionError(f"{wire} is no codec")
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,10 @@ class Region:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Part(Region):
     """A part of the intersection of a span and a region; with ``cols``, complete rows."""
 
-    span: Span
-    codec: Codec
-    cols: int
-    nbytes: int
+    nbytes: int = 0
 
 
 class Coding:
@@ -105,10 +103,9 @@ class Coding:
     @property
     def bytes_per_element(self) -> float:
         """Approximate bytes per element of the largest region; 0 if blocks must not be divided."""
-        largest = max(self.regions, key=lambda region: len(region.span))
         if any(region.cols for region in self.regions):
             return 0.0  # factors of undivided matrices are the smallest
-        return largest.codec.bytes_per_element
+        return max(self.regions, key=lambda region: len(region.span)).codec.bytes_per_element
 
     def room(self, span: Span) -> int:
         """Return the exact size of the payload of ``span`` in bytes."""
@@ -126,11 +123,11 @@ class Coding:
 
     def encode(
         self,
-        buffer: torch.Tensor,
+        buffer: Tensor,
         span: Span,
-        payload: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        velocity: torch.Tensor | None = None,
+        payload: Tensor,
+        residual: Tensor | None = None,
+        velocity: Tensor | None = None,
     ) -> None:
         """Write ``buffer[span]`` into ``payload``.
 
@@ -138,36 +135,34 @@ class Coding:
         without error feedback sends any residual of an earlier codec once.
         """
         begin = time.monotonic_ns()
-        for part, room in self._rooms(span, payload):
-            x = buffer[part.span.start : part.span.stop].to(torch.float32)
-            own = None if residual is None else residual[part.span.start : part.span.stop]
+        for part, into in self._payloads(span, payload):
+            place = slice(part.span.start, part.span.stop)
+            x = buffer[place].to(torch.float32)
+            own = None if residual is None else residual[place]
             if own is not None and not part.codec.feedback:
                 x = x + own
                 own.zero_()
                 own = None
             if velocity is not None and isinstance(part.codec, TopKCodec):
-                moving = velocity[part.span.start : part.span.stop]
-                part.codec.encode(x, room, residual=own, velocity=moving)
+                part.codec.encode(x, into, residual=own, velocity=velocity[place])
             else:
-                part.codec.encode(x, room, residual=own, cols=part.cols)
+                part.codec.encode(x, into, residual=own, cols=part.cols)
         meter.codec.add(time.monotonic_ns() - begin)
 
-    def decode(
-        self, payload: torch.Tensor, buffer: torch.Tensor, span: Span, *, add: bool = False
-    ) -> None:
+    def decode(self, payload: Tensor, buffer: Tensor, span: Span, *, add: bool = False) -> None:
         """Decode ``payload`` into ``buffer[span]``, or add it; raises `ValueError` if malformed."""
         begin = time.monotonic_ns()
-        for part, room in self._rooms(span, payload):
+        for part, encoded in self._payloads(span, payload):
             out = buffer[part.span.start : part.span.stop]
             if out.dtype is torch.float32:
-                part.codec.decode(room, out, add=add, cols=part.cols)
+                part.codec.decode(encoded, out, add=add, cols=part.cols)
                 continue
             wide = out.float() if add else torch.empty_like(out, dtype=torch.float32)
-            part.codec.decode(room, wide, add=add, cols=part.cols)
+            part.codec.decode(encoded, wide, add=add, cols=part.cols)
             out.copy_(wide)
         meter.codec.add(time.monotonic_ns() - begin)
 
-    def _rooms(self, span: Span, payload: torch.Tensor) -> Iterator[tuple[_Part, torch.Tensor]]:
+    def _payloads(self, span: Span, payload: Tensor) -> Iterator[tuple[_Part, Tensor]]:
         start = 0
         for part in self._parts_of(span):
             yield part, payload[start : start + part.nbytes]
@@ -176,14 +171,13 @@ class Coding:
     def _parts_of(self, span: Span) -> tuple[_Part, ...]:
         known = self._parts.get(span)
         if known is None:
-            known = self._parts[span] = tuple(self._cut(span))
+            common = [
+                (region, Span(max(span.start, of.start), min(span.stop, of.stop)))
+                for region, of in ((region, region.span) for region in self.regions)
+            ]
+            found = (part for region, each in common if each for part in _by_rows(region, each))
+            known = self._parts[span] = tuple(found)
         return known
-
-    def _cut(self, span: Span) -> Iterator[_Part]:
-        for region in self.regions:
-            common = Span(max(span.start, region.span.start), min(span.stop, region.span.stop))
-            if common:
-                yield from _by_rows(region, common)
 
 
 def _by_rows(region: Region, span: Span) -> Iterator[_Part]:
@@ -195,15 +189,13 @@ def _by_rows(region: Region, span: Span) -> Iterator[_Part]:
         last = origin + (span.stop - origin) // region.cols * region.cols
         if first >= last:
             first = last = span.stop
-    pieces = [
+    for piece, cols in (
         (Span(span.start, first), 0),
         (Span(first, last), region.cols),
         (Span(last, span.stop), 0),
-    ]
-    for piece, cols in pieces:
+    ):
         if piece:
-            nbytes = region.codec.nbytes(len(piece), cols)
-            yield _Part(piece, region.codec, cols, nbytes)
+            yield _Part(piece, region.codec, cols, region.codec.nbytes(len(piece), cols))
 
 
 def _aligned(nbytes: int) -> int:
@@ -230,10 +222,10 @@ def regions(
         stop = end + math.prod(shape)
         own = make(wire, step, name)
         large = stop - end >= LARGE
-        cols = matrix_of(compression.for_parameter(wire, name), shape)[1] if large else 0
-        if isinstance(own, LowRankCodec) and isinstance(own.inner, Dense) and not cols:
-            own = own.inner
-        alone = isinstance(own, LowRankCodec | SketchCodec) and large
+        cols = options_of(for_parameter(wire, name)).matrix_of(shape)[1] if large else 0
+        if not cols:
+            own = own.without_matrix()
+        alone = own.separate and large
         if codec is not None and end > start and (alone or own != codec):
             yield Region(Span(start, end), codec)
             start = end

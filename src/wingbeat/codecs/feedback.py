@@ -100,14 +100,8 @@ class _Memory:
 class Residuals:
     """One float32 residual for each trained parameter of this worker, and optionally a velocity.
 
-    Memory for a parameter is allocated on first use.
-
-    Args:
-        shapes: shape of each trained parameter, by name.
-        rank: this worker's rank.
-        world_size: number of workers.
-        velocity: also keep a velocity for momentum correction (Deep Gradient Compression,
-            section 3.2).
+    ``shapes`` are those of the trained parameters, by name. A ``velocity`` is for momentum
+    correction (Deep Gradient Compression, section 3.2). Memory is allocated on first use.
     """
 
     def __init__(
@@ -178,11 +172,8 @@ class Residuals:
         """Load one worker's part of a run with the same number of workers.
 
         If the part is another rank's, as when all workers load rank 0's checkpoint, the residuals
-        become zero.
-
-        Raises:
-            UsageError: the part is damaged, or of another model or number of workers. The residuals
-                are unchanged.
+        become zero. A `UsageError` if the part is damaged, or of another model or number of
+        workers. The residuals are unchanged.
         """
         self.check(state, "load_state_dict(state)")
         if state["world_size"] != self.world_size:
@@ -196,15 +187,10 @@ class Residuals:
     def load_state_dicts(self, states: Sequence[Part]) -> None:
         """Load this worker's share of the residuals of all workers of an earlier run.
 
-        Of M workers, rank r loads the sum of the parts of ranks r, r + M, r + 2M ... The sum over
-        all workers is preserved up to the rounding of float32.
-
-        Args:
-            states: the result of `state_dict` on every worker of that run, in any order.
-
-        Raises:
-            UsageError: a part is missing, occurs twice, is damaged, or is of another model or run.
-                The residuals are unchanged.
+        ``states`` has the result of `state_dict` on every worker of that run, in any order. Of M
+        workers, rank r loads the sum of the parts of ranks r, r + M, r + 2M ... The sum over all
+        workers is preserved up to the rounding of float32. A `UsageError` if a part is missing,
+        occurs twice, is damaged, or is of another model or run; the residuals are unchanged.
         """
         if not isinstance(states, (list, tuple)) or not states:
             raise UsageError(
@@ -258,7 +244,7 @@ def check_tensors(
     for name, shape in shapes.items():
         value = values[name]
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise UsageError(f"{where}: parameter {name!r} has no tensor of floats; save it anew")
+            raise UsageError(f"{where}: parameter {name!r} has no tensor of floats; save it again")
         if value.shape != shape:
             raise UsageError(
                 f"{where}: parameter {name!r} has shape {tuple(value.shape)} there and "

@@ -30,7 +30,7 @@ SEED = 4_3_1
 
 
 @dataclass(frozen=True)
-class LowRankCodec:
+class LowRankCodec(Codec):
     """Writes a matrix as ``P @ Q.T``, and encodes the factors by the inner codec (Canary, section
     4.3.1, case 1).
 
@@ -46,15 +46,12 @@ class LowRankCodec:
     bitwise equal on workers with the same hardware and software. On a GPU encoding waits for the
     device.
 
-    Args:
-        rank: columns of each factor, at least 1.
-        inner: encodes the factors, and elements that are not in a matrix.
-        iterations: number of subspace iterations, at least 0; each reads the matrix twice, in
-            addition to two other passes.
-
-    Raises:
-        UsageError: a number is out of range.
+    The inner codec also encodes elements that are not in a matrix. Each of the subspace iterations
+    reads the matrix twice, in addition to two other passes. A `UsageError` if a number is out of
+    range.
     """
+
+    separate = True
 
     rank: int
     inner: Codec = field(default_factory=Dense)
@@ -66,14 +63,18 @@ class LowRankCodec:
                 raise UsageError(f"{name}={value!r}: allowed are whole numbers from {least}")
 
     @property
-    def feedback(self) -> bool:
+    def feedback(self) -> bool:  # type: ignore[override]
         """As the inner codec; True with dense factors, which are lossy too."""
-        return self.inner.feedback or isinstance(self.inner, Dense)
+        return self.inner.feedback or self.inner.lossless
 
     @property
-    def bytes_per_element(self) -> float:
+    def bytes_per_element(self) -> float:  # type: ignore[override]
         """Bytes per element of the inner codec."""
         return self.inner.bytes_per_element
+
+    def without_matrix(self) -> Codec:
+        """As `Codec.without_matrix`: not a sketch, whose regions would change."""
+        return self.inner if self.inner.lossless else self
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`. Raises `ValueError` if the elements are not complete rows."""
@@ -231,14 +232,10 @@ class Factors:
     A matrix M of ``rows x cols`` is sent as ``P = M Q``, ``rows x rank``, and ``M.T P``, ``cols x
     rank``. Both are linear in M, so all-reduces can sum them.
 
-    Args:
-        matrices: matrices in the buffer, in order, without overlaps; at least one.
-        length: elements of the buffer.
-        workers: number of workers; summed buffers are padded to a multiple of it.
-        residual: float32, of the buffer's length; None: no error feedback.
-        starts: each matrix's Q by name, ``(cols, rank)``; missing ones are created, and all become
-            views of memory of this object.
-        device: device of the buffer.
+    The matrices in the buffer are in order, without overlaps; ``length`` counts its elements.
+    Summed buffers are padded to a multiple of the number of workers. ``residual`` is float32, of
+    the buffer's length; None: no error feedback. ``starts`` has each matrix's Q by name, ``(cols,
+    rank)``; missing ones are created, and all become views of memory of this object.
     """
 
     def __init__(
@@ -290,7 +287,7 @@ class Factors:
         """Each matrix's Q for the next round."""
         return self.wide(self._starts)
 
-    def mark(self) -> Tensor:
+    def checksum(self) -> Tensor:
         """Return a checksum of all Q as a scalar tensor."""
         return (self._starts.view(torch.int32).sum() % _PRIME).float()
 
@@ -301,16 +298,16 @@ class Factors:
 class Round:
     """One exchange of a buffer as factors.
 
-    Sum ``first`` over all workers and call `turn`; sum ``second``, meanwhile call `keep`, and call
-    `end`. All operations are queued on the buffer's device, and the host does not wait for a GPU.
-
-    If a P is not finite, its matrix becomes NaN on every worker, and its residual and next Q do not
-    change.
+    Sum ``first`` over all workers and call `compute_second`; sum ``second``, meanwhile call
+    `keep_residual`, and call `write_result`. All operations are queued on the buffer's device, and
+    the host does not wait for a GPU. If a P is not finite, its matrix becomes NaN on every worker,
+    and its residual and next Q do not change.
 
     Attributes:
         first: float32: the dense part, then each P, then a checksum of every Q.
         second: float32: each ``M.T P``.
-        agreed: after `turn`, whether all workers began with the same Q; otherwise results are NaN.
+        agreed: after `compute_second`, whether all workers began with the same Q; otherwise results
+            are NaN.
     """
 
     @torch.no_grad()
@@ -329,16 +326,16 @@ class Round:
         for span in factors.dense:
             first[offset : offset + len(span)] = self._whole[span.start : span.stop]
             offset += len(span)
-        self._mark = factors.mark()
-        first[-1] = self._mark
+        self._checksum = factors.checksum()
+        first[-1] = self._checksum
         for matrix, p, q in zip(factors.matrices, factors.thin(first), factors.starts, strict=True):
             torch.mm(matrix.of(self._whole), q, out=p)
 
     @torch.no_grad()
-    def turn(self) -> None:
+    def compute_second(self) -> None:
         """Orthonormalise each P, and compute the second factors."""
         factors = self._factors
-        self.agreed = self.first[-1] == factors.workers * self._mark
+        self.agreed = self.first[-1] == factors.workers * self._checksum
         self._bases: list[Tensor] = []
         self._right: list[Tensor] = []
         pairs = zip(factors.thin(self.first), factors.wide(self.second), strict=True)
@@ -351,7 +348,7 @@ class Round:
         self._own = None if factors.residual is None else self.second.clone()
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def keep_residual(self) -> None:
         """Keep this worker's error ``M - P (M.T P).T``, which does not need other workers' factors.
 
         The sum over all workers is the error of the sum, as with PowerSGD's difference to the mean.
@@ -371,7 +368,7 @@ class Round:
         self._own = None
 
     @torch.no_grad()
-    def end(self) -> None:
+    def write_result(self) -> None:
         """Write the sum into the buffer, and keep the scaled second factors as the next Q."""
         factors = self._factors
         offset = 0

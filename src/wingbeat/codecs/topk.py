@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from wingbeat import kernels
-from wingbeat.codecs.codec import check_size
+from wingbeat.codecs.codec import Codec, check_size
 from wingbeat.kernels import layout
 
 PLAIN = 32
@@ -22,7 +23,7 @@ FIRST_DENSITY = 0.25
 
 
 @dataclass(frozen=True)
-class TopKCodec:
+class TopKCodec(Codec):
     """Sends the ``max(1, round(density * n))`` largest magnitudes with their indices.
 
     Among equal magnitudes the lowest index is sent. Non-finite values rank as largest. With
@@ -36,7 +37,7 @@ class TopKCodec:
     bits: int = PLAIN
 
     @property
-    def bytes_per_element(self) -> float:
+    def bytes_per_element(self) -> float:  # type: ignore[override]
         """Bytes of the sent values and indices, divided by the number of elements."""
         return (self.bits / 8 + layout.OFFSET_BYTES) * self.density
 
@@ -48,12 +49,12 @@ class TopKCodec:
 
     def encode(
         self,
-        x: torch.Tensor,
-        payload: torch.Tensor,
+        x: Tensor,
+        payload: Tensor,
         *,
-        residual: torch.Tensor | None = None,
+        residual: Tensor | None = None,
         cols: int = 0,
-        velocity: torch.Tensor | None = None,
+        velocity: Tensor | None = None,
     ) -> None:
         """As `Codec.encode`; ``velocity`` accumulates momentum."""
         k, kernel = layout.count_of(x.numel(), self.density), kernels.of(x.device)
@@ -78,9 +79,7 @@ class TopKCodec:
             values.sub_(arrived).nan_to_num_(0.0, 0.0, 0.0)
             kernel.topk_decode(whole, residual, k=k, add=True)
 
-    def decode(
-        self, payload: torch.Tensor, out: torch.Tensor, *, add: bool = False, cols: int = 0
-    ) -> None:
+    def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
         """As `Codec.decode`; elements that were not sent are zero."""
         k, kernel = layout.count_of(out.numel(), self.density), kernels.of(out.device)
         whole = payload

@@ -11,8 +11,8 @@ Gathered: each worker encodes its whole buffer once, for all workers, and adds a
 order of ranks. This suits small payloads, such as those of top-k (OMGS-SGD, section II-C): values
 are rounded once, but the number of bytes grows with the number of workers.
 
-Here payloads are rows of a tensor, for process groups. An executor sums by blocks chunk by chunk,
-with the same `CodecPacking`.
+Here payloads are rows of a tensor. An executor sums by blocks chunk by chunk (`Encoded`); process
+groups exchange whole blocks (`wingbeat.collectives.nccl`).
 
 A sum of factors consists of two small all-reduces with computation in between. The second has a
 separate channel, on which the order is that of the buckets: it starts at a time that depends on
@@ -24,132 +24,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from wingbeat.codecs.lowrank import Factors, Round
 from wingbeat.collectives.handle import Handle
-from wingbeat.collectives.nccl import NcclJob
-from wingbeat.collectives.packing import CodecPacking, Encoded, malformed_text
+from wingbeat.collectives.packing import Encoded, malformed_text
 from wingbeat.collectives.threads import SerialQueue, run_callback
 from wingbeat.errors import PeerError
-from wingbeat.transport.text import first_line
-from wingbeat.transport.world import World
-from wingbeat.types import Span, blocks_of
+from wingbeat.types import Span
 
 if TYPE_CHECKING:
-    from wingbeat.transport.nccl import NcclGroup
+    pass
 
 _ALIGNMENTS = {"cuda": 16}
 """Alignment of rows in bytes by device; 16 allows kernels to use wide loads."""
 
 _ALIGNMENT = 8
 """Alignment in bytes on other devices."""
-
-
-@dataclass(frozen=True)
-class GroupRows:
-    """Exchanges rows of a uint8 tensor, one for each worker, in a process group.
-
-    ``where`` names the operation in error messages. ``between`` is called while each collective is
-    in progress.
-    """
-
-    group: NcclGroup
-    where: str
-    between: Callable[[], None] = lambda: None
-
-    def all_to_all(self, into: torch.Tensor, rows: torch.Tensor) -> None:
-        """Send row r of ``rows`` to rank r, and receive its row in row r of ``into``."""
-        start = self.group.all_to_all
-        self._do("all-to-all", lambda: start(into.view(-1), rows.view(-1)))
-
-    def all_gather(self, rows: torch.Tensor) -> None:
-        """Send this worker's row to all workers; row r becomes that of rank r."""
-        self._do("all-gather", lambda: self.group.all_gather(rows.view(-1)))
-
-    def all_reduce(self, buffer: torch.Tensor) -> None:
-        """Sum a float buffer of all workers, in place."""
-        self._do("all-reduce", lambda: self.group.all_reduce(buffer))
-
-    def _do(self, what: str, start: Callable[[], Any]) -> None:
-        with self._naming(what):
-            work = start()
-        self.between()  # outside of `_naming`: not a failure of a peer
-        with self._naming(what):
-            work.wait()
-
-    @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as err:
-            raise PeerError(
-                f"rank {self.group.rank}: the {what} of {self.where} among {self.group.size} "
-                f"workers failed: {first_line(err)}; look for the worker that died or stopped first"
-            ) from err
-
-
-@dataclass(eq=False)
-class BlockSum:
-    """One encoded sum by blocks, in place on a flat float buffer.
-
-    ``blocks`` has one block for each rank and covers the buffer. ``where`` names the operation in
-    error messages.
-    """
-
-    buffer: torch.Tensor
-    packing: CodecPacking
-    blocks: Sequence[Span]
-    rank: int
-    where: str
-
-    def __post_init__(self) -> None:
-        self._sizes = [self.packing.room(block) for block in self.blocks]
-        self._rows = _rows(len(self.blocks), max(self._sizes), self.buffer.device)
-
-    def encode(self) -> None:
-        """Encode the other workers' blocks, without communication."""
-        for rank in self._others():
-            self.packing.pack(self.buffer, self.blocks[rank], self._payload(rank))
-
-    def exchange(self, rows: GroupRows) -> None:
-        """Call `reduce` and `spread`."""
-        self.reduce(rows)
-        self.spread(rows)
-
-    def reduce(self, rows: GroupRows) -> None:
-        """Send the other workers their blocks, and add received payloads in the order of ranks.
-
-        Raises:
-            PeerError: a peer failed, timed out, or sent a malformed payload.
-        """
-        into = torch.empty_like(self._rows)
-        rows.all_to_all(into, self._rows)
-        for rank in self._others():
-            payload = into[rank, : self._sizes[self.rank]]
-            with _named_malformed(self.rank, rank, self.where):
-                self.packing.coding.decode(payload, self.buffer, self.packing.own, add=True)
-
-    def spread(self, rows: GroupRows) -> None:
-        """Send the own block to all workers; every worker decodes it from the same payload.
-
-        Raises:
-            PeerError: as `reduce`.
-        """
-        self.packing.pack(self.buffer, self.packing.own, self._payload(self.rank))
-        rows.all_gather(self._rows)
-        for rank in self._others():
-            with _named_malformed(self.rank, rank, self.where):
-                self.packing.coding.decode(self._payload(rank), self.buffer, self.blocks[rank])
-
-    def _others(self) -> Iterator[int]:
-        return (rank for rank in range(len(self.blocks)) if rank != self.rank)
-
-    def _payload(self, rank: int) -> torch.Tensor:
-        return self._rows[rank, : self._sizes[rank]]
 
 
 @dataclass(eq=False)
@@ -171,28 +65,22 @@ class GatheredSum:
 
     def __post_init__(self) -> None:
         self._span = Span(0, self.buffer.numel())
-        self._nbytes = self.wire.coding.room(self._span)
-        self.rows = _rows(self.size, self._nbytes, self.buffer.device)
+        self._nbytes = self.wire.size_of(self._span)
+        self.rows = payload_rows(self.size, self._nbytes, self.buffer.device)
 
     def encode(self) -> None:
         """Encode the buffer into this worker's row, without communication."""
         wire, payload = self.wire, self.rows[self.rank, : self._nbytes]
         wire.coding.encode(self.buffer, self._span, payload, wire.residual, self.velocity)
 
-    def exchange(self, rows: GroupRows) -> None:
-        """Gather all rows and call `add`."""
-        rows.all_gather(self.rows)
-        self.add()
-
     def add(self) -> None:
         """Replace the buffer by the sum of all rows, added in the order of ranks.
 
-        Raises:
-            PeerError: a peer sent a malformed payload.
+        A `PeerError` if a peer sent a malformed payload.
         """
         called = self.ranks or range(self.size)
         for rank, row in enumerate(self.rows):
-            with _named_malformed(called[self.rank], called[rank], self.where):
+            with named_malformed(called[self.rank], called[rank], self.where):
                 self.wire.coding.decode(row[: self._nbytes], self.buffer, self._span, add=rank > 0)
 
 
@@ -234,8 +122,7 @@ class Gathered(Handle):
     def wait(self) -> None:
         """Block until the buffer holds the sum.
 
-        Raises:
-            PeerError: a peer failed, timed out, or sent a malformed payload.
+        A `PeerError` if a peer failed, timed out, or sent a malformed payload.
         """
         super().wait()
         with self._adding:
@@ -256,14 +143,15 @@ class Gathered(Handle):
 
 
 @contextlib.contextmanager
-def _named_malformed(rank: int, sender: int, where: str) -> Iterator[None]:
+def named_malformed(rank: int, sender: int, where: str) -> Iterator[None]:
+    """Convert a `ValueError` about the payload of ``sender`` to a `PeerError`."""
     try:
         yield
     except ValueError as err:
         raise PeerError(f"rank {rank}: {where}: rank {sender} {malformed_text(err)}") from None
 
 
-def _rows(size: int, nbytes: int, device: torch.device) -> torch.Tensor:
+def payload_rows(size: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate a payload of up to ``nbytes`` for each of ``size`` workers."""
     alignment = _ALIGNMENTS.get(device.type, _ALIGNMENT)
     width = -(-nbytes // alignment) * alignment
@@ -295,21 +183,21 @@ class FactoredSum(Handle):
         assert self._round is not None
         return self._round.first
 
-    def turn(self, first: Handle, second: Sums) -> None:
+    def start_second(self, first: Handle, second: Sums) -> None:
         """Wait for the ``first`` sum and start the ``second``. `wait` raises any `PeerError`."""
         try:
             assert self._round is not None
             # Not `wait`: sending may take as long as the next collective, before which another
             # worker may need the second sum. The buffer is only read here.
             first.wait_received()
-            self._round.turn()
+            self._round.compute_second()
             if not bool(self._round.agreed):
                 raise PeerError(
                     f"{self._where}: the workers' low-rank factors began differently: load the "
                     "optimizer's state on all workers or on none"
                 )
             self._second = second(self._round.second)
-            self._round.keep()
+            self._round.keep_residual()
         except PeerError as err:
             self._error = str(err)
         except Exception as err:  # raised by `wait`
@@ -341,8 +229,7 @@ class FactoredSum(Handle):
     def wait(self) -> None:
         """Block until the buffer holds the sum.
 
-        Raises:
-            PeerError: a peer failed, timed out, or began with different factors.
+        A `PeerError` if a peer failed, timed out, or began with different factors.
         """
         self._is_turned.wait()  # every earlier transfer has a deadline
         if self._error:
@@ -352,80 +239,8 @@ class FactoredSum(Handle):
         with self._lock:
             mine, self._round = self._round, None
             if mine is not None:
-                mine.end()
+                mine.write_result()
 
     def wait_received(self) -> None:
         """As `wait`."""
         self.wait()
-
-
-class _EventWork:
-    """A process group's work object; waiting orders the current stream after ``event``."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def is_completed(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.wait()
-
-
-def start_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> NcclJob:
-    """Start ``what`` on ``buffer``, whose length is a multiple of the world's size.
-
-    On a CPU this blocks until the result is available.
-    """
-    return _start(world, what, buffer, lambda: _run_encoded(world, what, buffer, packing))
-
-
-def start_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> NcclJob:
-    """Start an all-reduce of ``buffer`` as factors; see `Collectives.all_reduce_factors`."""
-    return _start(world, "all_reduce", buffer, lambda: _run_factored(world, buffer, factors, where))
-
-
-def _start(world: World, what: str, buffer: torch.Tensor, run: Callable[[], None]) -> NcclJob:
-    if not buffer.is_cuda:
-        run()
-        return NcclJob(_EventWork(None), what, world.rank)
-    side = _side_stream(world, buffer.device)
-    side.wait_stream(torch.cuda.current_stream(buffer.device))
-    with torch.cuda.stream(side):
-        run()
-        done = side.record_event()
-    return NcclJob(_EventWork(done), what, world.rank)
-
-
-def _run_factored(world: World, buffer: torch.Tensor, factors: Factors, where: str) -> None:
-    rows = GroupRows(world.nccl, where)
-    made = factors.begin(buffer)
-    rows.all_reduce(made.first)
-    made.turn()
-    replace(rows, between=made.keep).all_reduce(made.second)
-    made.end()
-
-
-def _run_encoded(world: World, what: str, buffer: torch.Tensor, packing: CodecPacking) -> None:
-    where = what.replace("_", "-")
-    rows = GroupRows(world.nccl, where)
-    blocks = blocks_of(buffer.numel(), world.size)
-    encoded = BlockSum(buffer, packing, blocks, world.rank, where)
-    if what in ("reduce_scatter", "all_reduce"):
-        encoded.encode()
-        encoded.reduce(rows)
-    if what in ("all_gather", "all_reduce"):
-        encoded.spread(rows)
-
-
-_side_streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
-
-
-def _side_stream(world: World, device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all of a world's exchanges, which preserves the order of calls."""
-    key = (id(world), device)
-    if key not in _side_streams:
-        _side_streams[key] = torch.cuda.Stream(device)
-        world.on_close(lambda: _side_streams.__delitem__(key))
-    return _side_streams[key]

@@ -5,31 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from wingbeat import topologies
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import nccl
-from wingbeat.collectives.encoded import (
-    FactoredSum,
-    Gathered,
-    GatheredSum,
-    start_encoded,
-    start_factored,
-)
+from wingbeat.collectives.encoded import FactoredSum, Gathered, GatheredSum
 from wingbeat.collectives.executor import decode_queue, executors_of, factor_threads
-from wingbeat.collectives.handle import Handle, Job, wait_for_all
-from wingbeat.collectives.packing import (
-    CastPacking,
-    CodecPacking,
-    Encoded,
-    Packing,
-    WireFormat,
-    narrower_dtype,
-)
-from wingbeat.collectives.program import MIN_CHUNK_BYTES, Program, compile_collective, least_message
+from wingbeat.collectives.handle import Call, Handle, Job, NcclJob, wait_for_all
+from wingbeat.collectives.packing import Cast, Encoded, Packing, WireFormat, narrower_dtype
+from wingbeat.collectives.program import MIN_CHUNK_BYTES, compile_collective, least_message
 from wingbeat.collectives.threads import SerialQueue
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
@@ -78,10 +64,8 @@ class Collectives:
     def use(self, topology: str) -> None:
         """Change the topology of subsequent calls. Every worker must call this at the same point.
 
-        Blocks and their owners do not depend on the topology.
-
-        Raises:
-            UsageError: the topology does not fit the workers, their interfaces or networks.
+        Blocks and their owners do not depend on the topology. A `UsageError` if the topology does
+        not fit the workers, their interfaces or networks.
         """
         self._topology = _fit_topology(topology, self.world)
 
@@ -117,8 +101,7 @@ class Collectives:
     ) -> Handle:
         """Sum all workers' buffers into each owner's block; other elements become undefined.
 
-        Raises:
-            UsageError: the dtype ``wire`` is not supported.
+        A `UsageError` if the dtype ``wire`` is not supported.
         """
         return self._submit("reduce_scatter", buffer, bucket, wire=wire, blocks=blocks)
 
@@ -135,10 +118,8 @@ class Collectives:
         """Send each owner's block to all workers. A chunk is sent once ``after`` has finished it.
 
         ``label`` names a buffer that is not a bucket in error messages. With a ``wire``, each owner
-        also rounds its own block, so that the result is bitwise equal on all workers.
-
-        Raises:
-            UsageError: the dtype ``wire`` is not supported.
+        also rounds its own block, so that the result is bitwise equal on all workers. A
+        `UsageError` if the dtype ``wire`` is not supported.
         """
         return self._submit("all_gather", buffer, bucket, after, wire, label=label, blocks=blocks)
 
@@ -147,8 +128,7 @@ class Collectives:
     ) -> Handle:
         """Sum all workers' buffers on every worker; the result is bitwise equal on all workers.
 
-        Raises:
-            UsageError: the dtype ``wire`` is not supported.
+        A `UsageError` if the dtype ``wire`` is not supported.
         """
         return self._submit("all_reduce", buffer, bucket, wire=wire)
 
@@ -188,8 +168,7 @@ class Collectives:
     def open_second(self) -> None:
         """Open the channel of the second sums of factors. Every worker must call this.
 
-        Raises:
-            UsageError: all channels are in use, or the world is that of a group.
+        A `UsageError` if all channels are in use, or the world is that of a group.
         """
         if self._second is None and self.world.size > 1:
             channel = (self.world.parent or self.world).open_channel()
@@ -208,7 +187,7 @@ class Collectives:
             return Handle([])
         where = f"bucket {bucket}" if bucket >= 0 else "a sum of factors"
         if buffer.device.type in self.world.nccl_devices:
-            return Handle([start_factored(self.world, buffer, factors, where)])
+            return Handle([nccl.start_factored(self.world, buffer, factors, where)])
         assert self._second is not None, "open_second() opens what the second sums travel in"
         begin = time.monotonic_ns()
         summed = FactoredSum(factors, buffer, f"rank {self.world.rank}: {where}")
@@ -218,7 +197,7 @@ class Collectives:
             stream.record("encode", begin, end, bucket=bucket, nbytes=buffer.nbytes)
         first = self._sum(summed.first, bucket)
         second = self._second._sum
-        self._turns.start(lambda: summed.turn(first, lambda factor: second(factor, bucket)))
+        self._turns.start(lambda: summed.start_second(first, lambda factor: second(factor, bucket)))
         return summed
 
     def _sum(self, buffer: torch.Tensor, bucket: int) -> Handle:
@@ -228,8 +207,7 @@ class Collectives:
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Copy the buffer of this world's rank ``root`` to all workers.
 
-        Raises:
-            UsageError: ``root`` is not a rank of this world.
+        A `UsageError` if ``root`` is not a rank of this world.
         """
         world = self.world
         if type(root) is not int or not 0 <= root < world.size:
@@ -256,45 +234,30 @@ class Collectives:
         own = self.owned(buffer.numel()) if blocks is None else blocks[world.rank]
         packing = self._packing(buffer, wire, own)
         if buffer.device.type in world.nccl_devices:
-            return Handle([self._start_nccl(what, buffer, _nccl_job(after), packing, blocks)])
-        encoded = isinstance(packing, CodecPacking)
-        itemsize: float = buffer.element_size()
-        if packing is not None:
-            itemsize = packing.bytes_per_element
+            return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
+        encoded = isinstance(packing, Encoded)
+        itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
         topology = Mesh() if encoded else topology or self._topology
         if not topology.in_place:  # packed chunks are copies; no block is shared by all peers
-            packing = CastPacking(buffer.dtype if packing is None else packing.dtype, Span(0, 0))
+            packing = Cast(buffer.dtype if packing is None else packing.dtype, Span(0, 0))
+        # Chunks are encoded separately: their bounds must not depend on measurements.
+        least = MIN_CHUNK_BYTES if encoded else least_message(world.speeds)
         programs = compile_collective(
-            what,
-            topology,
-            world.rank,
-            world.size,
-            buffer.numel(),
-            itemsize,
-            world.speeds,
-            # Chunks are encoded separately: their bounds must not depend on measurements.
-            MIN_CHUNK_BYTES if encoded else least_message(world.speeds),
+            what, topology, world.rank, world.size, buffer.numel(), itemsize, world.speeds, least,
             blocks,
-        )
-        call = ""
+        )  # fmt: skip
+        identity = ""
         if world.group is not None:
             way = None if packing is None else (type(packing).__name__, packing.dtype, itemsize)
-            said = (what, bucket, label, buffer.numel(), buffer.dtype, way, type(topology).__name__)
-            call = repr(said)
-        return self._queue(programs, (buffer, what, bucket), after, (packing, label, call))
-
-    def _queue(
-        self,
-        programs: Sequence[Program],
-        what: tuple[torch.Tensor, str, int],
-        after: Handle | None,
-        how: tuple[Packing | None, str, str],
-    ) -> Handle:
-        jobs: list[Job] = []
+            shape = (label, buffer.numel(), buffer.dtype, way, type(topology).__name__)
+            identity = repr((what, bucket, *shape))
+        call, jobs = Call(buffer, what, bucket, packing, label, identity), list[Job]()
         try:
-            for i, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
-                jobs.append(executor.submit(program, *what, _job_of(after, i), *how))
+            for link, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
+                previous = None if after is None else after.jobs[link]
+                previous = previous if isinstance(previous, Job) else None
+                jobs.append(executor.submit(program, call, previous))
         except PeerError:  # no job may use the buffer after this returns
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)
@@ -305,26 +268,25 @@ class Collectives:
         self,
         what: str,
         buffer: torch.Tensor,
-        after: nccl.NcclJob | None,
-        packing: Any,
+        after: Handle | None,
+        packing: Packing | None,
         blocks: Blocks,
-    ) -> nccl.NcclJob:
-        if not isinstance(packing, CodecPacking):
-            return nccl.start(self.world, what, buffer, after, packing, blocks)
+    ) -> NcclJob:
+        previous = None if after is None else after.jobs[0]
+        previous = previous if isinstance(previous, NcclJob) else None
+        if not isinstance(packing, Encoded):
+            return nccl.start(self.world, what, buffer, previous, packing, blocks)
         assert blocks is None, "codecs on GPUs have equal blocks"
-        if after is not None:
-            after.wait()  # orders streams; the host does not wait
-        return start_encoded(self.world, what, buffer, packing)
+        if previous is not None:
+            previous.wait()  # orders streams; the host does not wait
+        return nccl.start_encoded(self.world, what, buffer, packing)
 
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None, own: Span) -> Packing | None:
         assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
-        alone = self.world.size == 1
         if isinstance(wire, Encoded):
-            return None if alone else CodecPacking(wire.coding, wire.residual, own)
+            return None if self.world.size == 1 else Encoded(wire.coding, wire.residual, own)
         dtype = narrower_dtype(wire, buffer)
-        if dtype is None or alone:
-            return None
-        return CastPacking(dtype, own)
+        return None if dtype is None or self.world.size == 1 else Cast(dtype, own)
 
 
 def _fit_topology(topology: str | Topology, world: World) -> Topology:
@@ -333,16 +295,6 @@ def _fit_topology(topology: str | Topology, world: World) -> Topology:
     if world.networks:
         fitted.check_networks(world.networks)
     return fitted
-
-
-def _job_of(handle: Handle | None, link: int) -> Job | None:
-    job = handle.jobs[link] if handle is not None else None
-    return job if isinstance(job, Job) else None
-
-
-def _nccl_job(handle: Handle | None) -> nccl.NcclJob | None:
-    job = handle.jobs[0] if handle is not None else None
-    return job if isinstance(job, nccl.NcclJob) else None
 
 
 class Rows:
@@ -368,8 +320,7 @@ class Rows:
     def wait(self) -> torch.Tensor:
         """Return all rows: float64, shape ``(workers, values)``, equal on every worker.
 
-        Raises:
-            PeerError: a worker failed or timed out.
+        A `PeerError` if a worker failed or timed out.
         """
         self._handle.wait()
         return self._rows

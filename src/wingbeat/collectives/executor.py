@@ -11,16 +11,16 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.collectives import machine
-from wingbeat.collectives.handle import Job
-from wingbeat.collectives.machine import Machine
+from wingbeat.collectives import program as programs
+from wingbeat.collectives.handle import Call, Job
 from wingbeat.collectives.packing import Packing, ScratchPool, malformed_text
-from wingbeat.collectives.tags import CHUNKS_PER_TAG, UNUSED_TAG, base_tag, group_tag
+from wingbeat.collectives.program import Machine
 from wingbeat.collectives.threads import SerialQueue, ThreadPool
 from wingbeat.collectives.waits import (
     CallTable,
@@ -32,7 +32,9 @@ from wingbeat.collectives.waits import (
 from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, FailureAttribution, finished_peer_text
-from wingbeat.transport.group_links import (
+from wingbeat.transport.link import (
+    BITS_BELOW,
+    CHANNEL_BITS,
     GroupSetupError,
     aborted_text,
     group_prefix,
@@ -42,6 +44,8 @@ from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
+    import torch
+
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Link, Pending
     from wingbeat.types import Group, Span
@@ -155,7 +159,7 @@ _MIN_WAIT_S = 0.001
 
 
 class Executor:
-    """Runs jobs first in, first out; up to `machine.DEPTH` of them overlap.
+    """Runs jobs first in, first out; up to `programs.DEPTH` of them overlap.
 
     Executor ``lane`` runs the programs of that link; the first executor also runs programs that use
     several links. With ``threads``, it has a thread only while there is work.
@@ -198,36 +202,26 @@ class Executor:
             )
             self._thread.start()
 
-    def submit(
-        self,
-        program: Program,
-        buffer: torch.Tensor,
-        what: str,
-        bucket: int,
-        after: Job | None,
-        packing: Packing | None = None,
-        label: str = "",
-        call: str = "",
-    ) -> Job:
-        """Queue a program on ``buffer``. A chunk is sent when job ``after`` has finished it.
+    def submit(self, program: Program, call: Call, after: Job | None) -> Job:
+        """Queue a program of ``call``. A chunk is sent when job ``after`` has finished it.
 
-        ``label`` names a buffer that is not a bucket. ``call`` contains everything that must be
-        equal on all members of a group.
-
-        Raises:
-            PeerError: an earlier job failed, or the executor was closed.
+        A `PeerError` if an earlier job failed, or the executor was closed.
         """
-        job = Job(program, buffer, what, bucket, after, packing, label)
+        job = Job(program, call, after)
         with self._condition:
             self._failure.refuse()
             if self._closing:
                 over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
                 raise PeerError(f"{job} was started after {over}")
             turn = self._submitted
-            world_tag = base_tag(what, bucket, buffer.nbytes, label, turn, job.dtype)
             job.turn = turn
-            job.stalled = self._compare if self._group is None else None
-            job.base_tag = world_tag if self._group is None else group_tag(call, turn)
+            if self._group is None:
+                job.stalled = self._compare
+                job.base_tag = base_tag(
+                    call.what, call.bucket, call.buffer.nbytes, call.label, turn, call.dtype
+                )
+            else:
+                job.base_tag = group_tag(call.identity, turn)
             self._submitted += 1
             self._machine.submit(job)
             self._condition.notify_all()
@@ -264,18 +258,15 @@ class Executor:
         self._runner = threading.get_ident()
         try:
             for command in self._machine.commands():
-                if isinstance(command, machine.Idle):
+                if isinstance(command, programs.Idle):
                     if not self._wait_for_work():
                         return
                 else:
-                    self._perform(command)
+                    _PERFORM[type(command)](self, command)
         except Exception as err:
             self._fail(self._machine.begun(), err)
 
-    def _perform(self, command: machine.TaskCommand[Job]) -> None:
-        _PERFORM[type(command)](self, command)
-
-    def _begin(self, command: machine.Begin[Job]) -> None:
+    def _begin(self, command: programs.Begin[Job]) -> None:
         command.task.begin_ns = time.monotonic_ns()
 
     def _wait_for_work(self) -> bool:
@@ -294,16 +285,16 @@ class Executor:
         self._running, self._runner = False, 0
         self._condition.notify_all()
 
-    def _await_chunk(self, command: machine.AwaitChunk[Job]) -> None:
+    def _await_chunk(self, command: programs.AwaitChunk[Job]) -> None:
         job, transfer = command.task, command.transfer
         pending, into = job.coming.popleft()
         self._await(job, pending, transfer)
         if job.packing is not None:
             self._unpack(job, job.packing, transfer, into)
-            self._scratch.give(into)
+            self._scratch.release(into)
         elif transfer.reduce:
             job.piece(transfer.span).add_(into)
-            self._scratch.give(into)
+            self._scratch.release(into)
 
     def _unpack(self, job: Job, packing: Packing, transfer: Transfer, chunk: torch.Tensor) -> None:
         try:
@@ -311,7 +302,7 @@ class Executor:
         except ValueError as err:
             raise self._lost(job, transfer, 0.0, malformed_text(err)) from None
 
-    def _complete(self, command: machine.Complete[Job]) -> None:
+    def _complete(self, command: programs.Complete[Job]) -> None:
         job = command.task
         if stream.on:
             stream.record(
@@ -324,11 +315,11 @@ class Executor:
             )
         job.receive()
 
-    def _finish(self, command: machine.AwaitSends[Job]) -> None:
+    def _finish(self, command: programs.AwaitSends[Job]) -> None:
         job = command.task
         self._await_sends(job)
         for chunk in job.packed:
-            self._scratch.give(chunk)
+            self._scratch.release(chunk)
         job.drop()
         job.finish()
 
@@ -337,12 +328,12 @@ class Executor:
         for pending, transfer, _ in job.sends:
             self._await(job, pending, transfer)
 
-    def _post_receive(self, command: machine.PostReceive[Job]) -> None:
+    def _post_receive(self, command: programs.PostReceive[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is not None:
-            into = self._scratch.take(job.packing.room(transfer.span), job.dtype)
+            into = self._scratch.acquire(job.packing.size_of(transfer.span), job.dtype)
         elif transfer.reduce:
-            into = self._scratch.take(len(transfer.span), job.dtype)
+            into = self._scratch.acquire(len(transfer.span), job.dtype)
         else:
             into = job.piece(transfer.span)
         tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
@@ -352,7 +343,7 @@ class Executor:
             raise self._lost(job, transfer, 0.0, err) from None
         job.coming.append((pending, into))
 
-    def _send(self, command: machine.SendChunk[Job]) -> None:
+    def _send(self, command: programs.SendChunk[Job]) -> None:
         job, transfer = command.task, command.transfer
         if job.packing is None:
             chunk = job.piece(transfer.span)
@@ -370,7 +361,7 @@ class Executor:
         known = job.results.get(span)
         if known is not None:
             return known
-        chunk = self._scratch.take(packing.room(span), job.dtype)
+        chunk = self._scratch.acquire(packing.size_of(span), job.dtype)
         packing.pack(job.buffer, span, chunk)
         job.packed.append(chunk)
         if packing.own.overlaps(span):
@@ -485,12 +476,12 @@ class Executor:
 
 
 _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
-    machine.Begin: Executor._begin,
-    machine.PostReceive: Executor._post_receive,
-    machine.AwaitChunk: Executor._await_chunk,
-    machine.SendChunk: Executor._send,
-    machine.Complete: Executor._complete,
-    machine.AwaitSends: Executor._finish,
+    programs.Begin: Executor._begin,
+    programs.PostReceive: Executor._post_receive,
+    programs.AwaitChunk: Executor._await_chunk,
+    programs.SendChunk: Executor._send,
+    programs.Complete: Executor._complete,
+    programs.AwaitSends: Executor._finish,
 }
 """The method of each command. A ``match`` would test the classes in sequence for each message."""
 
@@ -508,9 +499,9 @@ def _after_fork() -> None:
     """Reset in a forked child, where a thread that no longer exists may have held the lock."""
     global _creating
     _creating = threading.RLock()
-    _threads.forget()
-    factor_threads.forget()
-    decode_queue.forget()
+    _threads.reset_after_fork()
+    factor_threads.reset_after_fork()
+    decode_queue.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -535,3 +526,62 @@ def executors_of(world: World) -> list[Executor]:
                 # A deleted model drops its channel but cannot end the thread.
                 weakref.finalize(world, executor.stop)
         return _executors[world]
+
+
+CHUNK_BITS = 8
+CHUNKS_PER_TAG = 1 << CHUNK_BITS
+"""Chunks to a peer after which tags repeat. Chunks are sent and received in the same order, and an
+executor posts fewer receives.
+"""
+
+_KIND_BITS = 11
+_SEQUENCE_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS
+
+TAG_PERIOD = 1 << _SEQUENCE_BITS
+"""Collectives after which tags repeat. A sender is less than half as many ahead of a receiver."""
+
+_OPERATIONS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2}
+_CONTROL = 3
+
+UNUSED_TAG = (1 << BITS_BELOW) - 1
+"""A tag that no message has, as there is no label of that number."""
+
+LABELS = (
+    *("norms", "infinities", "batches left", "intents", "codec trial", "size tuning"),
+    *("iteration times", "optimizer state", "gradients", "tensors"),
+    *("buffers after backward", "news of buffers", "buffers", "layout of buffers"),
+)
+"""Exchanges other than buckets; all others share one number."""
+
+
+def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: torch.dtype) -> int:
+    """Return the tag of a collective's first chunk; the other chunks have the following tags.
+
+    ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``); ``bucket`` is
+    negative for other exchanges, which have a ``label``; ``turn`` counts earlier collectives.
+    Exchanges of different sizes or dtypes mostly differ: a message that is larger than its receive
+    buffer would abort the process.
+    """
+    digest = zlib.crc32(f"{what} {nbytes} {dtype}".encode())
+    if bucket >= 0 and what in _OPERATIONS:
+        kind = (_OPERATIONS[what] << 9) | ((bucket & 127) << 2) | (digest & 3)
+    else:
+        number = LABELS.index(label) + 1 if label in LABELS else 0
+        kind = (_CONTROL << 9) | (number << 5) | (digest & 31)
+    return (((turn % TAG_PERIOD) << _KIND_BITS) | kind) << CHUNK_BITS
+
+
+_DIGESTS = (1 << (_KIND_BITS + CHANNEL_BITS)) - 1
+"""Groups have no channels, so their digests use those bits too, except the highest digest, whose
+tags the barrier of the connection setup uses.
+"""
+
+
+def group_tag(call: str, turn: int) -> int:
+    """Return the tag of the first chunk of a group's collective.
+
+    ``call`` contains everything that must be equal on all members. Two different calls have the
+    same tag in one of 524,287 cases.
+    """
+    digest = zlib.crc32(call.encode()) % _DIGESTS
+    return (((turn % TAG_PERIOD) << (_KIND_BITS + CHANNEL_BITS)) | digest) << CHUNK_BITS

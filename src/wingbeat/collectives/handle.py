@@ -6,17 +6,18 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wingbeat.collectives.machine import Task
 from wingbeat.collectives.packing import Packing
+from wingbeat.collectives.program import Task
 from wingbeat.collectives.threads import run_callback
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
-    from wingbeat.collectives.nccl import NcclJob
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
@@ -28,24 +29,24 @@ class OneShotEvent:
     Each collective has two, and a step may have hundreds of collectives.
     """
 
-    __slots__ = ("_lock", "is_open")
+    __slots__ = ("_lock", "is_set")
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_set = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
-    def open(self) -> None:
+    def set(self) -> None:
         """Set the event. Not safe for concurrent calls; repeated calls have no effect."""
-        if not self.is_open:
-            self.is_open = True
+        if not self.is_set:
+            self.is_set = True
             self._lock.release()
 
     def wait(self, seconds: float = -1) -> bool:
         """Block until the event is set or ``seconds`` have passed; return whether it is set."""
-        if not self.is_open and self._lock.acquire(timeout=seconds):
+        if not self.is_set and self._lock.acquire(timeout=seconds):
             self._lock.release()  # each waiting thread releases the next one
-        return self.is_open
+        return self.is_set
 
 
 FIRST_COMPARISON_S = 1.0
@@ -55,26 +56,35 @@ _done_lock = threading.Lock()
 """Held briefly while any job is marked as done or a callback is added."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A collective, as all of its members must call it.
+
+    ``label`` names a buffer that is not a bucket. ``identity`` contains everything that must be
+    equal on all members of a group.
+    """
+
+    buffer: torch.Tensor
+    what: str
+    bucket: int
+    packing: Packing | None = None
+    label: str = ""
+    identity: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype on the link."""
+        return self.buffer.dtype if self.packing is None else self.packing.dtype
+
+
 class Job(Task):
     """One collective on one link, with its tensors and transfers in progress."""
 
-    def __init__(
-        self,
-        program: Program,
-        buffer: torch.Tensor,
-        what: str,
-        bucket: int,
-        after: Job | None,
-        packing: Packing | None,
-        label: str = "",
-    ) -> None:
+    def __init__(self, program: Program, call: Call, after: Job | None) -> None:
         super().__init__(program, after)
-        self.buffer = buffer
-        self.what = what.partition(":")[0]
-        self.bucket = bucket
-        self.label = label
-        self.packing = packing
-        self.dtype = buffer.dtype if packing is None else packing.dtype
+        self.buffer, self.packing = call.buffer, call.packing
+        self.what = call.what.partition(":")[0]
+        self.bucket, self.label, self.dtype = call.bucket, call.label, call.dtype
         self._error = ""
         self.base_tag = 0
         self.turn = 0
@@ -119,26 +129,26 @@ class Job(Task):
 
     def receive(self) -> None:
         """Mark the result as readable. Parts of the buffer may still be in transmission."""
-        self._received.open()
+        self._received.set()
 
     def finish(self, error: str = "") -> None:
         """Mark the job as done, or as failed with ``error``, and wake all waiting threads."""
         self._error = error
-        self._received.open()
+        self._received.set()
         with _done_lock:
-            self._done.open()
+            self._done.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             run_callback(callback)
 
     def done(self) -> bool:
         """Whether `wait` would return or raise immediately."""
-        return self._done.is_open
+        return self._done.is_set
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the job is done or has failed; immediately if it already is."""
         with _done_lock:
-            if not self._done.is_open:
+            if not self._done.is_set:
                 self._callbacks.append(callback)
                 return
         run_callback(callback)
@@ -165,11 +175,55 @@ class Job(Task):
             if self.stalled is not None:
                 self.stalled(self)
             interval *= 2
-        self._raise_error()
-
-    def _raise_error(self) -> None:
         if self._error:  # a new exception each time: a raised one references its frames
             raise PeerError(self._error)
+
+
+class NcclJob:
+    """A collective in a process group, which runs collectives in the order of submission.
+
+    ``finish`` is called in the first wait, with the current stream ordered after the work.
+    """
+
+    def __init__(
+        self, work: Any, what: str, rank: int, finish: Callable[[], None] | None = None
+    ) -> None:
+        self._work, self._what, self._rank, self._finish = work, what, rank, finish
+
+    def wait(self) -> None:
+        """Wait for the result; on a GPU, make the current stream wait, without blocking the host.
+
+        A `PeerError` if the process group reported a failure.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as err:
+            raise PeerError(
+                f"rank {self._rank}: {self._what.replace('_', '-')} failed: {first_line(err)}; "
+                "find the worker that died or stopped first"
+            ) from None
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def done(self) -> bool:
+        """Whether the collective has finished."""
+        return bool(self._work.is_completed())
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` if the collective is done; raise a `UsageError` otherwise."""
+        if not self.done():
+            raise UsageError("a collective on a GPU cannot call back: use wait() or done()")
+        run_callback(callback)
+
+    def wait_received(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def write_back(self) -> None:
+        """Wait if the buffer receives the result in `wait` only."""
+        if self._finish is not None:
+            self.wait()
 
 
 class Handle:
@@ -189,10 +243,8 @@ class Handle:
 
         The callback runs in the thread that completes the collective, so it must be short and must
         not block. If the collective is already done, it runs in the calling thread. Exceptions of
-        the callback are logged.
-
-        Raises:
-            UsageError: the collective runs in NCCL or another process group, and is not done.
+        the callback are logged. A `UsageError` if the collective runs in NCCL or another process
+        group, and is not done.
         """
         if not self.jobs:
             run_callback(lambda: callback(self))
@@ -209,18 +261,15 @@ class Handle:
     def wait(self) -> None:
         """Block until the collective is done on this worker, or has failed on all links.
 
-        Afterwards the collective no longer reads or writes the buffer.
-
-        Raises:
-            PeerError: a peer failed or timed out; names the peer and the collective.
+        Afterwards the collective no longer reads or writes the buffer. A `PeerError` if a peer
+        failed or timed out; names the peer and the collective.
         """
         wait_for_all(job.wait for job in self.jobs)
 
     def wait_received(self) -> None:
         """Block until the result can be read. Do not write to it before `wait` returns.
 
-        Raises:
-            PeerError: as `wait`.
+        A `PeerError` as in `wait`.
         """
         wait_for_all(job.wait_received for job in self.jobs)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -25,8 +24,7 @@ CAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 def wire_dtype(name: str) -> torch.dtype | None:
     """Return the dtype called ``name`` in `Choices.wire`; None (the buffer's dtype) if empty.
 
-    Raises:
-        UsageError: the dtype is not supported.
+    A `UsageError` if the dtype is not supported.
     """
     if not name:
         return None
@@ -38,8 +36,7 @@ def wire_dtype(name: str) -> torch.dtype | None:
 def narrower_dtype(wire: torch.dtype | None, buffer: torch.Tensor) -> torch.dtype | None:
     """Return ``wire`` if casting ``buffer`` to it saves bytes; else None.
 
-    Raises:
-        UsageError: ``wire`` is not one of `CAST_DTYPES`.
+    A `UsageError` if ``wire`` is not one of `CAST_DTYPES`.
     """
     if wire is None:
         return None
@@ -64,7 +61,7 @@ class ScratchPool:
         self._free: defaultdict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._free_bytes = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised flat tensor of ``numel`` elements."""
         capacity = 1 << max(0, numel - 1).bit_length()
         free = self._free[dtype, capacity]
@@ -76,52 +73,22 @@ class ScratchPool:
         self._free_bytes -= whole.nbytes
         return given if given.numel() == numel else whole[:numel]
 
-    def give(self, tensor: torch.Tensor) -> None:
-        """Return a tensor from `take`, which must no longer be used, to the pool."""
+    def release(self, tensor: torch.Tensor) -> None:
+        """Return a tensor from `acquire`, which must no longer be used, to the pool."""
         whole = tensor._base
-        assert whole is not None, "not from take()"
+        assert whole is not None, "not from acquire()"
         if self._free_bytes + whole.nbytes <= MAX_POOL_BYTES:
             # Keep the view: the next request usually has the same length.
             self._free[whole.dtype, whole.numel()].append(tensor)
             self._free_bytes += whole.nbytes
 
 
-class Packing(Protocol):
-    """How one worker packs the chunks of one collective.
-
-    A rank that sends the result of its own block also rounds it in place, so that the result is
-    bitwise equal on all workers.
-    """
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of a packed chunk."""
-
-    @property
-    def own(self) -> Span:
-        """The block of this rank."""
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Approximate bytes per element of the buffer; 0 if blocks should not be divided."""
-
-    def room(self, span: Span) -> int:
-        """Return the number of ``dtype`` elements in a packed ``span``."""
-
-    def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """Write ``buffer[span]`` into ``chunk``; round it in place if it is in the own block."""
-
-    def unpack(
-        self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
-    ) -> None:
-        """Write or add ``chunk`` into ``buffer[span]``; raises `ValueError` if it is malformed."""
-
-
 @dataclass(frozen=True, slots=True)
-class CastPacking:
-    """Casts each chunk to the nearest values in ``dtype``; values that are too large are infinite.
+class Cast:
+    """Sends each chunk as the nearest values in ``dtype``; too large ones become infinite.
 
-    Forwarded chunks do not change, as their owner has already rounded them.
+    A rank that sends the result of its ``own`` block also rounds it in place, so that the result is
+    bitwise equal on all workers. Forwarded chunks do not change: their owner has rounded them.
     """
 
     dtype: torch.dtype
@@ -132,12 +99,12 @@ class CastPacking:
         """Size of the dtype."""
         return self.dtype.itemsize
 
-    def room(self, span: Span) -> int:
-        """Return the length of the span."""
+    def size_of(self, span: Span) -> int:
+        """Return the number of ``dtype`` elements in a packed ``span``."""
         return len(span)
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """As `Packing.pack`."""
+        """Write ``buffer[span]`` into ``chunk``; round it in place if it is in the own block."""
         part = buffer[span.start : span.stop]
         chunk.copy_(part)
         if self.own.overlaps(span):
@@ -146,63 +113,54 @@ class CastPacking:
     def unpack(
         self, chunk: torch.Tensor, buffer: torch.Tensor, span: Span, add: bool, scratch: ScratchPool
     ) -> None:
-        """As `Packing.unpack`."""
+        """Write or add ``chunk`` into ``buffer[span]``."""
         part = buffer[span.start : span.stop]
         if not add:
             part.copy_(chunk)
             return
         # Adding tensors of two dtypes is slower and allocates memory.
-        widened = scratch.take(len(span), part.dtype)
+        widened = scratch.acquire(len(span), part.dtype)
         part.add_(widened.copy_(chunk))
-        scratch.give(widened)
+        scratch.release(widened)
+
+
+_NO_BLOCK = Span(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A wire format for `Collectives`: a coding, and a residual for error feedback.
+    """Encodes each chunk separately and keeps the encoding error in ``residual``.
+
+    For other workers' blocks the residual is the error of this worker's contribution, for its
+    ``own`` block the error of the sum. Both are this worker's part of the total error, so blocks
+    may change owners.
 
     Attributes:
         coding: the codec of each region of the buffer.
         residual: float32, of the buffer's length; None: no error feedback.
+        own: the block of this rank, which `Collectives` sets.
     """
 
     coding: Coding
     residual: torch.Tensor | None = None
-
-
-WireFormat = torch.dtype | Encoded | Factors
-"""How a buffer's elements are sent, if not in their own dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodecPacking:
-    """Encodes each chunk separately and keeps the encoding error in ``residual``.
-
-    For other workers' blocks the residual is the error of this worker's contribution, for its own
-    block the error of the sum. Both are this worker's part of the total error, so blocks may change
-    owners. ``residual`` is float32, of the buffer's length; None disables error feedback.
-    """
-
-    coding: Coding
-    residual: torch.Tensor | None
-    own: Span
+    own: Span = _NO_BLOCK
 
     @property
     def dtype(self) -> torch.dtype:
-        """uint8."""
+        """uint8, of payloads."""
         return torch.uint8
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes per element of the codec."""
+        """Approximate; 0 if blocks should not be divided."""
         return self.coding.bytes_per_element
 
-    def room(self, span: Span) -> int:
-        """Return the size of the payload."""
+    def size_of(self, span: Span) -> int:
+        """Return the bytes of the payload of ``span``."""
         return self.coding.room(span)
 
     def pack(self, buffer: torch.Tensor, span: Span, chunk: torch.Tensor) -> None:
-        """As `Packing.pack`."""
+        """Write ``buffer[span]`` into ``chunk``; round it in place if it is in the own block."""
         self.coding.encode(buffer, span, chunk, self.residual)
         if self.own.overlaps(span):
             self.coding.decode(chunk, buffer, span)
@@ -215,8 +173,15 @@ class CodecPacking:
         add: bool,
         scratch: ScratchPool,  # noqa: ARG002
     ) -> None:
-        """As `Packing.unpack`."""
+        """Write or add ``chunk`` into ``buffer[span]``; a `ValueError` if it is malformed."""
         self.coding.decode(chunk, buffer, span, add=add)
+
+
+Packing = Cast | Encoded
+"""How one worker packs the chunks of one collective."""
+
+WireFormat = torch.dtype | Encoded | Factors
+"""How a buffer's elements are sent, if not in their own dtype."""
 
 
 def malformed_text(err: ValueError) -> str:

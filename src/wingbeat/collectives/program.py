@@ -1,18 +1,29 @@
-"""Compiles rounds of hops into one linear program for one executor thread. Pure functions.
+"""Programs of collectives, and the machine that schedules them, without threads, clocks or I/O.
 
-Hops are cut into chunks, and a chunk may be sent as soon as the chunk it depends on has arrived, so
-that rounds overlap.
+Rounds of hops are compiled into one linear program for each link. Hops are cut into chunks, and a
+chunk may be sent as soon as the chunk it depends on has arrived, so that rounds overlap.
+
+The machine is a generator that yields commands, and its driver performs each before it requests the
+next. An `Executor` drives it over links, a simulator over modelled links, a test over a dictionary.
+
+1. The next collective begins as soon as the previous one has sent its last chunk to the link.
+   Earlier, its chunks would precede those chunks in the socket; later, the link would idle for a
+   round trip.
+2. A collective whose result is complete does not delay the next one while its last chunks are sent.
+3. Receives are posted ahead, because a link may send only chunks that the peer expects.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Generic, TypeVar
 
 from wingbeat.topologies import Topology
-from wingbeat.types import Hop, Recv, Round, Send, Span, blocks_of, split
+from wingbeat.types import Hop, Round, Send, Span, blocks_of, split
 
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1024 << 10
@@ -108,20 +119,22 @@ def chunk_elements(block_elements: int, itemsize: float, least: int = MIN_CHUNK_
 
 def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
     """Cut the rounds' hops into chunks of ``chunk`` elements and order them by dependency."""
-    numbering = _Numbering()
+    # Chunks are numbered per link, peer and direction; both ends cut the same spans in one order.
+    numbers: Counter[tuple[type[Hop], int, int]] = Counter()
     first: list[Transfer] = []
     receives: list[Transfer] = []
     unlocks: list[list[Transfer]] = []
     for hops in rounds:
         known = len(receives)
         for hop, span in _chunks(hops, chunk):
+            direction = type(hop), hop.interface, hop.peer
+            tag = numbers[direction]
+            numbers[direction] += 1
             if isinstance(hop, Send):
-                tag = numbering.sent(hop)
                 transfer = Transfer(hop.peer, span, tag, link=hop.interface)
                 last = last_overlap(receives[:known], span)
                 (first if last < 0 else unlocks[last]).append(transfer)
             else:
-                tag = numbering.received(hop)
                 receives.append(Transfer(hop.peer, span, tag, hop.reduce, hop.interface))
                 unlocks.append([])
     return Program(tuple(first), tuple(receives), tuple(map(tuple, unlocks)))
@@ -132,25 +145,6 @@ def _chunks(hops: Round, chunk: int) -> Iterator[tuple[Hop, Span]]:
     cut = [[(hop, span) for span in hop.span.cut(chunk)] for hop in hops]
     for turn in itertools.zip_longest(*cut):
         yield from (each for each in turn if each is not None)
-
-
-class _Numbering:
-    """Numbers chunks per link, peer and direction; both ends cut the same spans in one order."""
-
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], int] = {}
-        self._received: dict[tuple[int, int], int] = {}
-
-    def sent(self, hop: Send) -> int:
-        return self._next(self._sent, (hop.interface, hop.peer))
-
-    def received(self, hop: Recv) -> int:
-        return self._next(self._received, (hop.interface, hop.peer))
-
-    @staticmethod
-    def _next(counts: dict[tuple[int, int], int], which: tuple[int, int]) -> int:
-        counts[which] = counts.get(which, -1) + 1
-        return counts[which]
 
 
 def last_overlap(receives: Sequence[Transfer], span: Span) -> int:
@@ -173,18 +167,12 @@ def compile_collective(
     least: int = MIN_CHUNK_BYTES,
     blocks: tuple[Span, ...] | None = None,
 ) -> tuple[Program, ...]:
-    """Return one worker's program for each link of a collective.
+    """Return one worker's program for each link of a collective on ``numel`` elements.
 
-    Args:
-        what: the operation; a broadcast includes its root, as ``"broadcast:0"``.
-        topology: the topology.
-        rank: the worker.
-        size: number of workers.
-        numel: elements of the buffer.
-        itemsize: bytes of an element on the links; 0 does not divide blocks.
-        speeds: the speed of each link, which carries a proportional part of each block.
-        least: minimum size of a message in bytes.
-        blocks: the block of each worker; None: nearly equal blocks.
+    ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``). ``itemsize`` is the
+    bytes of an element on the links; 0 does not divide blocks. Each link carries a part of each
+    block in proportion to its speed, in messages of at least ``least`` bytes. ``blocks`` has the
+    block of each worker; None: nearly equal blocks.
     """
     blocks = blocks or tuple(blocks_of(numel, size))
     stripes = [split(block, speeds) for block in blocks]
@@ -213,3 +201,190 @@ def _rounds(
         return topology.broadcast(rank, int(root), blocks, link)
     rounds: list[Round] = getattr(topology, name)(rank, blocks, link)
     return rounds
+
+
+RECEIVES_AHEAD = 128
+"""Receives posted ahead, so that peers can send without waiting. They complete in order: in a mesh,
+they must cover the lag of the slowest peer.
+"""
+
+DEPTH = 4
+"""Maximum number of collectives in progress."""
+
+
+class Task:
+    """The progress of one collective's program on one link.
+
+    ``after`` is the previous collective on the same buffer, whose finished chunks this one may
+    send; None: all chunks may be sent.
+    """
+
+    def __init__(self, program: Program, after: Task | None = None) -> None:
+        self.program = program
+        self.after = after
+        self.taken = 0
+        self.unsent = len(program.first) + sum(map(len, program.unlocks))
+        self.held: deque[tuple[int, Transfer]] = deque()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks have been received, so that the result can be read."""
+        return self.taken == len(self.program.receives)
+
+    def hold(self) -> None:
+        """Queue the first sends, each after the chunk of ``after`` that it needs.
+
+        An all-gather can thus begin with the first chunk that the reduce-scatter has finished.
+        """
+        receives = self.after.program.receives if self.after is not None else ()
+        self.held.extend((last_overlap(receives, t.span), t) for t in self.program.first)
+
+    def may_send(self) -> bool:
+        """Whether ``after`` has finished the next chunk in the queue."""
+        if not self.held:
+            return False
+        return self.after is None or self.held[0][0] < self.after.taken
+
+
+T = TypeVar("T", bound=Task)
+
+
+@dataclass(slots=True)
+class Begin(Generic[T]):
+    """Begin ``task``."""
+
+    task: T
+
+
+@dataclass(slots=True)
+class PostReceive(Generic[T]):
+    """Post a receive of a chunk of ``task``."""
+
+    task: T
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class AwaitChunk(Generic[T]):
+    """Wait for the oldest posted chunk of ``task``, and add or store it."""
+
+    task: T
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class SendChunk(Generic[T]):
+    """Send a chunk of ``task`` to the link."""
+
+    task: T
+    transfer: Transfer
+
+
+@dataclass(slots=True)
+class Complete(Generic[T]):
+    """The result of ``task`` can be read; parts of it may still be in transmission."""
+
+    task: T
+
+
+@dataclass(slots=True)
+class AwaitSends(Generic[T]):
+    """Wait until all chunks of ``task`` are sent; then it is done."""
+
+    task: T
+
+
+@dataclass(slots=True)
+class Idle:
+    """Wait until a task is submitted."""
+
+
+TaskCommand = Begin[T] | PostReceive[T] | AwaitChunk[T] | SendChunk[T] | Complete[T] | AwaitSends[T]
+Command = TaskCommand[T] | Idle
+
+
+class Machine(Generic[T]):
+    """Schedules tasks first in, first out.
+
+    Any thread may call `submit`; only the driver may call the other methods. At most ``depth``
+    tasks are in progress, each with ``ahead`` posted receives.
+    """
+
+    def __init__(self, ahead: int = RECEIVES_AHEAD, depth: int = DEPTH) -> None:
+        self._ahead = ahead
+        self._depth = depth
+        self._queue: deque[T] = deque()
+        self._active: deque[T] = deque()
+        self._draining: deque[T] = deque()
+
+    def submit(self, task: T) -> None:
+        """Queue ``task``."""
+        self._queue.append(task)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a task has not begun."""
+        return bool(self._queue)
+
+    def begun(self) -> list[T]:
+        """Return the tasks in progress, oldest first."""
+        return [*self._draining, *self._active]
+
+    def drop_waiting(self) -> list[T]:
+        """Remove and return the tasks that have not begun."""
+        dropped = list(self._queue)
+        self._queue.clear()
+        return dropped
+
+    def commands(self) -> Iterator[Command[T]]:
+        """Yield commands indefinitely; the driver performs each before it requests the next."""
+        while True:
+            if self._queue or self._active:
+                yield from self._begin_more()
+                yield from self._process_first()
+            else:
+                yield Idle()
+
+    def _begin_more(self) -> Iterator[Command[T]]:
+        while self._queue and len(self._active) < self._depth:
+            if self._active and self._active[-1].unsent:
+                return
+            task = self._queue.popleft()
+            self._active.append(task)
+            yield Begin(task)
+            for transfer in task.program.receives[: self._ahead]:
+                yield PostReceive(task, transfer)
+            task.hold()
+            yield from self._release(task)
+
+    def _process_first(self) -> Iterator[Command[T]]:
+        """Process the next chunk of the first task, and keep no reference to a task."""
+        task = self._active[0]
+        if not task.complete:
+            yield from self._advance(task)
+            for later in list(self._active):
+                if later.after is task:
+                    yield from self._release(later)
+        if task.complete:
+            yield Complete(self._active.popleft())
+            self._draining.append(task)
+            # Its last chunks may queue behind the next task's, which proceeds first.
+            while len(self._draining) > (1 if self._active else 0):
+                yield AwaitSends(self._draining[0])
+                self._draining.popleft()
+
+    def _advance(self, task: T) -> Iterator[Command[T]]:
+        receives, index = task.program.receives, task.taken
+        yield AwaitChunk(task, receives[index])
+        task.taken += 1
+        if index + self._ahead < len(receives):
+            yield PostReceive(task, receives[index + self._ahead])
+        for transfer in task.program.unlocks[index]:
+            yield SendChunk(task, transfer)
+            task.unsent -= 1
+
+    def _release(self, task: T) -> Iterator[Command[T]]:
+        """Send the first chunks that the previous task has finished."""
+        while task.may_send():
+            yield SendChunk(task, task.held.popleft()[1])
+            task.unsent -= 1

@@ -29,9 +29,9 @@ class ThreadPool:
         self._name = name
         self._kept_s = kept_s
         self._counter = itertools.count()
-        self.forget()
+        self.reset_after_fork()
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset in a forked child, which has no threads and must not run its parent's work."""
         self._changed = threading.Condition()
         self._free = 0
@@ -71,9 +71,9 @@ class SerialQueue:
         self._threads = threads
         self._reset()
 
-    def forget(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset in a forked child, which has no threads and must not run its parent's work."""
-        self._threads.forget()
+        self._threads.reset_after_fork()
         self._reset()
 
     def _reset(self) -> None:

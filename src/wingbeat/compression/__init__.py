@@ -18,11 +18,14 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.settings import READ, Named, Settings, is_number, kinds_of, named, read_options
 from wingbeat.traits import WHOLE, Part
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # `typing` has it from Python 3.11 on
 
 SPLITS = ("error", "count")
 LEVELS = ("mean", "ends")
@@ -30,24 +33,30 @@ MAX_BITS = 8
 WHOLE_BITS = 32
 """Bits of a value that is not sketched."""
 
-Groups = Mapping[str, Any] | Sequence[tuple[str, Any]]
-"""Patterns of parameter names, and the compression of each."""
 
-
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CodecOptions(Part, Settings):
-    """Options of a codec.
+    """Options of a codec; those that a codec does not have are neutral.
 
     Attributes:
         gathers: whether all-reduces during backward send each worker's payload to all others.
+        rounded_bytes: bytes of an element if values are only rounded; 0 for other codecs.
     """
+
+    exact: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
+    rounded_bytes: ClassVar[int] = 0
+    # Not annotated: no options, unless a codec has them.
+    auto_disable = False
+    feedback = False
+    groups = cast("Any", ())
+    momentum = 0.0
+    rank = 0
 
     @property
     def summed(self) -> bool:
         """Whether all-reduces can sum encoded gradients directly."""
         return False
-
-    exact: ClassVar[bool] = False
-    gathers: ClassVar[bool] = False
 
     @property
     def keeps(self) -> bool:
@@ -59,6 +68,40 @@ class CodecOptions(Part, Settings):
         """Number of iterations after which gradients are dense; None: never."""
         return None
 
+    @property
+    def warmup_steps(self) -> int:
+        """Number of first steps in which more is sent than later."""
+        return 0
+
+    @property
+    def fixed_density(self) -> float | None:
+        """Fraction of the gradients that is sent after the warm-up; None: all."""
+        return None
+
+    def without_trial(self) -> Self:
+        """Return the same options with ``auto_disable=False``."""
+        return replace(self, auto_disable=False)  # type: ignore[call-arg]
+
+    def of_parameter(self, name: str) -> str | CodecOptions:  # noqa: ARG002
+        """Return the options for a parameter, without groups; empty for its own dtype."""
+        return self
+
+    def of_groups(self) -> list[tuple[str, str | CodecOptions]]:
+        """Return every pattern and the compression of its group; the last is ``*``."""
+        return [("*", self)]
+
+    def matrix_of(self, shape: Sequence[int]) -> tuple[int, int]:  # noqa: ARG002
+        """Return the rows and columns of a gradient's matrix for low rank, or ``(0, 0)``."""
+        return 0, 0
+
+    def least_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """Return the approximate minimum bytes of an encoded gradient, without tables."""
+        return math.prod(shape) * min(itemsize, self.rounded_bytes or itemsize)
+
+
+Coded = CodecOptions
+"""Type of a codec's options."""
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _SketchOptions(CodecOptions):
@@ -68,7 +111,7 @@ class _SketchOptions(CodecOptions):
     split: str = "error"
     level: str = "mean"
     feedback: bool = True
-    groups: Groups = field(default=(), metadata={READ: lambda text: read_groups(text)})
+    groups: Any = field(default=(), metadata={READ: lambda text: read_groups(text)})
     share: float = 1.0
     total: int = 0
     auto_disable: bool = True
@@ -132,30 +175,33 @@ class _SketchOptions(CodecOptions):
             return parse(value)
         if isinstance(value, bool) or not 1 <= value <= MAX_BITS:
             raise UsageError(f"{where}: allowed are whole numbers of bits, 1 to {MAX_BITS}")
-        return cast("Coded", replace(self, bits=value, groups=(), share=1.0, total=0))
+        return replace(self, bits=value, groups=(), share=1.0, total=0)
 
     @property
     def keeps(self) -> bool:
         """Whether error feedback is enabled for any group."""
-        return any(getattr(each, "feedback", False) for _, each in self.of_groups())
+        return any(options_of(each).feedback for _, each in self.of_groups())
 
     @property
     def ends_after(self) -> int | None:
         """Number of iterations after which gradients are dense; None: never."""
         return None if self.share == 1 else round(self.share * self.total)
 
-    def of_groups(self) -> list[tuple[str, str | Coded]]:
-        """Return every pattern and the compression of its group; the last is ``*``."""
-        each = [(pattern, self._own("", value)) for pattern, value in self._listed]
+    def of_groups(self) -> list[tuple[str, str | CodecOptions]]:
+        """As `CodecOptions.of_groups`."""
+        each = [(pattern, self._own("", value)) for pattern, value in self.groups]
         return [*each, ("*", self._of_others())]
 
-    def _of_others(self) -> Coded:
-        """Return the compression of parameters in no group."""
-        return cast("Coded", replace(self, groups=(), share=1.0, total=0))
+    def of_parameter(self, name: str) -> str | CodecOptions:
+        """As `CodecOptions.of_parameter`: the first match."""
+        return next(found for pattern, found in self.of_groups() if fnmatchcase(name, pattern))
 
-    @property
-    def _listed(self) -> tuple[tuple[str, int | str], ...]:
-        return cast("tuple[tuple[str, int | str], ...]", self.groups)
+    def least_bytes(self, shape: Sequence[int], itemsize: int) -> int:  # noqa: ARG002
+        """As `CodecOptions.least_bytes`."""
+        return int(math.prod(shape) * self.bits / 8)
+
+    def _of_others(self) -> Self:
+        return replace(self, groups=(), share=1.0, total=0)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -213,7 +259,7 @@ class TopK(CodecOptions):
     warmup: int = 400
     momentum: float = 0.0
     bits: int = 32
-    groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    groups: Any = ()
     auto_disable: bool = True
 
     gathers: ClassVar[bool] = True
@@ -223,9 +269,7 @@ class TopK(CodecOptions):
         object.__setattr__(self, "groups", density_groups(self.groups))
         self.check_count("warmup", 0, 10_000_000)
         self.check_number("momentum", "numbers from 0 to 0.9999", lambda v: 0 <= v <= 0.9999)
-        widths = (*range(1, MAX_BITS + 1), WHOLE_BITS)
-        whole = f"whole numbers, 1 to {MAX_BITS}, or {WHOLE_BITS}"
-        self.check_number("bits", whole, lambda v: isinstance(v, int) and v in widths)
+        _check_bits_or_whole(self)
         self.check_flag("auto_disable")
 
     @property
@@ -238,16 +282,31 @@ class TopK(CodecOptions):
         """Momentum correction requires undivided buckets on each worker."""
         return frozenset({WHOLE} if self.momentum else ())
 
-    def density_of(self, name: str) -> float:
-        """Return the density of the parameter ``name``.
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps in which the density decreases."""
+        return self.warmup
 
-        >>> TopK(density=0.01, groups={"embedding.*": 0.5}).density_of("embedding.weight")
-        0.5
-        """
-        for pattern, density in density_groups(self.groups):
-            if fnmatchcase(name, pattern):
-                return density
+    @property
+    def fixed_density(self) -> float:
+        """The density after the warm-up."""
         return self.density
+
+    def of_parameter(self, name: str) -> TopK:
+        """Return the options with the density of a parameter.
+
+        >>> TopK(density=0.01, groups={"embedding.*": 0.5}).of_parameter("embedding.weight")
+        TopK(density=0.5)
+        """
+        for pattern, density in self.groups:
+            if fnmatchcase(name, pattern):
+                return replace(self, density=density, groups=())
+        return replace(self, groups=())
+
+    def least_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """As `CodecOptions.least_bytes`."""
+        encoded = (self.bits / 8 + INDEX_BYTES) * self.density
+        return int(math.prod(shape) * min(itemsize, encoded))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -286,7 +345,7 @@ class LowRank(_SketchOptions):
     def __post_init__(self) -> None:
         self.check_count("rank", 1, 256)
         super().__post_init__()
-        sketched = self.bits != WHOLE_BITS or any(isinstance(v, int) for _, v in self._listed)
+        sketched = self.bits != WHOLE_BITS or any(isinstance(v, int) for _, v in self.groups)
         for name in ("split", "level"):
             if getattr(self, name) != getattr(LowRank, name) and not sketched:
                 raise UsageError(
@@ -296,11 +355,9 @@ class LowRank(_SketchOptions):
 
     def check_bits(self) -> None:
         """Raise a `UsageError` unless ``bits`` is valid."""
-        widths = (*range(1, MAX_BITS + 1), WHOLE_BITS)
-        whole = f"whole numbers, 1 to {MAX_BITS}, or {WHOLE_BITS}"
-        self.check_number("bits", whole, lambda v: isinstance(v, int) and v in widths)
+        _check_bits_or_whole(self)
 
-    def _of_others(self) -> Coded:
+    def _of_others(self) -> Self:
         if self.bits != WHOLE_BITS:
             return super()._of_others()
         return replace(self, groups=(), share=1.0, total=0, split=SPLITS[0], level=LEVELS[0])
@@ -313,6 +370,28 @@ class LowRank(_SketchOptions):
             not each or (isinstance(each, LowRank) and each.bits == WHOLE_BITS) for each in own
         )
 
+    def matrix_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the rows and columns of a gradient's matrix.
+
+        The first dimension longer than 1 is the rows. The result is ``(0, 0)`` if dense factors
+        would have at least half of the elements.
+
+        >>> LowRank(rank=4).matrix_of((64, 3, 7, 7)), LowRank(rank=4).matrix_of((10, 10))
+        ((64, 147), (0, 0))
+        """
+        if self.bits != WHOLE_BITS:  # Canary: only fully connected layers
+            return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
+        rows = next((size for size in shape if size > 1), 1)
+        cols = math.prod(shape) // rows
+        worth = 2 * self.rank * (rows + cols) < rows * cols
+        return (rows, cols) if worth else (0, 0)
+
+    def least_bytes(self, shape: Sequence[int], itemsize: int) -> int:
+        """As `CodecOptions.least_bytes`."""
+        numel, (rows, cols) = math.prod(shape), self.matrix_of(shape)
+        thin = min(numel, self.rank * (rows + cols)) if rows else numel
+        return thin * itemsize if self.bits == WHOLE_BITS else int(thin * self.bits / 8)
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Half(CodecOptions):
@@ -320,12 +399,25 @@ class Half(CodecOptions):
 
     auto_disable: bool = False
 
+    rounded_bytes: ClassVar[int] = 2
+
     def __post_init__(self) -> None:
         self.check_flag("auto_disable")
 
 
-Coded = Sketch | TopK | LowRank | Half
-"""Options of a codec."""
+_UNCOMPRESSED = CodecOptions()
+
+
+def options_of(wire: str | CodecOptions) -> CodecOptions:
+    """Return a codec's options, or neutral ones for a dtype."""
+    return _UNCOMPRESSED if isinstance(wire, str) else wire
+
+
+def _check_bits_or_whole(options: CodecOptions) -> None:
+    widths = (*range(1, MAX_BITS + 1), WHOLE_BITS)
+    allowed = f"whole numbers, 1 to {MAX_BITS}, or {WHOLE_BITS}"
+    options.check_number("bits", allowed, lambda v: isinstance(v, int) and v in widths)
+
 
 Compression = str | Coded
 """Type of a strategy's ``compression``: the name of a dtype or codec, or a codec's options."""
@@ -423,7 +515,7 @@ def from_json(listed: Sequence[Any]) -> Coded:
     Raises:
         UsageError: the codec is unknown, or a value is out of range.
     """
-    kinds = {kind.__name__: kind for kind in get_args(Coded)}
+    kinds = {kind.__name__: kind for kind in (Sketch, TopK, LowRank, Half)}
     try:
         name, options = listed
         make = kinds.get(name) if isinstance(name, str) else None
@@ -457,28 +549,21 @@ def density_groups(groups: Any) -> tuple[tuple[str, float], ...]:
     return made
 
 
-HALF_BYTES = 2
-"""Bytes of an element in half precision."""
-
 INDEX_BYTES = 2
 """Bytes of the index of a value in top-k."""
 
 
 @functools.lru_cache(maxsize=4096)
-def for_parameter(wire: str | Coded, name: str) -> str | Coded:
+def for_parameter(wire: str | CodecOptions, name: str) -> str | CodecOptions:
     """Return the compression of the parameter ``name``, without groups; empty for its dtype.
 
     >>> for_parameter(Sketch(groups={"features.*": "fp32"}), "features.0.weight")
     ''
     """
-    if isinstance(wire, TopK):
-        return replace(wire, density=wire.density_of(name), groups=())
-    if isinstance(wire, Sketch | LowRank):
-        return next(found for pattern, found in wire.of_groups() if fnmatchcase(name, pattern))
-    return wire
+    return wire if isinstance(wire, str) else wire.of_parameter(name)
 
 
-def kinds(wire: Coded) -> tuple[str | Coded, ...]:
+def kinds(wire: CodecOptions) -> tuple[str | CodecOptions, ...]:
     """Return the compressions of all parameters; the first is always "", float32.
 
     Equal options give equal lists, so that a position identifies a compression.
@@ -486,59 +571,24 @@ def kinds(wire: Coded) -> tuple[str | Coded, ...]:
     >>> kinds(Sketch(bits=4, groups={"features.*": 2, "*.bias": "fp32"}))
     ('', Sketch(bits=4), Sketch(bits=2))
     """
-    each: list[str | Coded] = [wire]
-    if isinstance(wire, Sketch | LowRank):
-        *groups, (_, others) = wire.of_groups()
-        each = [others, *(found for _, found in groups)]
-    return tuple(dict.fromkeys(["", *each]))
+    *groups, (_, others) = wire.of_groups()
+    return tuple(dict.fromkeys(["", others, *(found for _, found in groups)]))
 
 
-def unmatched_patterns(wire: str | Coded, names: Iterable[str]) -> list[str]:
+def unmatched_patterns(wire: str | CodecOptions, names: Iterable[str]) -> list[str]:
     """Return the patterns of groups that match none of the names, in order."""
-    if isinstance(wire, str | Half):
-        return []
-    known = list(names)
-    return [
-        pattern
-        for pattern, _ in cast("tuple[tuple[str, Any], ...]", wire.groups)
-        if not any(fnmatchcase(name, pattern) for name in known)
-    ]
+    known, groups = list(names), options_of(wire).groups
+    return [p for p, _ in groups if not any(fnmatchcase(name, p) for name in known)]
 
 
-def matrix_of(wire: str | Coded, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of the matrix for low rank of a gradient of ``shape``.
-
-    The first dimension longer than 1 is the rows. The result is ``(0, 0)`` if dense factors would
-    have at least half of the elements, and for all other codecs.
-
-    >>> matrix_of(LowRank(rank=4), (64, 3, 7, 7)), matrix_of(LowRank(rank=4), (10, 10))
-    ((64, 147), (0, 0))
-    """
-    if not isinstance(wire, LowRank):
-        return 0, 0
-    if wire.bits != WHOLE_BITS:  # Canary: only fully connected layers
-        return (shape[0], shape[1]) if len(shape) == 2 else (0, 0)
-    rows = next((size for size in shape if size > 1), 1)
-    cols = math.prod(shape) // rows
-    worth = 2 * wire.rank * (rows + cols) < rows * cols
-    return (rows, cols) if worth else (0, 0)
-
-
-def least_bytes(wire: str | Coded, shape: Sequence[int], itemsize: int) -> int:
+def least_bytes(wire: str | CodecOptions, shape: Sequence[int], itemsize: int) -> int:
     """Return the approximate minimum bytes of an encoded gradient of ``shape``, without tables.
 
-    >>> least_bytes(Sketch(bits=4), (1000, 10), 4)
-    5000
+    >>> least_bytes(Sketch(bits=4), (1000, 10), 4), least_bytes("bfloat16", (1000,), 4)
+    (5000, 2000)
     >>> least_bytes(LowRank(rank=4), (1000, 1000), 4)
     32000
     """
-    numel = math.prod(shape)
-    if isinstance(wire, Sketch):
-        return int(numel * wire.bits / 8)
-    if isinstance(wire, TopK):
-        return int(numel * min(itemsize, (wire.bits / 8 + INDEX_BYTES) * wire.density))
-    if isinstance(wire, LowRank):
-        rows, cols = matrix_of(wire, shape)
-        thin = min(numel, wire.rank * (rows + cols)) if rows else numel
-        return thin * itemsize if wire.bits == WHOLE_BITS else int(thin * wire.bits / 8)
-    return numel * min(itemsize, HALF_BYTES) if wire else numel * itemsize
+    if isinstance(wire, str) and wire:
+        return math.prod(shape) * min(itemsize, 2)
+    return options_of(wire).least_bytes(shape, itemsize)

@@ -31,8 +31,7 @@ from wingbeat.engine.updates.update import (
     WholeUpdate,
 )
 from wingbeat.errors import UsageError
-from wingbeat.exchanges.collective import CollectiveExchange
-from wingbeat.exchanges.exchange import Exchange
+from wingbeat.exchanges.collective import CollectiveExchange, Exchange
 from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange

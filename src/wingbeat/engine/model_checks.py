@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat.compression import Coded
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.errors import UsageError
 from wingbeat.types import Choices
@@ -234,7 +233,7 @@ def check_complex(model: torch.nn.Module, choices: Choices, strategy: str) -> No
         what = "where each worker has gradients or parameters of its own, or a part of them"
     elif choices.servers is not None:
         what = "with parameter servers"
-    elif isinstance(choices.wire, Coded):
+    elif not isinstance(choices.wire, str):
         what = f"with compression={str(choices.wire)!r}"
     else:
         return

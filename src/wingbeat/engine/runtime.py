@@ -15,7 +15,7 @@ from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.updates.update import Closure, Update
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.exchange import Exchange
+from wingbeat.exchanges.collective import Exchange
 from wingbeat.observe.events import stream
 from wingbeat.observe.meter import Meter
 from wingbeat.schedules.events import (

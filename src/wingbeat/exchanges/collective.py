@@ -1,13 +1,12 @@
-"""Exchange by collectives of all workers: dense, encoded, or as gathered payloads."""
+"""The interface of exchanges, and the exchange by collectives of all workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Collectives, Encoded
-from wingbeat.compression import TopK
 from wingbeat.schedules.events import Operation
 
 if TYPE_CHECKING:
@@ -17,12 +16,38 @@ if TYPE_CHECKING:
     from wingbeat.observe.meter import Section
 
 
+class Exchange(Protocol):
+    """Starts operations on buckets, in the order of the calls, which is the same on all workers.
+
+    Exchanges with traffic classes also satisfy `wingbeat.planning.controllers.Prioritized`.
+    """
+
+    def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
+        """Begin ``operation`` on ``bucket.flat``, in place, and store its handle in the bucket.
+
+        The bucket's ``wire`` is the encoding of its gradients. With ``chained``, a chunk may start
+        when the bucket's previous operation has finished with it. A `PeerError` if an earlier
+        exchange failed.
+        """
+
+    def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
+        """Use these buckets from now on; a `UsageError` if the exchange does not support one.
+
+        ``buckets`` are in the order in which their gradients become ready, ``forward`` in the order
+        in which forward needs them.
+        """
+
+    def sections(self) -> Sequence[Section]:
+        """Return the sections of `wingbeat top`. Other threads call this; it must not block."""
+
+
 class CollectiveExchange:
     """Starts collectives on buckets, each in its current encoding."""
 
     def __init__(self, collectives: Collectives, compression: Compression) -> None:
         self._collectives = collectives
         self._compression = compression
+        self._gathers = compression.coded is not None and compression.coded.gathers
         if compression.factored:
             collectives.open_second()
 
@@ -51,7 +76,7 @@ class CollectiveExchange:
             )
         elif operation is Operation.ALL_GATHER_PARAMETERS:
             bucket.handle = begin.all_gather(bucket.flat, bucket=number, blocks=blocks)
-        elif isinstance(wire, Encoded) and isinstance(self._compression.coded, TopK):
+        elif isinstance(wire, Encoded) and self._gathers:
             velocity = self._compression.velocity(bucket)
             bucket.handle = begin.all_gather_sum(
                 bucket.flat, wire=wire, bucket=number, velocity=velocity, beside=True

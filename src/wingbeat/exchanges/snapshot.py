@@ -66,7 +66,7 @@ def _describe(value: Any, bodies: list[torch.Tensor], what: str) -> Any:
     if type(value) in _SCALARS:
         return {"value": value}
     raise PeerError(
-        f"another worker needs these parameters to go on, and {what}: {value!r:.60} cannot be "
+        f"another worker needs these parameters to continue, and {what}: {value!r:.60} cannot be "
         "sent; start the job again from a checkpoint"
     )
 

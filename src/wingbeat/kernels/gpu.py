@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wingbeat.kernels import check, gpu_sketch, gpu_topk, layout
-from wingbeat.kernels.codebook import KEYS, codebook
-from wingbeat.kernels.gpu_base import MOST_PROGRAMS, as_floats, check_count, launch, words
+from wingbeat.kernels import gpu_kernels as gk
+from wingbeat.kernels import layout
+from wingbeat.kernels.gpu_kernels import MOST_PROGRAMS, as_floats, check_count, launch, words
+from wingbeat.kernels.reference import KEYS, codebook
 
 
 def sketch_encode(
@@ -24,7 +25,7 @@ def sketch_encode(
     residual: Tensor | None = None,
 ) -> None:
     """As `reference.sketch_encode`."""
-    check.sketch_encode(x, payload, bits, split, level, residual)
+    layout.check_sketch_encode(x, payload, bits, split, level, residual)
     n = x.numel()
     check_count("x", n)
     if n == 0:
@@ -40,7 +41,7 @@ def sketch_encode(
 
 def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False) -> None:
     """As `reference.sketch_decode`."""
-    check.sketch_decode(payload, out, bits)
+    layout.check_sketch_decode(payload, out, bits)
     n = out.numel()
     check_count("out", n)
     if n == 0:
@@ -53,13 +54,13 @@ def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False)
         start = layout.table_bytes(bits)
         table, codes = as_floats(payload[:start]), payload[start:]
         launch(
-            gpu_sketch.decode,
-            _ceil(n, 8 * gpu_sketch.GROUPS),
+            gk.sketch_decode,
+            _ceil(n, 8 * gk.GROUPS),
             *(codes, table, out, n, codes.numel()),
             BITS=bits,
             ADD=add,
-            GROUPS=gpu_sketch.GROUPS,
-            num_warps=gpu_sketch.WARPS,
+            GROUPS=gk.GROUPS,
+            num_warps=gk.WARPS,
         )
 
 
@@ -73,7 +74,7 @@ def topk_encode(
     momentum: float = 0.0,
 ) -> None:
     """As `reference.topk_encode`."""
-    check.topk_encode(x, payload, k, residual, velocity)
+    layout.check_topk_encode(x, payload, k, residual, velocity)
     n = x.numel()
     check_count("x", n)
     if n == 0:
@@ -91,7 +92,7 @@ def topk_encode(
 
 def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> None:
     """As `reference.topk_decode`. The host waits for the device to check the payload."""
-    check.topk_decode(payload, out, k)
+    layout.check_topk_decode(payload, out, k)
     n = out.numel()
     check_count("out", n)
     if n == 0:
@@ -105,13 +106,13 @@ def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> N
         places = _located(counts, offsets, n, k)
         if not add:
             out.zero_()
-        programs = _ceil(k, gpu_topk.STEP)
+        programs = _ceil(k, gk.STEP)
         launch(
-            gpu_topk.scatter,
+            gk.scatter,
             programs,
             *(as_floats(sent), places, out, k),
             ADD=add,
-            BLOCK=gpu_topk.STEP,
+            BLOCK=gk.STEP,
         )
 
 
@@ -123,29 +124,29 @@ def _encode_sketch(
     # The kernels need a pointer, which is not read without a residual.
     left = x if residual is None else residual
     launch(
-        gpu_sketch.histogram,
-        _ceil(n, gpu_sketch.HISTOGRAM_BLOCK),
+        gk.sketch_histogram,
+        _ceil(n, gk.SKETCH_BLOCK),
         *(x, left, counts, n),
         RESIDUAL=residual is not None,
-        BLOCK=gpu_sketch.HISTOGRAM_BLOCK,
-        num_warps=gpu_sketch.HISTOGRAM_WARPS,
+        BLOCK=gk.SKETCH_BLOCK,
+        num_warps=gk.SKETCH_WARPS,
     )
     lut, table = codebook(counts.long(), bits, split, level)
     start = layout.table_bytes(bits)
     as_floats(payload[:start]).copy_(table)
     codes = payload[start:]
     launch(
-        gpu_sketch.encode,
-        _ceil(n, 8 * gpu_sketch.GROUPS),
+        gk.sketch_encode,
+        _ceil(n, 8 * gk.GROUPS),
         *(x, left, lut, table, codes, n, codes.numel()),
         BITS=bits,
         RESIDUAL=residual is not None,
-        GROUPS=gpu_sketch.GROUPS,
+        GROUPS=gk.GROUPS,
     )
 
 
 class _Selection:
-    """Selects the k largest magnitudes of one tensor, in the steps of `gpu_topk`."""
+    """Selects the k largest magnitudes of one tensor, in the steps of `gpu_kernels`."""
 
     def __init__(
         self, x: Tensor, k: int, residual: Tensor | None, velocity: Tensor | None, momentum: float
@@ -157,13 +158,11 @@ class _Selection:
         self._x = x
         self._left = x if residual is None else residual
         self._moved = x if velocity is None else velocity
-        self._blocks = _ceil(self._n, gpu_topk.BLOCK)
-        self._samples, self._target, self._room = gpu_topk.sampling(self._n, k)
-        self._scratch = torch.zeros(
-            gpu_topk.STATE_SIZE + 3 * gpu_topk.BINS, dtype=torch.int32, device=x.device
-        )
-        self._state = self._scratch[: gpu_topk.STATE_SIZE]
-        self._counts = self._scratch[gpu_topk.STATE_SIZE :]
+        self._blocks = _ceil(self._n, gk.BLOCK)
+        self._samples, self._target, self._room = gk.sampling(self._n, k)
+        self._scratch = torch.zeros(gk.STATE_SIZE + 3 * gk.BINS, dtype=torch.int32, device=x.device)
+        self._state = self._scratch[: gk.STATE_SIZE]
+        self._counts = self._scratch[gk.STATE_SIZE :]
         self._candidates, self._places = self._integers(self._room), self._integers(self._room)
         self._starts, self._lengths = self._integers(self._blocks), self._integers(self._blocks)
 
@@ -176,50 +175,50 @@ class _Selection:
         self._emit(values, payload)
         for left in (self._residual, self._velocity):
             if left is not None:
-                self._launch_over(gpu_topk.scrub, left.view(torch.int32), self._state, self._n)
+                self._launch_over(gk.scrub, left.view(torch.int32), self._state, self._n)
 
     def _gather(self) -> None:
         launch(
-            gpu_topk.guess,
+            gk.guess,
             1,
             *(self._x, self._left, self._moved, self._momentum, self._state),
             *(self._n, self._samples, self._target),
             **self._constants,
-            BLOCK=gpu_topk.HISTOGRAM_BLOCK,
-            num_warps=gpu_topk.GUESS_WARPS,
+            BLOCK=gk.HISTOGRAM_BLOCK,
+            num_warps=gk.GUESS_WARPS,
         )
         launch(
-            gpu_topk.sweep,
+            gk.sweep,
             self._blocks,
             *(self._x, self._left, self._moved, self._momentum, self._state),
             *(self._candidates, self._places, self._starts, self._lengths, self._n, self._room),
             **self._constants,
-            BLOCK=gpu_topk.BLOCK,
-            num_warps=gpu_topk.WARPS,
+            BLOCK=gk.BLOCK,
+            num_warps=gk.WARPS,
         )
 
     def _find(self, values: Tensor) -> None:
         for digit in range(3):
             self._launch_over(
-                gpu_topk.histogram,
+                gk.histogram,
                 *(values, self._candidates, self._state, self._counts),
                 *(self._n, self._k, self._room),
                 PASS=digit,
-                BINS=gpu_topk.BINS,
+                BINS=gk.BINS,
             )
-        launch(gpu_topk.settle, 1, self._state, self._counts, BINS=gpu_topk.BINS)
+        launch(gk.settle, 1, self._state, self._counts, BINS=gk.BINS)
 
     def _emit(self, values: Tensor, payload: Tensor) -> None:
         shares = self._integers(2 * self._blocks).view(2, self._blocks)
         runs = (self._starts, self._lengths, self._state, shares)
         sizes = (self._blocks, self._n, self._k, self._room)
-        steps = {"BLOCK": gpu_topk.BLOCK, "STEP": gpu_topk.RUN_STEP}
-        launch(gpu_topk.tally, self._blocks, values, self._candidates, *runs, *sizes, **steps)
+        steps = {"BLOCK": gk.BLOCK, "STEP": gk.RUN_STEP}
+        launch(gk.tally, self._blocks, values, self._candidates, *runs, *sizes, **steps)
         through = shares.cumsum(1, dtype=torch.int32)
         sent, counts, offsets = _parts(payload, self._n, self._k)
         counts.zero_()
         launch(
-            gpu_topk.emit,
+            gk.emit,
             self._blocks,
             *(values, self._candidates, self._places, *runs, through),
             *(sent, counts, offsets, self._left, self._moved, *sizes),
@@ -232,8 +231,8 @@ class _Selection:
 
     def _launch_over(self, function: object, *arguments: object, **constants: int) -> None:
         """Launch a kernel whose programs loop over all values."""
-        programs = min(MOST_PROGRAMS, _ceil(self._n, gpu_topk.HISTOGRAM_BLOCK))
-        sizes = {"BLOCK": gpu_topk.HISTOGRAM_BLOCK, "num_warps": gpu_topk.WARPS}
+        programs = min(MOST_PROGRAMS, _ceil(self._n, gk.HISTOGRAM_BLOCK))
+        sizes = {"BLOCK": gk.HISTOGRAM_BLOCK, "num_warps": gk.WARPS}
         launch(function, programs, *arguments, **constants, **sizes)
 
 
@@ -244,10 +243,10 @@ def _located(counts: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
     places = torch.empty(k, dtype=torch.int32, device=counts.device)
     wrong = torch.zeros(3, dtype=torch.int32, device=counts.device)
     launch(
-        gpu_topk.locate,
-        _ceil(k, gpu_topk.STEP),
+        gk.locate,
+        _ceil(k, gk.STEP),
         *(ends, offsets, places, wrong, k, n, ends.numel(), ends.numel().bit_length()),
-        BLOCK=gpu_topk.STEP,
+        BLOCK=gk.STEP,
     )
     sums, ascend, beyond = wrong.tolist()
     if sums:

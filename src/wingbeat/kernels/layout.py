@@ -1,4 +1,4 @@
-"""Sizes and layouts of payloads, without torch, so that planners and simulators can use them.
+"""Sizes and layouts of payloads, and the argument checks of all kernels.
 
 Sketch: ``[table: float32[2**bits]][codes: bits each]``, with code ``i`` in the bits ``[i*bits,
 (i+1)*bits)`` of a little-endian bit stream that is padded with zeros.
@@ -15,11 +15,15 @@ Functions raise ValueError if an argument is out of range; k is in 1..n, or 0 fo
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from wingbeat.compression import LEVELS, MAX_BITS, SPLITS
+
 VALUE_BYTES = 4
 COUNT_BYTES = 4
 OFFSET_BYTES = 2
 BLOCK = 1 << 16
-MAX_BITS = 8
 
 
 def sketch_bytes(n: int, bits: int) -> int:
@@ -105,3 +109,71 @@ def _topk_packed(n: int, k: int) -> int:
 def _check_n(n: int) -> None:
     if n < 0:
         raise ValueError(f"n is {n}; it must not be negative")
+
+
+def check_sketch_encode(
+    x: Tensor, payload: Tensor, bits: int, split: str, level: str, residual: Tensor | None
+) -> None:
+    """Raise a `ValueError` that names an invalid argument of ``sketch_encode``."""
+    _check_values("x", x)
+    _check_payload(payload, x, sketch_bytes(x.numel(), bits))
+    for name, value, allowed in (("split", split, SPLITS), ("level", level, LEVELS)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    if residual is not None:
+        _check_like("residual", residual, x)
+
+
+def check_sketch_decode(payload: Tensor, out: Tensor, bits: int) -> None:
+    """Raise a `ValueError` that names an invalid argument of ``sketch_decode``."""
+    _check_values("out", out)
+    _check_payload(payload, out, sketch_bytes(out.numel(), bits))
+
+
+def check_topk_encode(
+    x: Tensor, payload: Tensor, k: int, residual: Tensor | None, velocity: Tensor | None
+) -> None:
+    """Raise a `ValueError` that names an invalid argument of ``topk_encode``."""
+    _check_values("x", x)
+    _check_payload(payload, x, topk_bytes(x.numel(), k))
+    if residual is not None:
+        _check_like("residual", residual, x)
+    if velocity is not None:
+        _check_like("velocity", velocity, x)
+        if residual is None:
+            raise ValueError("residual is missing; velocity needs one")
+
+
+def check_topk_decode(payload: Tensor, out: Tensor, k: int) -> None:
+    """As `check_topk_encode`, for ``topk_decode``; the payload's content is not checked."""
+    _check_values("out", out)
+    _check_payload(payload, out, topk_bytes(out.numel(), k))
+
+
+def _check_values(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}; it must be {dtype}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            "it must be flat and contiguous"
+        )
+
+
+def _check_payload(payload: Tensor, beside: Tensor, nbytes: int) -> None:
+    _check_values("payload", payload, torch.uint8)
+    if payload.numel() != nbytes:
+        raise ValueError(f"payload has {payload.numel()} bytes; it must have {nbytes}")
+    _check_device("payload", payload, beside)
+
+
+def _check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    _check_values(name, tensor)
+    if tensor.numel() != x.numel():
+        raise ValueError(f"{name} has {tensor.numel()} elements; x has {x.numel()}")
+    _check_device(name, tensor, x)
+
+
+def _check_device(name: str, tensor: Tensor, beside: Tensor) -> None:
+    if tensor.device != beside.device:
+        raise ValueError(f"{name} is on {tensor.device}; it must be on {beside.device}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wingbeat import _native
-from wingbeat.kernels import check
+from wingbeat.kernels import layout
 
 
 def sketch_encode(
@@ -24,7 +24,7 @@ def sketch_encode(
     residual: Tensor | None = None,
 ) -> None:
     """As `reference.sketch_encode`, on the CPU."""
-    check.sketch_encode(x, payload, bits, split, level, residual)
+    layout.check_sketch_encode(x, payload, bits, split, level, residual)
     _native.sketch_encode(
         _address(x),
         x.numel(),
@@ -39,7 +39,7 @@ def sketch_encode(
 
 def sketch_decode(payload: Tensor, out: Tensor, *, bits: int, add: bool = False) -> None:
     """As `reference.sketch_decode`, on the CPU."""
-    check.sketch_decode(payload, out, bits)
+    layout.check_sketch_decode(payload, out, bits)
     threads = torch.get_num_threads()
     _native.sketch_decode(_address(payload), out.numel(), _address(out), bits, add, threads)
 
@@ -54,7 +54,7 @@ def topk_encode(
     momentum: float = 0.0,
 ) -> None:
     """As `reference.topk_encode`, on the CPU; the bytes are the same."""
-    check.topk_encode(x, payload, k, residual, velocity)
+    layout.check_topk_encode(x, payload, k, residual, velocity)
     _native.topk_encode(
         _address(x),
         x.numel(),
@@ -69,7 +69,7 @@ def topk_encode(
 
 def topk_decode(payload: Tensor, out: Tensor, *, k: int, add: bool = False) -> None:
     """As `reference.topk_decode`, on the CPU."""
-    check.topk_decode(payload, out, k)
+    layout.check_topk_decode(payload, out, k)
     threads = torch.get_num_threads()
     _native.topk_decode(_address(payload), out.numel(), _address(out), k, add, threads)
 

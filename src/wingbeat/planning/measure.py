@@ -21,7 +21,14 @@ from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
-from wingbeat.compression import DTYPES, Coded, LowRank, TopK, for_parameter, least_bytes, matrix_of
+from wingbeat.compression import (
+    DTYPES,
+    Coded,
+    TopK,
+    for_parameter,
+    least_bytes,
+    options_of,
+)
 from wingbeat.errors import PeerError, UsageError, unknown
 from wingbeat.planning.costs import Fit, best_fit, fit_linear
 from wingbeat.planning.files import digest
@@ -262,8 +269,8 @@ def _bucket_operation(
         return _reduction(collectives, collective, buffer, narrow), numel * itemsize
     if wire.summed and collective != "payload all-gather":
         # One matrix, as square as possible; the rest is dense.
-        rows, cols = matrix_of(wire, (math.isqrt(numel),) * 2)
-        if not rows or not isinstance(wire, LowRank):
+        rows, cols = wire.matrix_of((math.isqrt(numel),) * 2)
+        if not rows:
             return _reduction(collectives, "all-reduce", buffer, None), buffer.nbytes
         residual = buffers.float32("residual", numel) if wire.feedback else None
         matrix = Matrix("probed", 0, rows, cols, wire.rank)
@@ -277,7 +284,7 @@ def _bucket_operation(
     if collective != "payload all-gather":
         return _reduction(collectives, collective, buffer, encoded), nbytes
     velocity = None
-    if isinstance(wire, TopK) and wire.momentum:
+    if wire.momentum:
         velocity = buffers.float32("velocity", numel)
     return lambda: collectives.all_gather_sum(
         buffer, wire=encoded, velocity=velocity, beside=True
@@ -297,7 +304,7 @@ def _reduction(
 
 def fit_samples(samples: Samples, wire: str | Coded) -> tuple[Fit, Fit]:
     """Return the fits of encoding and exchange; encoding top-k may follow Eq. 10."""
-    density = wire.density if isinstance(wire, TopK) else None
+    density = options_of(wire).fixed_density
     return best_fit(samples.encode, density=density), best_fit(samples.exchange)
 
 
@@ -330,7 +337,7 @@ def measure_matrices(
     Only `LowRank` with sketched factors has matrices; `measure_wire` measures summed factors, with
     the same arguments.
     """
-    if not isinstance(wire, LowRank) or wire.summed:
+    if isinstance(wire, str) or not wire.rank or wire.summed:
         return ()
     found = {spec.shape: matrix_region(spec, wire) for spec in specs}
     known = [(shape, region) for shape, region in found.items() if region is not None]
@@ -470,7 +477,8 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
     for spec in specs:
         mine = for_parameter(wire, spec.name)
         flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
-        if isinstance(mine, LowRank) and not mine.summed:  # small matrices have no factors
+        # Small matrices have no factors.
+        if not isinstance(mine, str) and mine.rank and not mine.summed:
             each.append(payload_of(spec, mine) + flag)
         else:
             each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))

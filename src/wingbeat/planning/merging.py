@@ -19,7 +19,7 @@ import torch
 
 from wingbeat import schedules
 from wingbeat.collectives import Collectives
-from wingbeat.compression import Coded, TopK
+from wingbeat.compression import Coded, options_of
 from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
@@ -86,7 +86,7 @@ class CostProbe:
         """
         if self._choices.schedule == "dear":
             return "reduce-scatter"
-        return "payload all-gather" if isinstance(self.wire, TopK) else "all-reduce"
+        return "payload all-gather" if options_of(self.wire).gathers else "all-reduce"
 
     def key(self) -> dict[str, Any]:
         """Return the model and cluster for which a probe is valid."""

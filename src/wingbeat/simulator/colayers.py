@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wingbeat.compression import Coded, Half, Sketch
+from wingbeat.compression import Coded, Sketch
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.messages import (
     Message,
@@ -72,7 +72,7 @@ def coding_of(wire: str | Coded) -> Coding:
     """
     if not wire:
         return Coding()
-    if isinstance(wire, str | Half):
+    if isinstance(wire, str) or wire.rounded_bytes:
         return Coding(ratio=_HALF)
     if isinstance(wire, Sketch) and not wire.groups:
         known = SKETCH if wire.bits > _FEW_BITS else SKETCH_4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from wingbeat.collectives import machine
-from wingbeat.collectives.machine import Machine, Task
+from wingbeat.collectives import program as programs
+from wingbeat.collectives.program import Machine, Task
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.network import Carrier, Key
@@ -49,8 +49,8 @@ class Lane:
         self._network = network
         self._work = work
         self._machine: Machine[Collective] = Machine()
-        self._commands: Iterator[machine.Command[Collective]] = self._machine.commands()
-        self._blocked: machine.AwaitChunk[Collective] | None = None
+        self._commands: Iterator[programs.Command[Collective]] = self._machine.commands()
+        self._blocked: programs.AwaitChunk[Collective] | None = None
         self._resting = True
         self._submitted = 0
 
@@ -70,21 +70,21 @@ class Lane:
             command = self._blocked or next(self._commands)
             self._blocked = None
             match command:
-                case machine.PostReceive(task, transfer):
+                case programs.PostReceive(task, transfer):
                     self._network.announce(self._inward(task, transfer))
-                case machine.AwaitChunk(task, transfer):
+                case programs.AwaitChunk(task, transfer):
                     if not self._network.take(self._inward(task, transfer), self._go):
                         self._blocked = command
                         return
                     self._spend(self._price_of(task, transfer))
                     return
-                case machine.SendChunk(task, transfer):
+                case programs.SendChunk(task, transfer):
                     self._hand(task, transfer)
                     self._spend(self._work.chunk_s)
                     return
-                case machine.Complete(task):
+                case programs.Complete(task):
                     self._complete(task)
-                case machine.Idle():
+                case programs.Idle():
                     self._resting = True
                     return
 

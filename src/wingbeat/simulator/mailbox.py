@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from wingbeat.methods.parameter_server.protocol import Flow
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
-from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
-from wingbeat.transport.messages.frames import NEVER, Posted, compose
+from wingbeat.transport.messages.frames import NEVER, Arrival, Buffer, ConnectionId, Posted, compose
 
 LIMITS = Limits(silence=1e9)
 """Limits of a real run, except that no peer is considered lost, however slow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from wingbeat import compression, parts, topologies
@@ -296,7 +296,7 @@ class OMGS(Preset):
         if isinstance(coded, str) or not isinstance(self.compression, str):
             return self.compression
         # Merging by a codec's costs presumes the codec, so it must not disable itself.
-        return replace(coded, auto_disable=False)
+        return coded.without_trial()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

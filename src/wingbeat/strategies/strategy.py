@@ -262,7 +262,7 @@ def _wire_of(wire: Compression, exchange: Any) -> str | compression.Coded:
         return found
     if isinstance(found, TopK) and isinstance(exchange, PartnersPart):
         return replace(found, auto_disable=False, warmup=0)
-    return replace(found, auto_disable=False)
+    return found.without_trial()
 
 
 def _check_bounded(strategy: Strategy) -> None:

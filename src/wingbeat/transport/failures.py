@@ -8,17 +8,191 @@ closes its connections. A worker that finds a closed connection reads these valu
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import json
+import os
+import secrets
 import signal
+import socket
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from wingbeat.observe.log import log
-from wingbeat.transport.incarnation import is_alive
+from wingbeat.transport import interfaces as nic
 from wingbeat.transport.text import MAX_ERROR_CHARS, describe_error, parse_number, printable
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
+
+
+_PROBE_TIMEOUT_S = 3.0
+"""Seconds to connect to a process and to read its token."""
+
+_RETRY_S = 0.2
+_TOKEN_CHARS = 32
+
+_PROBES = 3
+"""Attempts before an outcome other than a refused connection counts as an exited process."""
+
+
+class ProcessAddress(NamedTuple):
+    """Address, TCP port and token of a process that answers liveness probes."""
+
+    host: str
+    port: int
+    token: str
+
+    def to_text(self) -> str:
+        """Return its form in the rendezvous store."""
+        return json.dumps(self)
+
+    @staticmethod
+    def from_text(text: str) -> ProcessAddress:
+        """Parse the result of `to_text`; a `ValueError` if it is malformed."""
+        try:
+            match json.loads(text):
+                case [str(host), int(port), str(token)] if (
+                    0 < port < 1 << 16 and len(token) == _TOKEN_CHARS and len(host) < 256
+                ):
+                    return ProcessAddress(host, port, token)
+        except RecursionError:
+            pass
+        raise ValueError("no address of a process")
+
+
+class LivenessListener:
+    """Answers liveness probes while this process holds its rank.
+
+    It listens on the interface that reaches ``remote_host``, the host of the store. An `OSError` if
+    no address of this host reaches it, or no port is free.
+    """
+
+    def __init__(self, remote_host: str) -> None:
+        family, address = _own_address(remote_host)
+        self._socket = socket.create_server((address, 0), family=family, backlog=128)
+        port = self._socket.getsockname()[1]
+        self.address = ProcessAddress(address, port, secrets.token_hex(_TOKEN_CHARS // 2))
+        self._closed = False
+        _listeners.add(self)
+        threading.Thread(target=self._serve, name="wingbeat-incarnation", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering. Idempotent."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; close() does not
+        self._socket.close()
+
+    def _close_copy(self) -> None:
+        """Close a forked child's copy of the socket; the parent's stays open."""
+        self._closed = True
+        self._socket.close()
+
+    def _serve(self) -> None:
+        token = self.address.token.encode()
+        while not self._closed:
+            try:
+                caller = self._socket.accept()[0]
+            except OSError:  # closed, or no free descriptor
+                time.sleep(_RETRY_S)
+                continue
+            with caller, contextlib.suppress(OSError):
+                caller.setblocking(False)
+                caller.send(token)
+
+
+_listeners: weakref.WeakSet[LivenessListener] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for each in list(_listeners):
+        each._close_copy()
+
+
+# A data loader process inherits the sockets and may outlive its parent.
+os.register_at_fork(after_in_child=_close_copies)
+
+
+def is_running(address: ProcessAddress) -> bool:
+    """Whether the process is still running. A process on an unreachable host counts as exited."""
+    return _probe(address, _PROBES) is not False
+
+
+def _probe(address: ProcessAddress, attempts: int) -> bool | None:
+    """Whether the process answers; None if it is stopped or too busy.
+
+    Only a refused connection or another process's token is conclusive; other failures may be
+    temporary and are probed again.
+    """
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(_RETRY_S)
+        try:
+            with socket.create_connection(
+                (address.host, address.port), _PROBE_TIMEOUT_S
+            ) as connection:
+                reply = _read_token(connection)
+        except ConnectionRefusedError as error:
+            found: str | OSError = error
+            break
+        except OSError as error:
+            found = error
+            continue
+        if reply is None or reply == address.token.encode():
+            return True if reply else None
+        found = f"another program answers there: {reply!r}"
+        if len(reply) == _TOKEN_CHARS:
+            break
+    log.info("no process of this rank runs at %s (port %d): %s", address.host, address.port, found)
+    return False
+
+
+def _read_token(connection: socket.socket) -> bytes | None:
+    """Return the token of a process; None if it is stopped and only its kernel has accepted."""
+    reply = b""
+    try:
+        while len(reply) < _TOKEN_CHARS and (more := connection.recv(_TOKEN_CHARS - len(reply))):
+            reply += more
+    except TimeoutError:
+        return None
+    return reply
+
+
+def is_alive(store: Store, rank: int) -> bool:
+    """Whether the process of ``rank`` is running and answers. A stopped process does not."""
+    try:
+        key = f"here/{rank}"
+        if not store.has(key):
+            return False
+        address = ProcessAddress.from_text(store.get(key, _PROBE_TIMEOUT_S))
+        return bool(_probe(address, 1))
+    except (TimeoutError, RuntimeError, ValueError):
+        return False
+
+
+def _own_address(remote: str) -> tuple[socket.AddressFamily, str]:
+    """Return this host's address on the interface that reaches another host."""
+    family, _, _, _, target = socket.getaddrinfo(remote, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # connecting a datagram socket sends nothing
+        address: str = probe.getsockname()[0]
+    own = nic.local().interfaces
+    if _is_loopback(address) and not (remote == "localhost" or _is_loopback(remote)) and own:
+        # A host's name often resolves to 127.0.1.1, which other hosts cannot reach.
+        address = own[0].address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return family, address
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
 
 ANSWER_TIMEOUT_S = 2.0
 """Seconds to wait for another worker to publish its own wait."""
@@ -289,6 +463,6 @@ class WaitLog:
         if now - self._logged >= LOG_INTERVAL_S:
             self._logged = now
             log.warning(
-                "%s: has waited for %s of %s for %d s; it is alive, so the wait goes on",
+                "%s: has waited for %s of %s for %d s; it is alive, so the wait continues",
                 self._me, self._what, peers, round(now - self.begun),
             )  # fmt: skip

@@ -13,8 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from wingbeat.transport.group_links import LazyLink, group_prefix
-from wingbeat.transport.link import Link
+from wingbeat.transport.link import LazyLink, Link, group_prefix
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
@@ -29,7 +28,7 @@ class Switchboard:
         self._messages: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._failed: set[int] = set()
         self._values: dict[str, str] = {}
-        self._groups: dict[str, _GroupBoard] = {}
+        self._groups: dict[str, _GroupSwitch] = {}
 
     def fail(self, rank: int) -> None:
         """Make every further transfer with ``rank`` fail, as a closed socket would."""
@@ -45,11 +44,11 @@ class Switchboard:
         with self.changed:
             members = self._groups.get(key)
             if members is None:
-                members = self._groups[key] = _GroupBoard(Switchboard(), ranks)
+                members = self._groups[key] = _GroupSwitch(Switchboard(), ranks)
             failed = self._failed.intersection(ranks)
         for rank in failed:
             self.leave(key, rank)
-        return members.board
+        return members.switch
 
     def leave(self, key: str, rank: int) -> None:
         """Make every further transfer with ``rank`` fail in the group of ``key``."""
@@ -60,7 +59,7 @@ class Switchboard:
             members.gone.add(rank)
             if len(members.gone) == len(members.ranks):
                 del self._groups[key]
-        members.board.fail(members.ranks.index(rank))
+        members.switch.fail(members.ranks.index(rank))
 
     def post(self, key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
         """Store a copy of the tensor under (link, source, destination, tag)."""
@@ -110,8 +109,8 @@ class Switchboard:
 
 
 @dataclass
-class _GroupBoard:
-    board: Switchboard
+class _GroupSwitch:
+    switch: Switchboard
     ranks: tuple[int, ...]
     gone: set[int] = field(default_factory=set)
 
@@ -119,32 +118,27 @@ class _GroupBoard:
 class LoopbackLink:
     """One rank's end of the switchboard, named as an interface."""
 
-    def __init__(self, board: Switchboard, rank: int, name: str) -> None:
-        self._board, self._rank, self._name = board, rank, name
-
-    @property
-    def name(self) -> str:
-        """Name of the simulated interface."""
-        return self._name
+    def __init__(self, switch: Switchboard, rank: int, name: str) -> None:
+        self._switch, self._rank, self.name = switch, rank, name
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Done:
         """Deliver a copy at once."""
-        self._board.post((self._name, self._rank, peer, tag), tensor)
+        self._switch.post((self.name, self._rank, peer, tag), tensor)
         return _Done()
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Received:
         """Copy the message in `wait`."""
-        return _Received(self._board, (self._name, peer, self._rank, tag), tensor)
+        return _Received(self._switch, (self.name, peer, self._rank, tag), tensor)
 
     def close(self) -> None:
         """Fail all transfers with this rank."""
-        self._board.fail(self._rank)
+        self._switch.fail(self._rank)
 
 
 class _GroupLink(LoopbackLink):
-    def __init__(self, board: Switchboard, key: str, group: Group, rank: int, name: str) -> None:
-        super().__init__(board.enter(key, group.ranks), group.ranks.index(rank), name)
-        self._all, self._key, self._member = board, key, rank
+    def __init__(self, switch: Switchboard, key: str, group: Group, rank: int, name: str) -> None:
+        super().__init__(switch.enter(key, group.ranks), group.ranks.index(rank), name)
+        self._all, self._key, self._member = switch, key, rank
 
     def close(self) -> None:
         self._all.leave(self._key, self._member)
@@ -157,12 +151,12 @@ class _Done:
 
 class _Received:
     def __init__(
-        self, board: Switchboard, key: tuple[str, int, int, int], out: torch.Tensor
+        self, switch: Switchboard, key: tuple[str, int, int, int], out: torch.Tensor
     ) -> None:
-        self._board, self._key, self._out = board, key, out
+        self._switch, self._key, self._out = switch, key, out
 
     def wait(self, seconds: float) -> None:
-        self._board.take(self._key, self._out, seconds)
+        self._switch.take(self._key, self._out, seconds)
 
 
 def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[World]:
@@ -171,7 +165,7 @@ def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[Wor
 
 
 def worlds_on(
-    board: Switchboard, size: int, *, interfaces: int = 1, timeout: float = 20.0
+    switch: Switchboard, size: int, *, interfaces: int = 1, timeout: float = 20.0
 ) -> list[World]:
     """As `worlds`, on a switchboard that the caller keeps, for example to fail a rank."""
     names = [f"lo{i}" for i in range(interfaces)]
@@ -179,11 +173,11 @@ def worlds_on(
         World(
             rank=rank,
             size=size,
-            links=tuple(LoopbackLink(board, rank, name) for name in names),
+            links=tuple(LoopbackLink(switch, rank, name) for name in names),
             speeds=(1.0,) * interfaces,
             timeout=timeout,
-            store=board,
-            make_links=functools.partial(_group_links, board, rank, names),
+            store=switch,
+            make_links=functools.partial(_group_links, switch, rank, names),
             threads=True,
         )
         for rank in range(size)
@@ -191,10 +185,10 @@ def worlds_on(
 
 
 def _group_links(
-    board: Switchboard, rank: int, names: Sequence[str], group: Group, _: float
+    switch: Switchboard, rank: int, names: Sequence[str], group: Group, _: float
 ) -> tuple[Link, ...]:
     def connect(name: str) -> Link:
-        return _GroupLink(board, f"{group_prefix(group)}{name}", group, rank, name)
+        return _GroupLink(switch, f"{group_prefix(group)}{name}", group, rank, name)
 
     return tuple(LazyLink(name, functools.partial(connect, name)) for name in names)
 

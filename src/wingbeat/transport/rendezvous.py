@@ -28,9 +28,8 @@ from wingbeat.observe.log import speak
 from wingbeat.transport import descriptors, graceful_shutdown, launchers
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
-from wingbeat.transport.gloo import GlooLink, watch_listeners
-from wingbeat.transport.gloo_groups import GlooGroups
-from wingbeat.transport.incarnation import LivenessListener, claim_rank
+from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
+from wingbeat.transport.gloo import GlooGroups, GlooLink, watch_listeners
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
 from wingbeat.transport.text import first_line
@@ -51,6 +50,9 @@ _OVERWRITE_S = 2.0
 """Seconds for rank 0 to overwrite a rejected value; after that it has another key."""
 
 _POLL_S = 0.05
+
+_RELEASE_S = 5.0
+"""Seconds for a process to exit before the next process of its rank is refused."""
 
 
 class JobIdentity(NamedTuple):
@@ -382,6 +384,46 @@ def _claim_rank(world: World, *, alone: bool) -> LivenessListener:
     return incarnation
 
 
+def claim_rank(
+    store: TorchStore, rank: int, own: ProcessAddress, seconds: float, where: str
+) -> bool:
+    """Claim a rank, and return whether a former process has exited.
+
+    Waits up to ``seconds`` for a process that is exiting. A `RendezvousError` names the address of
+    a running process that holds the rank. ``where`` is the store's address for error messages.
+    """
+    key, text = f"here/{rank}", own.to_text()
+    deadline = time.monotonic() + min(seconds, _RELEASE_S)
+    first = found = _compare_set(store, rank, key, "", text)
+    while found != text:
+        try:
+            other = ProcessAddress.from_text(found)
+        except ValueError:
+            raise RendezvousError(
+                f"rank {rank}: the store at {where} has a malformed address of this rank's "
+                f"process: {found[:80]!r}; start the job again at another port"
+            ) from None
+        if not is_running(other):
+            found = _compare_set(store, rank, key, found, text)
+        elif time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"rank {rank} is taken: a process of the job whose store is at {where} has it, and "
+                f"still runs at {other.host} (port {other.port}); end that one first, or, if this "
+                "is another job, give it a MASTER_PORT of its own"
+            )
+        else:
+            time.sleep(_POLL_S)
+            found = _compare_set(store, rank, key, "", text)
+    return first != text
+
+
+def _compare_set(store: TorchStore, rank: int, key: str, before: str, text: str) -> str:
+    try:
+        return store.replace(key, before, text)
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {rank}: the store does not answer: {error}") from None
+
+
 def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
     """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
@@ -394,8 +436,8 @@ def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
     world.speeds = _read_speeds(world, len(chosen))
     _join_groups(world, store, chosen)
     with contextlib.suppress(RuntimeError):  # an append-only store
-        for said in ("left", "failed"):
-            store.delete_key(f"{said}/{world.rank}")  # the rank has rejoined
+        for key in ("left", "failed"):
+            store.delete_key(f"{key}/{world.rank}")  # the rank has rejoined
 
 
 def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,35 @@ from wingbeat.errors import RendezvousError, WingbeatError
 from wingbeat.transport import descriptors
 from wingbeat.transport.failures import TERMINATED
 from wingbeat.transport.store import Store
+from wingbeat.transport.text import first_line
+
+_log = logging.getLogger(__name__)
+
+
+class BackgroundThread(threading.Thread):
+    """A daemon thread that runs ``work`` and stores the exception that ended it.
+
+    ``died`` is called in this thread after ``work`` raised, for example to end a wait. ``failure``
+    is one line about the exception; empty while ``work`` has not raised.
+    """
+
+    def __init__(
+        self, work: Callable[[], None], name: str, died: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work, self._died = work, died
+        self.failure = ""
+
+    def run(self) -> None:
+        """Run the work, and store what it raises."""
+        try:
+            self._work()
+        except Exception as error:
+            failure = f"thread {self.name} has ended by {type(error).__name__}: {first_line(error)}"
+            _log.exception("%s", failure)
+            self.failure = f"{failure}; report the traceback in the log, and start the job again"
+            self._died()
+
 
 _POLL_S = 0.02
 
@@ -101,20 +131,16 @@ class ServiceConfig(Protocol):
     @property
     def me(self) -> str:
         """Name of the service in messages."""
-        ...
 
     @property
     def timeout(self) -> float:
         """Upper limit of each wait in seconds, including the wait for workers after SIGTERM."""
-        ...
 
     def to_json(self) -> str:
         """Return the configuration as JSON."""
-        ...
 
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves while its argument returns True."""
-        ...
 
 
 class Service(Protocol):

@@ -21,8 +21,14 @@ from wingbeat.transport.failures import (
     is_progressing,
     publish_wait,
 )
-from wingbeat.transport.group_links import LazyLink, group_prefix
-from wingbeat.transport.link import MAX_CHANNELS, ChannelLink, Link, lowest_free
+from wingbeat.transport.link import (
+    MAX_CHANNELS,
+    ChannelLink,
+    LazyLink,
+    Link,
+    group_prefix,
+    lowest_free,
+)
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
 
@@ -219,11 +225,9 @@ class World:
         """Create a world of the same workers with an independent order. Every worker must call it.
 
         Collectives and exchanges of a channel can run in any order relative to those of this world
-        and of its other channels. Close the channel after use; closing this world also closes it.
-
-        Raises:
-            UsageError: all channels are in use, or this is the world of a group.
-            PeerError: a worker sent a malformed list of channels.
+        and of its other channels. Close the channel after use; closing this world also closes it. A
+        `UsageError` if all channels are in use, or this is the world of a group. A `PeerError` if a
+        worker sent a malformed list of channels.
         """
         if self.group is not None:
             raise UsageError(f"{self.group} has no channels: open another group instead")
@@ -274,17 +278,14 @@ class World:
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Exchange one ``value`` of each worker; return all of them by rank, as JSON values.
 
-        Every rank must make the same calls in the same order.
-
-        Raises:
-            RendezvousError: a rank published nothing within the timeout, or invalid JSON; names the
-                rank and ``what``.
-            UsageError: this worker was restarted alone, so the others have completed this exchange.
+        Every rank must make the same calls in the same order. A `RendezvousError` if a rank
+        published nothing within the timeout, or invalid JSON; names the rank and ``what``. A
+        `UsageError` if this worker was restarted alone, so the others have completed this exchange.
         """
         if self.returned:
             raise UsageError(
                 f"rank {self.rank} was restarted while the others continue: it cannot take part in "
-                f"{what!r}; train with a strategy whose workers may come back (wingbeat.Canary), "
+                f"{what!r}; train with a strategy whose workers may rejoin (wingbeat.Canary), "
                 "or restart all workers"
             )
         self.store.set(f"{self._prefix}{self._exchanges + 1}/{what}/{self.rank}", json.dumps(value))
@@ -293,8 +294,7 @@ class World:
     def replay_exchange(self, what: str) -> list[Any]:
         """Return the result of an `exchange` in which this rank's former process took part.
 
-        Raises:
-            RendezvousError: as `exchange`.
+        A `RendezvousError` as in `exchange`.
         """
         self._exchanges += 1
         prefix = f"{self._prefix}{self._exchanges}/{what}"
@@ -302,19 +302,18 @@ class World:
 
     def publish(self, what: str, value: Any) -> None:
         """Publish this worker's ``value`` as JSON for `read`, once per name."""
-        self.store.set(f"{self._prefix}said/{what}/{self.rank}", json.dumps(value))
+        self.store.set(f"{self._prefix}published/{what}/{self.rank}", json.dumps(value))
 
     def read(self, what: str, peer: int) -> Any:
         """Wait for the value that ``peer`` published as ``what``.
 
-        Raises:
-            RendezvousError: as `exchange`.
+        A `RendezvousError` as in `exchange`.
         """
-        return self._fetch(what, f"{self._prefix}said/{what}", peer)
+        return self._fetch(what, f"{self._prefix}published/{what}", peer)
 
     def has_published(self, what: str, peer: int) -> bool:
         """Whether ``peer`` has published a value as ``what``. Does not wait."""
-        return self.store.has(f"{self._prefix}said/{what}/{peer}")
+        return self.store.has(f"{self._prefix}published/{what}/{peer}")
 
     def _fetch(self, what: str, prefix: str, peer: int) -> Any:
         try:
@@ -353,16 +352,14 @@ class World:
     def nccl(self) -> NcclGroup:
         """The group for tensors on GPUs. The first call creates it and must run on every rank.
 
-        Raises:
-            UsageError: this world has none.
+        A `UsageError` if this world has none.
         """
         return self.nccl_in(None)
 
     def nccl_in(self, traffic_class: int | None) -> NcclGroup:
         """Return the group whose traffic has this TOS byte. Its first call must run on every rank.
 
-        Raises:
-            UsageError: this world has none, or traffic classes are not supported.
+        A `UsageError` if this world has none, or traffic classes are not supported.
         """
         if traffic_class not in self._nccl_groups:
             if self.group is not None:
@@ -404,11 +401,7 @@ _current: World | None = None
 
 
 def current() -> World:
-    """Return the world that `init` created.
-
-    Raises:
-        UsageError: `init` has not been called.
-    """
+    """Return the world that `init` created; a `UsageError` if `init` has not been called."""
     if _current is None:
         raise UsageError("wingbeat is not initialised: call wingbeat.init() before distribute()")
     return _current

@@ -149,7 +149,7 @@ class Contender:
         if self.strategy is None:
             return False
         choices = self.strategy.choices()
-        tried = isinstance(choices.wire, compression.Coded) and choices.wire.auto_disable
+        tried = compression.options_of(choices.wire).auto_disable
         parts = choices.tuning, choices.merging, choices.servers and choices.servers.tuning
         return tried or any(part is not None for part in parts)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from wingbeat.compression import TopK
+from wingbeat.compression import options_of
 from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
@@ -176,7 +176,7 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         count += 2 * (choices.merging.steps + 2)
         if choices.merging.rule == "tried":
             # Plans are compared at the final density.
-            count += PLANS + (choices.wire.warmup if isinstance(choices.wire, TopK) else 0)
+            count += PLANS + options_of(choices.wire).warmup_steps
     return count
 
 

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wingbeat.codecs import Codec, Coding
-from wingbeat.codecs.codec import Bf16Codec, Dense
+from wingbeat.codecs.codec import Bf16Codec, Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.coding import Region
-from wingbeat.codecs.half import HalfCodec
 from wingbeat.codecs.lowrank import LowRankCodec
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.types import Span
 

@@ -17,8 +17,7 @@ from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.unsent import UnsentGradients
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.collective import CollectiveExchange
-from wingbeat.exchanges.exchange import Exchange
+from wingbeat.exchanges.collective import CollectiveExchange, Exchange
 from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.schedules.events import Operation
 from wingbeat.transport import loopback

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from helpers.lossy_network import Faults, LoopbackCarrier, Network
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
-from wingbeat.transport.messages.loopback import Faults, LoopbackCarrier, Network
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S
 
 PATIENCE = 20.0

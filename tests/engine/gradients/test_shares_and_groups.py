@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wingbeat.codecs.codec import Dense
-from wingbeat.codecs.sketch import SketchCodec
+from wingbeat.codecs.codec import Dense, SketchCodec
 from wingbeat.collectives import Encoded
 from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.engine.gradients.bucket import Bucket, Slot

@@ -14,7 +14,7 @@ from helpers.mail import Clock
 from helpers.server_simulation import FakeNetwork
 from helpers.staleness_simulation import gradient
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes.lanes import BEGIN, MORE
+from wingbeat.exchanges.lanes import BEGIN, MORE
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import CommunicationThread
 from wingbeat.methods.bounded_staleness.messages import PieceSum
@@ -303,5 +303,5 @@ def test_training_continues_when_process_exits(
     states = in_threads([lambda m=m: work(*m) for m in made])
     assert states[0] == states[2] != b""
     assert made[0][1].steps >= 6
-    said = "rank 1 has ended without a word; the others go on without it"
+    said = "rank 1 has ended without a word; the others continue without it"
     assert {f"rank 0: {said}", f"rank 2: {said}"} & set(caplog.messages)

@@ -11,7 +11,6 @@ import pytest
 
 from helpers.cards import Cards, bcube, star
 from wingbeat.errors import PeerError, RendezvousError
-from wingbeat.exchanges.departures import Departures
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.failure_detector import (
     FailureDetector,
@@ -31,6 +30,7 @@ from wingbeat.methods.bounded_staleness.messages import MalformedMessage
 from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.failures import publish_failure
+from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages.peers import PeerInfo
 
@@ -71,7 +71,7 @@ class Cluster:
             FailureDetector(
                 self.cards.boxes[w], self.cards.lanes[w], self.machines[w], self.clients[w],
                 tolerates_loss=tolerates_loss, clock=self.cards.clock,
-                departures=Departures(self.said, f"rank {w}", n, say=self.lines.append),
+                departures=Departures(self.said, f"rank {w}", n, warn=self.lines.append),
             )
             for w in range(n)
         ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_lost_worker_is_logged_once_by_each() -> None:
         assert cluster.machines[worker].incarnation_of(2) is None
     assert len(cluster.lines) == 3
     assert any("rank 0: rank 2 gave no sign for" in line for line in cluster.lines)
-    assert all(line.endswith("; the others go on without it") for line in cluster.lines)
+    assert all(line.endswith("; the others continue without it") for line in cluster.lines)
 
 
 def test_killed_worker_is_lost_one_second_after_disconnect() -> None:
@@ -157,7 +157,7 @@ def test_killed_worker_is_lost_one_second_after_disconnect() -> None:
     cluster.run(1.1)
     assert cluster.ended == {}
     assert cluster.gone[0] == cluster.gone[1] == [WorkerLost(2, 0, needed=True)]
-    said = "rank 2 has ended without a word; the others go on without it"
+    said = "rank 2 has ended without a word; the others continue without it"
     assert sorted(cluster.lines) == [f"rank {worker}: {said}" for worker in (0, 1)]
     assert cluster.clients[0].log.length == 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.cards import Cards, star
 from helpers.one_lane import OneLane
-from wingbeat.exchanges.lanes.lanes import BEGIN, MORE
+from wingbeat.exchanges.lanes import BEGIN, MORE
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import FrameReceiver, FrameSender, _Queued
 from wingbeat.methods.bounded_staleness.messages import (

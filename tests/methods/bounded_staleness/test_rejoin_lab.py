@@ -123,7 +123,7 @@ def test_cut_interface_and_killed_process_recover(tmp_path: Path) -> None:
     for rank in (0, 1, 3):
         back = [line for line in lines[rank] if "rank 2 is back" in line]
         assert back == [f"rank {rank}: rank 2 is back"], lines[rank]
-    ended = "rank 2 has ended without a word; the others go on without it"
+    ended = "rank 2 has ended without a word; the others continue without it"
     assert any(f"rank {rank}: {ended}" in lines[rank] for rank in (0, 3)), lines
     assert not any("gave no sign" in line for rank in range(4) for line in lines[rank]), lines
     assert [line for line in lines[1] if "rank 2 was reported lost by" in line], (
@@ -133,7 +133,7 @@ def test_cut_interface_and_killed_process_recover(tmp_path: Path) -> None:
                    for line in lines[rank]), lines  # fmt: skip
     cut = [line for line in lines[1] if line.startswith("rank 1: eth1")]
     assert len(cut) == 2, lines[1]
-    assert "has not heard rank 3" in cut[0]
+    assert "has received nothing from rank 3" in cut[0]
     assert cut[1] == "rank 1: eth1 is used again"
     during, after = map(int, lines[1][-2].split())
     assert 4 * during < after, lines[1][

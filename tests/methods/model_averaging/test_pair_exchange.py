@@ -298,6 +298,6 @@ def test_failure_of_a_partner_is_logged_and_the_next_is_served(
     box.post(1, Kind.FAILED, ids=(0, 0, 0, 0))
     box.mail.clear()
     play.run([1, 2 - first])
-    assert f"rank 1: rank {first} has failed; the others go on without it" in caplog.text
+    assert f"rank 1: rank {first} has failed; the others continue without it" in caplog.text
     assert play.exchanges[2 - first].machine.averages == 1
     assert play.exchanges[1].machine.lost == {first}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.lossy_network import Faults, Network
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeMailbox, FakeNetwork, SentMessage
 from wingbeat.errors import PeerError
@@ -24,7 +25,6 @@ from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox
 from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
-from wingbeat.transport.messages.loopback import Faults, Network
 from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.lossy_network import Faults
 from helpers.mail import Clock, Play
 from helpers.server_simulation import (
     LARGEST,
@@ -39,7 +40,6 @@ from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.slicing import Slice
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.loopback import Faults
 from wingbeat.types import Span
 
 GAMES = 600

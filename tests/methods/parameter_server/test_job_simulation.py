@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from helpers.lossy_network import Faults
 from helpers.mail import Clock, Play
 from helpers.server_simulation import (
     LARGEST,
@@ -21,7 +22,6 @@ from wingbeat.methods.parameter_server.protocol import Order
 from wingbeat.methods.parameter_server.slicing import partition_buckets
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.loopback import Faults
 
 GAMES = 2500
 """For each of four seeds: 10,000 interleavings."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.lossy_network import Faults
 from helpers.mail import Clock, Play
 from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeNetwork, Job, VirtualMailbox
 from helpers.server_update_simulation import UpdateJobSimulation
@@ -15,7 +16,6 @@ from wingbeat.methods.parameter_server.protocol import Kind
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
 from wingbeat.methods.parameter_server.slicing import LayerPositions, RequestPlanner
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.loopback import Faults
 from wingbeat.types import Serving
 
 GAMES = 400

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.lossy_network import Faults
 from helpers.mail import Play, message
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import Arrival, ConnectionId
 from wingbeat.transport.messages.endpoint import (
     MAX_INLINE_BYTES,
     Endpoint,
@@ -19,8 +19,7 @@ from wingbeat.transport.messages.endpoint import (
     Membership,
     Route,
 )
-from wingbeat.transport.messages.frames import Header, Type
-from wingbeat.transport.messages.loopback import Faults
+from wingbeat.transport.messages.frames import Arrival, ConnectionId, Header, Type
 
 FAULTS = st.builds(
     Faults,
@@ -107,21 +106,21 @@ def test_every_request_is_answered_once(seed: int, faults: Faults) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quarter", range(4))
-def test_ten_thousand_runs(quarter: int) -> None:
+def test_ten_thousand_random_runs_deliver_everything_once(quarter: int) -> None:
     """A quarter of them: 2,500 streams, and as many times requests and answers."""
     for seed in range(2500 * quarter, 2500 * (quarter + 1)):
         stream(seed, faults_of(seed))
         requests(seed, faults_of(seed))
 
 
-def test_no_fault_means_no_repetition() -> None:
+def test_faultless_network_needs_no_retransmission() -> None:
     play = stream(1, Faults())
     assert all(flow.repeated == 0 for end in play.ends for flow in end.flows.values())
     assert not any(end.refused for end in play.ends)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
+def test_slow_connection_needs_no_retransmission(seed: int) -> None:
     """Messages both ways, each under way for longer than a sender waits before it asks."""
     play = Play(2, Faults(delay=5.0), seed, PATIENT)
     while any(end.unheard for end in play.ends) or play.network.next_at() is not None:
@@ -137,7 +136,7 @@ def test_a_slow_connection_repeats_nothing_either(seed: int) -> None:
     assert all(flow.repeated == 0 for end in play.ends for flow in end.flows.values())
 
 
-def test_a_hello_that_is_said_again_on_the_same_connection_repeats_nothing() -> None:
+def test_repeated_hello_on_one_connection_causes_no_retransmission() -> None:
     play = Play(limits=PATIENT)
     while any(end.unheard for end in play.ends) or play.network.next_at() is not None:
         play.step()
@@ -151,7 +150,7 @@ def test_a_hello_that_is_said_again_on_the_same_connection_repeats_nothing() -> 
     assert all(flow.repeated == 0 for end in play.ends for flow in end.flows.values())
 
 
-def test_a_cut_loses_nothing() -> None:
+def test_interrupted_connection_loses_nothing() -> None:
     """What was under way when the connection broke is sent again when it stands."""
     play = Play(limits=PATIENT)
     for _ in range(6):
@@ -183,7 +182,7 @@ def test_a_silent_peer_is_lost_and_the_report_counts() -> None:
     assert [m.kind for m in play.take(2)] == [2], "the other peer goes on"
 
 
-def test_lost_peer_heard_again_is_not_lost_and_gets_what_waited() -> None:
+def test_lost_peer_that_sends_again_receives_what_waited() -> None:
     play = Play(2, limits=Limits(silence=30.0))
     for _ in range(6):
         play.step()
@@ -202,7 +201,7 @@ def test_lost_peer_heard_again_is_not_lost_and_gets_what_waited() -> None:
     assert got == [1]
 
 
-def test_a_peer_that_only_takes_its_time_is_not_lost() -> None:
+def test_slow_peer_is_not_lost() -> None:
     play = Play(limits=Limits(silence=1.0))
     play.post(0, 1, message(1))
     for _ in range(50):
@@ -252,7 +251,7 @@ def met() -> Play:
         (frame(), {"place": 9}, "stranger"),
     ],
 )
-def test_what_no_member_sent_is_refused_and_counted(
+def test_frames_of_strangers_are_refused_and_counted(
     header: Header, extra: dict, reason: str
 ) -> None:
     play = met() if header.sender != 2 else Play(3)
@@ -279,7 +278,7 @@ def test_a_replayed_frame_is_dropped() -> None:
     assert end.flows[Route(0, 0, 0)].repeated == 2
 
 
-def test_what_is_kept_counts_against_the_window_until_it_is_let_free() -> None:
+def test_kept_message_counts_against_the_window_until_freed() -> None:
     play = Play(limits=Limits(message=800, window=6000))
     flow = play.ends[0].flows[Route(1, 0, 0)]
     whole = flow.room
@@ -308,7 +307,7 @@ def settle(play: Play) -> None:
         play.step()
 
 
-def test_more_than_the_window_is_not_kept() -> None:
+def test_message_beyond_the_window_is_dropped() -> None:
     """A member that ignores the limit cannot fill this one's memory."""
     play = Play(limits=Limits(message=800, window=6000))
     for _ in range(6):
@@ -326,7 +325,7 @@ def test_more_than_the_window_is_not_kept() -> None:
     assert [m.kind for m in got] == list(range(50))
 
 
-def test_an_old_hello_binds_nobody() -> None:
+def test_old_hello_binds_no_connection() -> None:
     """Who plays a member's hello again from a connection of its own does not become that member."""
     play = met()
     end = play.ends[1]
@@ -350,7 +349,7 @@ def test_a_member_cannot_introduce_itself_as_another() -> None:
     assert end._place == places
 
 
-def test_a_hello_that_is_lost_is_said_again() -> None:
+def test_lost_hello_is_repeated() -> None:
     play = Play()
     play.network.cut_off(0, 1)
     for _ in range(5):
@@ -368,12 +367,12 @@ def test_a_hello_that_is_lost_is_said_again() -> None:
         ({"silence": 0}, r"silence=0\); allowed"),
     ],
 )
-def test_limits_that_cannot_work_are_refused(values: dict, said: str) -> None:
+def test_invalid_limits_are_refused(values: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Limits(**values)
 
 
-def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
+def test_removed_peer_leaves_no_state_and_may_rejoin() -> None:
     play = Play(3)
     while play.step():
         pass
@@ -393,7 +392,7 @@ def test_a_peer_that_is_forgotten_leaves_nothing_and_may_come_again() -> None:
     assert end.unheard == [Route(1, 0, 0)]
 
 
-def test_nothing_is_due_for_a_peer_that_has_left_and_is_not_there_to_be_told() -> None:
+def test_peer_that_left_and_disconnected_has_no_timer() -> None:
     """Else whoever waits until something is due does not wait at all."""
     play = Play(2)
     while play.step():
@@ -411,7 +410,7 @@ def test_nothing_is_due_for_a_peer_that_has_left_and_is_not_there_to_be_told() -
     assert end.due() == float("inf")
 
 
-def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> None:
+def test_peer_without_any_connection_is_unconnected() -> None:
     end, cut = Endpoint(Membership(0, 1, {1: 2, 2: 3}), Limits()), set[ConnectionId]()
     routes = [Route(*each) for each in itertools.product((1, 2), (0, 1), (0, 1))]
     places = {
@@ -435,7 +434,7 @@ def test_a_peer_is_not_connected_any_more_when_no_interface_and_class_is() -> No
 
 
 @pytest.mark.parametrize("tolerate_silence", [False, True])
-def test_who_forgives_loses_nobody(tolerate_silence: bool) -> None:
+def test_endpoint_that_tolerates_silence_loses_no_peer(tolerate_silence: bool) -> None:
     limits = Limits(silence=5.0)
     end = Endpoint(Membership(0, 1, {1: 2}), limits, tolerate_silence=tolerate_silence)
     end.add(Route(1, 0, 0), ConnectionId(0, 0, "there"), 0.0)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from wingbeat.transport.messages.carrier import ConnectionId
-from wingbeat.transport.messages.frames import MAX_IN_FLIGHT, Flow, Header, Posted, Type, unpack
+from wingbeat.transport.messages.frames import (
+    MAX_IN_FLIGHT,
+    ConnectionId,
+    Flow,
+    Header,
+    Posted,
+    Type,
+    unpack,
+)
 
 PLACE = ConnectionId(0, 0, b"peer")
 MIB = 1 << 20
@@ -56,7 +63,7 @@ def test_eight_mib_are_under_way_at_a_time() -> None:
         assert [each.sequence for each in sent(flow)] == [arrived + 3]
 
 
-def test_what_is_not_handed_over_stays() -> None:
+def test_refused_frame_stays_queued() -> None:
     flow = flow_that_has_met()
     flow.post(data(b"1"), 0.0)
     flow.accept(of_peer(Type.ASK), 0.0)
@@ -67,7 +74,7 @@ def test_what_is_not_handed_over_stays() -> None:
     assert [each.type for each in sent(flow)] == [Type.ACKNOWLEDGE, Type.DATA]
 
 
-def test_what_has_arrived_is_let_go_of() -> None:
+def test_arrived_payload_is_released() -> None:
     flow = flow_that_has_met()
     posted = data(b"1")
     flow.post(posted, 0.0)
@@ -93,7 +100,7 @@ def test_a_small_payload_travels_with_its_header_and_a_large_one_as_it_is() -> N
     assert frames[3][1] is payloads[3]
 
 
-def test_answers_to_peer_that_asks_without_end_are_kept_once() -> None:
+def test_replies_to_a_peer_that_asks_endlessly_are_kept_once() -> None:
     flow = flow_that_has_met()
     for number in range(1, 1000):
         flow.accept(of_peer(Type.ASK, number), 0.0)

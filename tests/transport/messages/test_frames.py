@@ -54,12 +54,12 @@ def test_the_layout_is_the_documented_one() -> None:
 
 
 @given(HEADERS, st.binary(max_size=40))
-def test_what_is_packed_is_read_whatever_follows(header: Header, rest: bytes) -> None:
+def test_packed_header_is_read_with_any_suffix(header: Header, rest: bytes) -> None:
     assert unpack(header.pack() + rest) == header
 
 
 @given(HEADERS, st.data())
-def test_one_flipped_bit_is_found(header: Header, data: st.DataObject) -> None:
+def test_flipped_bit_is_detected(header: Header, data: st.DataObject) -> None:
     packed = bytearray(header.pack())
     place = data.draw(st.integers(0, 8 * len(packed) - 1))
     packed[place // 8] ^= 1 << place % 8
@@ -68,7 +68,7 @@ def test_one_flipped_bit_is_found(header: Header, data: st.DataObject) -> None:
 
 
 @given(HEADERS, st.data())
-def test_one_cut_short_is_found(header: Header, data: st.DataObject) -> None:
+def test_truncated_header_is_detected(header: Header, data: st.DataObject) -> None:
     packed = header.pack()
     with pytest.raises(Malformed, match="size"):
         unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
@@ -117,7 +117,7 @@ def test_random_bytes_are_refused_with_a_known_reason() -> None:
         {"spans": ((0,),)},
     ],
 )
-def test_numbers_that_do_not_fit_are_named(wrong: dict) -> None:
+def test_numbers_out_of_range_are_named(wrong: dict) -> None:
     fields = {"kind": 1, "payload": b"", "ids": (0, 0, 0, 0), "dtype": "", "spans": (), **wrong}
     with pytest.raises(UsageError, match="allowed are") as caught:
         compose(**fields, most=1)

@@ -68,7 +68,7 @@ def run(spec: str, code: str, folder: Path) -> dict[int, list[str]]:
 
 
 @pytest.mark.lab
-def test_each_pair_of_a_bcube_speaks_over_the_switch_that_it_shares(tmp_path: Path) -> None:
+def test_each_pair_of_a_bcube_communicates_over_its_shared_switch(tmp_path: Path) -> None:
     lines = run("bcube:2x2@200mbit", BCUBE, tmp_path)
     level = {(0, 1): 0, (2, 3): 0, (0, 2): 1, (1, 3): 1, (0, 3): 0, (1, 2): 0}
     for rank, (reached, got, sent) in lines.items():

@@ -38,7 +38,7 @@ def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value, (*at, key))
 
 
-def test_a_card_is_read_as_it_was_written() -> None:
+def test_peer_info_is_read_as_written() -> None:
     assert PeerInfo.from_json(CARD.to_json()) == CARD
 
 
@@ -70,7 +70,7 @@ def test_a_wrong_field_is_a_value_error(field: str, value: object) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__int__ returned non-int")  # a network that is given as true
-def test_any_changed_card_is_read_or_is_a_value_error() -> None:
+def test_changed_peer_info_is_read_or_raises_value_error() -> None:
     chance, ways = random.Random(1), list(places(fields()))
     refused = 0
     for _ in range(3000):
@@ -94,7 +94,7 @@ def test_any_changed_card_is_read_or_is_a_value_error() -> None:
     assert refused > 2000
 
 
-def test_a_malformed_card_is_named_by_its_key() -> None:
+def test_malformed_peer_info_is_named_by_its_key() -> None:
     store = Switchboard()
     store.set("messages/r/3.1", "[]")
     with pytest.raises(ValueError, match=r"under 'messages/r/3\.1' a malformed peer info"):

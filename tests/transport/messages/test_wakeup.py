@@ -23,7 +23,7 @@ def rung(wakeup: Wakeup, seconds: float = 0.0) -> bool:
     return bool(select.select([wakeup.fileno()], [], [], seconds)[0])
 
 
-def test_rung_many_times_it_is_heard_once(wakeup: Wakeup) -> None:
+def test_wakeup_set_many_times_is_readable_once(wakeup: Wakeup) -> None:
     assert not rung(wakeup)
     for _ in range(100_000):  # more than a pipe holds
         wakeup.set()
@@ -34,7 +34,7 @@ def test_rung_many_times_it_is_heard_once(wakeup: Wakeup) -> None:
     assert rung(wakeup)
 
 
-def test_what_nobody_rang_can_be_heard(wakeup: Wakeup) -> None:
+def test_wakeup_that_is_not_set_can_be_cleared(wakeup: Wakeup) -> None:
     wakeup.clear()
     wakeup.set()
     wakeup.clear()
@@ -42,7 +42,7 @@ def test_what_nobody_rang_can_be_heard(wakeup: Wakeup) -> None:
     assert not rung(wakeup)
 
 
-def test_closed_it_is_silent(wakeup: Wakeup) -> None:
+def test_closed_wakeup_does_nothing(wakeup: Wakeup) -> None:
     wakeup.set()
     wakeup.close()
     wakeup.close()
@@ -50,7 +50,7 @@ def test_closed_it_is_silent(wakeup: Wakeup) -> None:
     wakeup.clear()
 
 
-def test_no_ring_of_another_thread_is_missed(wakeup: Wakeup) -> None:
+def test_set_of_another_thread_is_not_missed(wakeup: Wakeup) -> None:
     """Each waits for the other: one that is lost hangs both, or rather ends in the assertion."""
     answers = Wakeup()
 
@@ -71,7 +71,7 @@ def test_no_ring_of_another_thread_is_missed(wakeup: Wakeup) -> None:
     answers.close()
 
 
-def test_threads_may_ring_and_close_at_the_same_time() -> None:
+def test_set_and_close_may_run_at_the_same_time() -> None:
     for _ in range(50):
         wakeup = Wakeup()
         start = threading.Barrier(4)

@@ -136,7 +136,7 @@ def keep_cutting(relays: list[Relay], ended: threading.Event) -> int:
     return cuts
 
 
-def test_a_cut_connection_loses_and_repeats_nothing(closing: list[Mailbox]) -> None:
+def test_interrupted_connection_loses_and_repeats_nothing(closing: list[Mailbox]) -> None:
     """Cut again and again while both sides stream; every message comes once and in order."""
     store = Diverted()
     boxes = opened(store=store, classes=1, encrypted=False)
@@ -167,7 +167,7 @@ def test_a_cut_connection_loses_and_repeats_nothing(closing: list[Mailbox]) -> N
         relay.close()
 
 
-def test_who_is_cut_off_for_good_is_named(closing: list[Mailbox]) -> None:
+def test_permanently_unreachable_peer_is_named(closing: list[Mailbox]) -> None:
     store = Diverted()
     a, b = opened(store=store, limits=Limits(silence=0.5))
     closing += [a, b]
@@ -192,7 +192,7 @@ def cut_once(closing: list[Mailbox], **options: Any) -> tuple[Diverted, Mailbox,
     return store, a, b
 
 
-def test_who_is_connected_to_reaches_the_other_after_a_cut(closing: list[Mailbox]) -> None:
+def test_accepting_process_reaches_the_peer_after_an_interruption(closing: list[Mailbox]) -> None:
     """The one that has connected has nothing to send, and must introduce itself all the same."""
     store, a, b = cut_once(closing)
     begin = time.monotonic()
@@ -224,9 +224,7 @@ def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_payload_may_be_as_large_as_the_limit_says(
-    closing: list[Mailbox], encrypted: bool
-) -> None:
+def test_payload_of_the_maximum_size_arrives(closing: list[Mailbox], encrypted: bool) -> None:
     """Encryption makes a part larger, and ZeroMQ ends connections on which larger ones come."""
     a, b = opened(classes=1, encrypted=encrypted, limits=Limits(message=1 << 20))
     closing += [a, b]
@@ -249,7 +247,7 @@ def test_a_process_that_computes_still_answers(closing: list[Mailbox]) -> None:
     assert b.receive(0).kind == 1
 
 
-def test_no_socket_lingers_but_at_the_close() -> None:
+def test_sockets_linger_only_in_close() -> None:
     """ZeroMQ's own default waits without end for a peer that has gone: one close of 300 hung."""
     carrier = ZeroMQCarrier(0, ["127.0.0.1"], 2, message=1 << 20, keys=Keys.make())
     try:
@@ -258,7 +256,7 @@ def test_no_socket_lingers_but_at_the_close() -> None:
         carrier.close()
 
 
-def test_a_close_that_does_not_end_is_said(
+def test_close_that_does_not_end_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     carrier = ZeroMQCarrier(0, ["127.0.0.1"], 1, message=1 << 20, keys=None)
@@ -269,7 +267,9 @@ def test_a_close_that_does_not_end_is_said(
     kept.close()
 
 
-def test_the_end_of_the_admission_is_raised_by_the_mailbox(closing: list[Mailbox]) -> None:
+def test_failure_of_the_authentication_thread_is_raised_by_the_mailbox(
+    closing: list[Mailbox],
+) -> None:
     """Nobody could connect any more, and all who try would wait in vain."""
     a, b = opened()
     closing += [a, b]
@@ -284,7 +284,7 @@ def test_the_end_of_the_admission_is_raised_by_the_mailbox(closing: list[Mailbox
         b.poll()
 
 
-def test_a_mailbox_that_nobody_uses_goes_away() -> None:
+def test_unused_mailbox_is_collected() -> None:
     import gc
 
     before = {t.name for t in threading.enumerate()}
@@ -302,7 +302,7 @@ def ports(box: Mailbox) -> list[str]:
     return [end for of in box._carrier.address.endpoints for end in of]
 
 
-def test_keys_that_nobody_knows_are_turned_away(closing: list[Mailbox]) -> None:
+def test_unknown_keys_are_refused(closing: list[Mailbox]) -> None:
     a, b = opened()
     closing += [a, b]
     with zmq.Context() as context:
@@ -323,7 +323,7 @@ def test_keys_that_nobody_knows_are_turned_away(closing: list[Mailbox]) -> None:
     assert b.receive(PATIENCE).kind == 5
 
 
-def test_random_bytes_at_the_port_are_turned_away(closing: list[Mailbox]) -> None:
+def test_random_bytes_at_the_port_are_refused(closing: list[Mailbox]) -> None:
     a, b = opened()
     closing += [a, b]
     chance = random.Random(1)
@@ -377,7 +377,7 @@ def test_without_keys_strangers_are_refused_frame_by_frame(closing: list[Mailbox
         ({1: {"namespace": "other"}}, {"seconds": 0.3}, RendezvousError, "opened no mailbox"),
     ],
 )
-def test_what_cannot_be_opened_is_refused(
+def test_invalid_arguments_are_refused(
     each: dict, options: dict, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said) as caught:
@@ -389,7 +389,7 @@ def test_what_cannot_be_opened_is_refused(
     "card",
     ["", "[]", "{}", "null", '"x"', "[" * 5000],
 )
-def test_a_malformed_card_is_named(card: str) -> None:
+def test_malformed_peer_info_is_named(card: str) -> None:
     store = Switchboard()
     store.set("messages//1", card)
     with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent a malformed"):
@@ -412,7 +412,7 @@ def test_a_malformed_card_is_named(card: str) -> None:
         ("window", "many"),
     ],
 )
-def test_a_card_with_a_wrong_field_is_named(field: str, value: object) -> None:
+def test_peer_info_with_a_wrong_field_is_named(field: str, value: object) -> None:
     store = Switchboard()
     with pytest.raises(RendezvousError):
         open_mailbox(store, 1, [0], interfaces=["lo"], seconds=0.05)
@@ -422,7 +422,7 @@ def test_a_card_with_a_wrong_field_is_named(field: str, value: object) -> None:
         open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
 
 
-def test_a_room_is_opened_once(closing: list[Mailbox]) -> None:
+def test_namespace_is_opened_once(closing: list[Mailbox]) -> None:
     store = Switchboard()
     closing += opened(store=store)
     with pytest.raises(UsageError, match=r"rank 0 has already opened a mailbox in namespace ''"):
@@ -440,7 +440,7 @@ def test_an_interface_with_two_addresses_is_two() -> None:
     assert [i.address for i in again.interfaces] == ["10.0.0.1", "10.1.0.1"]
 
 
-def test_what_goes_wrong_in_the_keeper_is_raised_by_the_next_call(closing: list[Mailbox]) -> None:
+def test_failure_of_the_poller_is_raised_by_the_next_call(closing: list[Mailbox]) -> None:
     a, b = opened()
     closing += [a, b]
 
@@ -457,7 +457,7 @@ def eth(name: str, address: str) -> Interface:
     return Interface(name, address, address.rpartition(".")[0] + ".0/24")
 
 
-def test_a_connection_that_is_made_anew_is_no_loss(closing: list[Mailbox]) -> None:
+def test_renewed_connection_is_no_loss(closing: list[Mailbox]) -> None:
     store, a, b = cut_once(closing)
     begin = time.monotonic()
     for box in (a, b):  # who has connected, and who was connected to
@@ -473,9 +473,7 @@ def test_a_connection_that_is_made_anew_is_no_loss(closing: list[Mailbox]) -> No
 
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_process_that_is_gone_is_not_connected_any_more(
-    dead: int, encrypted: bool, closing: list[Mailbox]
-) -> None:
+def test_exited_process_is_unconnected(dead: int, encrypted: bool, closing: list[Mailbox]) -> None:
     """To who has connected to it as to who was connected to; and it may come again."""
     boxes = opened(classes=2, encrypted=encrypted)
     closing += boxes
@@ -501,7 +499,7 @@ def test_connections_of_a_stopped_process_last_until_it_counts_as_silent(
     assert {socket.get(zmq.HEARTBEAT_TIMEOUT) for socket in sockets} == {milliseconds}
 
 
-def test_a_process_that_has_left_is_not_said_to_be_unconnected(closing: list[Mailbox]) -> None:
+def test_process_that_left_is_not_listed_as_unconnected(closing: list[Mailbox]) -> None:
     for number in (0, 1):
         boxes = opened()
         closing += boxes

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from wingbeat.codecs.codec import SketchCodec
 from wingbeat.codecs.coding import Coding, Region
-from wingbeat.codecs.sketch import SketchCodec
 from wingbeat.types import Span
 from wingbeat_lab.bench import models, pace
 from wingbeat_lab.bench.pace import Calls, Pace, fixed_costs

@@ -15,13 +15,9 @@ from wingbeat.codecs.feedback import Residuals, check_complete
 from wingbeat.codecs.lowrank import Factors, Matrix, check_starts, restart
 from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
 from wingbeat.compression import (
-    HALF_BYTES,
     Coded,
-    Half,
-    LowRank,
-    TopK,
     for_parameter,
-    matrix_of,
+    options_of,
     unmatched_patterns,
 )
 from wingbeat.engine.gradients.bucket import Bucket, Slot
@@ -87,12 +83,12 @@ class Compression:
     def settled(self) -> bool:
         """Whether the codec's warm-up is over."""
         wire = self.coded if self.on else None
-        return not isinstance(wire, TopK) or self._step > wire.warmup
+        return wire is None or not wire.gathers or self._step > wire.warmup_steps
 
     @property
     def momentum(self) -> float:
         """The factor of momentum correction; 0 for none."""
-        return self.coded.momentum if isinstance(self.coded, TopK) else 0.0
+        return 0.0 if self.coded is None else self.coded.momentum
 
     # -- buckets --------------------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class Compression:
             _add_residual(bucket.flat[part], bucket.wire.residual[part])
 
     def _saves_nothing(self, bucket: Bucket) -> bool:
-        return isinstance(self.coded, Half) and bucket.flat.element_size() <= HALF_BYTES
+        return self.coded is not None and bucket.flat.element_size() <= self.coded.rounded_bytes
 
     def _add_left_over(self, bucket: Bucket) -> None:
         """Add and drop residuals from other buckets or an earlier run."""
@@ -177,18 +173,16 @@ class Compression:
     def _encoded(self, bucket: Bucket) -> Encoded | Factors | None:
         """Return the encoding; None if all the bucket's parameters are sent unencoded."""
         assert self.coded is not None
-        step = max(0, self._step)
-        if isinstance(self.coded, TopK):
-            step = min(step, self.coded.warmup)
+        step = min(max(0, self._step), self.coded.warmup_steps)
         known = self._made.get(bucket)
-        if known is None or (known[0] != step and isinstance(self.coded, TopK)):
+        if known is None or known[0] != step:
             known = self._made[bucket] = (step, self._make(bucket, self.coded, step))
         return known[1]
 
     def _make(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | Factors | None:
         matrices = list(_matrices(bucket, wire)) if self.factored else []
         found = [] if self.factored else list(_regions(bucket, wire, step))
-        if not matrices and all(isinstance(region.codec, Dense) for region in found):
+        if not matrices and all(region.codec.lossless for region in found):
             return None
         residual = None
         if self.residuals is not None and wire.keeps:
@@ -298,7 +292,7 @@ def no_residuals(call: str) -> UsageError:
 def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
     """Raise a `UsageError` where momentum correction is not possible."""
     wire = choices.wire
-    if not isinstance(wire, TopK) or wire.momentum == 0:
+    if not options_of(wire).momentum:
         return
     if choices.schedule != "wfbp":
         raise UsageError(
@@ -358,12 +352,12 @@ def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
     """Yield the parameters that are sent as factors, by their layout in the buffer."""
     start = 0
     for slot in bucket.slots:
-        mine = for_parameter(wire, slot.name)
+        mine = options_of(for_parameter(wire, slot.name))
         # Dimensions with the largest strides form the rows.
         strides = slot.view.stride()
         order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
-        rows, cols = matrix_of(mine, [slot.param.shape[dim] for dim in order])
-        if rows and isinstance(mine, LowRank):
+        rows, cols = mine.matrix_of([slot.param.shape[dim] for dim in order])
+        if rows:
             yield Matrix(slot.name, start, rows, cols, mine.rank)
         start += slot.param.numel()
 

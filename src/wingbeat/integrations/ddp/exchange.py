@@ -13,8 +13,8 @@ from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.feedback import Residuals
 from wingbeat.collectives import Encoded
-from wingbeat.collectives.encoded import BlockSum, GatheredSum, GroupRows
-from wingbeat.collectives.packing import CodecPacking
+from wingbeat.collectives.encoded import GatheredSum
+from wingbeat.collectives.nccl import BlockSum, GroupRows
 from wingbeat.transport.nccl import NcclGroup
 from wingbeat.types import Span
 
@@ -89,15 +89,14 @@ class HookExchange:
         bucket, rank, size = self.bucket, self.group.rank, self.group.size
         self._values = bucket.scaled(size)
         residual = self._memory(self.residuals.flat_for)
+        wire = Encoded(self._coding(), residual)
         self._sum: BlockSum | GatheredSum
         if self.gathered:
             velocity = self._memory(self.residuals.velocity_for) if self.momentum else None
-            wire = Encoded(self._coding(), residual)
             self._sum = GatheredSum(self._values, wire, rank, size, bucket.where, velocity)
         else:
             blocks = _aligned_blocks(self._values.numel(), size)
-            packing = CodecPacking(self._coding(), residual, blocks[rank])
-            self._sum = BlockSum(self._values, packing, blocks, rank, bucket.where)
+            self._sum = BlockSum(self._values, wire, blocks, rank, bucket.where)
         self._sum.encode()
 
     def run(self, between: Between) -> Tensor:
@@ -106,7 +105,13 @@ class HookExchange:
         Raises:
             PeerError: a worker is lost, or sent a malformed payload.
         """
-        self._sum.exchange(GroupRows(self.group, self.bucket.where, between))
+        rows = GroupRows(self.group, self.bucket.where, between)
+        if isinstance(self._sum, GatheredSum):
+            rows.all_gather(self._sum.rows)
+            self._sum.add()
+        else:
+            self._sum.reduce(rows)
+            self._sum.spread(rows)
         return self.bucket.average(self._values)
 
     def _memory(self, kept: Callable[..., Tensor]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -49,5 +48,5 @@ class WireState(CodedState):
                 "bf16_compress_hook"
             )
         # A trial would delay the warm-up, and hooks run no trial.
-        coded = replace(found, auto_disable=False)
+        coded = found.without_trial()
         super().__init__(model, coded, process_group=process_group, timeout=timeout)

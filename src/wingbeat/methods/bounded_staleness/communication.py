@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges.departures import Departures
-from wingbeat.exchanges.lanes.lanes import BEGIN, MORE, Lanes
-from wingbeat.exchanges.lanes.order import ProtocolError
+from wingbeat.exchanges.lanes import BEGIN, MORE, Lanes, ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.failure_detector import (
     FailureDetector,
@@ -41,6 +39,7 @@ from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
+from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.messages.endpoint import Message as Packet
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
@@ -114,7 +113,7 @@ class FrameSender:
 
     def _receiving_incarnation(self, worker: int, message: Message) -> int:
         """Return the incarnation that a message is for; -1 if the receiver is dead."""
-        known, current = self._machine.incarnation_of(worker), self._lanes.life(worker)
+        known, current = self._machine.incarnation_of(worker), self._lanes.incarnation(worker)
         if known is None:
             return current
         return max(known, current) if isinstance(message, ViewProposal) else known
@@ -136,7 +135,7 @@ class FrameSender:
             if chunk is not None:
                 return MORE, chunk
             del self._rest[worker]
-        queue, current = self._queues[worker], self._lanes.life(worker)
+        queue, current = self._queues[worker], self._lanes.incarnation(worker)
         while queue and current > queue[0].incarnation:
             queue.popleft()
         if not queue or current < queue[0].incarnation:  # not connected again yet
@@ -566,7 +565,7 @@ class CommunicationThread:
 
     def _receive_packet(self, packet: Packet) -> None:
         try:
-            for source, kind, part in self._lanes.take(packet):
+            for source, kind, part in self._lanes.receive(packet):
                 self._receive_part(source, kind, part)
         except ProtocolError as error:
             raise self._malformed(packet.peer, error) from None

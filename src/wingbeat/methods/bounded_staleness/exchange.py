@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.colayers import (
     ColayerChange,
@@ -38,6 +37,7 @@ from wingbeat.observe.log import log
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.schedules.events import Operation
 from wingbeat.transport import graceful_shutdown
+from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.world import World
 from wingbeat.types import Staleness

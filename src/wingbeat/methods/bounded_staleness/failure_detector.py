@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.departures import Departures
-from wingbeat.exchanges.lanes.lanes import Lanes
+from wingbeat.exchanges.lanes import Lanes
 from wingbeat.methods.bounded_staleness.membership import MembershipClient
 from wingbeat.methods.bounded_staleness.view import View
 from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.messages.frames import NEVER
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo
@@ -131,7 +131,7 @@ class FailureDetector:
         return [
             worker
             for worker, closed_at in self._closed_at.items()
-            if closed_at < when and not self._lanes.heard_since(worker, when)
+            if closed_at < when and not self._lanes.has_sent_since(worker, when)
         ]
 
     def _check_own(self, joined: bool, incarnation: int, author: int) -> None:
@@ -162,8 +162,8 @@ class FailureDetector:
         others = set(self._lanes.known) - set(suspects)
         # A worker that misses the majority is probably isolated itself; the others propose first.
         minority = 2 * len(needed) > len(needed) + len(others) + 1
-        due = now >= since + (self._lanes.patience if minority else 0.0)
-        if needed and due and all(self._lanes.heard_since(each, since) for each in others):
+        due = now >= since + (self._lanes.timeout if minority else 0.0)
+        if needed and due and all(self._lanes.has_sent_since(each, since) for each in others):
             ended = {worker: 2 * self._incarnation(worker) + 1 for worker in needed}
             self._membership.propose(View(tuple(ended.get(w, 0) for w in range(self._workers))))
         if reason := self._membership.unavailable_reason(STORE_S):
@@ -192,7 +192,7 @@ class FailureDetector:
         return WorkerLost(worker, incarnation, needed=False)
 
     def _incarnation(self, worker: int) -> int:
-        return self._unneeded.get(worker, self._lanes.life(worker))
+        return self._unneeded.get(worker, self._lanes.incarnation(worker))
 
     def _check_tolerated(self, suspects: Mapping[int, str], worker: int) -> None:
         if self._tolerates_loss:
@@ -200,7 +200,7 @@ class FailureDetector:
         # A worker that has left may have been the first to miss a worker that is found lost next.
         ended = self._closed_and_silent_since(self._clock() - RECONNECT_S / 2)
         worker, reason = (min(ended), _ENDED) if ended else (worker, suspects[worker])
-        failure = self._departures.blame() or f"rank {worker} {reason}"
+        failure = self._departures.first_failure() or f"rank {worker} {reason}"
         raise PeerError(
             f"{self._me}: lost a worker before training ended: {failure}; "
             "start the job again from a checkpoint"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from wingbeat.errors import PeerError, RendezvousError
-from wingbeat.exchanges.lanes.lanes import Lanes
+from wingbeat.exchanges.lanes import Lanes
 from wingbeat.methods.bounded_staleness.messages import MAX_NUMBER, MalformedMessage
 from wingbeat.methods.bounded_staleness.view import (
     View,
@@ -28,12 +28,12 @@ from wingbeat.methods.bounded_staleness.view import (
 )
 from wingbeat.observe.log import log
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.interfaces import listen_interfaces
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
+from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore
 
 _POLL_S = 0.2
@@ -362,8 +362,8 @@ def join_workers(
     names = [interface.name for interface in listen_interfaces(nic.local(), interfaces)]
     view = membership_log.view
     lanes = Lanes(
-        mailbox, rank, workers, lives=[number // 2 for number in view], joined=neighbours,
-        patience=patience, begin=seconds, card=names.__getitem__,
+        mailbox, rank, workers, incarnations=[number // 2 for number in view], joined=neighbours,
+        timeout=patience, begin=seconds, interface_name=names.__getitem__,
     )  # fmt: skip
     for lost in set(range(workers)) - set(members(view)):
         lanes.forget(lost)

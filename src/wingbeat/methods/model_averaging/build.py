@@ -15,7 +15,7 @@ from wingbeat.codecs import Coding
 from wingbeat.codecs.codec import Bf16Codec
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.collectives import wire_dtype
-from wingbeat.compression import Coded, TopK
+from wingbeat.compression import Coded
 from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.views import ShownGradients
@@ -260,7 +260,7 @@ def _model_compression(
         numels = [slot.param.numel() for slot in slots]
         names = [slot.name for slot in slots]
         residual = compression.residuals.flat_for(names, numels, sum(numels), torch.device("cpu"))
-    return ModelCompression(coding, residual, gathers=isinstance(wire, TopK))
+    return ModelCompression(coding, residual, gathers=wire.gathers)
 
 
 def _averager(

@@ -14,7 +14,7 @@ from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import FailureAttribution
-from wingbeat.transport.group_links import group_prefix
+from wingbeat.transport.link import group_prefix
 from wingbeat.types import Group, Span
 
 if TYPE_CHECKING:

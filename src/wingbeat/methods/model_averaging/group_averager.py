@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.model_averaging.client import Client
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.observe.meter import Section
-from wingbeat.transport import graceful_shutdown, incarnation, interfaces
+from wingbeat.transport import failures, graceful_shutdown, interfaces
+from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.text import first_line
 from wingbeat.types import SERIES, Group, Span
@@ -211,7 +211,7 @@ class GroupSession:
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
         self.client: Client | StaticClient
         departures = departures_of(world)
-        is_running = functools.partial(incarnation.is_alive, store)
+        is_running = functools.partial(failures.is_alive, store)
         if rules is None:
             if world.returned:
                 raise UsageError(

@@ -21,7 +21,6 @@ import torch
 
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.errors import MismatchError, PeerError, UsageError, WingbeatError
-from wingbeat.exchanges.departures import Departures, departures_of
 from wingbeat.methods.model_averaging.generator import ProtocolError
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
 from wingbeat.methods.model_averaging.group_averager import next_serial
@@ -40,8 +39,8 @@ from wingbeat.methods.model_averaging.static import SYNC_CALL, StaticClient
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Section
 from wingbeat.transport import graceful_shutdown
-from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
-from wingbeat.transport.incarnation import is_alive
+from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, is_alive, stuck_peer_text
+from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from wingbeat.errors import RendezvousError
-from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
+from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore, Store
 
 _log = logging.getLogger(__name__)

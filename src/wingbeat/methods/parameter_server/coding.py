@@ -30,7 +30,7 @@ import torch
 from wingbeat.codecs import Coding
 from wingbeat.codecs.codec import ALIGNMENT
 from wingbeat.codecs.coding import Region, all_of
-from wingbeat.compression import Coded, LowRank, kinds, to_text
+from wingbeat.compression import Coded, kinds, options_of, to_text
 from wingbeat.methods.parameter_server.aggregator import CODED, Array
 from wingbeat.types import Span
 
@@ -91,7 +91,7 @@ def unpack_header(payload: memoryview, wire: Coded, max_numel: int) -> tuple[Pie
     for numel, cols, kind in pieces:
         valid = numel and kind < len(known)
         if valid and cols:
-            valid = isinstance(known[kind], LowRank) and numel % cols == 0
+            valid = options_of(known[kind]).rank > 0 and numel % cols == 0
         if not valid:
             raise ValueError(f"malformed piece: numel={numel}, cols={cols}, kind={kind}")
     total = sum(piece.numel for piece in pieces)

@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Encoded, Handle
-from wingbeat.collectives.nccl import NcclJob
+from wingbeat.collectives.handle import NcclJob
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
@@ -42,7 +42,7 @@ from wingbeat.methods.parameter_server.slicing import (
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Section
 from wingbeat.schedules.events import Operation
-from wingbeat.transport.messages.carrier import tos_of
+from wingbeat.transport.messages.frames import tos_of
 from wingbeat.transport.world import World
 from wingbeat.types import Serving, Span
 

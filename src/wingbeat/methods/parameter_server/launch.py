@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 
 from wingbeat.compression import Coded
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
 from wingbeat.methods.parameter_server.client import Client
 from wingbeat.methods.parameter_server.protocol import MAX_LINKS, Order, printable
 from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport import graceful_shutdown, interfaces
-from wingbeat.transport.background import BackgroundThread
+from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.messages import Mailbox
-from wingbeat.transport.services import ProcessService, Service, ThreadService
+from wingbeat.transport.services import BackgroundThread, ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
 from wingbeat.types import Serving
@@ -132,7 +131,7 @@ class ServerGroup:
             check_servers=functools.partial(_find_ended, notice, started),
             publish_failure=notice.publish,
             poll_failure=notice.poll,
-            attribute_failure=departures_of(world).blame,
+            attribute_failure=departures_of(world).first_failure,
             on_abandoned=functools.partial(_stop, notice, started, world.timeout),
         ).serve()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from wingbeat.errors import PeerError
-from wingbeat.transport.messages.reassembly import Reassembly
+from wingbeat.transport.messages.frames import Reassembly
 
 if TYPE_CHECKING:
     from wingbeat.transport.messages.frames import Posted

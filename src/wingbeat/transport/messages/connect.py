@@ -13,11 +13,8 @@ import zmq
 from wingbeat.errors import RendezvousError, UsageError, unknown
 from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.interfaces import (
-    listen_interfaces,
-)
-from wingbeat.transport.messages.carrier import MAX_CLASSES
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership
+from wingbeat.transport.messages.frames import MAX_CLASSES
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import (
     Connector,
@@ -91,22 +88,16 @@ def open_mailbox(
     deadline = time.monotonic() + seconds
     own, mine = _own_interfaces(interfaces)
     keys = Keys.make() if encrypted else None
-    what, sockets = (
-        f"{name(number)}: opening a mailbox in namespace {namespace!r}",
-        len(mine) * classes,
-    )
+    what = f"{name(number)}: opening a mailbox in namespace {namespace!r}"
+    sockets = len(mine) * classes
     descriptors.require(descriptors_needed(sockets, len(others), encrypted=encrypted), what)
+    uses = tuple(i.address for i in mine)
     # A stopped process counts as lost after `limits.silence`. Its connections must not end before
     # that, unlike those of an exited process.
     heartbeat = HEARTBEAT_S if tolerate_silence else max(HEARTBEAT_S, limits.silence)
     try:
         carrier = ZeroMQCarrier(
-            number,
-            [i.address for i in mine],
-            classes,
-            message=limits.message,
-            keys=keys,
-            heartbeat=heartbeat,
+            number, uses, classes, message=limits.message, keys=keys, heartbeat=heartbeat
         )
     except zmq.ZMQError as err:
         if err.errno != errno.EMFILE:
@@ -114,24 +105,27 @@ def open_mailbox(
         raise descriptors.too_few_error(what) from None  # other threads have opened files meanwhile
     try:
         key = "" if keys is None else keys.public.decode()
-        uses = tuple(i.address for i in mine)
-        session = secrets.randbits(64)
-        info = PeerInfo(
-            own, uses, session, key, carrier.address.endpoints, limits.message, limits.window
-        )
+        listens, session = carrier.address.endpoints, secrets.randbits(64)
+        info = PeerInfo(own, uses, session, key, listens, limits.message, limits.window)
         store.set(store_key(namespace, number, incarnation), info.to_json())
         incarnations: Mapping[int, int] = dict.fromkeys(others, 0)
         if announce is not None:
             incarnations = announce(max(0.0, deadline - time.monotonic()))
         infos = {}
         for peer, theirs in incarnations.items():
-            left = max(0.0, deadline - time.monotonic())
-            where = store_key(namespace, peer, theirs)
-            infos[peer] = _read_peer(store, where, number, peer, left, name, seconds)
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                text = store.get(store_key(namespace, peer, theirs), left)
+                infos[peer] = PeerInfo.from_json(text)
+            except TimeoutError:
+                raise RendezvousError(
+                    f"{name(number)}: {name(peer)} opened no mailbox within {seconds:g} s; check "
+                    "that it is running and uses the same namespace"
+                ) from None
+            except ValueError as err:
+                raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
             check_same_options(name(number), info, name(peer), infos[peer])
-        mailbox = _make_mailbox(
-            number, info, infos, carrier, limits, name, tolerate_silence=tolerate_silence
-        )
+        mailbox = _make_mailbox(number, info, infos, carrier, limits, name, tolerate_silence)
         mailbox.wait_connected(max(0.0, deadline - time.monotonic()))
     except BaseException:
         carrier.close()
@@ -146,19 +140,16 @@ def _make_mailbox(
     carrier: ZeroMQCarrier,
     limits: Limits,
     name: Callable[[int], str],
-    *,
     tolerate_silence: bool,
 ) -> Mailbox:
     """Create all flows: a connection for each interface pair and class."""
     carrier.allow({n: address_of(theirs) for n, theirs in infos.items()})
-    sessions = {peer: theirs.session for peer, theirs in infos.items()}
-    membership, own = Membership(number, info.session, sessions), info.interfaces
-
-    def describe(interface: int) -> str:
-        return f"interface {own[interface].name} ({own[interface].address})"
-
+    own = [f"interface {i.name} ({i.address})" for i in info.interfaces]
     endpoint = Endpoint(
-        membership, limits, tolerate_silence=tolerate_silence, describe_interface=describe
+        Membership(number, info.session, {n: theirs.session for n, theirs in infos.items()}),
+        limits,
+        tolerate_silence=tolerate_silence,
+        describe_interface=own.__getitem__,
     )
     connector = Connector(number, info, carrier)
     for peer, theirs in infos.items():
@@ -170,33 +161,13 @@ def _make_mailbox(
 
 def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Interface]]:
     own = nic.local()
-    mine = listen_interfaces(own, named)
+    mine = nic.listen_interfaces(own, named)
     for wanted in named or ():
         if wanted not in [i.name for i in mine]:
             raise unknown("interface", wanted, [i.name for i in own.interfaces])
     if not mine:
         raise UsageError("this host has no interface that is up and has an address: bring one up")
     return own, mine
-
-
-def _read_peer(
-    store: Store,
-    where: str,
-    number: int,
-    peer: int,
-    left: float,
-    name: Callable[[int], str],
-    seconds: float,
-) -> PeerInfo:
-    try:
-        return PeerInfo.from_json(store.get(where, left))
-    except TimeoutError:
-        raise RendezvousError(
-            f"{name(number)}: {name(peer)} opened no mailbox within {seconds:g} s; check that it "
-            "is running and uses the same namespace"
-        ) from None
-    except ValueError as err:
-        raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
 
 
 def _check_arguments(number: int, others: Sequence[int], classes: int, seconds: float) -> None:

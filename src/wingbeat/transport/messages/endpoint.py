@@ -13,11 +13,14 @@ from typing import NamedTuple, TypeAlias
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import MAX_CLASSES, Arrival, Buffer, ConnectionId
 from wingbeat.transport.messages.frames import (
     DTYPES,
+    MAX_CLASSES,
     MAX_HEADER_BYTES,
     NEVER,
+    Arrival,
+    Buffer,
+    ConnectionId,
     Flow,
     Header,
     Malformed,

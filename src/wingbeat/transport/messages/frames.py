@@ -29,12 +29,96 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.carrier import Buffer
+
+TOS = (0xB8, 0x88, 0x48)
+"""TOS bytes (DSCP) of EF, AF41 and AF21; 0 is best effort."""
+
+
+def tos_of(urgency: int, classes: int) -> int:
+    """Return the TOS byte of a class. The last class is best effort.
+
+    >>> [hex(tos_of(u, 2)) for u in range(2)]
+    ['0xb8', '0x0']
+    """
+    return 0x00 if urgency == classes - 1 else TOS[urgency]
+
+
+Buffer: TypeAlias = "bytes | memoryview"
+
+MAX_CLASSES = 4
+"""Maximum number of traffic classes."""
+
+
+class ConnectionId(NamedTuple):
+    """A connection of a carrier.
+
+    ``interface`` is the number of this process's interface; ``urgency`` is the class, 0 the most
+    urgent; ``name`` is the carrier's hashable name of the remote end.
+    """
+
+    interface: int
+    urgency: int
+    name: Any
+
+
+class Arrival(NamedTuple):
+    """A received frame.
+
+    ``head`` is the header, followed by the payload if that is small; otherwise ``payload`` is in
+    the carrier's memory. ``peer`` is authenticated by its key; None without keys. ``whole`` is
+    False if the frame had too many parts.
+    """
+
+    place: ConnectionId
+    head: Buffer
+    payload: Buffer | None
+    peer: int | None
+    whole: bool = True
+
+
+class Carrier(Protocol):
+    """Carries frames over connections. It may lose, repeat and reorder them. Not thread-safe.
+
+    Frames arrive whole or not at all, unless a carrier cannot detect truncation.
+    """
+
+    @property
+    def refused_connections(self) -> Counter[str]:
+        """Number of connections refused before a frame was read, by reason."""
+
+    @property
+    def ended(self) -> int:
+        """Number of connections that have ended, including those that were renewed."""
+
+    def is_disconnected(self, place: ConnectionId) -> bool:
+        """Whether a connection that this process made has ended and is not renewed.
+
+        `send` does not detect this: frames wait for the new connection.
+        """
+
+    def connect(
+        self, peer: int, interface: int, urgency: int, *, theirs: int
+    ) -> ConnectionId | None:
+        """Connect to a peer's interface ``theirs``; None if the peer connects to this process."""
+
+    def send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
+        """Send one frame without waiting; False if no connection exists now."""
+
+    def receive(self, seconds: float) -> Arrival | None:
+        """Return the next frame, the most urgent first; None after ``seconds`` without any."""
+
+    def interrupter(self) -> Callable[[], None]:
+        """Return a function for other threads that ends the current or next wait in `receive`."""
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close every connection after up to ``linger`` seconds for unsent frames. Idempotent."""
+
 
 NEVER = math.inf
 
@@ -140,3 +224,26 @@ def _byte_view(payload: Any, most: int) -> Buffer:
     if len(view) > most:
         raise UsageError(f"a payload of {len(view)} bytes; allowed are {most}: post it in pieces")
     return view
+
+
+class Reassembly:
+    """A buffer of ``nbytes`` bytes, filled in order; ``data`` is valid once `complete`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self._filled = 0
+
+    def append(self, fragment: Any) -> None:
+        """Append a fragment; a `ValueError` if it is empty or exceeds the rest of the payload."""
+        end = self._filled + len(fragment)
+        if end > len(self.data) or not len(fragment):
+            raise ValueError(
+                f"received {len(fragment)} bytes where {len(self.data) - self._filled} remain"
+            )
+        self.data[self._filled : end] = fragment
+        self._filled = end
+
+    @property
+    def complete(self) -> bool:
+        """Whether all fragments have been received."""
+        return self._filled == len(self.data)

@@ -8,12 +8,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.transport.messages.carrier import Carrier
 from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
-from wingbeat.transport.messages.frames import NEVER, NO_IDS, Posted, compose, leave_frame
+from wingbeat.transport.messages.frames import NEVER, NO_IDS, Carrier, Posted, compose, leave_frame
 
 if TYPE_CHECKING:
     from wingbeat.transport.messages.peers import Connector, PeerInfo
@@ -23,8 +22,7 @@ class Routes:
     """The routes of one process; ``me`` is its name in messages, ``name`` formats other names."""
 
     def __init__(self, routes: Iterable[Route], own: int, name: Callable[[int], str]) -> None:
-        self.name = name
-        self.me = name(own)
+        self.name, self.me = name, name(own)
         self.renew(routes)
 
     def renew(self, routes: Iterable[Route]) -> None:
@@ -32,25 +30,24 @@ class Routes:
         self._by_peer: dict[int, list[Route]] = {}
         for route in routes:
             self._by_peer.setdefault(route.peer, []).append(route)
-        self._default = {peer: _default_route(found) for peer, found in self._by_peer.items()}
-        self._interfaces = {
-            peer: tuple(dict.fromkeys(route.interface for route in found))
+        self.peers = tuple(self._by_peer)
+        self._default = {  # the first interface and the last class
+            peer: max((r for r in found if r.interface == found[0].interface), key=_urgency)
             for peer, found in self._by_peer.items()
         }
 
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """Numbers of the reachable peers."""
-        return tuple(self._by_peer)
-
-    def interfaces(self, peer: int) -> tuple[int, ...]:
-        """Return this process's interfaces that reach ``peer``."""
-        self.check([peer])
-        return self._interfaces[peer]
+    def to(self, peer: int) -> list[Route]:
+        """Return the routes to ``peer``; a `UsageError` if there is none."""
+        if peer not in self._by_peer:
+            raise UsageError(
+                f"{self.me} has no connection to {self.name(peer)}; allowed: "
+                f"{self.names(self.peers) or 'none'}"
+            )
+        return self._by_peer[peer]
 
     def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
         """Return a route, by default the first interface and the last class; or a `UsageError`."""
-        usual = self._default.get(peer) or _default_route(self._to(peer))
+        usual = self._default.get(peer) or self.to(peer)[0]
         if interface is None and urgency is None:
             return usual
         route = Route(
@@ -67,63 +64,13 @@ class Routes:
             )
         return route
 
-    def check(self, peers: Iterable[int]) -> None:
-        """Raise a `UsageError` if there is no route to one of them."""
-        for peer in peers:
-            self._to(peer)
-
     def names(self, peers: Iterable[int]) -> str:
         """Return the names of these processes."""
         return ", ".join(self.name(peer) for peer in sorted(peers))
 
-    def _to(self, peer: int) -> list[Route]:
-        if peer not in self._by_peer:
-            raise UsageError(
-                f"{self.me} has no connection to {self.name(peer)}; allowed: "
-                f"{self.names(self.peers) or 'none'}"
-            )
-        return self._by_peer[peer]
 
-
-def _default_route(routes: list[Route]) -> Route:
-    first = routes[0].interface
-    return max((r for r in routes if r.interface == first), key=lambda r: r.urgency)
-
-
-class LostPeers:
-    """The peers of an endpoint that will not respond: lost ones, and ones that left."""
-
-    def __init__(self, endpoint: Endpoint, routes: Routes) -> None:
-        self._endpoint, self._routes = endpoint, routes
-        self._reported: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._endpoint.lost or self._endpoint.left)
-
-    def error(self, what: str) -> PeerError:
-        """Return a `PeerError` that begins with this process's name."""
-        return PeerError(f"{self._routes.me}: {what}")
-
-    def check(self, peer: int, what: str) -> None:
-        """Raise a `PeerError` if ``peer`` is lost or has left, so that ``what`` is impossible."""
-        if peer in self._endpoint.lost:
-            raise self.error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
-        if peer in self._endpoint.left:
-            raise self.error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
-
-    def check_waiting(self, wanted: frozenset[int] | None) -> None:
-        """Raise a `PeerError` if no message can arrive, and once for each lost peer."""
-        if wanted is not None:
-            for peer in wanted:
-                self.check(peer, "wait for a message of it")
-            return
-        self._reported &= self._endpoint.lost.keys()  # the others are reachable again
-        for peer in self._endpoint.lost.keys() - self._reported:
-            self._reported.add(peer)
-            self.check(peer, "wait for messages")
-        peers = self._routes.peers
-        if self._endpoint.left.union(self._endpoint.lost).issuperset(peers):
-            raise self.error(f"all peers have left: {self._routes.names(peers)}")
+def _urgency(route: Route) -> int:
+    return route.urgency
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -155,70 +102,6 @@ BUSY_POLL_S, IDLE_POLL_S = 0.005, 0.02
 ACTIVE_S = 1.0
 """Seconds after a frame for which more frames are expected."""
 
-
-class Polled(Protocol):
-    """An object that the background poller drives."""
-
-    def poll_in_background(self) -> float:
-        """Process due work; return the seconds until the next turn."""
-
-
-def start_poller(polled: weakref.ref[Polled], ended: threading.Event) -> threading.Thread:
-    """Start the background poller. It ends when ``ended`` is set or its owner is collected."""
-    thread = threading.Thread(
-        target=_poll_until_ended, args=(polled, ended), name="wingbeat-mail", daemon=True
-    )
-    thread.start()
-    return thread
-
-
-def stop_polling(ended: threading.Event, carrier: Carrier) -> None:
-    """Stop the poller and close the carrier, when a mailbox is closed or collected."""
-    ended.set()
-    carrier.close()
-
-
-def _poll_until_ended(polled: weakref.ref[Polled], ended: threading.Event) -> None:
-    period = BUSY_POLL_S
-    while not ended.wait(period):
-        own = polled()
-        if own is None:
-            return
-        period = own.poll_in_background()
-        del own
-
-
-def shut_down(
-    endpoint: Endpoint,
-    carrier: Carrier,
-    pump: Callable[[float], None],
-    clock: Callable[[], float],
-    seconds: float,
-) -> set[int]:
-    """Wait until all messages have arrived; notify the peers; return peers with missing messages.
-
-    ``pump`` sends and receives until the given time at the latest.
-    """
-    gone = endpoint.left | set(endpoint.lost)
-    flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
-    now = clock()
-    for route in flows:
-        endpoint.post(route, leave_frame(), carrier.send, now)
-    deadline = now + seconds
-    # The notification need not arrive at a peer that has left.
-    while any(
-        not flow.empty and not (flow.ended and flow.only_leave)
-        for route, flow in flows.items()
-        if route.peer not in endpoint.lost
-    ):
-        if clock() >= deadline:
-            break
-        pump(deadline)
-    endpoint.acknowledge(clock())
-    endpoint.flush(carrier.send, clock())
-    return {route.peer for route, flow in flows.items() if not flow.only_leave}
-
-
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a peer to acknowledge that this process leaves."""
 
@@ -233,6 +116,21 @@ SUSPENDED_S = 1.0
 
 _MAX_FRAMES_PER_TURN = 64
 """Frames received before timers are checked, as a peer may send without pause."""
+
+
+def _poll_until_ended(polled: weakref.ref[Mailbox], ended: threading.Event) -> None:
+    period = BUSY_POLL_S
+    while not ended.wait(period):
+        own = polled()
+        if own is None:
+            return
+        period = own._poll_in_background()
+        del own
+
+
+def _stop_polling(ended: threading.Event, carrier: Carrier) -> None:
+    ended.set()
+    carrier.close()
 
 
 class Mailbox:
@@ -261,15 +159,21 @@ class Mailbox:
         self._last_turn, self._was_suspended = time.monotonic(), False
         self._ended_connections = 0
         self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
-        self._lost_peers = LostPeers(endpoint, self._routes)
+        self._reported: set[int] = set()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         # The poller must not keep an unused mailbox alive.
-        self._finalizer = weakref.finalize(self, stop_polling, self._ended, carrier)
+        self._finalizer = weakref.finalize(self, _stop_polling, self._ended, carrier)
         # Not at interpreter exit: libzmq aborts the process if another thread is using the sockets.
         # The system closes them.
         self._finalizer.atexit = False
-        self._poller = start_poller(weakref.ref(self), self._ended)
+        self._poller = threading.Thread(
+            target=_poll_until_ended,
+            args=(weakref.ref(self), self._ended),
+            name="wingbeat-mail",
+            daemon=True,
+        )
+        self._poller.start()
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -293,7 +197,7 @@ class Mailbox:
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
         """Numbers of this process's interfaces that reach ``peer``."""
-        return self._routes.interfaces(peer)
+        return tuple(dict.fromkeys(route.interface for route in self._routes.to(peer)))
 
     @exclusive
     def room(self, peer: int, *, interface: int | None = None, urgency: int | None = None) -> int:
@@ -334,8 +238,8 @@ class Mailbox:
         """
         route = self._routes.choose(peer, interface, urgency)
         endpoint = self._endpoint
-        if self._lost_peers:
-            self._lost_peers.check(peer, "post to it")
+        if endpoint.lost or endpoint.left:
+            self._check_peer(peer, "post to it")
         message = compose(kind, payload, ids, dtype, spans, most=endpoint.limits.message)
         if endpoint.flows[route].room < message.size:
             self._wait_for_room(route, message.size, seconds)
@@ -360,17 +264,18 @@ class Mailbox:
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
         if wanted is not None:
-            self._routes.check(wanted)
+            for peer in wanted:
+                self._routes.to(peer)
         while True:
-            if self._lost_peers:
-                self._lost_peers.check_waiting(wanted)
+            if self._endpoint.lost or self._endpoint.left:
+                self._check_senders(wanted)
             self._pump(deadline, until_message=wanted is None)
             message = self._take_message(wanted)
             if message is not None:
                 return message
             if self._clock() >= deadline:
                 names = self._routes.names(self.peers if wanted is None else wanted)
-                raise self._lost_peers.error(f"no message from {names} within {seconds:g} s")
+                raise self._error(f"no message from {names} within {seconds:g} s")
 
     @exclusive
     def next(self, seconds: float, *, keep: bool = False) -> Message | None:
@@ -431,8 +336,7 @@ class Mailbox:
     def join(self, peer: int, info: PeerInfo) -> None:
         """Connect to a process that replaces one that was dropped.
 
-        Raises:
-            UsageError: its mailbox has different options.
+        A `UsageError` if its mailbox has different options.
         """
         if self._connector is not None:
             self._connector.connect(self._endpoint, peer, info)
@@ -460,8 +364,7 @@ class Mailbox:
     def wait(self, posted: Iterable[Posted], seconds: float | None = None) -> None:
         """Wait until these messages have arrived, so that their payloads may change.
 
-        Raises:
-            PeerError: one has not arrived in time; names its receiver.
+        A `PeerError` if one has not arrived in time; names its receiver.
         """
         waiting = list(posted)
         seconds = self._endpoint.limits.silence if seconds is None else seconds
@@ -474,10 +377,10 @@ class Mailbox:
                 return
             if self._endpoint.lost or self._endpoint.left:
                 for peer in self._peers_of(waiting):
-                    self._lost_peers.check(peer, "wait for it to receive a message")
+                    self._check_peer(peer, "wait for it to receive a message")
             if self._clock() >= deadline:
                 late = [each for each in waiting if not each.arrived]
-                raise self._lost_peers.error(
+                raise self._error(
                     f"{len(late)} messages have not arrived at "
                     f"{self._routes.names(self._peers_of(late))} within {seconds:g} s"
                 )
@@ -487,15 +390,14 @@ class Mailbox:
     def wait_connected(self, seconds: float) -> None:
         """Wait until a frame of every peer has arrived on every interface and in every class.
 
-        Raises:
-            PeerError: one has not; names the peer and the interface.
+        A `PeerError` if one has not; names the peer and the interface.
         """
         deadline = self._clock() + seconds
         while unheard := self._endpoint.unheard:
             if self._clock() >= deadline:
                 route = unheard[0]
                 interface = self._endpoint.describe_interface(route.interface)
-                raise self._lost_peers.error(
+                raise self._error(
                     f"{self._routes.name(route.peer)} did not answer over {interface} within "
                     f"{seconds:g} s: check that it runs and that no firewall blocks the "
                     "connection, or name the interfaces that connect all hosts: "
@@ -506,17 +408,15 @@ class Mailbox:
     def close(self, seconds: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until all messages have arrived, notify the peers, and close the connections.
 
-        Raises:
-            PeerError: messages have not arrived within ``seconds``; the connections are closed.
+        A `PeerError` if messages have not arrived within ``seconds``; the connections are closed.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             try:
-                late = shut_down(self._endpoint, self._carrier, self._pump, self._clock, seconds)
-                if late:
-                    raise self._lost_peers.error(
+                if late := self._leave(seconds):
+                    raise self._error(
                         f"not all messages have arrived at {self._routes.names(late)} within "
                         f"{seconds:g} s of close()"
                     )
@@ -545,8 +445,30 @@ class Mailbox:
         self._ended.set()
         self._finalizer()
 
-    def poll_in_background(self) -> float:
-        """As `Polled.poll_in_background`."""
+    def _leave(self, seconds: float) -> set[int]:
+        """Notify the peers once all messages have arrived; return peers with missing messages."""
+        endpoint, send = self._endpoint, self._carrier.send
+        gone = endpoint.left | set(endpoint.lost)
+        flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
+        now = self._clock()
+        for route in flows:
+            endpoint.post(route, leave_frame(), send, now)
+        deadline = now + seconds
+        # The notification need not arrive at a peer that has left.
+        while any(
+            not flow.empty and not (flow.ended and flow.only_leave)
+            for route, flow in flows.items()
+            if route.peer not in endpoint.lost
+        ):
+            if self._clock() >= deadline:
+                break
+            self._pump(deadline)
+        endpoint.acknowledge(self._clock())
+        endpoint.flush(send, self._clock())
+        return {route.peer for route, flow in flows.items() if not flow.only_leave}
+
+    def _poll_in_background(self) -> float:
+        """Process due work; return the seconds until the next turn."""
         self._detect_suspension()
         if not self._lock.acquire(blocking=False):
             return BUSY_POLL_S  # the thread that holds the lock processes it
@@ -616,13 +538,37 @@ class Mailbox:
         seconds = self._endpoint.limits.silence if seconds is None else seconds
         deadline = self._clock() + seconds
         while flow.room < size:
-            self._lost_peers.check(route.peer, "wait for it to take messages")
+            self._check_peer(route.peer, "wait for it to take messages")
             if self._clock() >= deadline:
-                raise self._lost_peers.error(
+                raise self._error(
                     f"{self._routes.name(route.peer)} consumed nothing for {seconds:g} s: "
                     f"{flow.waiting_bytes} of {flow.window} bytes of its window are in use"
                 )
             self._pump(deadline)
+
+    def _error(self, what: str) -> PeerError:
+        return PeerError(f"{self._routes.me}: {what}")
+
+    def _check_peer(self, peer: int, what: str) -> None:
+        """Raise a `PeerError` if ``peer`` is lost or has left, so that ``what`` is impossible."""
+        if peer in self._endpoint.lost:
+            raise self._error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
+        if peer in self._endpoint.left:
+            raise self._error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
+
+    def _check_senders(self, wanted: frozenset[int] | None) -> None:
+        """Raise a `PeerError` if no message can arrive, and once for each lost peer."""
+        if wanted is not None:
+            for peer in wanted:
+                self._check_peer(peer, "wait for a message of it")
+            return
+        lost, peers = self._endpoint.lost, self._routes.peers
+        self._reported &= lost.keys()  # the others are reachable again
+        for peer in lost.keys() - self._reported:
+            self._reported.add(peer)
+            self._check_peer(peer, "wait for messages")
+        if self._endpoint.left.union(lost).issuperset(peers):
+            raise self._error(f"all peers have left: {self._routes.names(peers)}")
 
     def _peers_of(self, waiting: Sequence[Posted]) -> set[int]:
         return {

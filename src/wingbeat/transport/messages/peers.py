@@ -7,7 +7,7 @@ import json
 import re
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zmq.utils import z85
@@ -19,8 +19,8 @@ from wingbeat.transport.interfaces import (
     bracketed,
     interface_pairs,
 )
-from wingbeat.transport.messages.carrier import MAX_CLASSES
 from wingbeat.transport.messages.endpoint import Endpoint, Route
+from wingbeat.transport.messages.frames import MAX_CLASSES
 from wingbeat.transport.messages.zeromq import (
     PeerAddress,
     ZeroMQCarrier,
@@ -65,17 +65,7 @@ class PeerInfo:
 
     def to_json(self) -> str:
         """Return it as text for the store."""
-        return json.dumps(
-            {
-                "host": self.host.to_json(),
-                "uses": self.uses,
-                "session": self.session,
-                "key": self.key,
-                "listens": self.listens,
-                "message": self.message,
-                "window": self.window,
-            }
-        )
+        return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> PeerInfo:

@@ -23,11 +23,17 @@ from zmq.backend import Socket as BareSocket
 from zmq.utils import z85
 
 from wingbeat.errors import UsageError, WingbeatError
-from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.interfaces import bracketed
-from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId, tos_of
 from wingbeat.transport.messages.endpoint import MAX_INLINE_BYTES
-from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, MAX_IN_FLIGHT
+from wingbeat.transport.messages.frames import (
+    MAX_HEADER_BYTES,
+    MAX_IN_FLIGHT,
+    Arrival,
+    Buffer,
+    ConnectionId,
+    tos_of,
+)
+from wingbeat.transport.services import BackgroundThread
 
 
 class Wakeup:

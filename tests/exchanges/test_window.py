@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wingbeat.exchanges.lanes.paths import (
+from wingbeat.exchanges.lanes import (
     INITIAL_BYTES,
     MAX_BYTES,
     MIN_BYTES,

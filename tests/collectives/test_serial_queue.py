@@ -25,7 +25,7 @@ from wingbeat.types import Span
 PATIENCE = 20.0
 
 
-def test_one_after_the_other_in_order() -> None:
+def test_serial_queue_runs_in_order() -> None:
     beside, done, over = SerialQueue(ThreadPool("test-turn")), [], threading.Event()
     at_once = threading.Semaphore(1)
 
@@ -42,7 +42,7 @@ def test_one_after_the_other_in_order() -> None:
     assert done == list(range(100))
 
 
-def test_what_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_callable_does_not_stop_the_queue(caplog: pytest.LogCaptureFixture) -> None:
     beside, over = SerialQueue(ThreadPool("test-fails")), threading.Event()
 
     def fails() -> None:
@@ -70,7 +70,7 @@ class Rows:
             raise outcome
 
 
-def test_rows_are_added_beside_before_anybody_waits() -> None:
+def test_gathered_rows_are_added_in_the_background_before_a_wait() -> None:
     rows = Rows()
     handle = Gathered(Handle([]), rows, SerialQueue(ThreadPool("test-beside")))
     assert rows.added.wait(PATIENCE)
@@ -80,7 +80,7 @@ def test_rows_are_added_beside_before_anybody_waits() -> None:
 
 
 @pytest.mark.parametrize("error", [PeerError("rank 1 sent nonsense"), MemoryError("no room")])
-def test_whoever_waits_is_told_what_failed_beside(error: Exception) -> None:
+def test_failure_in_the_background_is_raised_by_wait(error: Exception) -> None:
     rows = Rows(error, error, error)
     handle = Gathered(Handle([]), rows, SerialQueue(ThreadPool("test-told")))
     assert rows.added.wait(PATIENCE)
@@ -90,7 +90,7 @@ def test_whoever_waits_is_told_what_failed_beside(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_sum_is_the_same_beside(momentum: float) -> None:
+def test_sum_in_the_background_is_the_same(momentum: float) -> None:
     """Many at once, each with its own buffer, waited for in another order than they were begun."""
     numel, count = 5000, 12
     coding = Coding(
@@ -119,7 +119,7 @@ def test_the_sum_is_the_same_beside(momentum: float) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_a_peer_that_fails_is_named_though_rows_are_added_beside() -> None:
+def test_failed_peer_is_named_with_rows_added_in_the_background() -> None:
     first, _ = loopback.worlds(2, timeout=0.1)
     coding = Coding([Region(Span(0, 50), make(compression.Half()))])
     handle = Collectives(first).all_gather_sum(torch.ones(50), wire=Encoded(coding), beside=True)
@@ -128,13 +128,13 @@ def test_a_peer_that_fails_is_named_though_rows_are_added_beside() -> None:
             handle.wait()
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
+def test_forked_child_has_its_own_queue() -> None:
     beside, over = SerialQueue(ThreadPool("test-fork")), threading.Event()
     hold = threading.Event()
     beside.start(lambda: (hold.wait(PATIENCE), None)[1])
     child = os.fork()
     if child == 0:  # the thread that works is the parent's
-        beside.forget()
+        beside.reset_after_fork()
         done = threading.Event()
         beside.start(done.set)
         os._exit(0 if done.wait(PATIENCE) else 1)

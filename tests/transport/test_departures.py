@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from wingbeat.errors import PeerError
-from wingbeat.exchanges import departures as module
-from wingbeat.exchanges.departures import Departures, departures_of
+from wingbeat.transport import graceful_shutdown as module
 from wingbeat.transport import loopback
 from wingbeat.transport.failures import publish_exit, publish_failure
+from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.loopback import Switchboard
 
 
@@ -18,7 +18,7 @@ class Record(Departures):
 
     def __init__(self, store: Switchboard | None) -> None:
         self.lines: list[str] = []
-        super().__init__(store, "rank 0", 3, say=self.lines.append)
+        super().__init__(store, "rank 0", 3, warn=self.lines.append)
 
     def settled(self) -> list[str]:
         for thread in self._asking:
@@ -33,7 +33,7 @@ def test_a_worker_that_an_exception_ended_is_named_with_it_at_once_and_at_the_en
     record.lost(1, "has left")
     record.lost(1, "has left")  # another model of the same job
     assert record.settled() == [
-        "rank 0: rank 1 failed with ValueError: boom; the others go on without it"
+        "rank 0: rank 1 failed with ValueError: boom; the others continue without it"
     ]
     record.close()
     assert record.lines[1:] == [
@@ -47,7 +47,7 @@ def test_a_worker_that_ended_without_a_word_is_named_by_what_was_seen() -> None:
     record.settled()
     record.close()
     assert [line.partition("rank 1 ")[2] for line in record.lines] == [
-        "has ended without a word; the others go on without it",
+        "has ended without a word; the others continue without it",
         "has ended without a word",
     ]
 
@@ -67,7 +67,7 @@ def test_a_worker_of_which_nothing_was_seen_is_given_time_to_say_how_it_ended(
         record.lost(1)
         assert record.settled() == []
     assert waiting.is_set()
-    assert caplog.messages == ["rank 0: rank 1 has finished; the others go on"]
+    assert caplog.messages == ["rank 0: rank 1 has finished; the others continue"]
     record.close()
     assert record.lines == []
 
@@ -80,7 +80,7 @@ def test_a_worker_that_never_says_how_it_ended_is_called_silent(
     record.lost(2)
     assert record.settled() == [
         "rank 0: rank 2 gave no sign in time, or has ended without a word; "
-        "the others go on without it"
+        "the others continue without it"
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_worker_that_came_back_is_not_in_the_last_line() -> None:
     record.back(2)  # was never gone
     record.close()
     assert record.lines == [
-        "rank 0: rank 1 has left; the others go on without it",
+        "rank 0: rank 1 has left; the others continue without it",
         "rank 0: rank 1 is back",
     ]
 
@@ -121,16 +121,16 @@ def test_the_store_is_not_waited_for() -> None:
     assert len(record.settled()) == 1
 
 
-def test_blame_names_who_failed_by_itself_and_not_who_waited_for_it() -> None:
+def test_first_failure_names_who_failed_by_itself_and_not_who_waited_for_it() -> None:
     store = Switchboard()
     record = Record(store)
-    assert record.blame() is None
+    assert record.first_failure() is None
     publish_failure(store, 0, PeerError("rank 0: rank 2 is gone"))
-    assert record.blame() is None
+    assert record.first_failure() is None
     publish_failure(store, 2, OSError("disk"))
-    assert record.blame() == "rank 2 failed with OSError: disk"
+    assert record.first_failure() == "rank 2 failed with OSError: disk"
     assert record.how(2) == "failed with OSError: disk"
-    assert Record(None).blame() is None
+    assert Record(None).first_failure() is None
 
 
 def test_all_models_of_a_job_share_one_record_which_closes_with_the_world(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from wingbeat.transport.messages.carrier import Arrival, Buffer, ConnectionId
+from wingbeat.transport.messages.frames import Arrival, Buffer, ConnectionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class LoopbackCarrier:
         """As `Carrier.ended`, of all processes."""
         return self._network.ended
 
-    def is_disconnected(self, place: ConnectionId) -> bool:  # noqa: ARG002
+    def is_disconnected(self, place: ConnectionId) -> bool:
         """As `Carrier.is_disconnected`; `send` detects it here."""
         return False
 
@@ -174,6 +174,6 @@ class LoopbackCarrier:
         """As `Carrier.interrupter`."""
         return functools.partial(self._network.interrupt, self._number)
 
-    def close(self, linger: float = 0.0) -> None:  # noqa: ARG002
+    def close(self, linger: float = 0.0) -> None:
         """As `Carrier.close`; sent frames have arrived."""
         self._network.leave(self._number)

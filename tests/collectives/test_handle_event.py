@@ -9,7 +9,7 @@ from wingbeat.collectives.handle import OneShotEvent
 PATIENCE = 20.0
 
 
-def test_all_who_wait_go_on_when_it_opens() -> None:
+def test_open_event_ends_all_waits() -> None:
     latch, passed = OneShotEvent(), []
     threads = [
         threading.Thread(target=lambda n=n: (latch.wait(), passed.append(n)), daemon=True)
@@ -19,25 +19,25 @@ def test_all_who_wait_go_on_when_it_opens() -> None:
         thread.start()
     threads[0].join(0.02)
     assert not passed
-    assert not latch.is_open
-    latch.open()
-    latch.open()
+    assert not latch.is_set
+    latch.set()
+    latch.set()
     for thread in threads:
         thread.join(PATIENCE)
     assert sorted(passed) == list(range(5))
 
 
-def test_who_comes_later_does_not_wait() -> None:
+def test_wait_for_an_open_event_returns_at_once() -> None:
     latch = OneShotEvent()
-    latch.open()
+    latch.set()
     latch.wait()
     latch.wait()
-    assert latch.is_open
+    assert latch.is_set
 
 
-def test_a_wait_ends_after_its_seconds_and_says_whether_it_is_open() -> None:
+def test_wait_ends_after_its_timeout_and_returns_the_state() -> None:
     latch = OneShotEvent()
     assert not latch.wait(0.01)
-    latch.open()
+    latch.set()
     assert latch.wait(0.01)
     assert latch.wait(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helpers.cards import bcube
-from wingbeat.exchanges.lanes.paths import RoutingTable
+from wingbeat.exchanges.lanes import RoutingTable
 
 
 def test_over_those_who_share_a_switch_with_both() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wingbeat.exchanges.lanes.order import (
+from wingbeat.exchanges.lanes import (
     WINDOW,
     ProtocolError,
     ReorderBuffer,
@@ -35,7 +35,7 @@ def test_all_arrives_in_order_and_once(seed: int, count: int, first: int) -> Non
         what = chance.randrange(4)
         if what == 0 and under_way:
             low = under_way.pop(chance.randrange(len(under_way)))
-            got += into.take(low, unwrap(low, into.next))
+            got += into.receive(low, unwrap(low, into.next))
         elif what == 1 and len(out):
             under_way.append(chance.choice(list(out)) % 2**32)  # sent a second time
         elif what == 2:
@@ -49,9 +49,9 @@ def test_all_arrives_in_order_and_once(seed: int, count: int, first: int) -> Non
 
 def test_what_is_too_far_ahead_is_refused() -> None:
     into = ReorderBuffer[str]()
-    assert list(into.take(WINDOW - 1, "last")) == []
+    assert list(into.receive(WINDOW - 1, "last")) == []
     with pytest.raises(ProtocolError, match=f"number {WINDOW} is beyond the window at 0"):
-        into.take(WINDOW, "too far")
+        into.receive(WINDOW, "too far")
 
 
 def test_an_ack_of_what_was_not_sent_is_refused() -> None:
@@ -66,7 +66,7 @@ def test_an_ack_of_what_was_not_sent_is_refused() -> None:
 
 def test_what_comes_twice_is_told_again() -> None:
     into = ReorderBuffer[str]()
-    assert list(into.take(0, "a")) == ["a"]
+    assert list(into.receive(0, "a")) == ["a"]
     assert into.acknowledged() == 1
-    assert list(into.take(0, "a")) == []
+    assert list(into.receive(0, "a")) == []
     assert into.unacknowledged == 1

@@ -1,4 +1,6 @@
-"""Triton kernels of top-k: exact selection with one pass over the values, without the host.
+"""Triton kernels of the sketch and of top-k, and their launch. Requires triton.
+
+Top-k selects exactly, with one pass over the values and without the host:
 
 1. ``guess`` chooses from a sample a threshold that slightly more than k values should reach.
 2. ``sweep`` is the pass over all values. It sums momentum, gradient and residual, and copies the
@@ -11,17 +13,182 @@ If there are fewer than k candidates, or more than fit into the buffer (for exam
 are equal), steps 3 and 4 process all values instead. The device decides this. The result is equally
 exact, but the values are read five more times.
 
-Bytes of memory traffic per value (a copy has 8): 4, with a residual 12, with a velocity 20.
+Bytes of memory traffic per value (a copy has 8). Top-k: 4, with a residual 12, with a velocity 20.
+Sketch: the histogram reads 4, encoding reads 4 and writes bits/8, decoding reads bits/8 and writes
+4; a residual adds 4 to the histogram and 8 to encoding.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import triton
 import triton.language as tl
+from torch import Tensor
 
-from wingbeat.kernels.gpu_base import kernel, load_acc
+MOST_PROGRAMS = 1024
+"""Programs of a kernel that loops: about 8 for each multiprocessor of a large GPU."""
+
+_MOST_VALUES = 2**31
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile ``function`` with Triton on its first launch, for each set of constants."""
+    return triton.jit(function)
+
+
+def launch(function: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Launch ``programs`` programs of a kernel on the current stream.
+
+    Floating point fusion is disabled, so that velocities and top-k are bitwise equal to the CPU's.
+    """
+    function[(programs,)](*arguments, **constants, enable_fp_fusion=False)
+
+
+def check_count(name: str, n: int) -> None:
+    """Raise ValueError if ``n`` exceeds the kernels' 32-bit counters."""
+    if n >= _MOST_VALUES:
+        raise ValueError(f"{name} has {n} elements; on a GPU it must have fewer than 2**31")
+
+
+def words(payload: Tensor) -> Tensor:
+    """Return ``payload``, or a copy if it is not aligned to 4 bytes."""
+    aligned = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
+    return payload if aligned else payload.clone()
+
+
+def as_floats(payload: Tensor) -> Tensor:
+    """View the result of `words` as float32."""
+    return payload.view(torch.float32)
+
+
+@kernel
+def load_acc(
+    x: tl.tensor,
+    residual: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    RESIDUAL: tl.constexpr,
+) -> Any:
+    """Load x, plus the residual if there is one; 0 outside."""
+    acc = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    if RESIDUAL:
+        acc += tl.load(residual + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return acc
+
+
+SKETCH_BLOCK = 4096
+SKETCH_WARPS = 32
+"""A thread then needs 32 registers, so that two programs fit: one reads while the other counts."""
+GROUPS = 512
+"""Groups of 8 values per program: 8 codes are a whole number of bytes."""
+
+
+@kernel
+def sketch_histogram(
+    x: tl.tensor,
+    residual: tl.tensor,
+    counts: tl.tensor,
+    n: tl.tensor,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add the number of values of each key to counts, int32[65536].
+
+    Global atomics for every value would be several times slower than reading it, and 65536 counters
+    exceed shared memory. So a pass counts 8192 keys: one sign, a quarter of the exponents. All
+    magnitudes from 2**-63 to 2 are in one quarter, so most blocks need two passes. Zeros, which are
+    common and in another quarter, are counted separately.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    acc = load_acc(x, residual, at, inside, RESIDUAL)
+    key = (acc.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    rest = inside & ((key & 0x7FFF) != 0)
+    positive = tl.sum((inside & (key == 0)).to(tl.int32))
+    negative = tl.sum((inside & (key == 0x8000)).to(tl.int32))
+    tl.atomic_add(counts, positive, mask=positive > 0, sem="relaxed")
+    tl.atomic_add(counts + 0x8000, negative, mask=negative > 0, sem="relaxed")
+    quarter = (key >> 13) & 3
+    lowest = tl.min(tl.where(rest, quarter, 4))
+    highest = tl.max(tl.where(rest, quarter, -1))
+    bins = tl.arange(0, 0x2000)
+    for q in range(lowest, highest + 1):
+        for piece in range(q, q + 8, 4):
+            found = tl.histogram(key & 0x1FFF, 0x2000, mask=rest & ((key >> 13) == piece))
+            to = counts + piece * 0x2000 + bins
+            tl.atomic_add(to, found, mask=found > 0, sem="relaxed")
+
+
+@kernel
+def sketch_encode(
+    x: tl.tensor,
+    residual: tl.tensor,
+    lut: tl.tensor,
+    table: tl.tensor,
+    codes: tl.tensor,
+    n: tl.tensor,
+    code_bytes: tl.tensor,
+    BITS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Write the packed codes, and the encoding error of x + residual into residual.
+
+    Typical values use a few kilobytes of the look-up table, which fit into the L1 cache.
+    """
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    lane = tl.arange(0, 8)
+    at = group[:, None] * 8 + lane[None, :]
+    inside = at < n
+    acc = load_acc(x, residual, at, inside, RESIDUAL)
+    key = (acc.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    code = tl.load(lut + key, mask=inside, other=0, eviction_policy="evict_last")
+    if RESIDUAL:
+        left = acc - tl.load(table + code.to(tl.int32), eviction_policy="evict_last")
+        exponent = left.to(tl.int32, bitcast=True) & 0x7F800000
+        tl.store(residual + at, tl.where(exponent == 0x7F800000, 0.0, left), mask=inside)
+    if BITS == 8:
+        tl.store(codes + at, code, mask=inside)
+    else:
+        word = tl.sum(code.to(tl.int64) << (lane[None, :] * BITS), axis=1)
+        byte = (word[:, None] >> (lane[None, :] * 8)) & 0xFF
+        to = group[:, None] * BITS + lane[None, :]
+        tl.store(codes + to, byte.to(tl.uint8), mask=(lane[None, :] < BITS) & (to < code_bytes))
+
+
+@kernel
+def sketch_decode(
+    codes: tl.tensor,
+    table: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    code_bytes: tl.tensor,
+    BITS: tl.constexpr,
+    ADD: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Write the values of the codes into out, or add them."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    lane = tl.arange(0, 8)
+    at = group[:, None] * 8 + lane[None, :]
+    inside = at < n
+    if BITS == 8:
+        code = tl.load(codes + at, mask=inside, other=0, eviction_policy="evict_first").to(tl.int32)
+    else:
+        of = group[:, None] * BITS + lane[None, :]
+        there = (lane[None, :] < BITS) & (of < code_bytes)
+        byte = tl.load(codes + of, mask=there, other=0, eviction_policy="evict_first")
+        word = tl.sum(byte.to(tl.int64) << (lane[None, :] * 8), axis=1)
+        code = ((word[:, None] >> (lane[None, :] * BITS)) & ((1 << BITS) - 1)).to(tl.int32)
+    value = tl.load(table + code, eviction_policy="evict_last")
+    if ADD:
+        value += tl.load(out + at, mask=inside, other=0.0)
+    tl.store(out + at, value, mask=inside)
+
 
 BLOCK = 4096
 """Values of a run; 65536 is a multiple, so a run lies in one block of the payload."""

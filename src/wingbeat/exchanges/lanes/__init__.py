@@ -1,1 +1,0 @@
-"""Reliable multipath streams between workers: ordered, over all interfaces, around cut paths."""
