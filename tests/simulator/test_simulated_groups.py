@@ -8,8 +8,7 @@ import pytest
 
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.mixing import count_components
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules, count_components
 from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.hosts import Among, Hosts

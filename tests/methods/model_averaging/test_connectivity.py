@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import Connectivity, Layout, Rules, WorkerPool
 
 
 def test_count_request_is_true_after_the_bound() -> None:

@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.group_simulation import Simulation, in_one_order
-from wingbeat.methods.model_averaging import policies
+from wingbeat.methods.model_averaging import rules as policies
 from wingbeat.methods.model_averaging.generator import Generator, ProtocolError, Run
-from wingbeat.methods.model_averaging.mixing import count_components
-from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
+from wingbeat.methods.model_averaging.rules import (
+    ABLATION,
+    Connectivity,
+    Layout,
+    Rules,
+    WorkerPool,
+    count_components,
+)
 
 ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.everyone()}
 

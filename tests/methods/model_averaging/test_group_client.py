@@ -16,18 +16,17 @@ import pytest
 
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.client import Client
-from wingbeat.methods.model_averaging.generator import Kind, Reason, Run, encode_members, run_ids
-from wingbeat.methods.model_averaging.rendezvous import StatusTable
-from wingbeat.methods.model_averaging.rules import Layout, Rules
-from wingbeat.methods.model_averaging.service import GeneratorConfig
-from wingbeat.methods.model_averaging.static import (
+from wingbeat.methods.model_averaging.client import (
     ABANDONED,
     NO_INITIATOR,
     STATIC_CONNECTIONS,
     Arrival,
-    group_of,
+    Client,
+    StatusTable,
 )
+from wingbeat.methods.model_averaging.generator import Kind, Reason, Run, encode_members, run_ids
+from wingbeat.methods.model_averaging.rules import Layout, Rules, group_of
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 

@@ -7,9 +7,16 @@ from random import Random
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging import policies
-from wingbeat.methods.model_averaging.policies import WorkerPool, shuffle
-from wingbeat.methods.model_averaging.rules import ABLATION, FORGET, Layout, Rules, rules_of
+from wingbeat.methods.model_averaging import rules as policies
+from wingbeat.methods.model_averaging.rules import (
+    ABLATION,
+    FORGET,
+    Layout,
+    Rules,
+    WorkerPool,
+    rules_of,
+    shuffle,
+)
 
 
 def test_each_step_of_the_ablation_adds_one_option() -> None:

@@ -11,16 +11,16 @@ import pytest
 
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.rendezvous import Status, StatusTable
-from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.model_averaging.static import (
+from wingbeat.methods.model_averaging.client import (
     ABANDONED,
     STATIC_CONNECTIONS,
     Arrival,
     StaticClient,
-    group_of,
+    Status,
+    StatusTable,
 )
+from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.rules import Layout, group_of
 from wingbeat.transport.loopback import Switchboard
 
 

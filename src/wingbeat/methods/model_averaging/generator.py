@@ -29,8 +29,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool, policy_of
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import (
+    Connectivity,
+    Layout,
+    Rules,
+    WorkerPool,
+    policy_of,
+)
 
 
 class ProtocolError(Exception):

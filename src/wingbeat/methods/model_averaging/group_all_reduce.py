@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.collectives import Collectives, Encoded, WireFormat
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
+from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.group_links import group_prefix

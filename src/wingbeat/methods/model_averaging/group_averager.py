@@ -28,7 +28,7 @@ from wingbeat.transport.text import first_line
 from wingbeat.types import SERIES, Group, Span
 
 if TYPE_CHECKING:
-    from wingbeat.methods.model_averaging.static import StaticClient
+    from wingbeat.methods.model_averaging.client import StaticClient
     from wingbeat.transport.link import Link
     from wingbeat.transport.messages.mailbox import Mailbox
     from wingbeat.transport.world import World

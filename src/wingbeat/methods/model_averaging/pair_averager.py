@@ -22,6 +22,7 @@ import torch
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.errors import MismatchError, PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.departures import Departures, departures_of
+from wingbeat.methods.model_averaging.client import SYNC_CALL, StaticClient, StatusTable
 from wingbeat.methods.model_averaging.generator import ProtocolError
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
 from wingbeat.methods.model_averaging.group_averager import next_serial
@@ -34,9 +35,7 @@ from wingbeat.methods.model_averaging.pair_machine import (
     is_active,
     partners,
 )
-from wingbeat.methods.model_averaging.rendezvous import StatusTable
 from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.model_averaging.static import SYNC_CALL, StaticClient
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Section
 from wingbeat.transport import graceful_shutdown

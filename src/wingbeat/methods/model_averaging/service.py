@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import Client
+from wingbeat.methods.model_averaging.client import (
+    _GENERATOR_LOST,
+    Client,
+    StaticClient,
+    StatusTable,
+)
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
     Generator,
@@ -23,43 +30,188 @@ from wingbeat.methods.model_averaging.generator import (
     encode_members,
     run_ids,
 )
-from wingbeat.methods.model_averaging.rendezvous import (
-    Rejoin,
-    RejoinLog,
-    StatusTable,
-    announce_rejoin,
-    next_incarnation,
-)
 from wingbeat.methods.model_averaging.rules import Layout, Rules
-from wingbeat.methods.model_averaging.static import StaticClient
+from wingbeat.transport.background import BackgroundThread
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
+from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.store import AtomicStore, Store
+
+_log = logging.getLogger(__name__)
+
+
+_POLL_S = 0.25
+"""Interval between the generator's reads of the rejoin log, in seconds."""
+
+
+_READ_S = 5.0
+"""Timeout of a read of an existing key, in seconds."""
+
+
+class Rejoin(NamedTuple):
+    """A restarted worker.
+
+    Attributes:
+        incarnation: the number of its restarts; 0 is the first process.
+        card: the address of its mailbox.
+    """
+
+    worker: int
+    incarnation: int
+    card: PeerInfo
+
+
+def next_incarnation(store: Store, room: str, worker: int) -> int:
+    """Return the incarnation of a restarted ``worker``; RendezvousError without the store."""
+    try:
+        incarnation, index = 1, 0
+        while store.has(_entry(room, index)):
+            entry = _parse_entry(store.get(_entry(room, index), _READ_S))
+            incarnation += entry is not None and entry[0] == worker
+            index += 1
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
+    return incarnation
+
+
+def announce_rejoin(
+    store: AtomicStore, room: str, worker: int, incarnation: int, timeout: float
+) -> None:
+    """Append ``worker`` to the rejoin log, and wait until the generator has connected to it.
+
+    Raises RendezvousError if the generator is lost, or does not answer within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    text, index = json.dumps([worker, incarnation]), 0
+    try:
+        while store.claim(_entry(room, index), text) != text:
+            index += 1
+        while not store.has(_confirmed(room, worker, incarnation)):
+            if store.has(f"{room}/{_GENERATOR_LOST}"):
+                raise RendezvousError(
+                    f"rank {worker}: cannot rejoin: the group generator has died, and the "
+                    "others go on without one; start all workers again from a checkpoint"
+                )
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"rank {worker}: rejoined, and the group generator did not answer within "
+                    f"{timeout:g} s; check that rank 0 runs, which has started it"
+                )
+            time.sleep(0.05)
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
+
+
+class RejoinLog:
+    """The generator's reader of the rejoin log, with a thread because the store may block.
+
+    Attributes:
+        generator_lost: whether a worker has published that it continues without the generator.
+    """
+
+    def __init__(self, store: Store, room: str, workers: int) -> None:
+        self._store, self._room, self._workers = store, room, workers
+        self._read = 0
+        self._rejoined: deque[Rejoin] = deque()
+        self._to_confirm: deque[tuple[int, int]] = deque()
+        self._stopped = threading.Event()
+        self.generator_lost = False
+        self._thread = BackgroundThread(self._run, "wingbeat-rejoin-log")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread after its current call of the store."""
+        self._stopped.set()
+
+    def next_rejoin(self) -> Rejoin | None:
+        """Return the next restarted worker, if any; RendezvousError if the thread has failed."""
+        if self._thread.failure:
+            raise RendezvousError(f"group generator: {self._thread.failure}")
+        return self._rejoined.popleft() if self._rejoined else None
+
+    def confirm(self, rejoin: Rejoin) -> None:
+        """Publish to a restarted worker that the generator has connected to it."""
+        self._to_confirm.append(rejoin[:2])
+
+    def poll(self) -> None:
+        """Read new entries, and write confirmations."""
+        while self._to_confirm:
+            self._store.set(_confirmed(self._room, *self._to_confirm.popleft()), "1")
+        while self._store.has(key := _entry(self._room, self._read)):
+            entry, card = _parse_entry(self._store.get(key, _READ_S)), None
+            if entry is None:
+                _log.warning("ignoring the malformed value of %s in the store", key)
+            elif entry[0] < self._workers:
+                try:
+                    card = read_peer_info(self._store, self._room, *entry, _READ_S)
+                except ValueError as error:
+                    _log.warning("rank %d rejoins, and is refused: %s", entry[0], error)
+            self._read += 1  # after the reads, so that an entry whose read timed out is read again
+            if entry is not None and card is not None:
+                self._rejoined.append(Rejoin(*entry, card))
+        lost = f"{self._room}/{_GENERATOR_LOST}"
+        self.generator_lost = self.generator_lost or self._store.has(lost)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            # A worker that rejoins raises when its own wait times out.
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                self.poll()
+
+
+def _entry(room: str, index: int) -> str:
+    return f"{room}/rejoin/{index}"
+
+
+def _confirmed(room: str, worker: int, incarnation: int) -> str:
+    return f"{room}/confirmed/{worker}.{incarnation}"
+
+
+def _parse_entry(text: str) -> tuple[int, int] | None:
+    try:
+        match json.loads(text):
+            case [int(worker), int(incarnation)] if worker >= 0 and incarnation > 0:
+                return worker, incarnation
+    except (ValueError, RecursionError):
+        pass
+    return None
+
 
 FACTOR = 8.0
 """Timeout of a step, as a multiple of its worker's usual step."""
 
+
 MIN_TIMEOUT_S = 2.0
 """Lower bound of the timeout of a step, in seconds."""
+
 
 CAPACITY = 16
 """Number of groups whose connections a worker keeps open."""
 
+
 SILENCE_S = 5.0
 """Seconds without a message after which an awaited worker, or the generator, is dead."""
+
 
 _DECAY = 0.9
 """Factor per step by which a worker's longest step decays."""
 
+
 _CHECK_S = 0.25
 """Interval between checks for dead and slow workers, in seconds."""
+
 
 _BATCH = 256
 """Messages that are handled between two checks."""
 
+
 _KEEPALIVE_S = 5.0
 """Maximum interval between keepalive messages to waiting workers, in seconds."""
+
 
 _QUICK_CLOSE_S = 1.0
 """Timeout of the shutdown if the worker that started this process has exited, in seconds."""
