@@ -1,32 +1,37 @@
-"""Options of the group generator, and the placement of workers on hosts."""
+"""Which workers average together: the generator's rules and policies, and the static schedule.
+
+A policy maps an initiator and the worker pool to groups, in the order in which they run (Ripples,
+sections 4.1, 5.1 and 5.2). The initiator is in at least one of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeAlias
 
-import numpy as np
-
 from wingbeat.errors import UsageError
 
 GROUP_SIZE = 3
 """Size of random groups (Ripples, section 7.1.3)."""
 
-
 THRESHOLD = 4
 """C_thres. The paper states no value; see ``docs/developers/decisions/0020-group-generator.md``."""
-
 
 FORGET = 32
 """Requests of the fastest worker after which all counters are halved."""
 
-
 CONNECT = 2
-"""Requests per worker, times the bit length of their number, within which groups connect them all.
-"""
+"""Requests per worker, times the bits of their number, within which groups connect them all."""
+
+_BRIDGE_DRAWS = 16
+"""Draws of a worker of another component, before the search is left to the next request."""
+
+_MEMBER_DRAWS = 8
+"""Draws per member of a random group until one is fast enough and not in the group yet."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -107,9 +112,8 @@ class Rules:
         threshold: C_thres. A worker that is this many requests or more behind the initiator is left
             out of its group (slowdown filter). None disables the filter.
         filter_intra: whether the filter applies to second groups too: a worker ``threshold``
-            requests behind the fastest worker is alone in its second group. False in the paper,
-            which filters a division once, by the initiator's counter. No effect without
-            ``threshold``.
+            requests behind the fastest worker is alone in its second group. The paper filters a
+            division once, by the initiator's counter.
         forget: requests of the fastest worker after which all counters are halved. None disables
             this, as in the paper, where a worker that was slow once remains filtered.
         connect: requests per worker, times the bits of their number, within which groups connect
@@ -135,7 +139,7 @@ class Rules:
     whole: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values; raise UsageError for one that is not allowed, or needs another one."""
+        """Check the values."""
         if self.size < 2:
             raise UsageError(f"Rules(size={self.size}): allowed are groups of 2 workers and more")
         if self.threshold is not None and self.threshold < 2:
@@ -162,14 +166,9 @@ class Rules:
                 "Rules(inter_intra=True, division=False): inter-intra groups are made by a "
                 "division; set division=True or inter_intra=False"
             )
-        self._check_whole()
-
-    def _check_whole(self) -> None:
-        if not self.whole:
-            return
         only: dict[str, int | None] = {"size": GROUP_SIZE, "buffer": True, "notified": False}
         only |= {"division": False, "inter_intra": False, "threshold": None, "connect": None}
-        for name, allowed in only.items():
+        for name, allowed in only.items() if self.whole else ():
             if getattr(self, name) != allowed:
                 raise UsageError(
                     f"Rules(whole=True, {name}={getattr(self, name)}): {name} has no effect on a "
@@ -191,10 +190,8 @@ class Rules:
     def paper(cls, size: int = GROUP_SIZE, threshold: int | None = THRESHOLD) -> Rules:
         """Return the rules of the paper's smart GG without additions (section 5).
 
-        Group Buffer and Global Division (5.1), Inter-Intra (5.2) and the slowdown filter (5.3),
-        with counters that only grow. The paper states neither the group size of a division nor
-        C_thres, so both are arguments. These rules do not bound how long two sets of workers stay
-        unconnected.
+        The paper states neither the group size of a division nor C_thres. These rules do not bound
+        how long two sets of workers stay unconnected.
         """
         return cls(size=size, threshold=threshold, filter_intra=False, forget=None, connect=None)
 
@@ -202,15 +199,9 @@ class Rules:
     def random(cls, size: int = GROUP_SIZE, *, notified: bool = False) -> Rules:
         """Return the rules of the paper's random GG (section 4.1)."""
         return cls(
-            size=size,
-            buffer=False,
-            division=False,
-            inter_intra=False,
-            threshold=None,
-            forget=None,
-            connect=None,
-            notified=notified,
-        )
+            size=size, buffer=False, division=False, inter_intra=False, threshold=None,
+            forget=None, connect=None, notified=notified,
+        )  # fmt: skip
 
 
 ABLATION = {
@@ -222,10 +213,8 @@ ABLATION = {
 }
 """The steps of section 5's ablation."""
 
-
 POLICIES = ("smart", "paper", "random", "buffered", "divided", "inter-intra", "static", "all")
 """Names of policies in strategies. Each step of the ablation includes the previous ones."""
-
 
 FILTERED = ("smart", "paper")
 """Policies with a slowdown filter."""
@@ -256,12 +245,7 @@ def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
     )
 
 
-_BRIDGE_DRAWS = 16
-"""Draws of a worker of another component, before the search is left to the next request."""
-
-
-_MEMBER_DRAWS = 8
-"""Draws per member of a random group until one is fast enough and not in the group yet."""
+# -- the generator's choice ---------------------------------------------------------------
 
 
 class WorkerPool:
@@ -331,7 +315,11 @@ class WorkerPool:
         """Count a request of a worker that is not idle."""
         self.requests[worker] += 1
         if self.requests[worker] == self.rules.forget:
-            self._halve()
+            self.requests = [count // 2 for count in self.requests]
+            idle = [worker for equals in self._idle.values() for worker in equals]
+            self._idle, self._counts = {}, []
+            for worker in idle:
+                self.mark_idle(worker)
 
     @property
     def fastest(self) -> int:
@@ -356,16 +344,32 @@ class WorkerPool:
         shuffle(taken, self.rng)
         return taken
 
-    def _halve(self) -> None:
-        self.requests = [count // 2 for count in self.requests]
-        idle = [worker for equals in self._idle.values() for worker in equals]
-        self._idle, self._counts = {}, []
-        for worker in idle:
-            self.mark_idle(worker)
+
+class Components:
+    """Connected components of the workers that groups connect: a union-find structure."""
+
+    def __init__(self, workers: int) -> None:
+        self._parent = list(range(workers))
+
+    def root(self, worker: int) -> int:
+        """Return the worker that represents the component."""
+        parent = self._parent
+        while parent[worker] != worker:
+            parent[worker] = parent[parent[worker]]
+            worker = parent[worker]
+        return worker
+
+    def connect(self, members: Iterable[int]) -> int:
+        """Connect members; return the number of components that this has removed."""
+        roots = dict.fromkeys(map(self.root, members))
+        first = next(iter(roots), 0)
+        for root in roots:
+            self._parent[root] = first
+        return max(0, len(roots) - 1)
 
 
 class Connectivity:
-    """Whether the groups made so far connect all active workers. A union-find structure.
+    """Whether the groups made so far connect all active workers.
 
     A division takes idle workers only, and workers that send requests at the same time are idle at
     the same time. Without a bound, two sets of workers could therefore stay unconnected forever.
@@ -373,14 +377,12 @@ class Connectivity:
 
     def __init__(self, workers: int, steps: int | None) -> None:
         self._workers, self._steps = workers, steps
-        self._parent: list[int] = []
-        self._components, self._requests, self._max_requests = 0, 0, 0
         self.reset(workers)
 
     def reset(self, active: int) -> None:
         """Start again, with ``active`` unconnected workers."""
-        self._parent = list(range(self._workers))
-        self._components, self._requests = active, 0
+        self._components, self._left = Components(self._workers), active
+        self._requests = 0
         self._max_requests = active * active.bit_length() * (self._steps or 0)
 
     def count_request(self) -> bool:
@@ -392,15 +394,8 @@ class Connectivity:
         """Connect members; reset if that connects all ``active`` workers."""
         if self._steps is None:
             return
-        first = -1
-        for member in members:
-            root = self._root(member)
-            if first < 0:
-                first = root
-            elif root != first:
-                self._parent[root] = first
-                self._components -= 1
-        if self._components <= 1:
+        self._left -= self._components.connect(members)
+        if self._left <= 1:
             self.reset(active)
 
     def find_unconnected(self, worker: int, pool: WorkerPool) -> int | None:
@@ -408,20 +403,13 @@ class Connectivity:
 
         None if a bounded number of draws finds none; the next request draws again.
         """
-        root, floor = self._root(worker), pool.min_requests(worker)
+        root, floor = self._components.root(worker), pool.min_requests(worker)
         draw, active = pool.rng.random, pool.active
         for _ in range(_BRIDGE_DRAWS):
             other = active[int(draw() * len(active))]
-            if pool.requests[other] >= floor and self._root(other) != root:
+            if pool.requests[other] >= floor and self._components.root(other) != root:
                 return other
         return None
-
-    def _root(self, worker: int) -> int:
-        parent = self._parent
-        while parent[worker] != worker:
-            parent[worker] = parent[parent[worker]]
-            worker = parent[worker]
-        return worker
 
 
 Policy: TypeAlias = Callable[[int, WorkerPool], list[list[int]]]
@@ -474,37 +462,26 @@ def inter_and_intra(initiator: int, pool: WorkerPool) -> list[list[int]]:
     First a random idle worker of each host, its head, is in a group of heads, and the others are in
     groups within their host. Then all idle workers of a host are in one group. A worker without
     partners gets a group of its own, so it needs as many steps to its second group as the others.
-    With ``rules.filter_intra`` a worker that fails the fastest worker's filter is alone in its
-    second group.
+
+    A second group waits for its members' next steps. A slow member would slow down the others,
+    which would then fail the filter themselves. So with ``rules.filter_intra`` a worker that fails
+    the fastest worker's filter is alone in its second group.
     """
-    host_of, size = pool.layout.host_of, pool.rules.size
     hosts: dict[int, list[int]] = {}
     for worker in pool.take_idle(initiator):
-        hosts.setdefault(host_of[worker], []).append(worker)
+        hosts.setdefault(pool.layout.host_of[worker], []).append(worker)
     heads = [local[0] for local in hosts.values()]
     # Hosts with many workers tend to come first.
     shuffle(heads, pool.rng)
-    groups = split_evenly(heads, size)
+    groups = split_evenly(heads, pool.rules.size)
     for local in hosts.values():
-        groups += split_evenly(local[1:], size)
+        groups += split_evenly(local[1:], pool.rules.size)
     floor = pool.min_requests(pool.fastest) if pool.rules.filter_intra else 0
     for local in hosts.values():
-        groups += isolate_slow(local, pool.requests, floor)
+        fast = [worker for worker in local if pool.requests[worker] >= floor]
+        groups += [fast] if fast else []
+        groups += [[worker] for worker in local if pool.requests[worker] < floor]
     return groups
-
-
-def isolate_slow(workers: Sequence[int], requests: Sequence[int], floor: int) -> list[list[int]]:
-    """Return one group of the workers with ``floor`` requests, and one group per slower worker.
-
-    A second group waits for its members' next steps. A slow member would slow down the others,
-    which would then fail the filter themselves. The paper filters first groups only.
-
-    >>> isolate_slow([0, 1, 2], requests=[9, 2, 8], floor=6)
-    [[0, 2], [1]]
-    """
-    fast = [worker for worker in workers if requests[worker] >= floor]
-    slow = [[worker] for worker in workers if requests[worker] < floor]
-    return [fast, *slow] if fast else slow
 
 
 def split_evenly(workers: Sequence[int], size: int) -> list[list[int]]:
@@ -515,17 +492,10 @@ def split_evenly(workers: Sequence[int], size: int) -> list[list[int]]:
     >>> [len(part) for part in split_evenly(range(7), 3)]
     [4, 3]
     """
-    n = len(workers)
-    if not n:
-        return []
-    number = max(1, (n + (size - 1) // 2) // size)
-    short, longer = divmod(n, number)
-    out, start = [], 0
-    for part in range(number):
-        stop = start + short + (part < longer)
-        out.append(list(workers[start:stop]))
-        start = stop
-    return out
+    number = max(1, (len(workers) + (size - 1) // 2) // size)
+    short, longer = divmod(len(workers), number)
+    starts = [part * short + min(part, longer) for part in range(number + 1)]
+    return [list(workers[a:b]) for a, b in itertools.pairwise(starts) if b > a]
 
 
 def shuffle(items: list[int], rng: Random) -> None:
@@ -536,14 +506,16 @@ def shuffle(items: list[int], rng: Random) -> None:
         items[i], items[j] = items[j], items[i]
 
 
+# -- without a generator ------------------------------------------------------------------
+
 PHASES = 4
-"""Steps after which the schedule repeats, with an even number of hosts."""
+"""Steps after which the static schedule repeats, with an even number of hosts."""
 
 
 def group_of(layout: Layout, worker: int, step: int) -> tuple[int, ...]:
-    """Return the group of ``worker`` in a step, in ascending order: ``(worker,)`` if it is alone.
+    """Return the group of ``worker`` in a step of the static schedule, in ascending order.
 
-    Figs. 9 and 10 have 4 hosts of 4 workers. Their rules, generalized to any number of workers:
+    Section 4.2; Figs. 9 and 10 have 4 hosts of 4 workers. Generalized to any number of workers:
 
     ===== =========================== ============================== =========================
     phase local worker 0              local worker 1                 the others
@@ -566,32 +538,19 @@ def group_of(layout: Layout, worker: int, step: int) -> tuple[int, ...]:
     """
     host = layout.host_of[worker]
     local = layout.hosts[host]
-    match step % PHASES:
-        case 0:
-            return _phase_0(layout, local, worker)
-        case 2:
-            return _phase_2(layout, host, worker, step // PHASES)
+    phase = step % PHASES
+    if phase == 0:
+        if worker == local[0]:
+            return tuple(sorted(workers[0] for workers in layout.hosts))
+        return (worker,) if worker == local[1] else local[2:]
+    if phase == 2:
+        outgoing = [local[1] if len(local) > 1 else local[0] for local in layout.hosts]
+        if worker == outgoing[host]:
+            other = outgoing[_opposite(host, len(layout.hosts), step // PHASES)]
+            return tuple(sorted({worker, other}))
+        staying = local[:1] + (local[3:] or local[2:])
+        return staying if worker in staying else (worker,)
     return local
-
-
-def _phase_0(layout: Layout, local: tuple[int, ...], worker: int) -> tuple[int, ...]:
-    if worker == local[0]:
-        return tuple(sorted(workers[0] for workers in layout.hosts))
-    return (worker,) if worker == local[1] else local[2:]
-
-
-def _phase_2(layout: Layout, host: int, worker: int, cycle: int) -> tuple[int, ...]:
-    local = layout.hosts[host]
-    if worker == _outgoing(local):
-        other = _opposite(host, len(layout.hosts), cycle)
-        return tuple(sorted({worker, _outgoing(layout.hosts[other])}))
-    staying = local[:1] + (local[3:] or local[2:])
-    return staying if worker in staying else (worker,)
-
-
-def _outgoing(local: tuple[int, ...]) -> int:
-    """Return the worker of a host that averages with the opposite host."""
-    return local[1] if len(local) > 1 else local[0]
 
 
 def _opposite(host: int, hosts: int, cycle: int) -> int:
@@ -606,6 +565,9 @@ def _opposite(host: int, hosts: int, cycle: int) -> int:
     return (first + (place + half) % (2 * half)) % hosts
 
 
+# -- how well groups mix models (section 3.3) ---------------------------------------------
+
+
 def spectral_gap(groups: Iterable[Sequence[int]], workers: int) -> float:
     """Return 1 - rho of equally likely groups (section 3.3).
 
@@ -616,6 +578,8 @@ def spectral_gap(groups: Iterable[Sequence[int]], workers: int) -> float:
     Raises:
         ValueError: there is no group.
     """
+    import numpy as np
+
     total, number = np.zeros((workers, workers)), 0
     for group in groups:
         number += 1
@@ -633,15 +597,5 @@ def spectral_gap(groups: Iterable[Sequence[int]], workers: int) -> float:
 
 def count_components(groups: Iterable[Sequence[int]], workers: int) -> int:
     """Return the number of connected components of the workers: 1 if all models mix."""
-    parent = list(range(workers))
-
-    def root(worker: int) -> int:
-        while parent[worker] != worker:
-            parent[worker] = parent[parent[worker]]
-            worker = parent[worker]
-        return worker
-
-    for group in groups:
-        for member in group:
-            parent[root(member)] = root(group[0])
-    return sum(parent[worker] == worker for worker in range(workers))
+    components = Components(workers)
+    return workers - sum(map(components.connect, groups))
