@@ -108,7 +108,6 @@ NOT_YET = {
         "exchanges",
         "integrations",
         "methods/bounded_staleness",
-        "methods/model_averaging",
         "monitor",
         "parts",
         "planning",

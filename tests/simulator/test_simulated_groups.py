@@ -101,10 +101,10 @@ def test_parameters_are_copied_before_and_after_an_average() -> None:
 
 def test_averages_of_every_other_step_take_half_as_long() -> None:
     for overlap in (False, True):
-        made = run(Rules.everyone(), Layout.even(2, 1), every=2, overlap=overlap)
+        made = run(Rules.all_workers(), Layout.even(2, 1), every=2, overlap=overlap)
         assert made.iteration_s == pytest.approx(1.0 if overlap else 1.0 + 0.12 / 2)
     with pytest.raises(UsageError, match="every=0"):
-        run(Rules.everyone(), Layout.even(2, 1), every=0)
+        run(Rules.all_workers(), Layout.even(2, 1), every=0)
 
 
 def test_overlapped_averages_hide_behind_the_next_step() -> None:

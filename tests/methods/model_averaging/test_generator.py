@@ -20,7 +20,7 @@ from wingbeat.methods.model_averaging.rules import (
     count_components,
 )
 
-ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.everyone()}
+ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.all_workers()}
 
 ALL = ASKED | {
     f"{name}, notified": Rules(
@@ -205,28 +205,28 @@ def members(groups: list[tuple[int, ...]]) -> list[int]:
 def test_filter_excludes_workers_c_thres_requests_behind() -> None:
     counts = [9, 7, 6, 10, 30]
     # The initiator's request counts: c_i = 10, and c_i - c_w < 4 for c_w of 7 and more.
-    assert members(made(asked(counts, threshold=4, forget=None), 0)) == [0, 1, 3, 4]
-    assert members(made(asked(counts, threshold=5, forget=None), 0)) == [0, 1, 2, 3, 4]
+    assert members(made(asked(counts, threshold=4, halve_after=None), 0)) == [0, 1, 3, 4]
+    assert members(made(asked(counts, threshold=5, halve_after=None), 0)) == [0, 1, 2, 3, 4]
     assert members(made(asked(counts, threshold=None), 0)) == [0, 1, 2, 3, 4]
 
 
 def test_slow_initiator_takes_fast_workers() -> None:
-    assert members(made(asked([1, 9, 9], threshold=2, forget=None), 0)) == [0, 1, 2]
-    assert members(made(asked([1, 9, 9], threshold=2, forget=None), 1)) == [1, 2]
+    assert members(made(asked([1, 9, 9], threshold=2, halve_after=None), 0)) == [0, 1, 2]
+    assert members(made(asked([1, 9, 9], threshold=2, halve_after=None), 1)) == [1, 2]
 
 
 def test_filter_applies_to_single_groups() -> None:
-    rules = Rules(division=False, inter_intra=False, threshold=2, forget=None)
+    rules = Rules(division=False, inter_intra=False, threshold=2, halve_after=None)
     generator = Generator(Layout.even(1, 6), rules)
     generator._pool.requests = [9, 9, 9, 1, 1, 1]
     assert members(made(generator, 0)) == [0, 1, 2]
 
 
 def test_halved_counters_readmit_a_worker_that_was_slow_once() -> None:
-    generator = asked([15, 9, 2], threshold=4, forget=16)
+    generator = asked([15, 9, 2], threshold=4, halve_after=16)
     assert members(made(generator, 0)) == [0]
     assert generator._pool.requests == [8, 4, 1]
-    generator = asked([7, 5], threshold=4, forget=16)
+    generator = asked([7, 5], threshold=4, halve_after=16)
     for _ in range(100):
         for worker in (0, 1):
             for run in generator.request(worker):
@@ -295,7 +295,7 @@ def test_all_groups_of_a_dead_worker_run_without_it() -> None:
 
 
 def test_added_worker_is_idle_and_counts_as_fast() -> None:
-    generator = asked([5, 9, 9], threshold=4, forget=None)
+    generator = asked([5, 9, 9], threshold=4, halve_after=None)
     generator.remove(0)
     assert members(made(generator, 1)) == [1, 2]
     generator.add(0)
@@ -343,7 +343,7 @@ def test_is_awaited_is_true_for_members_that_others_wait_for() -> None:
 
 
 def test_worker_added_at_once_joins_the_waiting_group_of_all() -> None:
-    generator = Generator(Layout.even(2, 2), Rules.everyone())
+    generator = Generator(Layout.even(2, 2), Rules.all_workers())
     generator.remove(3)
     assert [generator.request(w) for w in (0, 1)] == [[], []]
     generator.add(3, at_once=True)
@@ -356,7 +356,7 @@ def test_worker_added_at_once_joins_the_waiting_group_of_all() -> None:
 
 
 def test_worker_added_later_is_in_the_next_group_of_all() -> None:
-    generator = Generator(Layout.even(2, 2), Rules.everyone())
+    generator = Generator(Layout.even(2, 2), Rules.all_workers())
     generator.remove(3)
     assert [generator.request(w) for w in (0, 1)] == [[], []]
     generator.add(3)

@@ -10,7 +10,7 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging import rules as policies
 from wingbeat.methods.model_averaging.rules import (
     ABLATION,
-    FORGET,
+    HALVE_AFTER,
     Layout,
     Rules,
     WorkerPool,
@@ -28,13 +28,13 @@ def test_each_step_of_the_ablation_adds_one_option() -> None:
 
 
 def test_paper_rules_are_the_defaults_without_additions() -> None:
-    added = {"filter_intra": True, "forget": FORGET, "connect": 2}
-    without = {"filter_intra": False, "forget": None, "connect": None}
+    added = {"filter_intra": True, "halve_after": HALVE_AFTER, "connect": 2}
+    without = {"filter_intra": False, "halve_after": None, "connect": None}
     assert Rules.paper() == Rules(**without)
     assert Rules() == Rules(**added)
     assert rules_of("paper", 5, 7) == Rules(size=5, threshold=7, **without)
     assert rules_of("random", 5, None) == Rules.random(5)
-    assert Rules.random().forget is None
+    assert Rules.random().halve_after is None
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_paper_rules_are_the_defaults_without_additions() -> None:
         ({"size": 1}, r"size=1\): allowed are groups of 2"),
         ({"threshold": 1}, r"threshold=1\): allowed are 2"),
         ({"connect": 0}, r"connect=0\): allowed are 1"),
-        ({"forget": 1}, r"forget=1\): allowed are 2"),
+        ({"halve_after": 1}, r"halve_after=1\): allowed are 2"),
         ({"buffer": False}, "division=True, buffer=False"),
-        ({"whole": True}, r"whole=True, division=True\): .*Rules\.everyone"),
+        ({"whole": True}, r"whole=True, division=True\): .*Rules\.all_workers"),
         ({"whole": True, "size": 4}, r"Rules\(whole=True, size=4\)"),
         ({"division": False}, "inter_intra=True, division=False"),
     ],

@@ -204,7 +204,7 @@ def test_lost_worker_trains_alone_and_cannot_synchronize(
     with pytest.raises(PeerError, match="no other worker takes part in the mean of all models"):
         one.synchronize(reducer)
     assert len(reducer.connections) == 1
-    assert "rank 0: the others go on without this worker" in caplog.text
+    assert "rank 0: the others continue without this worker" in caplog.text
 
 
 def test_silent_worker_is_left_out_of_a_synchronization() -> None:

@@ -265,7 +265,7 @@ class StaticClient:
         self._status = Status(self._status.rounds + 1, False, last + 1, self._status.failed)
         self._publish()
         if self._worker in self.lost_peers:
-            text = f"the others have gone on without rank {self._worker}"
+            text = f"the others have continued without rank {self._worker}"
             raise PeerError(isolation_text(self._worker, text))
         if self._others and self._others <= self.lost_peers and self._have_another_model():
             silent = f"gave no sign for {self._timeout:g} s"
@@ -314,7 +314,7 @@ class StaticClient:
         self._refresh()
         if self._worker in self.lost_peers:
             _log.warning(
-                "rank %d: the others go on without this worker, which they could not reach; "
+                "rank %d: the others continue without this worker, which they could not reach; "
                 "it trains alone: start the job again from a checkpoint to have it take part",
                 self._worker,
             )
@@ -330,7 +330,7 @@ class StaticClient:
         return True
 
     def _mark_lost(self, worker: int, why: str) -> None:
-        _log.warning("rank %d: rank %d %s; groups go on without it", self._worker, worker, why)
+        _log.warning("rank %d: rank %d %s; groups continue without it", self._worker, worker, why)
         self._add_lost({worker})
         self._table.mark_lost(worker)
 
@@ -670,7 +670,7 @@ class Client:
                 self.on_lost(worker)
             elif reason == Reason.LATE and before is None:
                 _log.info(
-                    "rank %d: rank %d took too long for a step, or for an average: groups go on "
+                    "rank %d: rank %d took too long for a step, or for an average: groups continue "
                     "without it until its next step; wingbeat.synchronize() waits for it",
                     self._worker,
                     worker,
@@ -686,7 +686,7 @@ class Client:
         self.stale |= reason == Reason.SILENT
         if self._joins:
             raise PeerError(
-                f"rank {self._worker}: groups went on without this worker before it had a peer's "
+                f"rank {self._worker}: groups continued without this worker before it had a peer's "
                 "state; start it again, or give it more time: wingbeat.init(timeout=...)"
             )
 

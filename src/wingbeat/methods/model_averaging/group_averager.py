@@ -195,7 +195,7 @@ class GroupSession:
         if rules is None:
             if world.returned:
                 raise UsageError(
-                    f"rank {world.rank} was started again while the others go on: the static "
+                    f"rank {world.rank} was started again while the others continue: the static "
                     "schedule has no rejoin; use Rules(), or start all workers again"
                 )
             table = StatusTable(store, room, world.size)

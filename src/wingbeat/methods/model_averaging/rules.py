@@ -21,7 +21,7 @@ GROUP_SIZE = 3
 THRESHOLD = 4
 """C_thres. The paper states no value; see ``docs/developers/decisions/0020-group-generator.md``."""
 
-FORGET = 32
+HALVE_AFTER = 32
 """Requests of the fastest worker after which all counters are halved."""
 
 CONNECT = 2
@@ -96,9 +96,9 @@ class Layout:
 class Rules:
     """How the generator makes groups (Ripples, sections 4.1 and 5). The default is the smart GG.
 
-    The defaults are the paper's smart GG with three additions: ``filter_intra``, ``forget`` and
-    ``connect``. `Rules.paper()` is the paper's smart GG, `Rules.random()` its random GG, and
-    `Rules.everyone()` makes one group of all workers.
+    The defaults are the paper's smart GG with three additions: ``filter_intra``, ``halve_after``
+    and ``connect``. `Rules.paper()` is the paper's smart GG, `Rules.random()` its random GG, and
+    `Rules.all_workers()` makes one group of all workers.
 
     Attributes:
         size: members of a random group. The remainder of a division makes some groups larger by one
@@ -114,14 +114,14 @@ class Rules:
         filter_intra: whether the filter applies to second groups too: a worker ``threshold``
             requests behind the fastest worker is alone in its second group. The paper filters a
             division once, by the initiator's counter.
-        forget: requests of the fastest worker after which all counters are halved. None disables
-            this, as in the paper, where a worker that was slow once remains filtered.
+        halve_after: requests of the fastest worker after which all counters are halved. None
+            disables this, as in the paper, where a worker that was slow once remains filtered.
         connect: requests per worker, times the bits of their number, within which groups connect
             all workers. After that, the next group gets a worker of another component, even if it
             is not idle. None disables the bound, as in the paper.
         notified: whether a group runs as soon as its members are in no older group (Fig. 8),
             instead of when all of them have sent a request (section 5.1).
-        whole: whether each group has all active workers. Use `Rules.everyone()`.
+        whole: whether each group has all active workers. Use `Rules.all_workers()`.
 
     Raises:
         UsageError: a value is not allowed, or needs another one.
@@ -133,7 +133,7 @@ class Rules:
     inter_intra: bool = True
     threshold: int | None = THRESHOLD
     filter_intra: bool = True
-    forget: int | None = FORGET
+    halve_after: int | None = HALVE_AFTER
     connect: int | None = CONNECT
     notified: bool = False
     whole: bool = False
@@ -148,9 +148,10 @@ class Rules:
                 "initiator's last request puts it 1 ahead of equally fast workers; or None for no "
                 "filter"
             )
-        if self.forget is not None and self.forget < 2:
+        if self.halve_after is not None and self.halve_after < 2:
             raise UsageError(
-                f"Rules(forget={self.forget}): allowed are 2 and more requests, or None for never"
+                f"Rules(halve_after={self.halve_after}): allowed are 2 and more requests, or None "
+                "for never"
             )
         if self.connect is not None and self.connect < 1:
             raise UsageError(
@@ -172,18 +173,23 @@ class Rules:
             if getattr(self, name) != allowed:
                 raise UsageError(
                     f"Rules(whole=True, {name}={getattr(self, name)}): {name} has no effect on a "
-                    "group of all workers; use Rules.everyone()"
+                    "group of all workers; use Rules.all_workers()"
                 )
 
     @classmethod
-    def everyone(cls) -> Rules:
+    def all_workers(cls) -> Rules:
         """Return the rules that answer each request with one group of all active workers.
 
         The group runs when all of them have sent a request. A worker that joins meanwhile is in the
         next group.
         """
         return cls(
-            division=False, inter_intra=False, threshold=None, forget=None, connect=None, whole=True
+            division=False,
+            inter_intra=False,
+            threshold=None,
+            halve_after=None,
+            connect=None,
+            whole=True,
         )
 
     @classmethod
@@ -193,14 +199,16 @@ class Rules:
         The paper states neither the group size of a division nor C_thres. These rules do not bound
         how long two sets of workers stay unconnected.
         """
-        return cls(size=size, threshold=threshold, filter_intra=False, forget=None, connect=None)
+        return cls(
+            size=size, threshold=threshold, filter_intra=False, halve_after=None, connect=None
+        )
 
     @classmethod
     def random(cls, size: int = GROUP_SIZE, *, notified: bool = False) -> Rules:
         """Return the rules of the paper's random GG (section 4.1)."""
         return cls(
             size=size, buffer=False, division=False, inter_intra=False, threshold=None,
-            forget=None, connect=None, notified=notified,
+            halve_after=None, connect=None, notified=notified,
         )  # fmt: skip
 
 
@@ -232,7 +240,7 @@ def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
         UsageError: a value is not allowed.
     """
     if policy == "all":
-        return Rules.everyone()
+        return Rules.all_workers()
     if policy == "random":
         return Rules.random(size)
     if policy == "paper":
@@ -252,7 +260,7 @@ class WorkerPool:
     """The active workers, their request counters, and which of them are idle.
 
     Calls take constant time, except `take_idle`, whose time grows with the workers it returns, and
-    `fastest`. Every ``rules.forget`` requests of the fastest worker all counters are halved.
+    `fastest`. Every ``rules.halve_after`` requests of the fastest worker all counters are halved.
 
     Attributes:
         rng: the source of all random choices.
@@ -314,7 +322,7 @@ class WorkerPool:
     def count_request(self, worker: int) -> None:
         """Count a request of a worker that is not idle."""
         self.requests[worker] += 1
-        if self.requests[worker] == self.rules.forget:
+        if self.requests[worker] == self.rules.halve_after:
             self.requests = [count // 2 for count in self.requests]
             idle = [worker for equals in self._idle.values() for worker in equals]
             self._idle, self._counts = {}, []
@@ -418,13 +426,13 @@ Policy: TypeAlias = Callable[[int, WorkerPool], list[list[int]]]
 def policy_of(rules: Rules) -> Policy:
     """Return the policy that ``rules`` select."""
     if rules.whole:
-        return everyone
+        return all_workers
     if rules.inter_intra:
         return inter_and_intra
     return division if rules.division else random_group
 
 
-def everyone(initiator: int, pool: WorkerPool) -> list[list[int]]:
+def all_workers(initiator: int, pool: WorkerPool) -> list[list[int]]:
     """Make one group of all active workers, even if they are in other groups."""
     assert initiator in pool, "the initiator is active"
     return [list(pool.active)]

@@ -103,7 +103,7 @@ def announce_rejoin(
             if store.has(f"{room}/{GENERATOR_LOST}"):
                 raise RendezvousError(
                     f"rank {worker}: cannot rejoin: the group generator has died, and the "
-                    "others go on without one; start all workers again from a checkpoint"
+                    "others continue without one; start all workers again from a checkpoint"
                 )
             if time.monotonic() >= deadline:
                 raise RendezvousError(
