@@ -21,7 +21,7 @@ from wingbeat.methods.model_averaging.client import Client, StaticClient, Status
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
-from wingbeat.observe.meter import Section
+from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import graceful_shutdown, incarnation, interfaces
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.text import first_line
@@ -377,7 +377,7 @@ class GroupAverager:
     def sections(self) -> Sequence[Section]:
         """Return counts, the last group and lost peers for `wingbeat top`."""
         client, group = self.session.client, self.session.reducer.members
-        cells = {
+        cells: dict[str, Cell] = {
             "averages": self._averages,
             "waits": self._waits,
             "group": " ".join(map(str, sorted(group))),

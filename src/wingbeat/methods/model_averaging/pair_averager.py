@@ -36,7 +36,7 @@ from wingbeat.methods.model_averaging.pair_machine import (
 )
 from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.observe.meter import Section
+from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.incarnation import is_alive
@@ -562,7 +562,7 @@ class PairAverager:
         """Return counts and the current partner for `wingbeat top`. Takes no lock."""
         machine, exchange = self._machine, self._exchange
         average = machine.requested or machine.served
-        cells = {
+        cells: dict[str, Cell] = {
             "set": "active" if is_active(self._world.rank) else "passive",
             "averages": machine.averages,
             "waits": 0 if exchange is None else exchange.waits,
