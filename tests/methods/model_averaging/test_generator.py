@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.group_simulation import Simulation, in_one_order
-from wingbeat.methods.model_averaging import rules as policies
 from wingbeat.methods.model_averaging.generator import Generator, ProtocolError, Run
 from wingbeat.methods.model_averaging.rules import (
     ABLATION,
@@ -18,6 +17,7 @@ from wingbeat.methods.model_averaging.rules import (
     Rules,
     WorkerPool,
     count_components,
+    inter_and_intra,
 )
 
 ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.all_workers()}
@@ -159,11 +159,11 @@ def test_inter_and_intra_isolates_slow_workers_in_second_groups() -> None:
         return made
 
     assert pool_of(Rules()).fastest == 0
-    *_, together, alone = policies.inter_and_intra(1, pool_of(Rules()))
+    *_, together, alone = inter_and_intra(1, pool_of(Rules()))
     assert sorted(together) == [0, 2]
     assert alone == [1]
     for unfiltered in (Rules(threshold=None), Rules.paper()):
-        assert sorted(policies.inter_and_intra(1, pool_of(unfiltered))[-1]) == [0, 1, 2]
+        assert sorted(inter_and_intra(1, pool_of(unfiltered))[-1]) == [0, 1, 2]
 
 
 def test_heads_are_random_and_all_pairs_of_heads_meet() -> None:

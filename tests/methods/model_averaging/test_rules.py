@@ -7,15 +7,16 @@ from random import Random
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging import rules as policies
 from wingbeat.methods.model_averaging.rules import (
     ABLATION,
     HALVE_AFTER,
     Layout,
     Rules,
     WorkerPool,
+    random_group,
     rules_of,
     shuffle,
+    split_evenly,
 )
 
 
@@ -58,15 +59,15 @@ def test_invalid_rules_are_refused(given: dict, named: str) -> None:
 def test_split_evenly_makes_equal_parts_and_none_of_one_worker() -> None:
     for size in range(2, 9):
         for n in range(2, 60):
-            lengths = [len(part) for part in policies.split_evenly(range(n), size)]
+            lengths = [len(part) for part in split_evenly(range(n), size)]
             assert sum(lengths) == n
             assert max(lengths) - min(lengths) <= 1
             assert min(lengths) >= 2
             assert max(lengths) < 2 * size
             if n % size == 0:
                 assert set(lengths) == {size}
-    assert policies.split_evenly([7], 3) == [[7]]
-    assert policies.split_evenly([], 3) == []
+    assert split_evenly([7], 3) == [[7]]
+    assert split_evenly([], 3) == []
 
 
 def pool(rules: Rules, workers: int = 9, seed: int = 0) -> WorkerPool:
@@ -75,7 +76,7 @@ def pool(rules: Rules, workers: int = 9, seed: int = 0) -> WorkerPool:
 
 def test_random_group_contains_the_initiator_and_random_workers() -> None:
     everyone = pool(Rules.random(4))
-    groups = [policies.random_group(2, everyone)[0] for _ in range(300)]
+    groups = [random_group(2, everyone)[0] for _ in range(300)]
     assert all(len(set(group)) == 4 and group[0] == 2 for group in groups)
     met = [worker for group in groups for worker in group[1:]]
     assert sorted(set(met)) == [0, 1, 3, 4, 5, 6, 7, 8]
@@ -84,14 +85,14 @@ def test_random_group_contains_the_initiator_and_random_workers() -> None:
 
 def test_random_group_has_its_size_if_enough_workers_are_active() -> None:
     everyone = pool(Rules.random(9))
-    assert all(len(set(policies.random_group(2, everyone)[0])) == 9 for _ in range(2000))
+    assert all(len(set(random_group(2, everyone)[0])) == 9 for _ in range(2000))
 
 
 def test_random_group_is_at_most_all_workers() -> None:
     two = pool(Rules.random(4), workers=2)
-    assert sorted(policies.random_group(1, two)[0]) == [0, 1]
+    assert sorted(random_group(1, two)[0]) == [0, 1]
     two.remove(0)
-    assert policies.random_group(1, two) == [[1]]
+    assert random_group(1, two) == [[1]]
 
 
 def test_take_idle_returns_each_idle_worker_once_shuffled() -> None:
