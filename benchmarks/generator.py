@@ -28,8 +28,7 @@ from typing import Any
 from common import refuse_unwritable, show, write
 
 from wingbeat.methods.model_averaging.generator import Generator, Run
-from wingbeat.methods.model_averaging.mixing import spectral_gap
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules, spectral_gap
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.table import Printed
 

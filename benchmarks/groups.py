@@ -25,8 +25,13 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.methods.model_averaging.mixing import count_components, spectral_gap
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
+from wingbeat.methods.model_averaging.rules import (
+    ABLATION,
+    Layout,
+    Rules,
+    count_components,
+    spectral_gap,
+)
 from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_groups
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines

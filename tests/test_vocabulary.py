@@ -103,7 +103,6 @@ NOT_YET: dict[str, set[str]] = {
     "src/wingbeat": {
         "integrations",
         "methods/bounded_staleness",
-        "methods/model_averaging",
         "monitor",
         "parts",
         "simulator",

@@ -38,8 +38,8 @@ from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
 from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.model_averaging import generator as group_generator
-from wingbeat.methods.model_averaging import rendezvous
-from wingbeat.methods.model_averaging.rendezvous import StatusTable
+from wingbeat.methods.model_averaging import service as group_service
+from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
 from wingbeat.methods.parameter_server.protocol import Document, RequestError, unpack_numbers
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
@@ -329,7 +329,7 @@ TARGETS = [
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
     Target("statuses", TEXTS, statuses, ("[1, false, 2, -1]", "7")),
-    Target("rejoins", TEXTS, rendezvous._parse_entry, ("[1, 2]",)),
+    Target("rejoins", TEXTS, group_service._parse_entry, ("[1, 2]",)),
     Target(
         "membership log",
         TEXTS,

@@ -10,8 +10,7 @@ from random import Random
 import numpy as np
 
 from wingbeat.methods.model_averaging.generator import Generator, Member, Run
-from wingbeat.methods.model_averaging.rules import Layout, Rules
-from wingbeat.methods.model_averaging.static import group_of
+from wingbeat.methods.model_averaging.rules import Layout, Rules, group_of
 
 
 @dataclass

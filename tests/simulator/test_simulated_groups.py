@@ -8,8 +8,7 @@ import pytest
 
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.mixing import count_components
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
+from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules, count_components
 from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.hosts import Among, Hosts
@@ -102,10 +101,10 @@ def test_parameters_are_copied_before_and_after_an_average() -> None:
 
 def test_averages_of_every_other_step_take_half_as_long() -> None:
     for overlap in (False, True):
-        made = run(Rules.everyone(), Layout.even(2, 1), every=2, overlap=overlap)
+        made = run(Rules.all_workers(), Layout.even(2, 1), every=2, overlap=overlap)
         assert made.iteration_s == pytest.approx(1.0 if overlap else 1.0 + 0.12 / 2)
     with pytest.raises(UsageError, match="every=0"):
-        run(Rules.everyone(), Layout.even(2, 1), every=0)
+        run(Rules.all_workers(), Layout.even(2, 1), every=0)
 
 
 def test_overlapped_averages_hide_behind_the_next_step() -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient, MembershipLog
 from wingbeat.methods.bounded_staleness.view import initial_view, without_worker
-from wingbeat.methods.model_averaging.rendezvous import RejoinLog, StatusTable
+from wingbeat.methods.model_averaging.client import StatusTable
+from wingbeat.methods.model_averaging.service import RejoinLog
 from wingbeat.transport import torch_store
 from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit
 from wingbeat.transport.rendezvous import check_job

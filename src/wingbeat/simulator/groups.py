@@ -10,9 +10,8 @@ from random import Random
 
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.generator import Generator, Member, Run
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import PHASES, Layout, Rules, group_of
 from wingbeat.methods.model_averaging.service import ConnectionCache
-from wingbeat.methods.model_averaging.static import PHASES, group_of
 from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import Connectivity, Layout, Rules, WorkerPool
 
 
 def test_count_request_is_true_after_the_bound() -> None:
@@ -29,7 +28,7 @@ def test_count_request_is_false_without_a_bound() -> None:
 
 
 def test_find_unconnected_returns_a_fast_worker_of_another_component() -> None:
-    pool = WorkerPool(Layout.even(1, 6), Rules(threshold=2, forget=None), Random(1))
+    pool = WorkerPool(Layout.even(1, 6), Rules(threshold=2, halve_after=None), Random(1))
     pool.requests = [9, 9, 9, 9, 5, 9]
     connectivity = Connectivity(6, steps=2)
     connectivity.add_group((0, 1, 5), 6)

@@ -9,13 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.group_simulation import Simulation, in_one_order
-from wingbeat.methods.model_averaging import policies
 from wingbeat.methods.model_averaging.generator import Generator, ProtocolError, Run
-from wingbeat.methods.model_averaging.mixing import count_components
-from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules
+from wingbeat.methods.model_averaging.rules import (
+    ABLATION,
+    Connectivity,
+    Layout,
+    Rules,
+    WorkerPool,
+    count_components,
+    inter_and_intra,
+)
 
-ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.everyone()}
+ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.all_workers()}
 
 ALL = ASKED | {
     f"{name}, notified": Rules(
@@ -154,11 +159,11 @@ def test_inter_and_intra_isolates_slow_workers_in_second_groups() -> None:
         return made
 
     assert pool_of(Rules()).fastest == 0
-    *_, together, alone = policies.inter_and_intra(1, pool_of(Rules()))
+    *_, together, alone = inter_and_intra(1, pool_of(Rules()))
     assert sorted(together) == [0, 2]
     assert alone == [1]
     for unfiltered in (Rules(threshold=None), Rules.paper()):
-        assert sorted(policies.inter_and_intra(1, pool_of(unfiltered))[-1]) == [0, 1, 2]
+        assert sorted(inter_and_intra(1, pool_of(unfiltered))[-1]) == [0, 1, 2]
 
 
 def test_heads_are_random_and_all_pairs_of_heads_meet() -> None:
@@ -200,28 +205,28 @@ def members(groups: list[tuple[int, ...]]) -> list[int]:
 def test_filter_excludes_workers_c_thres_requests_behind() -> None:
     counts = [9, 7, 6, 10, 30]
     # The initiator's request counts: c_i = 10, and c_i - c_w < 4 for c_w of 7 and more.
-    assert members(made(asked(counts, threshold=4, forget=None), 0)) == [0, 1, 3, 4]
-    assert members(made(asked(counts, threshold=5, forget=None), 0)) == [0, 1, 2, 3, 4]
+    assert members(made(asked(counts, threshold=4, halve_after=None), 0)) == [0, 1, 3, 4]
+    assert members(made(asked(counts, threshold=5, halve_after=None), 0)) == [0, 1, 2, 3, 4]
     assert members(made(asked(counts, threshold=None), 0)) == [0, 1, 2, 3, 4]
 
 
 def test_slow_initiator_takes_fast_workers() -> None:
-    assert members(made(asked([1, 9, 9], threshold=2, forget=None), 0)) == [0, 1, 2]
-    assert members(made(asked([1, 9, 9], threshold=2, forget=None), 1)) == [1, 2]
+    assert members(made(asked([1, 9, 9], threshold=2, halve_after=None), 0)) == [0, 1, 2]
+    assert members(made(asked([1, 9, 9], threshold=2, halve_after=None), 1)) == [1, 2]
 
 
 def test_filter_applies_to_single_groups() -> None:
-    rules = Rules(division=False, inter_intra=False, threshold=2, forget=None)
+    rules = Rules(division=False, inter_intra=False, threshold=2, halve_after=None)
     generator = Generator(Layout.even(1, 6), rules)
     generator._pool.requests = [9, 9, 9, 1, 1, 1]
     assert members(made(generator, 0)) == [0, 1, 2]
 
 
 def test_halved_counters_readmit_a_worker_that_was_slow_once() -> None:
-    generator = asked([15, 9, 2], threshold=4, forget=16)
+    generator = asked([15, 9, 2], threshold=4, halve_after=16)
     assert members(made(generator, 0)) == [0]
     assert generator._pool.requests == [8, 4, 1]
-    generator = asked([7, 5], threshold=4, forget=16)
+    generator = asked([7, 5], threshold=4, halve_after=16)
     for _ in range(100):
         for worker in (0, 1):
             for run in generator.request(worker):
@@ -290,7 +295,7 @@ def test_all_groups_of_a_dead_worker_run_without_it() -> None:
 
 
 def test_added_worker_is_idle_and_counts_as_fast() -> None:
-    generator = asked([5, 9, 9], threshold=4, forget=None)
+    generator = asked([5, 9, 9], threshold=4, halve_after=None)
     generator.remove(0)
     assert members(made(generator, 1)) == [1, 2]
     generator.add(0)
@@ -338,7 +343,7 @@ def test_is_awaited_is_true_for_members_that_others_wait_for() -> None:
 
 
 def test_worker_added_at_once_joins_the_waiting_group_of_all() -> None:
-    generator = Generator(Layout.even(2, 2), Rules.everyone())
+    generator = Generator(Layout.even(2, 2), Rules.all_workers())
     generator.remove(3)
     assert [generator.request(w) for w in (0, 1)] == [[], []]
     generator.add(3, at_once=True)
@@ -351,7 +356,7 @@ def test_worker_added_at_once_joins_the_waiting_group_of_all() -> None:
 
 
 def test_worker_added_later_is_in_the_next_group_of_all() -> None:
-    generator = Generator(Layout.even(2, 2), Rules.everyone())
+    generator = Generator(Layout.even(2, 2), Rules.all_workers())
     generator.remove(3)
     assert [generator.request(w) for w in (0, 1)] == [[], []]
     generator.add(3)

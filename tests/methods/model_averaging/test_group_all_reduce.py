@@ -12,10 +12,10 @@ import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.methods.model_averaging import group_all_reduce
+from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
 from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.service import ConnectionCache
-from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
 from wingbeat.transport import failures, loopback
 from wingbeat.transport.world import World
 

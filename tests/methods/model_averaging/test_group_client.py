@@ -16,18 +16,17 @@ import pytest
 
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.client import Client
-from wingbeat.methods.model_averaging.generator import Kind, Reason, Run, encode_members, run_ids
-from wingbeat.methods.model_averaging.rendezvous import StatusTable
-from wingbeat.methods.model_averaging.rules import Layout, Rules
-from wingbeat.methods.model_averaging.service import GeneratorConfig
-from wingbeat.methods.model_averaging.static import (
+from wingbeat.methods.model_averaging.client import (
     ABANDONED,
     NO_INITIATOR,
     STATIC_CONNECTIONS,
     Arrival,
-    group_of,
+    Client,
+    StatusTable,
 )
+from wingbeat.methods.model_averaging.generator import Kind, Reason, Run, encode_members, run_ids
+from wingbeat.methods.model_averaging.rules import Layout, Rules, group_of
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 
@@ -105,7 +104,7 @@ def test_connections_are_closed_before_others_are_opened_and_all_in_a_fallback()
 
 
 def test_synchronize_waits_for_one_group_with_any_rules() -> None:
-    for rules in (Rules(), Rules.random(2), Rules.everyone()):
+    for rules in (Rules(), Rules.random(2), Rules.all_workers()):
         box = FakeMailbox(FakeMessage(Kind.KEEPALIVE), run_message(7, 0, (0, 1, 2), 0))
         runs: list[int] = []
         client(box, rules).synchronize(
@@ -169,7 +168,7 @@ def test_wait_for_a_live_worker_is_logged_and_fails_after_ten_timeouts(
 def test_member_that_has_averaged_when_the_generator_dies_averages_once() -> None:
     for does in (Client.step, Client.synchronize):
         box = FakeMailbox(run_message(7, 0, (0, 1), 0))
-        one = client(box, Rules.everyone())
+        one = client(box, Rules.all_workers())
         runs: list[Run] = []
 
         def average(run: Run, arrival: Callable[[], Arrival]) -> None:
@@ -190,7 +189,7 @@ def test_generator_without_connections_is_lost_after_a_second() -> None:
             self.cut = {GENERATOR: sign} if (sign := signs.pop(0)) else {}
             raise PeerError(f"no message within {seconds:g} s")
 
-    one = client(Silent(), Rules.everyone())
+    one = client(Silent(), Rules.all_workers())
     runs: list[Run] = []
     one.step(FunctionReducer(lambda run, alive: runs.append(run)))
     assert signs == [0.0]
@@ -216,7 +215,7 @@ def test_arrival_is_departed_after_the_generator_is_lost() -> None:
 
 
 def test_fallback_with_rules_of_everyone_has_one_group() -> None:
-    one = client(FakeMailbox(FakeMessage(Kind.REMOVED, (2, 0, 0, 0))), Rules.everyone())
+    one = client(FakeMailbox(FakeMessage(Kind.REMOVED, (2, 0, 0, 0))), Rules.all_workers())
     runs: list[Run] = []
     for _ in range(3):
         one.step(FunctionReducer(lambda run, alive: runs.append(run)))
@@ -471,7 +470,7 @@ def test_messages_from_before_the_generator_died_are_handled() -> None:
         FakeMessage(Kind.REMOVED, (3, 0, 0, 0)),
         FakeMessage(Kind.REMOVED, (0, 0, 0, 0)),
     ]
-    one, runs = client(box, Rules.everyone()), []
+    one, runs = client(box, Rules.all_workers()), []
     one.step(FunctionReducer(lambda run, coming: runs.append(run.members)))
     assert runs == [(1, 2)]
     assert one._table.lost() == {0, 3}
@@ -589,7 +588,7 @@ def test_excluded_worker_returns_to_groups(running: list[Service]) -> None:
     assert back
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules.random(2), Rules.everyone()])
+@pytest.mark.parametrize("rules", [Rules(), Rules.random(2), Rules.all_workers()])
 def test_synchronize_makes_all_equal_after_uneven_steps(
     running: list[Service], rules: Rules
 ) -> None:
@@ -634,7 +633,7 @@ def test_worker_that_dies_in_a_synchronization_is_left_out(running: list[Service
     assert len(set(shared.values[:3])) == 1
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules.everyone()])
+@pytest.mark.parametrize("rules", [Rules(), Rules.all_workers()])
 def test_training_continues_when_the_generator_is_killed(
     running: list[Service], rules: Rules
 ) -> None:

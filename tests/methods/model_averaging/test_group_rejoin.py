@@ -16,7 +16,7 @@ SCRIPT = """if True:
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
     buffer = torch.full((1000,), float(world.rank))
-    rules = Rules.everyone() if sys.argv[1] == "everyone" else Rules()
+    rules = Rules.all_workers() if sys.argv[1] == "everyone" else Rules()
     session = GroupSession(world, buffer, rules)
     made = 0
     session.snapshot = lambda: buffer.numpy().tobytes() + made.to_bytes(4, "little")

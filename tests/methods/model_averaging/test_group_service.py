@@ -10,9 +10,8 @@ import pytest
 from helpers.mail import Clock
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.model_averaging.generator import Generator, Kind, Reason, Run, decode_run
-from wingbeat.methods.model_averaging.rendezvous import Rejoin
 from wingbeat.methods.model_averaging.rules import Layout, Rules
-from wingbeat.methods.model_averaging.service import AdaptiveTimeout, GroupService
+from wingbeat.methods.model_averaging.service import AdaptiveTimeout, GroupService, Rejoin
 from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 

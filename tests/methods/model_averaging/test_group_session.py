@@ -63,7 +63,7 @@ def test_malformed_host_identity_raises(monkeypatch: pytest.MonkeyPatch) -> None
     loopback.run(loopback.worlds(1), body)
 
 
-@pytest.mark.parametrize("rules", [None, Rules(), Rules.everyone()], ids=str)
+@pytest.mark.parametrize("rules", [None, Rules(), Rules.all_workers()], ids=str)
 def test_synchronize_makes_all_buffers_equal(rules: Rules | None) -> None:
     before = services()
 
@@ -90,7 +90,7 @@ def test_synchronize_makes_all_buffers_equal(rules: Rules | None) -> None:
 # -- coming back ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules.everyone()], ids=str)
+@pytest.mark.parametrize("rules", [Rules(), Rules.all_workers()], ids=str)
 def test_restarted_worker_rejoins_with_the_state_of_a_peer(rules: Rules) -> None:
     back = threading.Event()
 

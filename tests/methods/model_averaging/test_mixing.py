@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from helpers.group_simulation import Simulation, averaging_matrix, groups_in
-from wingbeat.methods.model_averaging.mixing import count_components, spectral_gap
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout
-from wingbeat.methods.model_averaging.static import group_of
+from wingbeat.methods.model_averaging.rules import (
+    ABLATION,
+    Layout,
+    count_components,
+    group_of,
+    spectral_gap,
+)
 
 EIGHT = Layout.even(2, 4)
 

@@ -337,7 +337,7 @@ def test_live_worker_that_does_not_synchronize_is_named_and_learns_it() -> None:
         else:
             world.read("said", 0)
             with pytest.raises(
-                PeerError, match=r"rank 1: no other .*: the others have gone on without rank 1"
+                PeerError, match=r"rank 1: no other .*: the others have continued without rank 1"
             ):
                 averager.synchronize()
 

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from wingbeat.errors import RendezvousError
-from wingbeat.methods.model_averaging.rendezvous import (
+from wingbeat.methods.model_averaging.client import StatusTable
+from wingbeat.methods.model_averaging.service import (
     Rejoin,
     RejoinLog,
-    StatusTable,
     announce_rejoin,
     next_incarnation,
 )
@@ -88,7 +88,7 @@ def test_rejoin_is_read_again_after_a_timeout_of_the_store(
     store = Switchboard()
     log = RejoinLog(store, ROOM, 4)
     store.set(f"{ROOM}/rejoin/0", "[1, 1]")
-    monkeypatch.setattr("wingbeat.methods.model_averaging.rendezvous._READ_S", 0.0)
+    monkeypatch.setattr("wingbeat.methods.model_averaging.service._READ_S", 0.0)
     with pytest.raises(TimeoutError):
         log.poll()  # its card is not there yet
     assert log.next_rejoin() is None

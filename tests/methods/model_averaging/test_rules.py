@@ -7,9 +7,17 @@ from random import Random
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging import policies
-from wingbeat.methods.model_averaging.policies import WorkerPool, shuffle
-from wingbeat.methods.model_averaging.rules import ABLATION, FORGET, Layout, Rules, rules_of
+from wingbeat.methods.model_averaging.rules import (
+    ABLATION,
+    HALVE_AFTER,
+    Layout,
+    Rules,
+    WorkerPool,
+    random_group,
+    rules_of,
+    shuffle,
+    split_evenly,
+)
 
 
 def test_each_step_of_the_ablation_adds_one_option() -> None:
@@ -21,13 +29,13 @@ def test_each_step_of_the_ablation_adds_one_option() -> None:
 
 
 def test_paper_rules_are_the_defaults_without_additions() -> None:
-    added = {"filter_intra": True, "forget": FORGET, "connect": 2}
-    without = {"filter_intra": False, "forget": None, "connect": None}
+    added = {"filter_intra": True, "halve_after": HALVE_AFTER, "connect": 2}
+    without = {"filter_intra": False, "halve_after": None, "connect": None}
     assert Rules.paper() == Rules(**without)
     assert Rules() == Rules(**added)
     assert rules_of("paper", 5, 7) == Rules(size=5, threshold=7, **without)
     assert rules_of("random", 5, None) == Rules.random(5)
-    assert Rules.random().forget is None
+    assert Rules.random().halve_after is None
 
 
 @pytest.mark.parametrize(
@@ -36,9 +44,9 @@ def test_paper_rules_are_the_defaults_without_additions() -> None:
         ({"size": 1}, r"size=1\): allowed are groups of 2"),
         ({"threshold": 1}, r"threshold=1\): allowed are 2"),
         ({"connect": 0}, r"connect=0\): allowed are 1"),
-        ({"forget": 1}, r"forget=1\): allowed are 2"),
+        ({"halve_after": 1}, r"halve_after=1\): allowed are 2"),
         ({"buffer": False}, "division=True, buffer=False"),
-        ({"whole": True}, r"whole=True, division=True\): .*Rules\.everyone"),
+        ({"whole": True}, r"whole=True, division=True\): .*Rules\.all_workers"),
         ({"whole": True, "size": 4}, r"Rules\(whole=True, size=4\)"),
         ({"division": False}, "inter_intra=True, division=False"),
     ],
@@ -51,15 +59,15 @@ def test_invalid_rules_are_refused(given: dict, named: str) -> None:
 def test_split_evenly_makes_equal_parts_and_none_of_one_worker() -> None:
     for size in range(2, 9):
         for n in range(2, 60):
-            lengths = [len(part) for part in policies.split_evenly(range(n), size)]
+            lengths = [len(part) for part in split_evenly(range(n), size)]
             assert sum(lengths) == n
             assert max(lengths) - min(lengths) <= 1
             assert min(lengths) >= 2
             assert max(lengths) < 2 * size
             if n % size == 0:
                 assert set(lengths) == {size}
-    assert policies.split_evenly([7], 3) == [[7]]
-    assert policies.split_evenly([], 3) == []
+    assert split_evenly([7], 3) == [[7]]
+    assert split_evenly([], 3) == []
 
 
 def pool(rules: Rules, workers: int = 9, seed: int = 0) -> WorkerPool:
@@ -68,7 +76,7 @@ def pool(rules: Rules, workers: int = 9, seed: int = 0) -> WorkerPool:
 
 def test_random_group_contains_the_initiator_and_random_workers() -> None:
     everyone = pool(Rules.random(4))
-    groups = [policies.random_group(2, everyone)[0] for _ in range(300)]
+    groups = [random_group(2, everyone)[0] for _ in range(300)]
     assert all(len(set(group)) == 4 and group[0] == 2 for group in groups)
     met = [worker for group in groups for worker in group[1:]]
     assert sorted(set(met)) == [0, 1, 3, 4, 5, 6, 7, 8]
@@ -77,14 +85,14 @@ def test_random_group_contains_the_initiator_and_random_workers() -> None:
 
 def test_random_group_has_its_size_if_enough_workers_are_active() -> None:
     everyone = pool(Rules.random(9))
-    assert all(len(set(policies.random_group(2, everyone)[0])) == 9 for _ in range(2000))
+    assert all(len(set(random_group(2, everyone)[0])) == 9 for _ in range(2000))
 
 
 def test_random_group_is_at_most_all_workers() -> None:
     two = pool(Rules.random(4), workers=2)
-    assert sorted(policies.random_group(1, two)[0]) == [0, 1]
+    assert sorted(random_group(1, two)[0]) == [0, 1]
     two.remove(0)
-    assert policies.random_group(1, two) == [[1]]
+    assert random_group(1, two) == [[1]]
 
 
 def test_take_idle_returns_each_idle_worker_once_shuffled() -> None:

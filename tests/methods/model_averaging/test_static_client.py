@@ -11,16 +11,16 @@ import pytest
 
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.rendezvous import Status, StatusTable
-from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.model_averaging.static import (
+from wingbeat.methods.model_averaging.client import (
     ABANDONED,
     STATIC_CONNECTIONS,
     Arrival,
     StaticClient,
-    group_of,
+    Status,
+    StatusTable,
 )
+from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.rules import Layout, group_of
 from wingbeat.transport.loopback import Switchboard
 
 
@@ -204,7 +204,7 @@ def test_lost_worker_trains_alone_and_cannot_synchronize(
     with pytest.raises(PeerError, match="no other worker takes part in the mean of all models"):
         one.synchronize(reducer)
     assert len(reducer.connections) == 1
-    assert "rank 0: the others go on without this worker" in caplog.text
+    assert "rank 0: the others continue without this worker" in caplog.text
 
 
 def test_silent_worker_is_left_out_of_a_synchronization() -> None:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.group_simulation import groups_in
-from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.model_averaging.static import PHASES, group_of
+from wingbeat.methods.model_averaging.rules import PHASES, Layout, group_of
 
 FOUR = Layout.even(hosts=4, workers=4)
 

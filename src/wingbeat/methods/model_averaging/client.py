@@ -1,14 +1,19 @@
-"""A worker's client of the group generator; it falls back to `StaticClient` without one."""
+"""A worker's client of the group generator, and of the static schedule without one.
+
+Workers publish their status in the rendezvous store, which replaces the generator when it is lost.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
+import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.generator import (
@@ -21,33 +26,35 @@ from wingbeat.methods.model_averaging.generator import (
     RunMessage,
     decode_run,
 )
-from wingbeat.methods.model_averaging.rendezvous import StatusTable
-from wingbeat.methods.model_averaging.rules import Layout, Rules
-from wingbeat.methods.model_averaging.static import (
-    ABANDONED,
-    SYNC_CALL,
-    Arrival,
-    Reducer,
-    StaticClient,
-    isolation_text,
-)
+from wingbeat.methods.model_averaging.rules import PHASES, Layout, Rules, group_of
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
+from wingbeat.transport.store import Store
 
 _log = logging.getLogger(__name__)
 
-_CHECK_S = 0.25
-"""Interval between checks of the generator while one of its messages is awaited, in seconds."""
+GENERATOR_LOST = "generator-lost"
+"""Key of the store that is set once a worker continues without the generator."""
 
-_KEEPALIVE_S = 1.0
-"""Interval between keepalive messages, whose loss shows that the generator is dead, in seconds."""
+NO_INITIATOR = -1
+"""The initiator of groups that no worker has requested. Their numbers grow with the step."""
 
-State = TypeVar("State")
+ABANDONED = -1
+"""Result of an abandoned average: members are missing and will not arrive."""
 
-_AWAITED = {False: "the end of its step", True: SYNC_CALL}
-"""What a worker waits for, by whether it synchronizes."""
+STATIC_CONNECTIONS = 1 << 31
+"""The first connection id of groups without a generator; the generator's ids start at 1."""
+
+SYNC_CALL = "the call of wingbeat.synchronize()"
+
+_READ_S = 5.0  # timeout of a read of an existing key, in seconds
+_CHECK_S = 0.25  # between checks of the generator while one of its messages is awaited
+_KEEPALIVE_S = 1.0  # between keepalive messages, whose loss shows that the generator is dead
+_REFRESH_S = 0.5  # between checks of the status table while members are awaited
+_SYNC_CHECK_S = 0.05  # between checks of the status table during synchronization
+_PUBLISH_S = 1.0  # between two publications of a worker's status
 
 _REASONS = {
     Reason.LATE: "took too long for a step, or for an average",
@@ -55,6 +62,374 @@ _REASONS = {
     Reason.LEFT: "has left",
     Reason.DIED: "has ended",
 }
+
+State = TypeVar("State")
+
+
+class Arrival(enum.Enum):
+    """Whether the missing members of a group will arrive. True if they may."""
+
+    POSSIBLE = enum.auto()
+    DEPARTED = enum.auto()
+    """Some will not; if they took part before, the data that they have sent may still arrive."""
+    IMPOSSIBLE = enum.auto()
+    """Some will not, and did not take part before."""
+
+    def __bool__(self) -> bool:
+        return self is Arrival.POSSIBLE
+
+
+class Reducer(Protocol):
+    """Averages this worker's parameters with those of a group.
+
+    A protocol, because the implementation, `GroupAllReduce`, needs torch.
+    """
+
+    def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
+        """Average the parameters of a group of two or more members over its connection id.
+
+        ``arrival`` returns whether missing members will arrive: a member may have died, or may
+        never receive the group because the generator has died. Returns a lost member, `ABANDONED`,
+        or None for success.
+        """
+        ...
+
+    def close(self, connections: Iterable[int] | None = None) -> None:
+        """Close the connections with these ids; all if None."""
+
+
+def isolation_text(worker: int, others: str) -> str:
+    """Return the error of a synchronization of one worker alone; ``others`` states why."""
+    return (
+        f"rank {worker}: no other worker takes part in the mean of all models: {others}; this "
+        "rank's weights are its own alone: start the job again from a checkpoint, or save them "
+        "with model.state_dict() if the others' are not needed"
+    )
+
+
+# -- without a generator ------------------------------------------------------------------
+
+
+class Status(NamedTuple):
+    """The progress of a worker. Its values only grow.
+
+    Attributes:
+        rounds: the number of synchronizations that it has completed.
+        synchronizing: whether it waits for the next one, and makes no steps until then.
+        steps: the number of its steps without a generator. A synchronization sets it to the maximum
+            over all workers.
+        failed: the number of the latest group that failed on it, whose connections it has closed;
+            -1 for none.
+    """
+
+    rounds: int = 0
+    synchronizing: bool = False
+    steps: int = 0
+    failed: int = -1
+
+
+class StatusTable:
+    """The status of all workers, and which are lost or have left. Empty while the store is down."""
+
+    def __init__(self, store: Store, room: str, workers: int) -> None:
+        self._store, self._room, self._workers = store, room, workers
+
+    def publish(self, worker: int, status: Status) -> None:
+        """Set the status of ``worker``."""
+        self._set(f"status/{worker}", json.dumps(status))
+
+    def statuses(self) -> dict[int, Status]:
+        """Return the status of each worker that has published one."""
+        found = {}
+        for worker in range(self._workers):
+            with contextlib.suppress(ValueError, RecursionError):
+                match json.loads(self._get(f"status/{worker}")):
+                    case [int(rounds), bool(synchronizing), int(steps), int(failed)]:
+                        found[worker] = Status(rounds, synchronizing, steps, failed)
+        return found
+
+    def mark_lost(self, worker: int, *, left: bool = False) -> None:
+        """Mark ``worker`` as inactive permanently; ``left`` if it has shut down gracefully."""
+        self._set(f"lost/{worker}", "left" if left else "1")
+
+    def mark_fallback(self, worker: int, last: int) -> None:
+        """Mark that ``worker`` continues without the generator. No process can rejoin afterwards.
+
+        ``last`` is the last group that it has completed; it joins no later one.
+        """
+        self._set(f"fallback/{worker}", str(last))
+        self._set(GENERATOR_LOST, "1")
+
+    def fallbacks(self, workers: Iterable[int]) -> dict[int, int]:
+        """Return the last group of each of ``workers`` that continues without the generator."""
+        found = {}
+        for worker in workers:
+            with contextlib.suppress(ValueError):
+                found[worker] = int(self._get(f"fallback/{worker}"))
+        return found
+
+    def lost(self) -> set[int]:
+        """Return the workers that are permanently inactive."""
+        return {w for w in range(self._workers) if self._store.has(f"{self._room}/lost/{w}")}
+
+    def has_left(self, worker: int) -> bool:
+        """Whether ``worker`` has shut down gracefully."""
+        return self._get(f"lost/{worker}") == "left"
+
+    def _set(self, key: str, value: str) -> None:
+        # Groups with open connections do not need the store.
+        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
+            self._store.set(f"{self._room}/{key}", value)
+
+    def _get(self, key: str) -> str:
+        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
+            if self._store.has(f"{self._room}/{key}"):
+                return self._store.get(f"{self._room}/{key}", _READ_S)
+        return ""
+
+
+class StaticClient:
+    """Averages with the groups of a schedule known to all workers. Not thread-safe.
+
+    Lost workers are left out. Workers learn of losses from the status table. It also shows which
+    workers synchronize, and so make no step, and which are past a step that others could not
+    complete; groups run without both.
+
+    A worker is lost after ``timeout`` seconds without a status change, or if it is in ``lost``.
+    With ``everyone`` all workers are one group in each step, instead of the static schedule.
+    ``is_running`` returns whether the process of a silent worker is known to run.
+
+    Attributes:
+        fallback: None; there is no generator that could be lost.
+        lost_peers: the workers that this worker knows to be lost or to have left.
+        silent: those of them that were silent while all others synchronized.
+        on_lost: called with each worker that is lost.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        layout: Layout,
+        timeout: float,
+        table: StatusTable,
+        *,
+        everyone: bool = False,
+        lost: Collection[int] = (),
+        is_running: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._worker, self._layout, self._timeout = worker, layout, timeout
+        self._table, self._everyone, self._is_running = table, everyone, is_running
+        self._others = set(range(layout.workers)) - {worker}
+        self._status, self._published = Status(), Status()
+        self._published_at = self._checked_at = time.monotonic()
+        self._statuses: dict[int, Status] = {}
+        self._connections: dict[tuple[int, ...], int] = {}  # by members: their first group's number
+        self.fallback: str | None = None
+        self.lost_peers = set(lost)
+        self.silent: set[int] = set()
+        self.on_lost: Callable[[int], None] = lambda _: None
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that it has made."""
+        return self._status.steps
+
+    def step(self, reducer: Reducer) -> None:
+        """Average with this step's group."""
+        step = self.steps
+        group: Collection[int] = range(self._layout.workers)
+        keep = True
+        if not self._everyone:
+            group = group_of(self._layout, self._worker, step)
+            # With an odd number of hosts each cycle has other pairs: too many connections to keep.
+            keep = step % PHASES != 2 or len(self._layout.hosts) % 2 == 0
+        self._average(group, reducer, 2 * step + 2, keep=keep)
+        self._status = self._status._replace(steps=step + 1)
+        if time.monotonic() - self._published_at >= _PUBLISH_S:
+            self._publish()
+
+    def synchronize(self, reducer: Reducer) -> None:
+        """Average with all active workers, once all of them have called this.
+
+        Raises PeerError if no other worker is active, and not all have left gracefully after a mean
+        with this one; a live worker does not call this; or the store is down.
+        """
+        self._status = self._status._replace(synchronizing=True)
+        self._await_all()
+        # All statuses are published before any worker continues.
+        known = [s.steps for worker, s in self._statuses.items() if worker not in self.lost_peers]
+        last = max(self.steps, *known, 0)
+        self._average(range(self._layout.workers), reducer, 2 * last + 1, keep=False)
+        reducer.close()
+        self._connections.clear()
+        self._status = Status(self._status.rounds + 1, False, last + 1, self._status.failed)
+        self._publish()
+        if self._worker in self.lost_peers:
+            text = f"the others have continued without rank {self._worker}"
+            raise PeerError(isolation_text(self._worker, text))
+        if self._others and self._others <= self.lost_peers and self._have_another_model():
+            silent = f"gave no sign for {self._timeout:g} s"
+            names = "; ".join(
+                f"rank {each} {silent if each in self.silent else 'was lost or has left'}"
+                for each in sorted(self._others)
+            )
+            raise PeerError(isolation_text(self._worker, names))
+
+    def _have_another_model(self) -> bool:
+        """Whether an inactive worker was lost, or left after a synchronization without this one."""
+        rounds = self._status.rounds
+        return not all(map(self._table.has_left, self._others)) or any(
+            self._statuses.get(w, Status()).rounds >= rounds for w in self._others
+        )
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Publish that this worker has left; ``failed`` if an exception ends it."""
+        self._status = self._status._replace(synchronizing=True)  # it makes no more steps
+        self._publish()
+        self._table.mark_lost(self._worker, left=not failed)
+
+    def _average(
+        self, group: Collection[int], reducer: Reducer, number: int, *, keep: bool
+    ) -> None:
+        """Average with the available members of a group; ``keep`` its connections for the next."""
+        while True:
+            members = tuple(sorted(set(group) - self._unavailable() | {self._worker}))
+            if len(members) == 1 or self._worker in self.lost_peers:
+                return
+            first = self._connections.setdefault(members, number)
+            run = Run(number, 0, members, NO_INITIATOR)
+            arrival = functools.partial(self._arrival, members)
+            lost = reducer.average(run, STATIC_CONNECTIONS + first, arrival)
+            if lost is None and keep:
+                return
+            del self._connections[members]
+            reducer.close([STATIC_CONNECTIONS + first])
+            if lost is None or not self._should_retry(members, lost, first, number):
+                return
+
+    def _should_retry(self, members: tuple[int, ...], lost: int, first: int, number: int) -> bool:
+        """Determine why a group failed; return whether to try again."""
+        self._status = self._status._replace(failed=number)
+        self._publish()
+        self._refresh()
+        if self._worker in self.lost_peers:
+            _log.warning(
+                "rank %d: the others continue without this worker, which they could not reach; "
+                "it trains alone: start the job again from a checkpoint to have it take part",
+                self._worker,
+            )
+            return False
+        if self._unavailable() & set(members):
+            return True
+        others = (self._statuses.get(w, Status()) for w in members if w != self._worker)
+        if first < number and any(status.failed >= first for status in others):
+            return True  # A member has closed the kept connections, and opens new ones.
+        if lost in (ABANDONED, self._worker):
+            return False
+        self._mark_lost(lost, "was lost in an average")
+        return True
+
+    def _mark_lost(self, worker: int, why: str) -> None:
+        _log.warning("rank %d: rank %d %s; groups continue without it", self._worker, worker, why)
+        self._add_lost({worker})
+        self._table.mark_lost(worker)
+
+    def _add_lost(self, workers: Collection[int]) -> None:
+        for worker in sorted(set(workers) - self.lost_peers):
+            self.lost_peers.add(worker)
+            self.on_lost(worker)
+            stream.happened("left", (worker,))
+
+    def _unavailable(self) -> set[int]:
+        """Return the workers that do not take part in this worker's current or next group."""
+        own = self._status
+        values = 1 if own.synchronizing else 3  # the numbers of steps may differ then
+        past = {w for w, status in self._statuses.items() if status[:values] > own[:values]}
+        return (self.lost_peers | past) - {self._worker}
+
+    def _arrival(self, members: Collection[int]) -> Arrival:
+        now = time.monotonic()
+        if now - self._checked_at >= _REFRESH_S:
+            self._checked_at = now
+            if self._published != self._status:
+                self._publish()
+            self._refresh()
+        if self._worker in self.lost_peers:
+            return Arrival.IMPOSSIBLE
+        unavailable = self._unavailable() & set(members)
+        if not unavailable:
+            return Arrival.POSSIBLE
+        never = any(map(self._stops_earlier, unavailable))
+        return Arrival.IMPOSSIBLE if never else Arrival.DEPARTED
+
+    def _stops_earlier(self, worker: int) -> bool:
+        """Whether ``worker`` synchronizes, after no more steps than this worker has made."""
+        own, status = self._status, self._statuses.get(worker)
+        if status is None or own.synchronizing or not status.synchronizing:
+            return False
+        return status.rounds == own.rounds and status.steps <= own.steps
+
+    def _refresh(self) -> None:
+        self._statuses = self._table.statuses()
+        self._add_lost(self._table.lost())
+
+    def _publish(self) -> None:
+        self._published, self._published_at = self._status, time.monotonic()
+        self._table.publish(self._worker, self._status)
+
+    def _await_all(self) -> None:
+        """Wait until all active workers synchronize; silent dead ones are lost."""
+        self._publish()
+        me = f"rank {self._worker}"
+        wait = WaitLog(me, SYNC_CALL, time.monotonic)
+        # The last status of each worker, and when it was first seen.
+        since: dict[int, tuple[Status | None, float]] = {}
+        while True:
+            self._refresh()
+            if self._worker in self.lost_peers:
+                return
+            if self._worker not in self._statuses:
+                raise PeerError(
+                    isolation_text(
+                        self._worker,
+                        "the rendezvous store is down (with rank 0, or the launcher), so peers "
+                        "cannot be found",
+                    )
+                )
+            missing = self._not_synchronizing(since)
+            if not missing:
+                return
+            peers = ", ".join(f"rank {worker}" for worker in missing)
+            check_wait(wait, me, SYNC_CALL, peers, self._timeout)
+            time.sleep(_SYNC_CHECK_S)
+
+    def _not_synchronizing(self, since: dict[int, tuple[Status | None, float]]) -> list[int]:
+        """Return the active workers that do not synchronize yet; mark silent dead ones as lost."""
+        now, missing = time.monotonic(), []
+        for worker in sorted(self._others - self.lost_peers):
+            status = self._statuses.get(worker)
+            if status is not None and status[:2] >= self._status[:2]:
+                continue
+            missing.append(worker)
+            if worker not in since or since[worker][0] != status:
+                since[worker] = status, now
+            elif now - since[worker][1] > self._timeout:
+                if self._is_running(worker):
+                    since[worker] = status, now
+                    continue
+                self.silent.add(worker)
+                self._mark_lost(worker, f"has given no sign for {self._timeout:g} s")
+        return missing
+
+
+def check_wait(wait: WaitLog, me: str, what: str, peers: str, timeout: float) -> None:
+    """Log a long wait for live workers; raise a `PeerError` if it is too long."""
+    wait.log_if_due(peers)
+    if wait.seconds() > MAX_WAIT_FACTOR * timeout:
+        raise PeerError(stuck_peer_text(me, peers, what, timeout))
+
+
+# -- with the generator -------------------------------------------------------------------
 
 
 class GeneratorLost(Exception):
@@ -70,8 +445,7 @@ class GeneratorConnection:
 
     def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
         self._mailbox, self._worker, self._generator = mailbox, worker, generator
-        self._timeout, self._sent_at = timeout, 0.0
-        self._lost = False
+        self._timeout, self._sent_at, self._lost = timeout, 0.0, False
         self.received: deque[Message] = deque()
 
     @property
@@ -106,8 +480,10 @@ class GeneratorConnection:
             try:
                 return self._mailbox.receive(_CHECK_S, of=[self._generator])
             except PeerError as error:
+                if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
+                    raise GeneratorLost(str(error)) from None
                 if self.lost:
-                    raise GeneratorLost(self._how_lost(error)) from None
+                    raise GeneratorLost("its connections have closed without a goodbye") from None
             now = time.monotonic()
             if now >= deadline:
                 raise PeerError(
@@ -130,11 +506,6 @@ class GeneratorConnection:
             self._sent_at = now
             with contextlib.suppress(GeneratorLost):
                 self.send(Kind.KEEPALIVE)
-
-    def _how_lost(self, error: PeerError) -> str:
-        if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
-            return str(error)
-        return "its connections have closed without a goodbye"
 
 
 class Client:
@@ -189,7 +560,7 @@ class Client:
         self.excluded = self.stale = self.copies_state = False
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_back: Callable[[int], None] = lambda _: None
-        self.on_fetch: Callable[[int, int], None] | None = None
+        self.on_fetch: Callable[[int, int], None] = lambda _worker, _connection: None
 
     @property
     def lost_peers(self) -> set[int]:
@@ -198,23 +569,32 @@ class Client:
 
     def step(self, reducer: Reducer) -> None:
         """Take part in groups until the next step may begin."""
-        if self._static is None and self._use_generator(reducer, synchronize=False):
-            return
-        assert self._static is not None
-        self._static.step(reducer)
+        if not self._follow_generator(reducer, synchronize=False) and self._static is not None:
+            self._static.step(reducer)
 
     def synchronize(self, reducer: Reducer) -> None:
         """Average with all active workers, once all of them have called this.
 
         The others may make steps before; their groups do not wait for this worker. Lost workers are
-        left out. Afterwards all have the same parameters.
+        left out. Afterwards all have the same parameters. Raises PeerError if the mean is of this
+        worker alone, and others have another model.
         """
-        if self._static is None and self._use_generator(reducer, synchronize=True):
-            self._check_isolation()
-            self.excluded = self.stale = self._missed = False
+        if not self._follow_generator(reducer, synchronize=True):
+            assert self._static is not None
+            self._static.synchronize(reducer)
             return
-        assert self._static is not None
-        self._static.synchronize(reducer)
+        # Others have no other model if all have died or left, none after one without this worker.
+        alive = set(self._inactive.values()) - {Reason.DIED, Reason.LEFT}
+        if len(self._members) <= 1 and (self._missed or alive):
+            names = "; ".join(f"rank {w} {_REASONS[r]}" for w, r in sorted(self._inactive.items()))
+            missed = "; the others have made theirs without this rank" if self._missed else ""
+            raise PeerError(isolation_text(self._worker, names + missed))
+        self.excluded = self.stale = self._missed = False
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Publish that this worker has left, if there is no generator that detects it."""
+        if self._static is not None:
+            self._static.leave(failed=failed)
 
     def fetch_state(
         self, receive: Callable[[int, int, Callable[[], bool]], State | None], *, join: bool = False
@@ -259,19 +639,27 @@ class Client:
         self._handle_received()
         return worker not in self._inactive and not self._connection.lost
 
+    # -- messages -------------------------------------------------------------------------
+
     def _handle_received(self) -> None:
         self._connection.poll()
         while self._connection.received:
             self._handle_between_steps(self._connection.received.popleft())
 
-    def _handle_between_steps(self, message: Message) -> None:
+    def _handle_between_steps(self, message: Message) -> bool:
+        """Handle a message that may arrive at any time; return whether it was one."""
         match message.kind:
             case Kind.REMOVED if message.ids[0] == self._worker:
                 self._note_exclusion(message.ids[2])
             case Kind.REMOVED | Kind.ADDED:
                 self._note_peer(message.kind, message.ids)
-            case Kind.SEND_STATE if message.ids[0] == self._worker and self.on_fetch is not None:
+            case Kind.SEND_STATE if message.ids[0] == self._worker:
                 self.on_fetch(message.ids[1], message.ids[2])
+            case Kind.KEEPALIVE:
+                pass
+            case _:
+                return False
+        return True
 
     def _note_peer(self, kind: int, ids: Sequence[int]) -> None:
         worker, before = ids[0], self._inactive.pop(ids[0], None)
@@ -282,7 +670,7 @@ class Client:
                 self.on_lost(worker)
             elif reason == Reason.LATE and before is None:
                 _log.info(
-                    "rank %d: rank %d took too long for a step, or for an average: groups go on "
+                    "rank %d: rank %d took too long for a step, or for an average: groups continue "
                     "without it until its next step; wingbeat.synchronize() waits for it",
                     self._worker,
                     worker,
@@ -298,110 +686,44 @@ class Client:
         self.stale |= reason == Reason.SILENT
         if self._joins:
             raise PeerError(
-                f"rank {self._worker}: groups went on without this worker before it had a peer's "
+                f"rank {self._worker}: groups continued without this worker before it had a peer's "
                 "state; start it again, or give it more time: wingbeat.init(timeout=...)"
             )
 
-    def _check_isolation(self) -> None:
-        """Raise a `PeerError` if the mean was of this worker alone, but others have another model.
+    def _handle(self, message: Message, reducer: Reducer) -> None:
+        """Handle a message while this worker waits for a group."""
+        ids = message.ids
+        if message.kind == Kind.RUN:
+            decoded = decode_run(ids, message.payload, self._layout.workers)
+            reducer.close(decoded.close)
+            if self._member.start(decoded.run):
+                self._run(decoded, reducer)
+        elif message.kind == Kind.REFUSED:
+            text = bytes(message.payload[:200]).decode(errors="replace")
+            raise ProtocolError(f"a refusal: {text}")
+        elif not self._handle_between_steps(message):
+            raise ProtocolError(f"a message of kind {message.kind}")
+        elif message.kind == Kind.REMOVED and ids[:2] == (self._worker, self._requests):
+            # All groups of this worker continue without it. A request makes it active again, unless
+            # the generator has sent this before it had received the last request.
+            self._member = Member(self._worker, self._rules)
+            if self._synchronizes or not (self.copies_state or self.stale):
+                self._request()
 
-        They do not if all have died or left, and none has synchronized without this worker.
-        """
-        over = {Reason.DIED, Reason.LEFT}
-        if len(self._members) > 1 or not (self._missed or set(self._inactive.values()) - over):
-            return
-        names = "; ".join(f"rank {w} {_REASONS[why]}" for w, why in sorted(self._inactive.items()))
-        missed = "; the others have made theirs without this rank" if self._missed else ""
-        raise PeerError(isolation_text(self._worker, names + missed))
+    # -- groups ---------------------------------------------------------------------------
 
-    def leave(self, *, failed: bool = False) -> None:
-        """Publish that this worker has left, if there is no generator that detects it."""
+    def _follow_generator(self, reducer: Reducer, *, synchronize: bool) -> bool:
+        """Request a group and average; return False without a generator and without an average."""
         if self._static is not None:
-            self._static.leave(failed=failed)
-
-    def _use_generator(self, reducer: Reducer, *, synchronize: bool) -> bool:
-        """Follow the generator; return False if it was lost before there was an average."""
+            return False
         self._synchronizes = synchronize
         try:
-            self._request_and_run(reducer)
+            self._request()
+            self._average_while_waiting(reducer)
         except GeneratorLost as error:
             self._fall_back(str(error), reducer)
             return not self._member.waiting
         return True
-
-    def _fall_back(self, why: str, reducer: Reducer) -> None:
-        self.fallback = why
-        reducer.close()
-        everyone = self._rules.whole
-        self._handle_received()
-        self._table.mark_fallback(self._worker, self._member.last)
-        for worker, reason in self._inactive.items():
-            # The other workers may not have detected the loss.
-            self._table.mark_lost(worker, left=reason == Reason.LEFT)
-        self._static = StaticClient(
-            self._worker, self._layout, self._timeout, self._table,
-            everyone=everyone, lost=self._inactive, is_running=self._is_running,
-        )  # fmt: skip
-        self._static.on_lost = self.on_lost
-        _log.warning(
-            "rank %d: the group generator is gone (%s); groups %s from now on",
-            self._worker,
-            why,
-            "contain all workers" if everyone else "follow the static schedule",
-        )
-
-    def _request_and_run(self, reducer: Reducer) -> None:
-        self._request()
-        wait = WaitLog(f"rank {self._worker}", _AWAITED[self._synchronizes], time.monotonic)
-        deadline = wait.begun + self._timeout
-        while self._member.waiting:
-            message = self._connection.receive(deadline)
-            # The others may have long steps, so each message extends the deadline.
-            deadline = time.monotonic() + self._timeout
-            if message.kind == Kind.KEEPALIVE and message.ids[0]:
-                self._check_wait(wait, f"rank {message.ids[0] - 1}")
-            try:
-                self._handle(message, reducer)
-            except ProtocolError as error:
-                raise PeerError(
-                    f"rank {self._worker}: the group generator violated the protocol: {error}"
-                ) from None
-
-    def _check_wait(self, wait: WaitLog, peer: str) -> None:
-        """Log a long wait for a live worker; fail if it is too long."""
-        wait.log_if_due(peer)
-        if wait.seconds() > MAX_WAIT_FACTOR * self._timeout:
-            me = f"rank {self._worker}"
-            raise PeerError(stuck_peer_text(me, peer, _AWAITED[self._synchronizes], self._timeout))
-
-    def _handle(self, message: Message, reducer: Reducer) -> None:
-        ids = message.ids
-        match message.kind:
-            case Kind.RUN:
-                decoded = decode_run(ids, message.payload, self._layout.workers)
-                reducer.close(decoded.close)
-                if self._member.start(decoded.run):
-                    self._run(decoded, reducer)
-            case Kind.REMOVED if ids[0] == self._worker:
-                self._note_exclusion(ids[2])
-                # All groups of this worker continue without it. A request makes it active again,
-                # unless the generator has sent this before it had received the last request.
-                if ids[1] == self._requests:
-                    self._member = Member(self._worker, self._rules)
-                    if self._synchronizes or not (self.copies_state or self.stale):
-                        self._request()
-            case Kind.REMOVED | Kind.ADDED:
-                self._note_peer(message.kind, ids)
-            case Kind.SEND_STATE if ids[0] == self._worker and self.on_fetch is not None:
-                self.on_fetch(ids[1], ids[2])
-            case Kind.REFUSED:
-                raise ProtocolError(
-                    f"a refusal: {bytes(message.payload[:200]).decode(errors='replace')}"
-                )
-            case Kind.KEEPALIVE:
-                pass
-            case _:
-                raise ProtocolError(f"a message of kind {message.kind}")
 
     def _request(self) -> None:
         self._member.request(synchronize=self._synchronizes)
@@ -413,6 +735,25 @@ class Client:
         else:
             self._connection.send(Kind.REQUEST, int(self.copies_state))
 
+    def _average_while_waiting(self, reducer: Reducer) -> None:
+        me, what = f"rank {self._worker}", "the end of its step"
+        if self._synchronizes:
+            what = SYNC_CALL
+        wait = WaitLog(me, what, time.monotonic)
+        deadline = wait.begun + self._timeout
+        while self._member.waiting:
+            message = self._connection.receive(deadline)
+            # The others may have long steps, so each message extends the deadline.
+            deadline = time.monotonic() + self._timeout
+            if message.kind == Kind.KEEPALIVE and message.ids[0]:
+                check_wait(wait, me, what, f"rank {message.ids[0] - 1}", self._timeout)
+            try:
+                self._handle(message, reducer)
+            except ProtocolError as error:
+                raise PeerError(
+                    f"rank {self._worker}: the group generator violated the protocol: {error}"
+                ) from None
+
     def _run(self, message: RunMessage, reducer: Reducer) -> None:
         run, lost = message.run, None
         self._members = run.members
@@ -422,9 +763,9 @@ class Client:
         if len(run.members) > 1:
             lost = reducer.average(run, message.connection, functools.partial(self._arrival, run))
             self._waiting_since = time.monotonic_ns()
-        if lost == ABANDONED and self._connection.lost:
-            raise GeneratorLost("it died before it had told all members of a group")
         if lost == ABANDONED:
+            if self._connection.lost:
+                raise GeneratorLost("it died before it had told all members of a group")
             return  # The generator has sent that the group runs again.
         if lost is not None:
             # The group runs again without that member.
@@ -453,3 +794,24 @@ class Client:
         if message.kind == Kind.REMOVED:
             return number == self._worker and epoch == self._requests
         return message.kind == Kind.RUN and number == run.number and epoch > run.epoch
+
+    def _fall_back(self, why: str, reducer: Reducer) -> None:
+        self.fallback = why
+        reducer.close()
+        everyone = self._rules.whole
+        self._handle_received()
+        self._table.mark_fallback(self._worker, self._member.last)
+        for worker, reason in self._inactive.items():
+            # The other workers may not have detected the loss.
+            self._table.mark_lost(worker, left=reason == Reason.LEFT)
+        self._static = StaticClient(
+            self._worker, self._layout, self._timeout, self._table,
+            everyone=everyone, lost=self._inactive, is_running=self._is_running,
+        )  # fmt: skip
+        self._static.on_lost = self.on_lost
+        _log.warning(
+            "rank %d: the group generator is gone (%s); groups %s from now on",
+            self._worker,
+            why,
+            "contain all workers" if everyone else "follow the static schedule",
+        )

@@ -29,8 +29,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from wingbeat.methods.model_averaging.policies import Connectivity, WorkerPool, policy_of
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import (
+    Connectivity,
+    Layout,
+    Rules,
+    WorkerPool,
+    policy_of,
+)
 
 
 class ProtocolError(Exception):
@@ -55,15 +60,19 @@ class Run(NamedTuple):
 
 
 class _Group:
-    """A group that is not done. ``members`` shrinks only when members are removed."""
+    """A group that is not done. ``members`` shrinks only when members are removed.
+
+    ``missing`` counts the members that have sent no request, or have an older group.
+    """
 
     __slots__ = ("epoch", "initiator", "members", "missing", "number", "running")
 
     def __init__(self, number: int, initiator: int, members: list[int]) -> None:
         self.number, self.initiator, self.members = number, initiator, members
-        self.epoch, self.running = 0, False
-        self.missing = len(members)
-        """Number of members that have sent no request, or have an older group."""
+        self.epoch, self.running, self.missing = 0, False, len(members)
+
+    def run(self, members: Sequence[int]) -> Run:
+        return Run(self.number, self.epoch, tuple(members), self.initiator)
 
 
 class Generator:
@@ -87,12 +96,37 @@ class Generator:
         """Whether groups continue without ``worker``, while synchronization waits for it."""
         return worker in self._late
 
+    def is_waiting(self, worker: int) -> bool:
+        """Whether ``worker`` has sent a request whose group is not done."""
+        return self._answer[worker] is not None or worker in self._synchronizing
+
     def waiting_for(self, worker: int) -> tuple[int, ...]:
         """Return the workers that the waiting ``worker`` waits for."""
         if worker in self._synchronizing:
             return tuple(sorted([*self._pool.active, *self._late]))
         own = self._buffers[worker]
         return tuple(w for w in own[0].members if not self.is_waiting(w)) if own else ()
+
+    def is_awaited(self, worker: int) -> bool:
+        """Whether another worker waits for a request or an acknowledgement of ``worker``."""
+        own = self._buffers[worker]
+        if own and own[0].running:
+            return len(self.unfinished(worker)) < len(own[0].members)
+        if self._answer[worker] is not None:
+            return False
+        # The members of its oldest group may all compute, while a later group waits for it.
+        return any(self.is_waiting(member) for group in own for member in group.members)
+
+    def unfinished(self, worker: int) -> tuple[int, ...]:
+        """Return the unfinished members of the group that ``worker`` runs."""
+        own = self._buffers[worker]
+        return tuple(self._unfinished(own[0])) if own and own[0].running else ()
+
+    def run_together(self, worker: int, number: int, epoch: int, other: int) -> bool:
+        """Whether ``worker`` and ``other`` both run this epoch of a group, and are not done."""
+        own = self._buffers[worker]
+        at_epoch = bool(own) and (own[0].number, own[0].epoch) == (number, epoch)
+        return at_epoch and other != worker and other in self.unfinished(worker)
 
     def request(self, worker: int) -> list[Run]:
         """Handle the request of a worker that has ended a step; return the groups that run now."""
@@ -142,8 +176,13 @@ class Generator:
                 return []  # The worker has not received its removal yet.
             raise ProtocolError(f"worker {worker} acknowledges group {number}, which does not run")
         runs: list[Run] = []
-        group = own[0]
-        self._pop_group(worker, runs)
+        group = own.popleft()
+        if self._answer[worker] is group:
+            self._answer[worker] = None
+        if not own:
+            self._pool.mark_idle(worker)
+        elif self.rules.notified or self._answer[worker] is not None:
+            self._count_present(own[0], runs)
         if epoch < group.epoch:
             # The members of the new epoch wait for this worker, which ignores it.
             self._rerun(group, runs)
@@ -170,9 +209,6 @@ class Generator:
 
     def _remove(self, worker: int) -> list[Run]:
         runs: list[Run] = []
-        if worker not in self:
-            self._run_if_all_synchronize(runs)
-            return runs
         running = [group for group in self._buffers[worker] if group.running]
         self._leave_waiting_groups(worker, runs)
         for group in running:
@@ -206,39 +242,9 @@ class Generator:
             self._buffers[worker].append(group)
             self._pool.mark_busy(worker)
 
-    def is_waiting(self, worker: int) -> bool:
-        """Whether ``worker`` has sent a request whose group is not done."""
-        return self._answer[worker] is not None or worker in self._synchronizing
-
-    def run_together(self, worker: int, number: int, epoch: int, other: int) -> bool:
-        """Whether ``worker`` and ``other`` both run this epoch of a group, and are not done."""
-        own = self._buffers[worker][0] if self._buffers[worker] else None
-        return (
-            own is not None
-            and own.running
-            and (own.number, own.epoch) == (number, epoch)
-            and 0 <= other < len(self._buffers)
-            and other != worker
-            and bool(self._buffers[other])
-            and self._buffers[other][0] is own
-        )
-
-    def unfinished(self, worker: int) -> tuple[int, ...]:
-        """Return the unfinished members of the group that ``worker`` runs."""
-        own = self._buffers[worker]
-        return tuple(self._unfinished(own[0])) if own and own[0].running else ()
-
-    def is_awaited(self, worker: int) -> bool:
-        """Whether another worker waits for a request or an acknowledgement of ``worker``."""
-        own = self._buffers[worker]
-        if not own:
-            return False
-        if own[0].running:
-            return len(self._unfinished(own[0])) < len(own[0].members)
-        if self._answer[worker] is not None:
-            return False
-        # The members of its oldest group may all compute, while a later group waits for it.
-        return any(self.is_waiting(member) for group in own for member in group.members)
+    def _new_group(self, initiator: int, members: list[int]) -> _Group:
+        self._next_number += 1
+        return _Group(self._next_number - 1, initiator, members)
 
     def _check_free(self, worker: int, action: str) -> None:
         if worker not in self:
@@ -275,18 +281,16 @@ class Generator:
             self._count_present(group, runs)
         self._connectivity.reset(len(members))
 
-    def _new_group(self, initiator: int, members: list[int]) -> _Group:
-        group = _Group(self._next_number, initiator, members)
-        self._next_number += 1
-        return group
-
     def _make_groups(self, initiator: int, disconnected: bool, runs: list[Run]) -> _Group:
         """Make groups; return the first of ``initiator``, which ``disconnected`` extends."""
         buffers, own = self._buffers, None
         for members in self._policy(initiator, self._pool):
             if disconnected and initiator in members:
                 disconnected = False
-                self._add_unconnected(initiator, members)
+                other = self._connectivity.find_unconnected(initiator, self._pool)
+                if other is not None and other not in members:
+                    self._pool.mark_busy(other)
+                    members.append(other)
             self._connectivity.add_group(members, len(self._pool.active))
             group = self._new_group(initiator, members)
             for member in members:
@@ -300,34 +304,18 @@ class Generator:
         assert own is not None, "a policy makes a group with the initiator"
         return own
 
-    def _add_unconnected(self, initiator: int, members: list[int]) -> None:
-        other = self._connectivity.find_unconnected(initiator, self._pool)
-        if other is not None and other not in members:
-            self._pool.mark_busy(other)
-            members.append(other)
-
-    def _pop_group(self, worker: int, runs: list[Run]) -> None:
-        """Remove a worker's oldest group, which is done there; the next one may run."""
-        own = self._buffers[worker]
-        if self._answer[worker] is own.popleft():
-            self._answer[worker] = None
-        if not own:
-            self._pool.mark_idle(worker)
-        elif self.rules.notified or self._answer[worker] is not None:
-            self._count_present(own[0], runs)
-
     def _count_present(self, group: _Group, runs: list[Run]) -> None:
         """Decrement the missing members; run the group if none is missing."""
         group.missing -= 1
         if not group.missing and group.members:
             group.running = True
-            runs.append(Run(group.number, 0, tuple(group.members), group.initiator))
+            runs.append(group.run(group.members))
 
     def _rerun(self, group: _Group, runs: list[Run]) -> None:
         left = self._unfinished(group)
         if left:
             group.epoch += 1
-            runs.append(Run(group.number, group.epoch, tuple(left), group.initiator))
+            runs.append(group.run(left))
 
 
 class Member:
@@ -335,13 +323,13 @@ class Member:
 
     Attributes:
         waiting: whether it has sent a request whose group is not done.
+        running: the group that it averages with.
         last: the number of the last group that it has completed; -1 before the first.
     """
 
     def __init__(self, worker: int, rules: Rules) -> None:
         self._worker, self._buffer = worker, rules.buffer
-        self._synchronizes = False
-        self.waiting = False
+        self.waiting = self._synchronizes = False
         self.running: Run | None = None
         self.last = -1
 
@@ -379,13 +367,12 @@ class Member:
         return run
 
 
-# A message is a kind, four numbers (`ids`) and, for `Kind.RUN`, a payload.
+# -- messages: a kind, four numbers (`ids`) and, for `Kind.RUN`, a payload ----------------
 
 ID_LIMIT = 1 << 32
 """Upper bound of the numbers in messages, exclusive."""
 
-_MAX_PAYLOAD = 1 << 20
-"""Bytes."""
+_MAX_PAYLOAD = 1 << 20  # bytes
 
 
 class Kind(enum.IntEnum):

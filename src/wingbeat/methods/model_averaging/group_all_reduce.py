@@ -11,7 +11,7 @@ import torch
 
 from wingbeat.collectives import Collectives, Encoded, WireFormat
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.static import ABANDONED, Arrival
+from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.link import group_prefix
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from wingbeat.methods.model_averaging.generator import Run
     from wingbeat.transport.world import World
 
-_CHECK_S = 0.5
-"""Interval between checks of whether missing members may still arrive, in seconds."""
+_CHECK_S = 0.5  # interval between checks of whether missing members may still arrive, in seconds
 
 GRACE_S = 5.0
 """Seconds, plus twice the longest average so far, in which data of departed members may arrive."""
@@ -45,6 +44,9 @@ class ModelCompression:
         gathers: whether each worker receives all payloads instead of their sum.
         models: whether models are sent instead of differences; the residual is then a part of this
             worker's model.
+
+    Attributes:
+        dtype: the dtype of all parts, if no codec is used.
     """
 
     def __init__(
@@ -56,21 +58,18 @@ class ModelCompression:
         models: bool = False,
     ) -> None:
         self.gathers, self._models = gathers, models
-        self._compression, self._residual = compression, residual
+        self.dtype = compression if isinstance(compression, torch.dtype) else None
+        self._coding = None if isinstance(compression, torch.dtype) else compression
+        self._residual = residual
         self._new_residual = None if residual is None else torch.zeros_like(residual)
         self._averaged: slice | None = None
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of all parts, if no codec is used."""
-        return self._compression if isinstance(self._compression, torch.dtype) else None
 
     def begin(self, part: Span) -> WireFormat | None:
         """Return the wire format of ``part`` for an average that begins now."""
         self._averaged = None
-        if self._compression is None or isinstance(self._compression, torch.dtype):
-            return self._compression
-        coding, inside = self._compression.cut(part), slice(part.start, part.stop)
+        if self._coding is None:
+            return self.dtype
+        coding, inside = self._coding.cut(part), slice(part.start, part.stop)
         if self._residual is None or self._new_residual is None:
             return Encoded(coding)
         return Encoded(coding, self._new_residual[inside].copy_(self._residual[inside]))
@@ -104,6 +103,7 @@ class GroupAllReduce:
     Attributes:
         part: the part of the buffer that is averaged; initially all of it.
         uncompressed: whether the next averages ignore ``compression``.
+        members: of the last group.
         completed: the number of completed averages.
     """
 
@@ -115,10 +115,9 @@ class GroupAllReduce:
         *,
         first: int = 0,
     ) -> None:
-        self._world, self._buffer = world, buffer
+        self._world, self._buffer, self._first = world, buffer, first
         self.compression = compression or ModelCompression(None)
         self.uncompressed = False
-        self._first = first
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
         self.completed = 0
@@ -168,9 +167,8 @@ class GroupAllReduce:
     def close(self, connections: Iterable[int] | None = None) -> None:
         """Close the connections with these ids; all if None."""
         for connection in list(self._open) if connections is None else connections:
-            opened = self._open.pop(connection, None)
-            if opened is not None:
-                opened[1].close()
+            if connection in self._open:
+                self._open.pop(connection)[1].close()
 
     def _start(self, collectives: Collectives, total: torch.Tensor) -> Handle:
         # The bucket number differs by part, so that members at different fragments do not add them
@@ -207,8 +205,8 @@ class GroupAllReduce:
     def _lost_member(self, group: Group, inner: World) -> int:
         """Return the member that has failed; this worker if the others have not waited for any."""
         rank = self._world.rank
-        blame = FailureAttribution(
+        failures = FailureAttribution(
             inner.store, rank, self._world.size, inner.timeout, group_prefix(group)
         )
-        waited_for = blame.awaited_by(rank)
-        return rank if waited_for is None else blame.root_cause(waited_for)
+        awaited = failures.awaited_by(rank)
+        return rank if awaited is None else failures.root_cause(awaited)

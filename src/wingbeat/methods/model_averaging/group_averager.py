@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.methods.model_averaging.client import Client
+from wingbeat.methods.model_averaging.client import Client, StaticClient, StatusTable
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.rules import Layout, Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
-from wingbeat.observe.meter import Section
+from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import failures, graceful_shutdown, interfaces
 from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.services import ProcessService, Service, ThreadService
@@ -28,9 +28,9 @@ from wingbeat.transport.text import first_line
 from wingbeat.types import SERIES, Group, Span
 
 if TYPE_CHECKING:
-    from wingbeat.methods.model_averaging.static import StaticClient
     from wingbeat.transport.link import Link
     from wingbeat.transport.messages.mailbox import Mailbox
+    from wingbeat.transport.store import Store
     from wingbeat.transport.world import World
 
 _log = logging.getLogger(__name__)
@@ -40,9 +40,7 @@ _CHUNK_BYTES = 16 << 20
 
 _TAG = 0
 _CHECK_S = 0.1
-
-_NO_STATE = -1
-"""Sent instead of a size if there is no state."""
+_NO_STATE = -1  # sent instead of a size if there is no state
 
 _STATE_FACTOR, _STATE_EXTRA = 8, 64 << 20
 """Limit of a state: a multiple of the parameters' bytes, plus a constant."""
@@ -55,7 +53,7 @@ class StateSender:
         self._world = world
         self._running: dict[threading.Thread, World] = {}
 
-    def send(self, receiver: int, connection: int, state: bytes | bytearray | None) -> None:
+    def send(self, receiver: int, connection: int, state: bytes | None) -> None:
         """Start sending a state to a worker; None if there is none."""
         self._running = {thread: w for thread, w in self._running.items() if thread.is_alive()}
         inner = self._world.open_group(Group((self._world.rank, receiver), epoch=connection))
@@ -74,69 +72,27 @@ class StateSender:
         self._running.clear()
 
 
-def _send_state(inner: World, state: bytes | bytearray | None) -> None:
+def _send_state(inner: World, state: bytes | None) -> None:
     with contextlib.suppress(RuntimeError, WingbeatError), inner:  # the receiver reports errors
         link, peer = inner.links[0], 1 - inner.rank
-        _send(link, peer, torch.tensor([_NO_STATE if state is None else len(state)]), inner.timeout)
+        size = torch.tensor([_NO_STATE if state is None else len(state)])
         # torch warns about tensors that share the memory of immutable bytes.
-        for chunk in _chunks(bytearray(state or b"")):
-            _send(link, peer, chunk, inner.timeout)
+        for part in (size, *_chunks(bytearray(state or b""))):
+            link.send(part, peer, _TAG).wait(inner.timeout)
         _receive(link, peer, torch.zeros(1, dtype=torch.int64), inner.timeout)
 
 
-def receive_state(
-    world: World, sender: int, connection: int, limit: int, is_active: Callable[[], bool]
-) -> bytearray:
-    """Receive the state that ``sender`` sends.
-
-    Raises PeerError if the sender has no state, or it is too large. Raises SenderLost if the sender
-    was lost.
-    """
-    inner = world.open_group(Group((world.rank, sender), epoch=connection))
-    receiver = _Receiver(inner, limit)
-    thread = threading.Thread(target=receiver.run, name="wingbeat-receive-state", daemon=True)
-    thread.start()
-    begun = time.monotonic()
-    while thread.is_alive():
-        thread.join(_CHECK_S)
-        if not is_active():
-            for link in inner.links:
-                link.close()
-            thread.join()
-    inner.close()
-    name = f"rank {world.rank}: rank {sender}"
-    if receiver.state is None:
-        raise SenderLost(f"{name} was lost {time.monotonic() - begun:.1f} s after it was asked for "
-                         f"its state: {receiver.error}")  # fmt: skip
-    if receiver.size == _NO_STATE:
-        raise PeerError(
-            f"{name} has no training state for a worker that rejoins; start all workers again from "
-            "a checkpoint"
-        )
-    if not 0 <= receiver.size <= limit:
-        raise PeerError(
-            f"{name} sends a state of {receiver.size} bytes: allowed are {limit}; start all "
-            "workers again from a checkpoint"
-        )
-    return receiver.state
-
-
-class SenderLost(Exception):
-    """The sender of a state was lost; the text states how."""
-
-
-class _Receiver:
+class _StateReceiver(threading.Thread):
     """Receives a state; ``error`` states how the sender was lost, and ``state`` is then None."""
 
     def __init__(self, inner: World, limit: int) -> None:
+        super().__init__(name="wingbeat-receive-state", daemon=True)
         self._inner, self._limit = inner, limit
-        self.size = 0
+        self.size, self.error = 0, ""
         self.state: bytearray | None = None
-        self.error = ""
 
     def run(self) -> None:
-        inner = self._inner
-        link, peer, timeout = inner.links[0], 1 - inner.rank, inner.timeout
+        link, peer, timeout = self._inner.links[0], 1 - self._inner.rank, self._inner.timeout
         try:
             size = torch.zeros(1, dtype=torch.int64)
             _receive(link, peer, size, timeout)
@@ -145,19 +101,51 @@ class _Receiver:
             for chunk in _chunks(state):
                 _receive(link, peer, chunk, timeout)
             if len(state) == max(0, self.size):
-                _send(link, peer, size, timeout)
+                link.send(size, peer, _TAG).wait(timeout)
             self.state = state
         except (RuntimeError, MemoryError, WingbeatError) as error:
             self.error = first_line(error)
 
 
+def receive_state(
+    world: World, sender: int, connection: int, limit: int, is_active: Callable[[], bool]
+) -> bytearray | None:
+    """Receive the state that ``sender`` sends; None if it was lost.
+
+    Raises PeerError if the sender has no state, or it is too large.
+    """
+    inner = world.open_group(Group((world.rank, sender), epoch=connection))
+    receiver, begun = _StateReceiver(inner, limit), time.monotonic()
+    receiver.start()
+    while receiver.is_alive():
+        receiver.join(_CHECK_S)
+        if not is_active():
+            for link in inner.links:
+                link.close()
+            receiver.join()
+    inner.close()
+    name = f"rank {world.rank}: rank {sender}"
+    if receiver.state is None:
+        _log.warning(
+            "%s was lost %.1f s after it was asked for its state: %s; another one is asked",
+            name, time.monotonic() - begun, receiver.error,
+        )  # fmt: skip
+    elif receiver.size == _NO_STATE:
+        raise PeerError(
+            f"{name} has no training state for a worker that rejoins; start all workers again from "
+            "a checkpoint"
+        )
+    elif not 0 <= receiver.size <= limit:
+        raise PeerError(
+            f"{name} sends a state of {receiver.size} bytes: allowed are {limit}; start all "
+            "workers again from a checkpoint"
+        )
+    return receiver.state
+
+
 def _chunks(state: bytearray) -> Iterator[torch.Tensor]:
     if state:
         yield from torch.frombuffer(state, dtype=torch.uint8).split(_CHUNK_BYTES)
-
-
-def _send(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> None:
-    link.send(tensor, peer, _TAG).wait(timeout)
 
 
 def _receive(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> None:
@@ -190,45 +178,48 @@ class GroupSession:
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
-        serial = next_serial(world)
-        config = GeneratorConfig(
-            room=f"groups{serial}",
-            host_of=_layout(world, serial).host_of,
-            interfaces=_interfaces(world),
-            encrypted=encrypted,
-            timeout=world.timeout,
-            rules=rules or Rules(),
-            seed=seed,
-        )
-        self._world, self._timeout = world, world.timeout
+        self._world = world
+        self.snapshot: Callable[[], bytes | None] | None = None
         self._limit = _STATE_FACTOR * buffer.numel() * buffer.element_size() + _STATE_EXTRA
         self._sender = StateSender(world)
-        self.snapshot: Callable[[], bytes | None] | None = None
-        store = world.store if world.group_store is None else world.group_store()
         self._service: Service | None = None
         self._mailbox: Mailbox | None = None
+        serial = next_serial(world)
         self._first = (serial - 1) * SERIES
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
         self.client: Client | StaticClient
-        departures = departures_of(world)
+        room, layout = f"groups{serial}", _layout(world, serial)
+        store = store_of(world)
         is_running = functools.partial(failures.is_alive, store)
+        departures = departures_of(world)
         if rules is None:
             if world.returned:
                 raise UsageError(
-                    f"rank {world.rank} was started again while the others go on: the static "
+                    f"rank {world.rank} was started again while the others continue: the static "
                     "schedule has no rejoin; use Rules(), or start all workers again"
                 )
-            self.client = config.static_client(store, world.rank, is_running)
+            table = StatusTable(store, room, world.size)
+            self.client = StaticClient(
+                world.rank, layout, world.timeout, table, is_running=is_running
+            )
             self.client.on_lost = departures.lost
             return
+        names = world.interfaces or tuple(link.name for link in world.links)
+        config = GeneratorConfig(
+            room=room,
+            host_of=layout.host_of,
+            interfaces=("lo",) if world.threads else names,
+            encrypted=encrypted,
+            timeout=world.timeout,
+            rules=rules,
+            seed=seed,
+        )
         try:
             if world.rank == 0 and not world.returned:
                 self._service = (ThreadService if world.threads else ProcessService)(config, store)
             self._mailbox, self.client = config.client(
                 store, world.rank, world.returned, is_running
             )
-            self.client.on_fetch = self._send_state
-            self.client.on_lost, self.client.on_back = departures.lost, departures.back
         except BaseException as error:
             self._end_service(kill=True)
             if isinstance(error, OSError) and not isinstance(error, WingbeatError):
@@ -236,6 +227,8 @@ class GroupSession:
                     f"rank {world.rank}: cannot start the group generator: {error}"
                 ) from None
             raise
+        self.client.on_fetch = self._send_state
+        self.client.on_lost, self.client.on_back = departures.lost, departures.back
 
     def step(self) -> None:
         """Average the buffer with groups, until the next step may begin."""
@@ -274,23 +267,15 @@ class GroupSession:
         """
         if not isinstance(self.client, Client):
             raise UsageError("fetch_state(): the static schedule has no rejoin; use Rules()")
-
-        def receive(
-            sender: int, connection: int, is_active: Callable[[], bool]
-        ) -> bytearray | None:
-            try:
-                first = self._first
-                return receive_state(
-                    self._world, sender, first + connection, self._limit, is_active
-                )
-            except SenderLost as error:
-                _log.warning("%s; another one is asked", error)
-                return None
-
-        return self.client.fetch_state(receive, join=join)
+        return self.client.fetch_state(
+            lambda sender, connection, is_active: receive_state(
+                self._world, sender, self._first + connection, self._limit, is_active
+            ),
+            join=join,
+        )
 
     def _send_state(self, receiver: int, connection: int) -> None:
-        state = self.snapshot() if self.snapshot is not None else None
+        state = None if self.snapshot is None else self.snapshot()
         self._sender.send(receiver, self._first + connection, state)
 
     def close(self) -> None:
@@ -311,10 +296,7 @@ class GroupSession:
     def _end_service(self, kill: bool) -> None:
         service, self._service = self._service, None
         if service is not None:
-            if kill:
-                service.kill()
-            else:
-                service.close(self._timeout)
+            service.kill() if kill else service.close(self._world.timeout)
 
 
 _serials: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
@@ -330,10 +312,9 @@ def next_serial(world: World) -> int:
     return serial
 
 
-def _interfaces(world: World) -> tuple[str, ...]:
-    if world.threads:
-        return ("lo",)
-    return world.interfaces or tuple(link.name for link in world.links)
+def store_of(world: World) -> Store:
+    """Return a connection to the store on which long waits block no other user."""
+    return world.store if world.group_store is None else world.group_store()
 
 
 def _layout(world: World, serial: int) -> Layout:
@@ -352,10 +333,8 @@ class GroupAverager:
     """Averages with groups in a thread, while training continues. An `Averager`."""
 
     def __init__(self, session: GroupSession, buffer: torch.Tensor, world: World) -> None:
-        self.buffer = buffer
-        self.session, self._threads, self._closed = session, world.threads, False
-        self._rank = world.rank
-        self._whole = Span(0, buffer.numel())
+        self.buffer, self.session = buffer, session
+        self._threads, self._rank, self._closed = world.threads, world.rank, False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -368,13 +347,11 @@ class GroupAverager:
     def members(self) -> tuple[int, ...]:
         """The last group since `begin`; this worker if there was none."""
         reducer = self.session.reducer
-        if reducer.completed > self._completed_before:
-            return reducer.members
-        return (self._rank,)
+        return reducer.members if reducer.completed > self._completed_before else (self._rank,)
 
     def begin(self, part: Span) -> None:
         """Start to average the part with the next groups. It must not be used until `end`."""
-        self._start(part, self.session.step)
+        self._start(part, synchronize=False)
 
     def end(self) -> None:
         """Wait until this worker's groups are done."""
@@ -394,24 +371,20 @@ class GroupAverager:
         It is sent uncompressed, after compression errors of earlier averages are added to it.
         """
         self.session.reducer.compression.add_residual(self.buffer)
-        self._start(part or self._whole, self.session.synchronize)
+        self._start(part or Span(0, self.buffer.numel()), synchronize=True)
         self.end()
 
     def sections(self) -> Sequence[Section]:
         """Return counts, the last group and lost peers for `wingbeat top`."""
-        client = self.session.client
-        return [
-            Section(
-                "groups",
-                {
-                    "averages": self._averages,
-                    "waits": self._waits,
-                    "group": " ".join(map(str, sorted(self.session.reducer.members))),
-                    "absent": " ".join(map(str, sorted(client.lost_peers))),
-                    "generator": "gone" if client.fallback else "",
-                },
-            )
-        ]
+        client, group = self.session.client, self.session.reducer.members
+        cells: dict[str, Cell] = {
+            "averages": self._averages,
+            "waits": self._waits,
+            "group": " ".join(map(str, sorted(group))),
+            "absent": " ".join(map(str, sorted(client.lost_peers))),
+            "generator": "gone" if client.fallback else "",
+        }
+        return [Section("groups", cells)]
 
     def close(self) -> None:
         """Leave. May be called again."""
@@ -430,17 +403,17 @@ class GroupAverager:
             self._thread.join()
         self.session.close()
 
-    def _start(self, part: Span, job: Callable[[], None]) -> None:
+    def _start(self, part: Span, *, synchronize: bool) -> None:
         if self._closed:
             raise UsageError(
                 f"rank {self._rank}: wingbeat was shut down; models cannot be averaged: call "
                 "wingbeat.shutdown() after the last step and wingbeat.synchronize()"
             )
         reducer = self.session.reducer
-        reducer.part, reducer.uncompressed = part, job == self.session.synchronize
+        reducer.part, reducer.uncompressed = part, synchronize
         self._completed_before = reducer.completed
         self._idle.clear()
-        self._jobs.put(job)
+        self._jobs.put(self.session.synchronize if synchronize else self.session.step)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

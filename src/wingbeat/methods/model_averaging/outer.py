@@ -12,20 +12,12 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.flat import FlatModel
 from wingbeat.methods.model_averaging.local import Averager, LocalUpdate, Tensors
 from wingbeat.schedules.local import Local
-from wingbeat.transport.world import World
 
-# Kinds of the outer optimizer's tensors.
-SHARED = "shared"
-"""The shared model."""
+# Kinds of the outer optimizer's tensors: the shared model, the momentum buffer, and the model from
+# which inner steps start, if parameters are narrower than the shared model.
+SHARED, VELOCITY, START = "shared", "velocity", "start"
 
-VELOCITY = "velocity"
-"""The momentum buffer."""
-
-START = "start"
-"""The model from which inner steps start, if parameters are narrower than the shared model."""
-
-_FIRST_SHARED = "first shared model"
-"""Key under which workers publish a checksum of their first shared model."""
+_FIRST_SHARED = "first shared model"  # key of a checksum of each worker's first shared model
 
 
 def num_copies(momentum: float, *, narrow: bool) -> int:
@@ -113,8 +105,8 @@ class OuterUpdate(LocalUpdate):
         for kind, flat in self._kinds().items():
             parts = self._named(flat)
             # A checkpoint without START has no rounding error.
-            values = tensors.get(kind, tensors.get(SHARED, {}) if kind == START else {})
-            for name, value in values.items():
+            default = tensors.get(SHARED, {}) if kind == START else {}
+            for name, value in tensors.get(kind, default).items():
                 parts[name].copy_(value)
 
     def handed(self) -> tuple[list[torch.Tensor], list[int]]:
@@ -123,9 +115,9 @@ class OuterUpdate(LocalUpdate):
         Workers with the same shared model must make the same outer steps. So a worker that copies
         this state takes part in the current average.
         """
-        under_way, made = self._under_way, self._schedule.made
-        turn = [] if under_way is None else [*under_way]
-        return list(self._kinds().values()), [made if under_way is None else self._begun, *turn]
+        turn = self._under_way
+        numbers = [self._schedule.made] if turn is None else [self._begun, *turn]
+        return list(self._kinds().values()), numbers
 
     def take_over(self, numbers: Sequence[int]) -> None:
         """Continue from another worker's state, and make its current outer step.
@@ -158,32 +150,24 @@ class OuterUpdate(LocalUpdate):
         """
         if self._moved or self._given:
             return
-        flat = self._trained
-        if self._known and self._model.holds(flat, 0, len(self._model.spans)):
+        flat, spans = self._trained, len(self._model.spans)
+        if self._known and self._model.holds(flat, 0, spans):
             return
-        self._model.read(0, len(self._model.spans))
-        for copy in {id(t): t for t in (self._shared, self._start)}.values():
-            copy.copy_(flat)
-        if (
-            not self._known
-            and self._one_model
-            and not self._world.has_published(_FIRST_SHARED, self._world.rank)
-        ):
+        self._model.read(0, spans)
+        self._shared.copy_(flat)
+        self._start.copy_(flat)  # the same tensor, unless parameters are narrower
+        world = self._training.collectives.world
+        first = not self._known and self._one_model
+        if first and not world.has_published(_FIRST_SHARED, world.rank):
             self._first_checksum = zlib.crc32(self._shared.numpy().data)
-            self._world.publish(_FIRST_SHARED, self._first_checksum)
+            world.publish(_FIRST_SHARED, self._first_checksum)
         self._known = True
-
-    @property
-    def _world(self) -> World:
-        return self._training.collectives.world
 
     def _check_shared(self) -> None:
         """Compare the first shared model with those of the group; fail if one differs."""
         mine, self._first_checksum = self._first_checksum, None
-        if mine is None:
-            return
-        for rank in self._averager.members:
-            world = self._world
+        world = self._training.collectives.world
+        for rank in self._averager.members if mine is not None else ():
             if world.has_published(_FIRST_SHARED, rank) and world.read(_FIRST_SHARED, rank) != mine:
                 raise UsageError(
                     f"rank {world.rank} and rank {rank} started with different weights, with which "

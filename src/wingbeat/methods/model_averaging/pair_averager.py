@@ -21,30 +21,27 @@ import torch
 
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.errors import MismatchError, PeerError, UsageError, WingbeatError
+from wingbeat.methods.model_averaging.client import SYNC_CALL, StaticClient, StatusTable
 from wingbeat.methods.model_averaging.generator import ProtocolError
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
-from wingbeat.methods.model_averaging.group_averager import next_serial
+from wingbeat.methods.model_averaging.group_averager import next_serial, store_of
 from wingbeat.methods.model_averaging.pair_machine import (
     Apply,
-    Discard,
     Kind,
     PairMachine,
     Send,
     is_active,
     partners,
 )
-from wingbeat.methods.model_averaging.rendezvous import StatusTable
 from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.model_averaging.static import SYNC_CALL, StaticClient
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.observe.meter import Section
+from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, is_alive, stuck_peer_text
 from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
-from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 from wingbeat.types import SERIES, Span
@@ -55,14 +52,12 @@ SILENCE_S = 10.0
 CHUNK_BYTES = 1 << 20
 """Maximum bytes of a chunk of a model."""
 
-_CHECK_S = 0.5
-"""Interval between checks of whether awaited workers live, in seconds."""
+_CHECK_S = 0.5  # interval between checks of whether awaited workers live, in seconds
 
 _PROGRESS = frozenset({Kind.GRANT, Kind.CHUNK, Kind.AVERAGE, Kind.DONE, Kind.SYNCHRONIZE})
 """Messages that show progress, and extend the deadline of a wait."""
 
-_QUICK_CLOSE_S = 1.0
-"""Timeout of the shutdown after a failure, in seconds."""
+_QUICK_CLOSE_S = 1.0  # timeout of the shutdown after a failure, in seconds
 
 
 class PairBuffer:
@@ -80,6 +75,9 @@ class PairBuffer:
     The buffer has all parameters: flat, contiguous, floating point, on the CPU. ``dtype`` is that
     of chunks; None, or a dtype that is no narrower, selects the buffer's.
 
+    Attributes:
+        spans: of the chunks.
+
     Raises:
         UsageError: parameters cannot be sent in this dtype.
     """
@@ -95,7 +93,6 @@ class PairBuffer:
         self._itemsize = sent.itemsize
         self._result = torch.empty(buffer.numel(), dtype=sent, device="cpu")
         self._result_bytes = _bytes_of(self._result)
-        self._sent_bytes = self._result_bytes if self._compressed else _bytes_of(self._buffer)
 
     @property
     def nbytes(self) -> int:
@@ -108,21 +105,20 @@ class PairBuffer:
 
     def model_chunk(self, chunk: int) -> memoryview:
         """Return a chunk of this worker's model to send; valid until the response arrives."""
-        span = self.spans[chunk]
-        if self._compressed:
-            self._result[span.start : span.stop].copy_(self._buffer[span.start : span.stop])
-        return self._sent_bytes[self._place(span)]
+        if not self._compressed:
+            return _bytes_of(self._buffer)[self._place(chunk)]
+        own, result = self._parts(chunk)
+        result.copy_(own)
+        return self._result_bytes[self._place(chunk)]
 
     def average_chunk(self, chunk: int) -> memoryview:
         """Return the response to a chunk, after `average_with`."""
-        return self._result_bytes[self._place(self.spans[chunk])]
+        return self._result_bytes[self._place(chunk)]
 
     def average_with(self, chunk: int, payload: memoryview) -> None:
         """Average a valid chunk of the requester's model with this worker's."""
-        span = self.spans[chunk]
-        self._result_bytes[self._place(span)] = payload
-        result = self._result[span.start : span.stop]
-        own = self._buffer[span.start : span.stop]
+        self.receive_average(chunk, payload)
+        own, result = self._parts(chunk)
         with torch.no_grad():
             if self._compressed:
                 result.copy_((own - result.to(own.dtype)).mul_(0.5))
@@ -131,7 +127,7 @@ class PairBuffer:
 
     def receive_average(self, chunk: int, payload: memoryview) -> None:
         """Store the valid response to a chunk."""
-        self._result_bytes[self._place(self.spans[chunk])] = payload
+        self._result_bytes[self._place(chunk)] = payload
 
     def apply(self, *, is_requester: bool) -> None:
         """Replace this worker's model by the complete average."""
@@ -147,10 +143,13 @@ class PairBuffer:
         """Discard an average. Unsent messages may still reference its memory."""
         self._result = torch.empty_like(self._result)
         self._result_bytes = _bytes_of(self._result)
-        if self._compressed:
-            self._sent_bytes = self._result_bytes
 
-    def _place(self, span: Span) -> slice:
+    def _parts(self, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inside = slice(self.spans[chunk].start, self.spans[chunk].stop)
+        return self._buffer[inside], self._result[inside]
+
+    def _place(self, chunk: int) -> slice:
+        span = self.spans[chunk]
         return slice(span.start * self._itemsize, span.stop * self._itemsize)
 
 
@@ -293,20 +292,17 @@ class PairExchange:
             self._fail(error)
         except Exception as error:  # raised in the training thread
             self._fail(PeerError(f"{self._me}: {type(error).__name__}: {first_line(error)}"))
+        failed = self._quick or self._error is not None
+        for peer in self.machine.live_partners if failed else ():
+            with contextlib.suppress(WingbeatError):
+                self._mailbox.post(peer, Kind.FAILED, seconds=0.0)
         with contextlib.suppress(WingbeatError):
-            self._close_mailbox()
+            self._mailbox.close(_QUICK_CLOSE_S if failed else CLOSE_TIMEOUT_S)
 
     def _fail(self, error: PeerError) -> None:
         with self._changed:
             self._error = error
             self._changed.notify_all()
-
-    def _close_mailbox(self) -> None:
-        failed = self._quick or self._error is not None
-        for peer in self.machine.live_partners if failed else ():
-            with contextlib.suppress(PeerError):
-                self._mailbox.post(peer, Kind.FAILED, seconds=0.0)
-        self._mailbox.close(_QUICK_CLOSE_S if failed else CLOSE_TIMEOUT_S)
 
     def step(self, message: Message | None) -> None:
         """Handle the given message, further ones that have arrived, and checks that are due."""
@@ -348,17 +344,16 @@ class PairExchange:
         # A busy passive worker sends keepalives to the workers in its queue.
         if kind in _PROGRESS or (kind == Kind.KEEPALIVE and self.machine.requests):
             self._progress_at = self._clock()
-        if accepted and kind == Kind.GRANT:
+        if kind == Kind.FAILED:
+            self._departures.lost(peer, "has failed")
+        elif accepted and kind == Kind.GRANT:
             self._granted_ns = now = time.monotonic_ns()
             group = (self.machine.rank, peer)
             stream.record("group_wait", self._requested_ns, now, lane=AVERAGES, group=group)
-        if not accepted or not has_chunk:
-            if kind == Kind.FAILED:
-                self._departures.lost(peer, "has failed")
-        elif kind == Kind.CHUNK:
+        elif accepted and kind == Kind.CHUNK:
             self._interfaces[chunk] = message.route.interface
             self._buffer.average_with(chunk, payload)
-        else:
+        elif accepted and kind == Kind.AVERAGE:
             self._load[self._interfaces.pop(chunk)] -= 1
             self._buffer.receive_average(chunk, payload)
 
@@ -373,56 +368,39 @@ class PairExchange:
         while commands:
             command = commands.popleft()
             if isinstance(command, Send):
-                self._record_begin(command.kind, command.peer)
                 self._send(command)
             elif isinstance(command, Apply):
                 self._buffer.apply(is_requester=command.is_requester)
-                self._record_end(command.peer)
+                self.members = (self.machine.rank, command.peer)
+                stream.record(
+                    "average", self._granted_ns, time.monotonic_ns(), nbytes=self._buffer.nbytes,
+                    lane=AVERAGES, group=self.members,
+                )  # fmt: skip
             else:
-                assert isinstance(command, Discard)
                 self._buffer.discard()
                 self._interfaces.clear()
                 self._load.clear()
 
-    def _record_begin(self, kind: Kind, peer: int) -> None:
-        now = time.monotonic_ns()
-        if kind == Kind.REQUEST:
-            self._requested_ns = now
-            stream.happened("request", (peer,))
-        elif kind == Kind.GRANT:
-            self._granted_ns = now
-
-    def _record_end(self, peer: int) -> None:
-        self.members = (self.machine.rank, peer)
-        stream.record(
-            "average", self._granted_ns, time.monotonic_ns(), nbytes=self._buffer.nbytes,
-            lane=AVERAGES, group=self.members,
-        )  # fmt: skip
-
     def _send(self, command: Send) -> None:
+        peer, kind, number, chunk = command
         payload: Any = b""
         interface = None
-        if command.kind == Kind.CHUNK:
-            payload = self._buffer.model_chunk(command.chunk)
+        if kind == Kind.REQUEST:
+            self._requested_ns = time.monotonic_ns()
+            stream.happened("request", (peer,))
+        elif kind == Kind.GRANT:
+            self._granted_ns = time.monotonic_ns()
+        elif kind == Kind.CHUNK:
+            payload = self._buffer.model_chunk(chunk)
             # Faster interfaces return chunks sooner, and so get more of them.
-            interface = min(self._mailbox.interfaces(command.peer), key=lambda i: self._load[i])
+            interface = min(self._mailbox.interfaces(peer), key=lambda i: self._load[i])
             self._load[interface] += 1
-            self._interfaces[command.chunk] = interface
-        elif command.kind == Kind.AVERAGE:
-            payload = self._buffer.average_chunk(command.chunk)
-            interface = self._interfaces.pop(command.chunk)
-        ids = (command.number, command.chunk, 0, 0)
-        self._post(command.peer, command.kind, payload, ids, interface)
-
-    def _post(
-        self,
-        peer: int,
-        kind: Kind,
-        payload: Any = b"",
-        ids: tuple[int, int, int, int] = (0, 0, 0, 0),
-        interface: int | None = None,
-    ) -> None:
+            self._interfaces[chunk] = interface
+        elif kind == Kind.AVERAGE:
+            payload = self._buffer.average_chunk(chunk)
+            interface = self._interfaces.pop(chunk)
         try:
+            ids = (number, chunk, 0, 0)
             self._mailbox.post(peer, kind, payload, ids=ids, interface=interface)
         except PeerError:
             # The next step removes a lost peer, after its last messages.
@@ -430,21 +408,19 @@ class PairExchange:
                 raise
 
     def _check_partners(self) -> None:
-        now = self._clock()
-        if now - self._checked_at >= _CHECK_S:
-            self._checked_at = now
-            self._execute_commands()
-            for peer, seconds in self._mailbox.unconnected().items():
-                if seconds > RECONNECT_S and peer in self.machine.live_partners:
-                    self._remove_lost(peer, "has ended without a word")
-            self._send_keepalives()
-
-    def _send_keepalives(self) -> None:
         """Probe awaited partners, and send keepalives to the partners in the queue."""
-        awaited, queue = self.machine.waiting_for(), self.machine.queue
-        queued = queue if self.machine.served is not None else ()
-        for peer in self.machine.live_partners if self.watches_all else (*awaited, *queued):
-            self._post(peer, Kind.KEEPALIVE)
+        now, machine = self._clock(), self.machine
+        if now - self._checked_at < _CHECK_S:
+            return
+        self._checked_at = now
+        self._execute_commands()
+        for peer, seconds in self._mailbox.unconnected().items():
+            if seconds > RECONNECT_S and peer in machine.live_partners:
+                self._remove_lost(peer, "has ended without a word")
+        queued = machine.queue if machine.served is not None else ()
+        checked = (*machine.waiting_for(), *queued)
+        for peer in machine.live_partners if self.watches_all else checked:
+            self._send(Send(peer, Kind.KEEPALIVE, 0))
 
 
 class PairAverager:
@@ -476,7 +452,12 @@ class PairAverager:
         encrypted: bool = True,
         silence: float = SILENCE_S,
     ) -> None:
-        _check_buffer(buffer)
+        flat = buffer.dim() == 1 and buffer.is_contiguous()
+        if not (flat and buffer.device.type == "cpu" and buffer.is_floating_point()):
+            raise UsageError(
+                f"a buffer of shape {tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}: "
+                "allowed is a flat, contiguous one of floating point numbers on the CPU"
+            )
         self._world, self.buffer = world, buffer
         self._whole = buffer if whole is None else whole
         pair_buffer = PairBuffer(buffer, dtype)
@@ -484,21 +465,21 @@ class PairAverager:
         self._machine = PairMachine(world.rank, world.size, len(pair_buffer.spans), seed)
         self._everyone = world.parent or world
         self._first = (next_serial(self._everyone) - 1) * SERIES
-        store = _store_of(world)
-        table = StatusTable(store, f"pairs/{world.path}", world.size)
+        store, room, departures = store_of(world), f"pairs/{world.path}", departures_of(world)
+        table = StatusTable(store, room, world.size)
         self._client = StaticClient(
             world.rank, Layout.even(1, world.size), world.timeout, table, everyone=True,
             is_running=functools.partial(is_alive, store),
         )  # fmt: skip
-        self._client.on_lost = departures_of(world).lost
+        self._client.on_lost = departures.lost
         self._begun = self._left = False
         self._exchange: PairExchange | None = None
         if world.size > 1:
             mailbox = open_mailbox(
-                _store_of(world),
+                store_of(world),
                 world.rank,
                 partners(world.rank, world.size),
-                namespace=f"pairs/{world.path}",
+                namespace=room,
                 interfaces=("lo",) if world.threads else world.interfaces or None,
                 classes=1,
                 encrypted=encrypted,
@@ -507,12 +488,13 @@ class PairAverager:
             )
             self._exchange = PairExchange(
                 self._machine, mailbox, pair_buffer, timeout=world.timeout,
-                on_lost=table.mark_lost, departures=departures_of(world),
+                on_lost=table.mark_lost, departures=departures,
             )  # fmt: skip
             self._exchange.start()
             # Ends the thread of an averager that is garbage-collected without `close_world`.
             weakref.finalize(self, self._exchange.request_close).atexit = False
-        world.on_close(_CloseWith(self))
+            close = weakref.WeakMethod(self.close)
+            world.on_close(lambda: (method := close()) and method())
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -524,11 +506,8 @@ class PairAverager:
 
         Raises UsageError if the part is not the whole buffer, or `end` was not called.
         """
-        if part != Span(0, self.buffer.numel()):
-            raise UsageError(
-                f"begin({part}): fragments are not supported, allowed is "
-                f"{Span(0, self.buffer.numel())}"
-            )
+        if part != (whole := Span(0, self.buffer.numel())):
+            raise UsageError(f"begin({part}): fragments are not supported, allowed is {whole}")
         if self._begun:
             raise UsageError("begin() was called twice: call end() before the model changes")
         if self._exchange is not None:
@@ -582,18 +561,14 @@ class PairAverager:
         """Return counts and the current partner for `wingbeat top`. Takes no lock."""
         machine, exchange = self._machine, self._exchange
         average = machine.requested or machine.served
-        return [
-            Section(
-                "pairs",
-                {
-                    "set": "active" if is_active(self._world.rank) else "passive",
-                    "averages": machine.averages,
-                    "waits": 0 if exchange is None else exchange.waits,
-                    "partner": "-" if average is None else average.peer,
-                    "queue": len(machine.queue),
-                },
-            )
-        ]
+        cells: dict[str, Cell] = {
+            "set": "active" if is_active(self._world.rank) else "passive",
+            "averages": machine.averages,
+            "waits": 0 if exchange is None else exchange.waits,
+            "partner": "-" if average is None else average.peer,
+            "queue": len(machine.queue),
+        }
+        return [Section("pairs", cells)]
 
     def close(self) -> None:
         """Leave. May be called again."""
@@ -604,25 +579,6 @@ class PairAverager:
             self._exchange.close(quick=graceful_shutdown.is_failing())
 
 
-class _CloseWith:
-    def __init__(self, averager: PairAverager) -> None:
-        self._ref = weakref.ref(averager)
-
-    def __call__(self) -> None:
-        averager = self._ref()
-        if averager is not None:
-            averager.close()
-
-
-def _check_buffer(buffer: torch.Tensor) -> None:
-    flat = buffer.dim() == 1 and buffer.is_contiguous()
-    if not (flat and buffer.device.type == "cpu" and buffer.is_floating_point()):
-        raise UsageError(
-            f"a buffer of shape {tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}: allowed "
-            "is a flat, contiguous one of floating point numbers on the CPU"
-        )
-
-
 def _check_equal(world: World, own: list[object]) -> None:
     for rank, theirs in enumerate(world.exchange("pairs", own)):
         if theirs != own:
@@ -631,8 +587,3 @@ def _check_equal(world: World, own: list[object]) -> None:
                 f"rank {rank} {json.dumps(theirs)[:80]}: give all workers the same model and "
                 "compression"
             )
-
-
-def _store_of(world: World) -> Store:
-    """Return a connection to the store on which long waits block no other user."""
-    return world.store if world.group_store is None else world.group_store()

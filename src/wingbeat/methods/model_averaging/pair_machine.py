@@ -58,11 +58,7 @@ class Send(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Command: the average is complete; make it this worker's model.
-
-    Attributes:
-        is_requester: whether this worker has requested the average.
-    """
+    """Command: the average, which ``peer`` or this worker has requested, becomes the model."""
 
     peer: int
     is_requester: bool
@@ -128,6 +124,7 @@ class PairMachine:
         commands: for the driver to execute and remove, oldest first.
         requested: the average that this worker has requested.
         served: the average that this worker serves.
+        averages: the number of averages that it has completed.
         skipped: the number of steps without an average, because no partner was left.
         lost: partners that were lost without leaving.
     """
@@ -149,11 +146,10 @@ class PairMachine:
         self.partners = partners(rank, workers) if bipartite else others
         self._live = dict.fromkeys(self.partners)
         self._chunks = chunks
-        self._choose = Random(f"pairs {seed} {rank}").choice if choose is None else choose
+        self._choose = choose or Random(f"pairs {seed} {rank}").choice
         self._open = self._leaving = False
-        self._queue: deque[tuple[int, int]] = deque()
-        self._number = 0
-        self._round = 0
+        self._queue: dict[int, int] = {}  # the numbers of waiting requests, by worker
+        self._number = self._round = 0
         self._rounds = dict.fromkeys(self.partners, 0)
         self.commands: deque[Command] = deque()
         self.requested: PairAverage | None = None
@@ -171,7 +167,7 @@ class PairMachine:
     @property
     def queue(self) -> tuple[int, ...]:
         """The workers whose requests wait, in order."""
-        return tuple(peer for peer, _ in self._queue)
+        return tuple(self._queue)
 
     @property
     def pending(self) -> bool:
@@ -190,11 +186,8 @@ class PairMachine:
 
     def waiting_for(self) -> tuple[int, ...]:
         """Return the workers that training waits for, in an average or a synchronization."""
-        if self.requested is not None:
-            return (self.requested.peer,)
-        if self.served is not None:
-            return (self.served.peer,)
-        return self._not_synchronizing()
+        average = self.requested or self.served
+        return self._not_synchronizing() if average is None else (average.peer,)
 
     def begin(self) -> None:
         """Allow averages. The model must not change until `end`."""
@@ -250,7 +243,8 @@ class PairMachine:
     def _serve_next(self) -> None:
         free = self.requested is None and self.served is None
         if self._open and free and self._queue:
-            peer, number = self._queue.popleft()
+            peer = next(iter(self._queue))
+            number = self._queue.pop(peer)
             self.served = PairAverage(peer, number, set(range(self._chunks)), granted=True)
             self.commands.append(Send(peer, Kind.GRANT, number))
 
@@ -286,10 +280,10 @@ class PairMachine:
         return True
 
     def _handle_request(self, peer: int, number: int) -> None:
-        waits = any(peer == other for other, _ in self._queue)
-        if not self.serves or waits or (self.served is not None and self.served.peer == peer):
+        serves_it = self.served is not None and self.served.peer == peer
+        if not self.serves or peer in self._queue or serves_it:
             raise ProtocolError(f"request {number} is not allowed now")
-        self._queue.append((peer, number))
+        self._queue[peer] = number
         self._serve_next()
 
     def _handle_response(self, peer: int, kind: int, number: int, chunk: int) -> bool:
@@ -306,21 +300,17 @@ class PairMachine:
             if chunk not in average.missing or chunk >= average.sent:
                 raise ProtocolError(f"chunk {chunk} of average {number}, which was not sent")
             average.missing.remove(chunk)
-        self._send_chunks(average)
-        return True
-
-    def _send_chunks(self, average: PairAverage) -> None:
-        """Fill the window; complete the average after the last chunk."""
         received = self._chunks - len(average.missing)
         while average.sent < min(self._chunks, received + WINDOW):
-            self.commands.append(Send(average.peer, Kind.CHUNK, average.number, average.sent))
+            self.commands.append(Send(peer, Kind.CHUNK, number, average.sent))
             average.sent += 1
         if not average.missing:
-            self.commands.append(Apply(average.peer, is_requester=True))
-            self.commands.append(Send(average.peer, Kind.DONE, average.number))
+            self.commands.append(Apply(peer, is_requester=True))
+            self.commands.append(Send(peer, Kind.DONE, number))
             self.requested = None
             self.averages += 1
             self._serve_next()
+        return True
 
     def _handle_requester(self, peer: int, kind: int, number: int, chunk: int) -> None:
         average = self.served
@@ -347,7 +337,7 @@ class PairMachine:
         del self._live[peer]
         if lost:
             self.lost.add(peer)
-        self._queue = deque(each for each in self._queue if each[0] != peer)
+        self._queue.pop(peer, None)
         kept = [c for c in self.commands if not isinstance(c, Send) or c.peer != peer]
         self.commands.clear()
         self.commands.extend(kept)

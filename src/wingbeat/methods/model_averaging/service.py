@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import logging
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import Client
+from wingbeat.methods.model_averaging.client import GENERATOR_LOST, Client, StatusTable
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
     Generator,
@@ -23,19 +24,15 @@ from wingbeat.methods.model_averaging.generator import (
     encode_members,
     run_ids,
 )
-from wingbeat.methods.model_averaging.rendezvous import (
-    Rejoin,
-    RejoinLog,
-    StatusTable,
-    announce_rejoin,
-    next_incarnation,
-)
 from wingbeat.methods.model_averaging.rules import Layout, Rules
-from wingbeat.methods.model_averaging.static import StaticClient
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
+from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
+from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore, Store
+
+_log = logging.getLogger(__name__)
 
 FACTOR = 8.0
 """Timeout of a step, as a multiple of its worker's usual step."""
@@ -49,20 +46,148 @@ CAPACITY = 16
 SILENCE_S = 5.0
 """Seconds without a message after which an awaited worker, or the generator, is dead."""
 
-_DECAY = 0.9
-"""Factor per step by which a worker's longest step decays."""
-
+_DECAY = 0.9  # factor per step by which a worker's longest step decays
 _CHECK_S = 0.25
-"""Interval between checks for dead and slow workers, in seconds."""
+"""Interval between checks for dead and slow workers, and reads of the rejoin log, in seconds."""
 
-_BATCH = 256
-"""Messages that are handled between two checks."""
-
-_KEEPALIVE_S = 5.0
-"""Maximum interval between keepalive messages to waiting workers, in seconds."""
-
+_BATCH = 256  # messages that are handled between two checks
+_KEEPALIVE_S = 5.0  # maximum interval between keepalive messages to waiting workers, in seconds
 _QUICK_CLOSE_S = 1.0
 """Timeout of the shutdown if the worker that started this process has exited, in seconds."""
+
+_READ_S = 5.0  # timeout of a read of an existing key, in seconds
+
+
+# -- restarted workers announce themselves in the rendezvous store ------------------------
+
+
+class Rejoin(NamedTuple):
+    """A restarted worker.
+
+    Attributes:
+        incarnation: the number of its restarts; 0 is the first process.
+        peer_info: the addresses of its mailbox.
+    """
+
+    worker: int
+    incarnation: int
+    peer_info: PeerInfo
+
+
+def next_incarnation(store: Store, room: str, worker: int) -> int:
+    """Return the incarnation of a restarted ``worker``; RendezvousError without the store."""
+    incarnation, index = 1, 0
+    try:
+        while store.has(_entry(room, index)):
+            entry = _parse_entry(store.get(_entry(room, index), _READ_S))
+            incarnation += entry is not None and entry[0] == worker
+            index += 1
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
+    return incarnation
+
+
+def announce_rejoin(
+    store: AtomicStore, room: str, worker: int, incarnation: int, timeout: float
+) -> None:
+    """Append ``worker`` to the rejoin log, and wait until the generator has connected to it.
+
+    Raises RendezvousError if the generator is lost, or does not answer within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    text, index = json.dumps([worker, incarnation]), 0
+    try:
+        while store.claim(_entry(room, index), text) != text:
+            index += 1
+        while not store.has(_confirmed(room, worker, incarnation)):
+            if store.has(f"{room}/{GENERATOR_LOST}"):
+                raise RendezvousError(
+                    f"rank {worker}: cannot rejoin: the group generator has died, and the "
+                    "others continue without one; start all workers again from a checkpoint"
+                )
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"rank {worker}: rejoined, and the group generator did not answer within "
+                    f"{timeout:g} s; check that rank 0 runs, which has started it"
+                )
+            time.sleep(0.05)
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
+
+
+class RejoinLog(BackgroundThread):
+    """The generator's reader of the rejoin log, a thread because the store may block.
+
+    Attributes:
+        generator_lost: whether a worker has published that it continues without the generator.
+    """
+
+    def __init__(self, store: Store, room: str, workers: int) -> None:
+        super().__init__(self._poll_until_stopped, "wingbeat-rejoin-log")
+        self._store, self._room, self._workers = store, room, workers
+        self._read = 0
+        self._rejoined: deque[Rejoin] = deque()
+        self._to_confirm: deque[tuple[int, int]] = deque()
+        self._stopping = threading.Event()
+        self.generator_lost = False
+
+    def stop(self) -> None:
+        """End the thread after its current call of the store."""
+        self._stopping.set()
+
+    def next_rejoin(self) -> Rejoin | None:
+        """Return the next restarted worker, if any; RendezvousError if the thread has failed."""
+        if self.failure:
+            raise RendezvousError(f"group generator: {self.failure}")
+        return self._rejoined.popleft() if self._rejoined else None
+
+    def confirm(self, rejoin: Rejoin) -> None:
+        """Publish to a restarted worker that the generator has connected to it."""
+        self._to_confirm.append(rejoin[:2])
+
+    def poll(self) -> None:
+        """Read new entries, and write confirmations."""
+        while self._to_confirm:
+            self._store.set(_confirmed(self._room, *self._to_confirm.popleft()), "1")
+        while self._store.has(key := _entry(self._room, self._read)):
+            entry, info = _parse_entry(self._store.get(key, _READ_S)), None
+            if entry is None:
+                _log.warning("ignoring the malformed value of %s in the store", key)
+            elif entry[0] < self._workers:
+                try:
+                    info = read_peer_info(self._store, self._room, *entry, _READ_S)
+                except ValueError as error:
+                    _log.warning("rank %d rejoins, and is refused: %s", entry[0], error)
+            self._read += 1  # after the reads, so that an entry whose read timed out is read again
+            if entry is not None and info is not None:
+                self._rejoined.append(Rejoin(*entry, info))
+        lost = f"{self._room}/{GENERATOR_LOST}"
+        self.generator_lost = self.generator_lost or self._store.has(lost)
+
+    def _poll_until_stopped(self) -> None:
+        while not self._stopping.wait(_CHECK_S):
+            # A worker that rejoins raises when its own wait times out.
+            with contextlib.suppress(TimeoutError, RuntimeError):
+                self.poll()
+
+
+def _entry(room: str, index: int) -> str:
+    return f"{room}/rejoin/{index}"
+
+
+def _confirmed(room: str, worker: int, incarnation: int) -> str:
+    return f"{room}/confirmed/{worker}.{incarnation}"
+
+
+def _parse_entry(text: str) -> tuple[int, int] | None:
+    with contextlib.suppress(ValueError, RecursionError):
+        match json.loads(text):
+            case [int(worker), int(incarnation)] if worker >= 0 and incarnation > 0:
+                return worker, incarnation
+    return None
+
+
+# -- what the service decides with --------------------------------------------------------
 
 
 class AdaptiveTimeout:
@@ -80,18 +205,15 @@ class AdaptiveTimeout:
         self._paused: set[int] = set()
         self._steps = [0] * workers
 
-    def start_step(self, worker: int, now: float) -> None:
-        """Record that ``worker`` starts a step."""
-        self._since[worker] = now
+    def start_step(self, worker: int, now: float, *, paused: bool = False) -> None:
+        """Record that ``worker`` starts a step.
 
-    def start_paused_step(self, worker: int, now: float) -> None:
-        """Record that ``worker`` starts a step after a synchronization, or a copy of a state.
-
-        It may evaluate and save first, so its timeout is that of a first step, and its duration
-        does not count as usual.
+        ``paused`` is whether it may evaluate and save first, after a synchronization or a copy of a
+        state. Then its timeout is that of a first step, and its duration does not count as usual.
         """
         self._since[worker] = now
-        self._paused.add(worker)
+        if paused:
+            self._paused.add(worker)
 
     def stop(self, worker: int) -> None:
         """Record that ``worker`` waits for others."""
@@ -196,6 +318,22 @@ class ConnectionCache:
             self._closed[member].append(number)
 
 
+@dataclass(slots=True)
+class _Worker:
+    requests: int = 0
+    gone: bool = False  # sends no more messages
+    silent: bool = False  # sends no messages, but may again
+    stale: bool = False  # was silent, and has not copied a state since
+    behind: bool = False  # groups have continued without it
+    missed: bool = False  # others have synchronized without it
+    probed: bool = False
+    fetching: bool = False
+    synchronizing: bool = False  # the group of all workers is not done
+
+
+# -- the service --------------------------------------------------------------------------
+
+
 class GroupService:
     """Serves one job's group generator.
 
@@ -213,21 +351,11 @@ class GroupService:
         clock: Callable[[], float] = time.monotonic,
         rejoins: RejoinLog | None = None,
     ) -> None:
-        self._mailbox, self._generator, self._workers = mailbox, generator, workers
-        self._timeouts, self._clock = timeouts, clock
+        self._mailbox, self._generator = mailbox, generator
+        self._timeouts, self._clock, self._rejoins = timeouts, clock, rejoins
         self._connections = connections or ConnectionCache(workers)
-        self._rejoins = rejoins
-        self._checked_at = clock()
-        self._gone: set[int] = set()  # send no more messages
-        self._silent: set[int] = set()  # send no messages, but may again
-        self._stale: set[int] = set()  # were silent, and have not copied a state since
-        self._probed: set[int] = set()
-        self._synchronizing: set[int] = set()  # their group of all workers is not done
-        self._behind: set[int] = set()  # groups have continued without them
-        self._missed: set[int] = set()  # others have synchronized without them
-        self._fetching: set[int] = set()
-        self._kept_alive_at = self._checked_at
-        self._requests = [0] * workers
+        self._workers = [_Worker() for _ in range(workers)]
+        self._checked_at = self._kept_alive_at = clock()
         for worker in range(workers):
             timeouts.start_step(worker, self._checked_at)
 
@@ -236,25 +364,23 @@ class GroupService:
 
         It also ends when ``parent()`` is false: rank 0, which has started this process, has exited.
         """
-        while len(self._gone | self._silent) < self._workers and parent():
+        while not all(w.gone or w.silent for w in self._workers) and parent():
             # If this process was suspended, workers may have continued without it.
             if self._rejoins is not None and self._rejoins.generator_lost:
                 break
             self.step(self._mailbox.next(_CHECK_S))
-        if not parent() and 0 not in self._gone:
+        if not parent() and not self._workers[0].gone:
             self._remove_for_good(0)  # otherwise each of the others would have to detect it
         with contextlib.suppress(PeerError):  # dead workers do not confirm the shutdown
             self._mailbox.close(CLOSE_TIMEOUT_S if parent() else _QUICK_CLOSE_S)
 
     def step(self, message: Message | None) -> None:
         """Handle the given message, further ones that have arrived, and checks that are due."""
-        for _ in range(_BATCH):
+        for left in range(_BATCH, -1, -1):
             if message is None:
                 break
             self._receive(message.peer, message.kind, message.ids)
-            message = self._mailbox.poll()
-        if message is not None:
-            self._receive(message.peer, message.kind, message.ids)
+            message = self._mailbox.poll() if left else None
         while self._rejoins is not None and (rejoin := self._rejoins.next_rejoin()) is not None:
             self._connect(rejoin, self._rejoins)
         now = self._clock()
@@ -263,9 +389,9 @@ class GroupService:
             self._check_workers(now)
 
     def _receive(self, worker: int, kind: int, ids: Sequence[int]) -> None:
-        if worker in self._gone:
+        if self._workers[worker].gone:
             return
-        if worker in self._silent:
+        if self._workers[worker].silent:
             self._end_silence(worker)
         try:
             runs = self._handle(worker, kind, ids)
@@ -276,8 +402,8 @@ class GroupService:
         self._start(runs)
 
     def _handle(self, worker: int, kind: int, ids: Sequence[int]) -> list[Run]:
-        generator, now = self._generator, self._clock()
-        self._probed.discard(worker)
+        now = self._clock()
+        self._workers[worker].probed = False
         match kind:
             case Kind.REQUEST:
                 return self._handle_request(worker, now, copies_state=bool(ids[0]))
@@ -286,9 +412,9 @@ class GroupService:
             case Kind.DONE:
                 return self._handle_done(worker, ids[0], ids[1], now)
             case Kind.LOST:
-                if generator.run_together(worker, ids[0], ids[1], ids[2]):
-                    return self._remove(ids[2])
-                return []  # The group already runs without that member.
+                # Otherwise the group already runs without that member.
+                together = self._generator.run_together(worker, *ids[:3])
+                return self._remove(ids[2]) if together else []
             case Kind.FETCH_STATE:
                 self._handle_fetch(worker, now, join=bool(ids[1]))
                 self._find_sender(worker, ids[0] - 1)
@@ -305,55 +431,49 @@ class GroupService:
         Not one that ``copies_state``, which may be at another fragment, or that was silent, whose
         model is old. Without other workers it has missed nothing.
         """
-        generator = self._generator
-        self._requests[worker] += 1
-        if worker in self._fetching:  # it has a peer's state by now
-            self._fetching.discard(worker)
-            self._behind.discard(worker)
-            self._stale.discard(worker)
-            self._missed.discard(worker)
-        must_fetch = worker in self._stale or (copies_state and worker in self._behind)
+        generator, state = self._generator, self._workers[worker]
+        state.requests += 1
+        if state.fetching:  # it has a peer's state by now
+            state.fetching = state.behind = state.stale = state.missed = False
+        must_fetch = state.stale or (copies_state and state.behind)
         if must_fetch and not synchronize and self._others(worker):
             self._send_membership(worker, worker)
             return []
-        if worker not in generator:
-            generator.add(worker)
-            self._broadcast_membership(Kind.ADDED, worker)
+        self._add(worker)
         if not synchronize:
             self._timeouts.end_step(worker, now)
             return generator.request(worker)
         self._timeouts.stop(worker)
-        self._synchronizing.add(worker)
+        state.synchronizing = True
         return generator.synchronize(worker)
 
+    def _add(self, worker: int, *, at_once: bool = False) -> None:
+        if worker not in self._generator:
+            self._generator.add(worker, at_once=at_once)
+            self._broadcast_membership(Kind.ADDED, worker)
+
     def _others(self, worker: int) -> list[int]:
-        return [w for w in range(self._workers) if w != worker and w in self._generator]
+        return [w for w in range(len(self._workers)) if w != worker and w in self._generator]
 
     def _handle_fetch(self, worker: int, now: float, *, join: bool) -> None:
-        generator = self._generator
-        self._fetching.add(worker)
-        self._behind.add(worker)
-        if join and worker not in generator:
-            generator.add(worker, at_once=True)
-            self._broadcast_membership(Kind.ADDED, worker)
-        if worker in generator and not generator.is_waiting(worker):
-            self._timeouts.start_paused_step(worker, now)
+        self._workers[worker].fetching = self._workers[worker].behind = True
+        if join:
+            self._add(worker, at_once=True)
+        if worker in self._generator and not self._generator.is_waiting(worker):
+            self._timeouts.start_step(worker, now, paused=True)
 
     def _handle_done(self, worker: int, number: int, epoch: int, now: float) -> list[Run]:
-        generator, timeouts = self._generator, self._timeouts
+        generator, timeouts, state = self._generator, self._timeouts, self._workers[worker]
         others = generator.unfinished(worker)
         runs = generator.acknowledge(worker, number, epoch)
         if worker not in generator:
             return runs
         if generator.is_waiting(worker):
             timeouts.stop(worker)
-        elif worker in self._synchronizing:
-            self._synchronizing.discard(worker)
-            self._behind.discard(worker)
-            self._stale.discard(worker)
-            timeouts.start_paused_step(worker, now)
         else:
-            timeouts.start_step(worker, now)
+            timeouts.start_step(worker, now, paused=state.synchronizing)
+            if state.synchronizing:
+                state.synchronizing = state.behind = state.stale = False
         for other in others:
             if other != worker:
                 timeouts.start_completion(other, now)
@@ -365,11 +485,12 @@ class GroupService:
         while due:
             run = due.popleft()
             connection = self._connections.id_of(run.members) if len(run.members) > 1 else 0
-            if run.members[0] in self._synchronizing:
+            if self._workers[run.members[0]].synchronizing:
                 if len(run.members) == 1:
                     self._send_inactive(run.members[0])  # with the reasons as known by now
-                self._missed |= {w for w in range(self._workers) if w not in self._generator}
-                self._missed.difference_update(run.members)
+                for worker, state in enumerate(self._workers):
+                    state.missed |= worker not in self._generator
+                    state.missed &= worker not in run.members
             for member in run.members:
                 payload = encode_members(run.members, self._connections.pop_closed(member))
                 if not self._send(member, Kind.RUN, run_ids(run, connection), payload):
@@ -378,10 +499,12 @@ class GroupService:
 
     def _find_sender(self, receiver: int, lost: int) -> None:
         """Let an active worker send its state to ``receiver``; ``lost`` only without any other."""
-        generator = self._generator
-        senders = self._others(receiver)
-        senders.sort(key=lambda w: (w == lost, w in self._behind, not generator.is_waiting(w)))
-        for sender in senders:
+
+        def rank(worker: int) -> tuple[bool, ...]:
+            waits = self._generator.is_waiting(worker)
+            return worker == lost, self._workers[worker].behind, not waits
+
+        for sender in sorted(self._others(receiver), key=rank):
             ids = (sender, receiver, self._connections.new_id(), 0)
             if self._send(sender, Kind.SEND_STATE, ids):
                 self._send(receiver, Kind.SEND_STATE, ids)
@@ -393,43 +516,35 @@ class GroupService:
         worker = rejoin.worker
         self._remove_for_good(worker)  # the loss of the old process may not be detected yet
         try:
-            self._mailbox.join(worker, rejoin.card)
+            self._mailbox.join(worker, rejoin.peer_info)
         except UsageError:
             return  # Its mailbox has other options. Its own wait times out.
-        self._gone.discard(worker)
-        self._probed.discard(worker)
-        self._requests[worker] = 0
-        self._silent.discard(worker)
-        self._stale.discard(worker)
-        self._missed.discard(worker)
+        self._workers[worker] = _Worker(behind=self._workers[worker].behind)
         self._send_inactive(worker)
         rejoins.confirm(rejoin)
 
     def _end_silence(self, worker: int) -> None:
         """Send a worker that was silent what it has missed. Its next request makes it active."""
-        self._silent.discard(worker)
+        self._workers[worker].silent = False
         self._send_inactive(worker)
         for other in self._others(worker):
             self._send_membership(worker, other, Kind.ADDED)
         self._send_membership(worker, worker)
 
     def _send_inactive(self, worker: int) -> None:
-        for other in range(self._workers):
+        for other in range(len(self._workers)):
             if other != worker and other not in self._generator:
                 self._send_membership(worker, other)
 
     def _remove_for_good(self, worker: int) -> None:
-        self._gone.add(worker)
-        self._silent.discard(worker)
+        self._workers[worker].gone, self._workers[worker].silent = True, False
         self._start(self._remove(worker, gone=True))
 
     def _remove(self, worker: int, *, gone: bool = False) -> list[Run]:
         """Remove a worker; unless ``gone`` it counts as alive, and synchronization waits for it."""
-        generator = self._generator
+        generator, state = self._generator, self._workers[worker]
         if worker in generator or (gone and generator.is_late(worker)):
-            self._behind.add(worker)
-            self._fetching.discard(worker)
-            self._synchronizing.discard(worker)
+            state.behind, state.fetching, state.synchronizing = True, False, False
             self._connections.close_all(worker)
             self._broadcast_membership(Kind.REMOVED, worker)
         if gone:
@@ -440,26 +555,27 @@ class GroupService:
 
     def _broadcast_membership(self, kind: Kind, worker: int) -> None:
         """Notify all workers, including ``worker``."""
-        for other in range(self._workers):
+        for other in range(len(self._workers)):
             self._send_membership(other, worker, kind)
 
     def _send_membership(self, to: int, worker: int, kind: Kind = Kind.REMOVED) -> None:
+        requests = self._workers[worker].requests % ID_LIMIT
         reason = self._reason(worker) if kind == Kind.REMOVED else 0
-        ids = (worker, self._requests[worker] % ID_LIMIT, reason, int(to in self._missed))
-        self._send(to, kind, ids)
+        self._send(to, kind, (worker, requests, reason, int(self._workers[to].missed)))
 
     def _reason(self, worker: int) -> Reason:
         if worker in self._mailbox.left:
             return Reason.LEFT
         if worker in self._mailbox.unconnected():
             return Reason.DIED
-        return Reason.SILENT if worker in self._silent | self._stale else Reason.LATE
+        state = self._workers[worker]
+        return Reason.SILENT if state.silent or state.stale else Reason.LATE
 
     def _send(
         self, worker: int, kind: Kind, ids: Sequence[int] = (0, 0, 0, 0), payload: bytes = b""
     ) -> bool:
         """Send a message without blocking; return whether the worker can be sent anything."""
-        if worker in self._gone:
+        if self._workers[worker].gone:
             return False
         try:
             self._mailbox.post(worker, kind, payload, ids=ids, urgency=0, seconds=0.0)
@@ -469,34 +585,37 @@ class GroupService:
 
     def _check_workers(self, now: float) -> None:
         """Remove dead workers, and those whose step has timed out while others wait for it."""
-        for worker in self._mailbox.left - self._gone:
-            self._remove_for_good(worker)
-        lost = set(self._mailbox.lost) - self._gone
-        for worker in self._silent - lost:
-            self._end_silence(worker)
-        for worker in lost - self._silent:
-            self._silent.add(worker)
-            self._stale.add(worker)
-            self._start(self._remove(worker, gone=True))
-        unconnected = self._mailbox.unconnected()
-        for worker in range(self._workers):
-            generator = self._generator
+        self._check_mailbox()
+        unconnected, generator = self._mailbox.unconnected(), self._generator
+        for worker, state in enumerate(self._workers):
             present = worker in generator or generator.is_late(worker)
             if present and unconnected.get(worker, 0.0) > RECONNECT_S:
                 self._start(self._remove(worker, gone=True))
             elif generator.is_awaited(worker) and self._timeouts.is_overdue(worker, now):
                 self._start(self._remove(worker))
             # Detects dead workers even if no worker waits for them.
-            elif self._timeouts.is_unusual(worker, now) and worker not in self._probed:
-                self._probed.add(worker)
+            elif self._timeouts.is_unusual(worker, now) and not state.probed:
+                state.probed = True
                 self._send(worker, Kind.KEEPALIVE)
         if now - self._kept_alive_at > min(_KEEPALIVE_S, self._timeouts.first_s / 4):
             self._kept_alive_at = now
             self._send_keepalives()
 
+    def _check_mailbox(self) -> None:
+        for worker in sorted(self._mailbox.left):
+            if not self._workers[worker].gone:
+                self._remove_for_good(worker)
+        lost = set(self._mailbox.lost)
+        for worker, state in enumerate(self._workers):
+            if state.silent and worker not in lost:
+                self._end_silence(worker)
+            elif worker in lost and not (state.silent or state.gone):
+                state.silent = state.stale = True
+                self._start(self._remove(worker, gone=True))
+
     def _send_keepalives(self) -> None:
         """Notify waiting workers that a worker they wait for is alive."""
-        for worker in range(self._workers):
+        for worker in range(len(self._workers)):
             waits = worker in self._generator and self._generator.is_waiting(worker)
             if waits and (awaited := self._generator.waiting_for(worker)):
                 self._send(worker, Kind.KEEPALIVE, (awaited[0] + 1, 0, 0, 0))
@@ -505,6 +624,8 @@ class GroupService:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorConfig:
     """Configuration of the generator's process, and how workers connect to it.
+
+    Mailboxes of workers are numbered by rank; the generator's number is that of the workers.
 
     Attributes:
         room: prefix of keys in the rendezvous store.
@@ -518,6 +639,7 @@ class GeneratorConfig:
 
     module: ClassVar[str] = "wingbeat.methods.model_averaging"
     uses_store_later: ClassVar[bool] = True
+    me: ClassVar[str] = "the group generator (started by rank 0)"
 
     room: str
     host_of: tuple[int, ...]
@@ -541,22 +663,8 @@ class GeneratorConfig:
 
     @property
     def workers(self) -> int:
-        """The number of workers; their mailboxes are numbered by rank."""
+        """The number of workers."""
         return len(self.host_of)
-
-    @property
-    def number(self) -> int:
-        """The number of the generator's mailbox."""
-        return self.workers
-
-    @property
-    def me(self) -> str:
-        """The name of the service in messages."""
-        return "the group generator (started by rank 0)"
-
-    def name(self, number: int) -> str:
-        """Return the name of the mailbox with this number in messages."""
-        return self.me if number == self.number else f"rank {number}"
 
     def to_json(self) -> str:
         """Return the configuration as JSON."""
@@ -572,8 +680,26 @@ class GeneratorConfig:
 
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves them while its argument is true."""
-        mailbox = self._open(store, self.number, range(self.workers))
-        return functools.partial(self._serve, mailbox, RejoinLog(store, self.room, self.workers))
+        workers = self.workers
+        mailbox = self._open(store, workers, range(workers))
+        rejoins = RejoinLog(store, self.room, workers)
+
+        def serve(parent: Callable[[], bool]) -> None:
+            service = GroupService(
+                mailbox,
+                Generator(Layout(self.host_of), self.rules, self.seed),
+                workers,
+                AdaptiveTimeout(workers, self.timeout, self.factor, self.least),
+                ConnectionCache(workers, self.capacity),
+                rejoins=rejoins,
+            )
+            rejoins.start()
+            try:
+                service.run(parent)
+            finally:
+                rejoins.stop()
+
+        return serve
 
     def client(
         self,
@@ -586,55 +712,32 @@ class GeneratorConfig:
 
         Raises RendezvousError if the generator did not connect, or is dead.
         """
+        generator = self.workers
         if not returned:
-            mailbox = self._open(store, rank, [self.number])
+            mailbox = self._open(store, rank, [generator])
         elif rank == 0 or not isinstance(store, AtomicStore):
             raise RendezvousError(
                 f"rank {rank}: cannot rejoin: the group generator has ended with the process "
                 "before this one, which had started it; start all workers again from a checkpoint"
             )
         else:
-            mailbox = self._rejoin(store, rank)
+            incarnation = next_incarnation(store, self.room, rank)
+
+            def announce(timeout: float) -> dict[int, int]:
+                announce_rejoin(store, self.room, rank, incarnation, timeout)
+                return {generator: 0}
+
+            mailbox = self._open(store, rank, [generator], incarnation, announce)
         layout, table = Layout(self.host_of), StatusTable(store, self.room, self.workers)
-        client = Client(
-            mailbox, rank, self.number, layout, self.rules, self.timeout, table, is_running
+        return mailbox, Client(
+            mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running
         )
-        return mailbox, client
-
-    def static_client(
-        self, store: Store, rank: int, is_running: Callable[[int], bool] = lambda _: False
-    ) -> StaticClient:
-        """Return a worker's client of the static schedule, without a generator."""
-        table = StatusTable(store, self.room, self.workers)
-        return StaticClient(rank, Layout(self.host_of), self.timeout, table, is_running=is_running)
-
-    def _rejoin(self, store: AtomicStore, rank: int) -> Mailbox:
-        incarnation = next_incarnation(store, self.room, rank)
-
-        def announce(timeout: float) -> dict[int, int]:
-            announce_rejoin(store, self.room, rank, incarnation, timeout)
-            return {self.number: 0}
-
-        return self._open(store, rank, [self.number], incarnation, announce)
-
-    def _serve(self, mailbox: Mailbox, rejoins: RejoinLog, parent: Callable[[], bool]) -> None:
-        generator = Generator(Layout(self.host_of), self.rules, self.seed)
-        connections = ConnectionCache(self.workers, self.capacity)
-        timeouts = AdaptiveTimeout(self.workers, self.timeout, self.factor, self.least)
-        service = GroupService(
-            mailbox, generator, self.workers, timeouts, connections, rejoins=rejoins
-        )
-        rejoins.start()
-        try:
-            service.run(parent)
-        finally:
-            rejoins.stop()
 
     def _open(
         self,
         store: Store,
         number: int,
-        peers: range | list[int],
+        peers: Iterable[int],
         incarnation: int = 0,
         announce: Callable[[float], Mapping[int, int]] | None = None,
     ) -> Mailbox:
@@ -648,7 +751,7 @@ class GeneratorConfig:
             encrypted=self.encrypted,
             limits=Limits(silence=self.silence),
             seconds=self.timeout,
-            name=self.name,
+            name=lambda peer: self.me if peer == self.workers else f"rank {peer}",
             incarnation=incarnation,
             announce=announce,
         )
