@@ -109,7 +109,7 @@ NOT_YET = {
         "integrations",
         "methods/bounded_staleness",
         "methods/model_averaging",
-        "monitor",
+        "observe",
         "parts",
         "planning",
         "simulator",

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from helpers.reports import report
-from wingbeat.monitor import lookup
-from wingbeat.monitor.launch import Launched
-from wingbeat.monitor.supervisor import Places
+from wingbeat.observe import lookup
+from wingbeat.observe.launch import Launched
+from wingbeat.observe.supervisor import Places
 
 
 @pytest.fixture

@@ -50,14 +50,13 @@ from wingbeat.methods.parameter_server.protocol import (
     unpack_numbers,
 )
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
-from wingbeat.monitor import launch as monitor_launch
-from wingbeat.monitor import lookup
-from wingbeat.monitor.report import Malformed as MalformedReport
-from wingbeat.monitor.report import Report
-from wingbeat.monitor.snapshot import Job
-from wingbeat.monitor.watch import Watch
-from wingbeat.observe import trace
+from wingbeat.observe import launch as monitor_launch
+from wingbeat.observe import lookup, trace
 from wingbeat.observe.events import Event
+from wingbeat.observe.report import Malformed as MalformedReport
+from wingbeat.observe.report import Report
+from wingbeat.observe.snapshot import Job
+from wingbeat.observe.watch import Watch
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult
 from wingbeat.planning.costs import Linear, Workload

@@ -23,9 +23,9 @@ from wingbeat import testing
 from wingbeat.engine import api
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
-from wingbeat.monitor import lookup
-from wingbeat.monitor.snapshot import Job
+from wingbeat.observe import lookup
 from wingbeat.observe.meter import Meter
+from wingbeat.observe.snapshot import Job
 from wingbeat.transport.torch_store import TorchStore, is_append_only
 from wingbeat.transport.world import World
 
@@ -351,7 +351,7 @@ class Started:
         [found] = [
             int(child)
             for child in children
-            if b"wingbeat.monitor" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"wingbeat.observe" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
         return found
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from wingbeat.monitor.report import Report
-from wingbeat.monitor.snapshot import Job
-from wingbeat.monitor.watch import Watch
 from wingbeat.observe.meter import Section
+from wingbeat.observe.report import Report
+from wingbeat.observe.snapshot import Job
+from wingbeat.observe.watch import Watch
 
 SPENT = {
     "forward": 0.1,

@@ -12,7 +12,7 @@ import typer
 from wingbeat.errors import UsageError
 
 if TYPE_CHECKING:
-    from wingbeat.monitor import lookup
+    from wingbeat.observe import lookup
 
 HELP = """Show a running wingbeat job: workers, progress, where time goes, traffic, strategy.
 
@@ -47,7 +47,7 @@ def top(
     every: Annotated[float, typer.Option(help="Time between two looks (s).")] = 1.0,
 ) -> None:
     """Show a running job."""
-    from wingbeat.monitor import lookup
+    from wingbeat.observe import lookup
 
     if not 0.1 <= every <= 3600:
         raise UsageError(f"--every {every:g}: allowed are 0.1 to 3600 seconds")
@@ -62,7 +62,7 @@ def top(
 
 def _watch(found: lookup.Found, every: float) -> None:
     try:
-        from wingbeat.monitor.screen import Top
+        from wingbeat.observe.screen import Top
     except ModuleNotFoundError as err:
         if (err.name or "").split(".")[0] != "textual":
             raise
@@ -72,7 +72,7 @@ def _watch(found: lookup.Found, every: float) -> None:
 
 
 def _text(found: lookup.Found) -> str:
-    from wingbeat.monitor import render
+    from wingbeat.observe import render
 
     job = found.ask()
     width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 200

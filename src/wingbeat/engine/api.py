@@ -32,11 +32,11 @@ from wingbeat.engine.upgrade import (
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.methods.model_averaging.build import check_modules
-from wingbeat.monitor import launch
-from wingbeat.monitor.place import job_name
-from wingbeat.monitor.reporter import Place, Reporter
+from wingbeat.observe import launch
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
+from wingbeat.observe.place import job_name
+from wingbeat.observe.reporter import Place, Reporter
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices

@@ -13,8 +13,8 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
 from wingbeat.errors import WingbeatError
-from wingbeat.monitor import render
-from wingbeat.monitor.snapshot import Job
+from wingbeat.observe import render
+from wingbeat.observe.snapshot import Job
 
 
 class Top(App[None]):

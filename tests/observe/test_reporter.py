@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from wingbeat.monitor import reporter as module
-from wingbeat.monitor.report import Report
-from wingbeat.monitor.reporter import Place, Reporter
 from wingbeat.observe import meter as meters
+from wingbeat.observe import reporter as module
 from wingbeat.observe.meter import Meter, Section
+from wingbeat.observe.report import Report
+from wingbeat.observe.reporter import Place, Reporter
 
 
 class Shelf:

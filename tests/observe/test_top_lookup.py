@@ -13,8 +13,8 @@ import pytest
 
 from helpers.reports import job
 from wingbeat.errors import UsageError
-from wingbeat.monitor import lookup
-from wingbeat.monitor.lookup import Gone
+from wingbeat.observe import lookup
+from wingbeat.observe.lookup import Gone
 
 Serve = Callable[[str, bytes], None]
 

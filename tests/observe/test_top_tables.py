@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from helpers.reports import job, report
-from wingbeat.monitor import render
-from wingbeat.monitor.snapshot import Job
-from wingbeat.monitor.watch import Watch
+from wingbeat.observe import render
 from wingbeat.observe.meter import Section
+from wingbeat.observe.snapshot import Job
+from wingbeat.observe.watch import Watch
 
 GEI = Section("gei", {"c0": "1101", "c1": "0111", "behind": 2})
 CLASSES = Section("classes", {"0 out": 0, "1 out": 0}, "B/s")

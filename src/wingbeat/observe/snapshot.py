@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wingbeat.monitor.report import (
+from wingbeat.observe.meter import Section
+from wingbeat.observe.report import (
     MANY,
     READS,
     Malformed,
@@ -20,7 +21,6 @@ from wingbeat.monitor.report import (
     text_of,
     whole,
 )
-from wingbeat.observe.meter import Section
 
 SILENT_S = 5.0
 """Seconds without a report after which a worker is silent; more in large jobs."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from helpers.reports import job, report
-from wingbeat.monitor.report import Malformed
-from wingbeat.monitor.snapshot import Job, Worker
-from wingbeat.monitor.watch import Watch
 from wingbeat.observe.meter import Section
+from wingbeat.observe.report import Malformed
+from wingbeat.observe.snapshot import Job, Worker
+from wingbeat.observe.watch import Watch
 
 
 def _worker(watch: Watch, now: float, rank: int = 0) -> Worker:

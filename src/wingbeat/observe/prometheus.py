@@ -12,8 +12,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from wingbeat.monitor.report import Report
-from wingbeat.monitor.snapshot import Job
+from wingbeat.observe.report import Report
+from wingbeat.observe.snapshot import Job
 
 __all__ = ["CONTENT_TYPE", "exposition"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wingbeat.errors import UsageError, WingbeatError, unknown
-from wingbeat.monitor import place
-from wingbeat.monitor.report import Malformed
-from wingbeat.monitor.snapshot import Job
+from wingbeat.observe import place
+from wingbeat.observe.report import Malformed
+from wingbeat.observe.snapshot import Job
 
 PATIENCE_S = 3.0
 """Seconds to wait for an answer."""

@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from wingbeat.monitor.place import SUFFIX, NoPlace, made
-from wingbeat.monitor.report import LARGEST
-from wingbeat.monitor.watch import Watch
+from wingbeat.observe.place import SUFFIX, NoPlace, made
+from wingbeat.observe.report import LARGEST
+from wingbeat.observe.watch import Watch
 
 ASKING_S = 2.0
 """Seconds for a connection's request and answer together."""
@@ -128,7 +128,7 @@ class Supervisor:
         host, port = self._places.host, self._places.port
         if port is None:
             return None
-        importlib.import_module("wingbeat.monitor.prometheus")  # fail now if the library is missing
+        importlib.import_module("wingbeat.observe.prometheus")  # fail now if the library is missing
         deadline = time.monotonic() + _BIND_S
         while True:
             try:
@@ -157,7 +157,7 @@ class Supervisor:
             return _http_text("400 Bad Request", "text/plain", b"GET /metrics or /job\n")
         page = words[1].split(b"?")[0]
         if page == b"/metrics":
-            from wingbeat.monitor import prometheus
+            from wingbeat.observe import prometheus
 
             job = self._watch.job(time.monotonic(), time.time())
             text, kind = prometheus.exposition(job), prometheus.CONTENT_TYPE

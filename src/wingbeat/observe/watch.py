@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from wingbeat.monitor.report import Malformed, Report
-from wingbeat.monitor.snapshot import MOST_WORKERS, Job, Worker
 from wingbeat.observe.meter import PARTS, Section
+from wingbeat.observe.report import Malformed, Report
+from wingbeat.observe.snapshot import MOST_WORKERS, Job, Worker
 
 WINDOW_S = 10.0
 """Rates are averages over this number of seconds before a worker's last report."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from wingbeat.monitor.launch import Launched
-from wingbeat.monitor.report import READS, TEXT, Report
 from wingbeat.observe import meter
+from wingbeat.observe.launch import Launched
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Cell, Meter, Section
+from wingbeat.observe.report import READS, TEXT, Report
 from wingbeat.transport.store import Store
 
 EVERY_S = 1.0

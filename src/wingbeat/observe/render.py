@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from wingbeat.monitor.snapshot import Job, Worker
+from wingbeat.observe.snapshot import Job, Worker
 
 NONE = "-"
 """Placeholder for an unknown value."""

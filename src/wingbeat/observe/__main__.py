@@ -1,4 +1,4 @@
-"""The supervisor's process: ``python -m wingbeat.monitor NAME FOLDER [HOST PORT]``."""
+"""The supervisor's process: ``python -m wingbeat.observe NAME FOLDER [HOST PORT]``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from wingbeat.monitor.supervisor import Places, serve
+from wingbeat.observe.supervisor import Places, serve
 
 
 def main(arguments: list[str]) -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from helpers.reports import report
 from wingbeat.errors import UsageError
-from wingbeat.monitor import lookup
-from wingbeat.monitor.launch import Launched, places, wanted
-from wingbeat.monitor.snapshot import Job
-from wingbeat.monitor.supervisor import Places
+from wingbeat.observe import lookup
+from wingbeat.observe.launch import Launched, places, wanted
+from wingbeat.observe.snapshot import Job
+from wingbeat.observe.supervisor import Places
 
 
 @pytest.fixture

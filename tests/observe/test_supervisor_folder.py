@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.monitor.place import NoPlace, folder, job_name, made, sockets
+from wingbeat.observe.place import NoPlace, folder, job_name, made, sockets
 
 
 def test_the_folder_is_the_users_own() -> None:

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from wingbeat.errors import UsageError
-from wingbeat.monitor import place
-from wingbeat.monitor.supervisor import Places
+from wingbeat.observe import place
+from wingbeat.observe.supervisor import Places
 
 SWITCH = "WINGBEAT_TOP"
 """Environment variable: ``off`` disables reports and the supervisor."""
@@ -23,9 +23,9 @@ METRICS = "WINGBEAT_METRICS"
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[1].splitlines(); "
-    "from wingbeat.monitor.__main__ import main; main(sys.argv[2:])"
+    "from wingbeat.observe.__main__ import main; main(sys.argv[2:])"
 )
-"""Like ``python -m wingbeat.monitor``, with this process's import path."""
+"""Like ``python -m wingbeat.observe``, with this process's import path."""
 
 _END_S = 0.5
 """Seconds for the process to exit by itself."""

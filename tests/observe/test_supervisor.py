@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from helpers.reports import report
-from wingbeat.monitor import lookup, supervisor
-from wingbeat.monitor.supervisor import Places, Supervisor
+from wingbeat.observe import lookup, supervisor
+from wingbeat.observe.supervisor import Places, Supervisor
 
 Visit = Callable[["Running"], Awaitable[None]]
 
@@ -234,7 +234,7 @@ def test_library_for_metrics_is_loaded_only_where_there_is_a_port(
 ) -> None:
     script = f"""
 import asyncio, sys
-from wingbeat.monitor.supervisor import Places, Supervisor
+from wingbeat.observe.supervisor import Places, Supervisor
 
 async def main():
     reports = asyncio.StreamReader()

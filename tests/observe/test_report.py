@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.reports import report
-from wingbeat.monitor.report import LARGEST, Malformed, Report
 from wingbeat.observe.meter import Section
+from wingbeat.observe.report import LARGEST, Malformed, Report
 
 FULL = report(
     1,

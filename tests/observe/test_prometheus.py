@@ -7,10 +7,10 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.reports import job, report
-from wingbeat.monitor.prometheus import exposition
-from wingbeat.monitor.snapshot import Job
-from wingbeat.monitor.watch import Watch
 from wingbeat.observe.meter import Section
+from wingbeat.observe.prometheus import exposition
+from wingbeat.observe.snapshot import Job
+from wingbeat.observe.watch import Watch
 
 ETH = {"interface": "eth0"}
 

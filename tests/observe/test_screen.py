@@ -9,10 +9,10 @@ import pytest
 from textual.pilot import Pilot
 
 from helpers.reports import job
-from wingbeat.monitor.lookup import Gone
-from wingbeat.monitor.screen import Top
-from wingbeat.monitor.snapshot import Job
+from wingbeat.observe.lookup import Gone
 from wingbeat.observe.meter import Section
+from wingbeat.observe.screen import Top
+from wingbeat.observe.snapshot import Job
 
 GEI = Section("gei", {"c0": "1101", "c1": "0111"})
 
