@@ -46,7 +46,7 @@ from wingbeat import strategies
 from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.observe.figure import blank
+from wingbeat.observe.timeline import blank
 from wingbeat_lab.bench import contenders, digits, estimate, machine
 from wingbeat_lab.bench.attach import attached
 from wingbeat_lab.bench.attached import Attached

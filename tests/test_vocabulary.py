@@ -109,7 +109,6 @@ NOT_YET = {
         "integrations",
         "methods/bounded_staleness",
         "methods/model_averaging",
-        "observe",
         "parts",
         "planning",
         "simulator",

@@ -50,13 +50,10 @@ from wingbeat.methods.parameter_server.protocol import (
     unpack_numbers,
 )
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
-from wingbeat.observe import launch as monitor_launch
-from wingbeat.observe import lookup, trace
+from wingbeat.observe import reporter, top, trace
 from wingbeat.observe.events import Event
+from wingbeat.observe.report import Job, Report, Watch
 from wingbeat.observe.report import Malformed as MalformedReport
-from wingbeat.observe.report import Report
-from wingbeat.observe.snapshot import Job
-from wingbeat.observe.watch import Watch
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult
 from wingbeat.planning.costs import Linear, Workload
@@ -303,7 +300,7 @@ def loads(load: Callable[[Path], object], name: str = "file.json") -> Callable[[
 def watched(text: str) -> object:
     watch = Watch("x-1", 0.0)
     for line in text.split("\n"):
-        watch.take(line, 1.0)
+        watch.add_report(line, 1.0)
     return watch.job(2.0, 0.0)
 
 
@@ -422,10 +419,8 @@ TARGETS = [
         watched,
         (report(1, 3).to_text() + "\n" + report(0, 3).to_text(),),
     ),
-    Target(
-        "metrics address", ENV, monitor_launch.places, ({"WINGBEAT_METRICS": "[::1]:9400"},), Usage
-    ),
-    Target("address of a job", TEXTS, lookup._at, ("node7:9400", "[::1]:9400"), Usage),
+    Target("metrics address", ENV, reporter.places, ({"WINGBEAT_METRICS": "[::1]:9400"},), Usage),
+    Target("address of a job", TEXTS, top.job_at, ("node7:9400", "[::1]:9400"), Usage),
     Target(
         "sums",
         RAW,

@@ -53,7 +53,7 @@ class Listener:
         self.ended = ""
         self.block: threading.Event | None = None
 
-    def hand_on(self, text: str) -> bool:
+    def send_report(self, text: str) -> bool:
         if self.block is not None:
             self.block.wait(30)
         if self.there and self.parse:
@@ -83,11 +83,11 @@ def test_each_rank_puts_its_reports_under_its_own_key_and_rank_zero_hands_all_on
         meter.iterations = 10 * rank
         worker.add(meter)
     for worker in (workers[2], workers[0]):
-        worker.step()
+        worker.send()
     assert [(each.rank, each.iteration) for each in listener.heard] == [(0, 0), (2, 20)]
     listener.heard.clear()
     for worker in reversed(workers):
-        worker.step()
+        worker.send()
     assert [(each.rank, each.number) for each in listener.heard] == [(0, 1), (1, 0), (2, 1)]
     assert sorted(shelf.kept) == ["reports/1", "reports/2"]
 
@@ -105,7 +105,7 @@ def test_a_report_says_what_the_meter_says(monkeypatch: pytest.MonkeyPatch) -> N
     meter.count("dropped", 4)
     meter.show(lambda: [Section("gei", {"c0": "11"})])
     worker.add(meter)
-    worker.step()
+    worker.send()
     [said] = listener.heard
     assert (said.rank, said.size, said.iteration, said.strategy) == (0, 1, 1, "DeAR(mb=5)")
     assert said.spent_s == {
@@ -131,7 +131,7 @@ def test_two_models_of_a_process_are_one_worker() -> None:
     generator.waited_ns, critic.waited_ns = 1_000_000_000, 2_000_000_000
     worker.add(generator)
     worker.add(critic)
-    worker.step()
+    worker.send()
     [said] = listener.heard
     assert said.iteration == 50
     assert said.strategy == "AllReduce(), DeAR()"
@@ -150,7 +150,7 @@ def test_what_two_models_show_under_one_name_is_added() -> None:
     for meter in kept:
         meter.show(lambda name=meter.name: shown[name])  # type: ignore[misc]
         worker.add(meter)
-    worker.step()
+    worker.send()
     assert listener.heard[0].sections[1:] == (
         Section("classes", {"0 in": 6, "1 in": 7, "2 in": 2}, "B/s"),
         Section("kind", {"a": "x"}),
@@ -171,7 +171,7 @@ def test_what_one_model_takes_is_not_other_for_the_next() -> None:
     ns[0] += 1_000_000_000
     for each in (generator, critic):
         each.enter("other")
-    worker.step()
+    worker.send()
     assert listener.heard[0].spent_s["forward"] == 6.0
     assert listener.heard[0].spent_s["other"] == 1.0
 
@@ -184,7 +184,7 @@ def test_a_model_that_is_gone_is_reported_no_more() -> None:
     worker.add(meter)
     del meter
     gc.collect()
-    worker.step()
+    worker.send()
     assert (listener.heard[0].iteration, listener.heard[0].strategy) == (0, "")
 
 
@@ -193,7 +193,7 @@ def test_a_long_strategy_is_cut() -> None:
     worker = _reporter(0, 1, Shelf(), listener)
     meter = Meter("Net", "S(" + "x" * 500 + ")")
     worker.add(meter)
-    worker.step()
+    worker.send()
     assert listener.heard[0].strategy == "S(" + "x" * 123 + "..."
 
 
@@ -205,13 +205,13 @@ def test_rank_zero_reads_a_bounded_number_each_time_and_nobody_is_forgotten(
     worker = _reporter(0, 8, shelf, Listener(parse=False))
     keys = [f"reports/{rank}" for rank in range(1, 8)]
     for step in range(1, 8):
-        worker.step()
+        worker.send()
         assert len(shelf.looked) == 3 * step
     assert sorted(shelf.looked) == sorted(3 * keys)
     shelf.kept = dict.fromkeys(keys, "{}")
     shelf.looked.clear()
     for _ in range(14):
-        worker.step()
+        worker.send()
     assert sorted(shelf.asked) == sorted(6 * keys)
     assert sorted(shelf.looked) == keys  # who has been seen is there
 
@@ -219,8 +219,8 @@ def test_rank_zero_reads_a_bounded_number_each_time_and_nobody_is_forgotten(
 def test_without_a_supervisor_rank_zero_reads_nothing() -> None:
     shelf, listener = Shelf(), Listener()
     listener.there = False
-    _reporter(0, 4, shelf, listener).step()
-    _reporter(0, 4, shelf).step()
+    _reporter(0, 4, shelf, listener).send()
+    _reporter(0, 4, shelf).send()
     assert (shelf.looked, shelf.asked, shelf.kept) == ([], [], {})
 
 
@@ -287,5 +287,5 @@ def test_who_cannot_read_the_counters_reports_the_rest(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module.psutil, "net_io_counters", fails)
     listener = Listener()
-    _reporter(0, 1, Shelf(), listener).step()
+    _reporter(0, 1, Shelf(), listener).send()
     assert listener.heard[0].interfaces == {}

@@ -14,9 +14,9 @@ import pytest
 
 from helpers.reports import report
 from wingbeat.errors import UsageError
-from wingbeat.observe import lookup
-from wingbeat.observe.launch import Launched, places, wanted
-from wingbeat.observe.snapshot import Job
+from wingbeat.observe import top
+from wingbeat.observe.report import Job
+from wingbeat.observe.reporter import SupervisorProcess, enabled, places
 from wingbeat.observe.supervisor import Places
 
 
@@ -26,11 +26,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[[], Launched]]:
-    made: list[Launched] = []
+def start(folder: Path) -> Iterator[Callable[[], SupervisorProcess]]:
+    made: list[SupervisorProcess] = []
 
-    def begin() -> Launched:
-        made.append(Launched("train-1", Places(str(folder)), lambda _: None))
+    def begin() -> SupervisorProcess:
+        made.append(SupervisorProcess("train-1", Places(str(folder)), lambda _: None))
         return made[-1]
 
     yield begin
@@ -42,10 +42,10 @@ def _job(folder: Path, workers: int = 0) -> Job:
     """The job, once somebody answers for it and has heard of so many workers."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for found in lookup.running(folder):
+        for found in top.running(folder):
             try:
-                job = found.ask()
-            except lookup.Gone:
+                job = found.query()
+            except top.JobLost:
                 continue
             if len(job.workers) >= workers:
                 return job
@@ -54,11 +54,11 @@ def _job(folder: Path, workers: int = 0) -> Job:
 
 
 def test_it_is_on_unless_switched_off() -> None:
-    assert wanted({})
-    assert wanted({"WINGBEAT_TOP": "ON"})
-    assert not wanted({"WINGBEAT_TOP": "off"})
+    assert enabled({})
+    assert enabled({"WINGBEAT_TOP": "ON"})
+    assert not enabled({"WINGBEAT_TOP": "off"})
     with pytest.raises(UsageError, match="WINGBEAT_TOP=maybe: allowed are on and off"):
-        wanted({"WINGBEAT_TOP": "maybe"})
+        enabled({"WINGBEAT_TOP": "maybe"})
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_a_port_that_is_none_is_one_clear_error(said: str) -> None:
         places({"WINGBEAT_METRICS": said})
 
 
-def test_what_it_is_told_it_tells(folder: Path, start: Callable[[], Launched]) -> None:
+def test_what_it_is_told_it_tells(folder: Path, start: Callable[[], SupervisorProcess]) -> None:
     launched = start()
-    assert launched.hand_on(report(0, 4, size=1).to_text())
+    assert launched.send_report(report(0, 4, size=1).to_text())
     [worker] = _job(folder, 1).workers
     assert worker.report == report(0, 4, size=1)
     launched.close()
@@ -97,7 +97,7 @@ def test_what_it_is_told_it_tells(folder: Path, start: Callable[[], Launched]) -
 
 
 def test_it_ends_though_a_forked_child_has_its_socket_too(
-    folder: Path, start: Callable[[], Launched]
+    folder: Path, start: Callable[[], SupervisorProcess]
 ) -> None:
     launched = start()
     _job(folder)
@@ -113,7 +113,9 @@ def test_it_ends_though_a_forked_child_has_its_socket_too(
         os.waitpid(child, 0)
 
 
-def test_it_imports_neither_torch_nor_numpy(folder: Path, start: Callable[[], Launched]) -> None:
+def test_it_imports_neither_torch_nor_numpy(
+    folder: Path, start: Callable[[], SupervisorProcess]
+) -> None:
     launched = start()
     _job(folder)
     maps = Path(f"/proc/{launched.pid}/maps").read_text()
@@ -128,26 +130,26 @@ def test_it_imports_what_this_process_would(
     for name in ("asyncio", "json", "socket", "wingbeat"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
-    launched = Launched("train-1", Places(str(folder)), lambda _: None)
-    assert launched.hand_on(report(0, 4, size=1).to_text())
+    launched = SupervisorProcess("train-1", Places(str(folder)), lambda _: None)
+    assert launched.send_report(report(0, 4, size=1).to_text())
     assert _job(folder, 1).workers
     launched.close()
 
 
 def test_one_that_is_killed_takes_nothing_more_and_that_is_told_once(folder: Path) -> None:
     told: list[str] = []
-    launched = Launched("train-1", Places(str(folder)), told.append)
+    launched = SupervisorProcess("train-1", Places(str(folder)), told.append)
     _job(folder)
     os.kill(launched.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while launched.hand_on(report(0, 1).to_text()):
+    while launched.send_report(report(0, 1).to_text()):
         assert time.monotonic() < deadline
-    assert not launched.hand_on("more")
+    assert not launched.send_report("more")
     launched.close()
-    assert not launched.hand_on("more")
+    assert not launched.send_report("more")
     assert told == ["`wingbeat top` shows this job no more: its supervisor has ended"]
     assert [path.name for path in folder.iterdir()] == ["train-1.sock"]  # it could not
-    assert lookup.running(folder) == []
+    assert top.running(folder) == []
     assert list(folder.iterdir()) == []
 
 
@@ -155,9 +157,9 @@ def test_its_end_does_not_end_a_script_that_broken_pipes_end(folder: Path) -> No
     child = os.fork()
     if not child:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        launched = Launched("train-1", Places(str(folder)), lambda _: None)
+        launched = SupervisorProcess("train-1", Places(str(folder)), lambda _: None)
         launched.kill()
-        os._exit(3 + launched.hand_on("more"))
+        os._exit(3 + launched.send_report("more"))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
@@ -165,18 +167,18 @@ def test_a_scripts_default_timeout_does_not_end_it(folder: Path) -> None:
     before = socket.getdefaulttimeout()
     try:
         socket.setdefaulttimeout(0.001)
-        launched = Launched("train-1", Places(str(folder)), lambda _: None)
+        launched = SupervisorProcess("train-1", Places(str(folder)), lambda _: None)
     finally:
         socket.setdefaulttimeout(before)
     os.kill(launched.pid, signal.SIGSTOP)
     threading.Timer(0.2, os.kill, (launched.pid, signal.SIGCONT)).start()
     for second in range(300):  # more than the system keeps
-        assert launched.hand_on(report(0, second).to_text() + 5_000 * " ")
+        assert launched.send_report(report(0, second).to_text() + 5_000 * " ")
     launched.close()
 
 
 def test_one_that_is_stopped_is_killed_and_frees_who_waits_for_it(
-    folder: Path, start: Callable[[], Launched]
+    folder: Path, start: Callable[[], SupervisorProcess]
 ) -> None:
     launched = start()
     _job(folder)
@@ -184,7 +186,7 @@ def test_one_that_is_stopped_is_killed_and_frees_who_waits_for_it(
     text = report(0, 1).to_text()
 
     def fill() -> None:
-        while launched.hand_on(text):
+        while launched.send_report(text):
             pass
 
     thread = threading.Thread(target=fill, daemon=True)
@@ -197,19 +199,19 @@ def test_one_that_is_stopped_is_killed_and_frees_who_waits_for_it(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_the_workers_is_not_for_it(
-    folder: Path, start: Callable[[], Launched], number: signal.Signals
+    folder: Path, start: Callable[[], SupervisorProcess], number: signal.Signals
 ) -> None:
     launched = start()
     _job(folder)
     os.kill(launched.pid, number)
-    launched.hand_on(report(0, 1, size=1).to_text())
+    launched.send_report(report(0, 1, size=1).to_text())
     assert _job(folder, 1).workers
 
 
 def test_what_its_user_should_know_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     told: list[str] = []
-    launched = Launched("x", Places(str(tmp_path / "file")), told.append)
+    launched = SupervisorProcess("x", Places(str(tmp_path / "file")), told.append)
     deadline = time.monotonic() + 30
     while not told:
         assert time.monotonic() < deadline

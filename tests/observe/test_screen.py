@@ -9,10 +9,10 @@ import pytest
 from textual.pilot import Pilot
 
 from helpers.reports import job
-from wingbeat.observe.lookup import Gone
 from wingbeat.observe.meter import Section
+from wingbeat.observe.report import Job
 from wingbeat.observe.screen import Top
-from wingbeat.observe.snapshot import Job
+from wingbeat.observe.top import JobLost
 
 GEI = Section("gei", {"c0": "1101", "c1": "0111"})
 
@@ -29,7 +29,7 @@ class Source:
     def __call__(self) -> Job:
         self.asked += 1
         if self.job is None:
-            raise Gone("job train-4711 has ended")
+            raise JobLost("job train-4711 has ended")
         return self.job
 
 

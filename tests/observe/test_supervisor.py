@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from helpers.reports import report
-from wingbeat.observe import lookup, supervisor
+from wingbeat.observe import supervisor, top
 from wingbeat.observe.supervisor import Places, Supervisor
 
 Visit = Callable[["Running"], Awaitable[None]]
@@ -136,7 +136,7 @@ def test_lines_that_are_no_reports_change_nothing(folder: Path) -> None:
 def test_strangers_that_send_garbage_or_nothing_or_go_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "ASKING_S", 0.2)
+    monkeypatch.setattr(supervisor, "REQUEST_S", 0.2)
 
     async def visit(running: Running) -> None:
         held = []
@@ -156,26 +156,26 @@ def test_strangers_that_send_garbage_or_nothing_or_go_at_once(
             except OSError:
                 pass
             writer.close()
-        assert not running.made._visitors
+        assert not running.made._connections
         assert (await running.http(b"GET /job HTTP/1.1\r\n\r\n"))[0] == "HTTP/1.1 200 OK"
 
     play(visit, Places(str(folder), port=0), lines=1)
 
 
 def test_a_visitor_that_never_reads_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "ASKING_S", 0.2)
+    monkeypatch.setattr(supervisor, "REQUEST_S", 0.2)
     monkeypatch.setattr(Supervisor, "_page", lambda self: b"x" * (8 << 20))
 
     async def visit(running: Running) -> None:
         stuck = socket.socket(socket.AF_UNIX)
         stuck.connect(str(running.path))
-        while not running.made._visitors:
+        while not running.made._connections:
             await asyncio.sleep(0.01)
         for _ in range(500):
-            if not running.made._visitors:
+            if not running.made._connections:
                 break
             await asyncio.sleep(0.01)
-        assert not running.made._visitors
+        assert not running.made._connections
         stuck.close()
 
     play(visit, Places(str(folder)))
@@ -186,8 +186,8 @@ def test_connections_that_ask_nothing_keep_no_scrape_waiting(
     folder: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     """More of them than are kept, and none reaches its time limit meanwhile."""
-    monkeypatch.setattr(supervisor, "ASKING_S", 600.0)
-    most = supervisor._AT_ONCE
+    monkeypatch.setattr(supervisor, "REQUEST_S", 600.0)
+    most = supervisor._CONNECTIONS
 
     async def visit(running: Running) -> None:
         idle = []
@@ -197,7 +197,7 @@ def test_connections_that_ask_nothing_keep_no_scrape_waiting(
         for _ in range(3):
             assert (await running.http(b"GET /metrics HTTP/1.1\r\n\r\n"))[0].endswith("200 OK")
         assert (await running.ask())["name"] == "train-1"
-        assert len(running.made._visitors) <= most
+        assert len(running.made._connections) <= most
         for reader, _ in idle[:30]:  # those that were open longest
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(), 10) == b""
@@ -210,7 +210,7 @@ def test_connections_that_ask_nothing_keep_no_scrape_waiting(
 def test_request_that_comes_byte_by_byte_has_the_same_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "ASKING_S", 0.2)
+    monkeypatch.setattr(supervisor, "REQUEST_S", 0.2)
 
     async def visit(running: Running) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -291,13 +291,13 @@ def test_a_port_that_is_taken_is_said_and_the_socket_works(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_BIND_S", 0.0)
-    monkeypatch.setattr(supervisor, "_LOOK_S", 0.01)
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
         async def visit(running: Running) -> None:
             [line] = running.said
-            assert f"127.0.0.1:{port}: Address already in use; training goes on" in line
+            assert f"127.0.0.1:{port}: Address already in use; training continues" in line
             assert (await running.ask())["name"] == "train-1"
 
         play(visit, Places(str(folder), port=port), lines=1)
@@ -308,7 +308,7 @@ def test_a_host_that_does_not_exist_is_said(folder: Path, monkeypatch: pytest.Mo
 
     async def visit(running: Running) -> None:
         [line] = running.said
-        assert line.startswith("metrics cannot be had at no.such.host.invalid:9400: ")
+        assert line.startswith("cannot serve metrics at no.such.host.invalid:9400: ")
         assert "error -" not in line
 
     play(visit, Places(str(folder), "no.such.host.invalid", 9400), lines=1)
@@ -317,7 +317,7 @@ def test_a_host_that_does_not_exist_is_said(folder: Path, monkeypatch: pytest.Mo
 def test_a_port_that_the_job_before_has_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_LOOK_S", 0.01)
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.01)
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
 
@@ -383,7 +383,7 @@ def test_two_jobs_have_a_socket_each(folder: Path) -> None:
     async def visit(one: Running) -> None:
         two = Running(Places(str(folder)), "eval-2")
         await two.ready()
-        names = await asyncio.to_thread(lambda: [f.name for f in lookup.running(folder)])
+        names = await asyncio.to_thread(lambda: [f.name for f in top.running(folder)])
         assert names == ["eval-2", "train-1"]
         await two.end()
 

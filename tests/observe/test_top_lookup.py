@@ -13,8 +13,8 @@ import pytest
 
 from helpers.reports import job
 from wingbeat.errors import UsageError
-from wingbeat.observe import lookup
-from wingbeat.observe.lookup import Gone
+from wingbeat.observe import top
+from wingbeat.observe.top import JobLost
 
 Serve = Callable[[str, bytes], None]
 
@@ -56,31 +56,40 @@ def _text(name: str = "train-1") -> bytes:
 
 def test_the_only_job_needs_no_name(tmp_path: Path, serve: Serve) -> None:
     serve("train-1", _text())
-    found = lookup.find("", tmp_path)
-    assert (found.name, found.ask().name, len(found.ask().workers)) == ("train-1", "train-1", 2)
+    found = top.find("", tmp_path)
+    assert (found.name, found.query().name, len(found.query().workers)) == ("train-1", "train-1", 2)
+
+
+def test_sockets_are_found_by_name(tmp_path: Path, serve: Serve) -> None:
+    for name in ("b-2", "a-1"):
+        serve(name, _text(name))
+    for name in ("a-1.4711", "notes.txt"):
+        (tmp_path / name).write_text("")
+    assert [found.name for found in top.running(tmp_path)] == ["a-1", "b-2"]
+    assert top.running(tmp_path / "none") == []
 
 
 def test_one_of_several_is_named(tmp_path: Path, serve: Serve) -> None:
     for name in ("train-1", "train-2", "my-eval-3"):
         serve(name, _text(name))
     with pytest.raises(UsageError, match="3 jobs run here: my-eval-3, train-1, train-2; name one"):
-        lookup.find("", tmp_path)
-    assert lookup.find("train-2", tmp_path).ask().name == "train-2"
-    assert lookup.find("my-eval", tmp_path).ask().name == "my-eval-3"
+        top.find("", tmp_path)
+    assert top.find("train-2", tmp_path).query().name == "train-2"
+    assert top.find("my-eval", tmp_path).query().name == "my-eval-3"
     with pytest.raises(UsageError, match="2 jobs run here: train-1, train-2"):
-        lookup.find("train", tmp_path)
+        top.find("train", tmp_path)
 
 
 def test_a_name_that_no_job_has(tmp_path: Path, serve: Serve) -> None:
     serve("train-1", _text())
     with pytest.raises(UsageError, match=r"unknown job 'trian-1' \(did you mean 'train-1'\?\)"):
-        lookup.find("trian-1", tmp_path)
+        top.find("trian-1", tmp_path)
 
 
 def test_no_job_at_all_says_where_to_look(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UsageError, match=r"no wingbeat job of this user.*host of rank 0"):
-            lookup.find("", folder)
+            top.find("", folder)
 
 
 def test_sockets_of_the_dead_are_removed_and_others_stay(tmp_path: Path, serve: Serve) -> None:
@@ -88,7 +97,7 @@ def test_sockets_of_the_dead_are_removed_and_others_stay(tmp_path: Path, serve: 
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead-2.sock"))
     (tmp_path / "file-3.sock").mkdir()  # nothing that a job has made
-    assert [found.name for found in lookup.running(tmp_path)] == ["train-1"]
+    assert [found.name for found in top.running(tmp_path)] == ["train-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file-3.sock", "train-1.sock"]
 
 
@@ -107,8 +116,8 @@ def test_what_others_may_have_put_there_is_neither_asked_nor_removed(
         folder.chmod(0o777)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 4711)
-    with pytest.raises(UsageError, match=r"jobs are not looked for in .*of this user alone"):
-        lookup.find("", folder)
+    with pytest.raises(UsageError, match=r"jobs are not searched in .*of this user alone"):
+        top.find("", folder)
     assert [path.name for path in folder.iterdir()] == ["train-1.sock"]
 
 
@@ -117,35 +126,35 @@ def test_what_answers_and_is_no_job_is_one_clear_error(
     tmp_path: Path, serve: Serve, text: bytes
 ) -> None:
     serve("train-1", text)
-    with pytest.raises(Gone, match="what answers as train-1 is no wingbeat job") as raised:
-        lookup.find("train-1", tmp_path).ask()
+    with pytest.raises(JobLost, match="what answers as train-1 is no wingbeat job") as raised:
+        top.find("train-1", tmp_path).query()
     assert "\n" not in str(raised.value)
 
 
 def test_an_answer_without_end_is_cut(
     tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup, "LARGEST", 1 << 20)
+    monkeypatch.setattr(top, "LARGEST", 1 << 20)
     serve("train-1", b"x" * (8 << 20))
-    with pytest.raises(Gone, match="more than 1048576 bytes"):
-        lookup.find("train-1", tmp_path).ask()
+    with pytest.raises(JobLost, match="more than 1048576 bytes"):
+        top.find("train-1", tmp_path).query()
 
 
 def test_who_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(top, "TIMEOUT_S", 0.1)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(tmp_path / "mute-1.sock"))
         mute.listen()
-        with pytest.raises(Gone, match="mute-1 has ended, or does not answer"):
-            lookup.find("mute-1", tmp_path).ask()
+        with pytest.raises(JobLost, match="mute-1 has ended, or does not answer"):
+            top.find("mute-1", tmp_path).query()
 
 
 def test_a_job_that_has_ended_since_it_was_found(tmp_path: Path, serve: Serve) -> None:
     serve("train-1", _text())
-    found = lookup.find("", tmp_path)
+    found = top.find("", tmp_path)
     (tmp_path / "train-1.sock").unlink()
-    with pytest.raises(Gone, match="train-1 has ended"):
-        found.ask()
+    with pytest.raises(JobLost, match="train-1 has ended"):
+        found.query()
 
 
 def test_another_hosts_job_is_asked_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,14 +172,14 @@ def test_another_hosts_job_is_asked_by_http(monkeypatch: pytest.MonkeyPatch) -> 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         port = listener.getsockname()[1]
-        assert lookup.find(f"localhost:{port}").ask().name == "train-1"
+        assert top.find(f"localhost:{port}").query().name == "train-1"
         thread.join(10)
     assert asked[0].startswith(b"GET /job HTTP/1.1\r\n")
-    with pytest.raises(Gone, match=f"no wingbeat job answers at :{port}: "):
-        lookup.find(f":{port}").ask()
+    with pytest.raises(JobLost, match=f"no wingbeat job answers at :{port}: "):
+        top.find(f":{port}").query()
 
 
 @pytest.mark.parametrize("address", ["host:", "host:x", "host:0", "host:65536", ":"])
 def test_an_address_without_a_port_is_one_clear_error(address: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT needs a port from 1 to 65535"):
-        lookup.find(address)
+        top.find(address)

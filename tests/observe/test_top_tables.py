@@ -7,10 +7,9 @@ import itertools
 import pytest
 
 from helpers.reports import job, report
-from wingbeat.observe import render
+from wingbeat.observe import top
 from wingbeat.observe.meter import Section
-from wingbeat.observe.snapshot import Job
-from wingbeat.observe.watch import Watch
+from wingbeat.observe.report import Job, Watch
 
 GEI = Section("gei", {"c0": "1101", "c1": "0111", "behind": 2})
 CLASSES = Section("classes", {"0 out": 0, "1 out": 0}, "B/s")
@@ -20,30 +19,30 @@ def text(made: Job, width: int, *only: str) -> list[str]:
     """The lines of these tables, or of all."""
     return [
         line
-        for sheet in render.sheets(made, width)
-        if not only or sheet.title.split(" ")[0] in only
-        for line in render.lines(sheet)
+        for table in top.tables(made, width)
+        if not only or table.title.split(" ")[0] in only
+        for line in table.lines()
     ]
 
 
 def test_the_headline() -> None:
-    assert render.headline(job(2)) == (
+    assert top.headline(job(2)) == (
         "train-4711: iteration 40, 2 iterations/s; 2 workers; watched for 20 s; DeAR()"
     )
 
 
 def test_the_headline_says_when_workers_differ() -> None:
     watch = Watch("gan-1", 0.0)
-    watch.take(report(0, 3, size=3).to_text(), 0.0)
-    watch.take(report(1, 5, size=3).to_text(), 0.0)
+    watch.add_report(report(0, 3, size=3).to_text(), 0.0)
+    watch.add_report(report(1, 5, size=3).to_text(), 0.0)
     made = watch.job(2.0, 0.0)
-    assert render.headline(made) == (
+    assert top.headline(made) == (
         "gan-1: iteration 6 to 10; 3 workers, 2 running; watched for 2 s; DeAR()"
     )
 
 
 def test_the_headline_before_anything_is_known() -> None:
-    assert "no worker has reported yet" in render.headline(Watch("x", 0.0).job(1.0, 0.0))
+    assert "no worker has reported yet" in top.headline(Watch("x", 0.0).job(1.0, 0.0))
 
 
 def test_all_columns_where_there_is_room() -> None:
@@ -80,9 +79,9 @@ def test_a_few_columns_in_the_narrowest_terminal() -> None:
 @pytest.mark.parametrize("width", [10, 24, 40, 64, 80, 100, 132, 200])
 def test_no_table_is_wider_than_the_terminal(width: int) -> None:
     made = job(3, sections=(GEI, CLASSES), counts={"dropped": 1}, host="h" * 100)
-    sheets = render.sheets(made, width)
-    for sheet in (sheets[0], *sheets[2:]):
-        columns = list(zip(sheet.headings, *sheet.rows, strict=True))
+    tables = top.tables(made, width)
+    for table in (tables[0], *tables[2:]):
+        columns = list(zip(table.headings, *table.rows, strict=True))
         if len(columns) > 2:
             assert sum(max(map(len, column)) + 2 for column in columns) - 2 <= width
 
@@ -109,8 +108,8 @@ def test_a_grid_that_is_too_wide_says_how_much_is_left_out() -> None:
 
 def test_workers_that_show_different_columns() -> None:
     watch = Watch("x", 0.0)
-    watch.take(report(0, 0, sections=(Section("groups", {"group": "0, 2"}),)).to_text(), 0.0)
-    watch.take(report(1, 0, sections=(Section("groups", {"epoch": 3}),)).to_text(), 0.0)
+    watch.add_report(report(0, 0, sections=(Section("groups", {"group": "0, 2"}),)).to_text(), 0.0)
+    watch.add_report(report(1, 0, sections=(Section("groups", {"epoch": 3}),)).to_text(), 0.0)
     assert text(watch.job(0.0, 0.0), 80, "groups") == [
         "groups",
         "rank  group  epoch",
@@ -135,9 +134,9 @@ def test_interfaces() -> None:
 
 def test_a_worker_that_has_said_nothing_is_there() -> None:
     watch = Watch("x", 0.0)
-    watch.take(report(1, 0).to_text(), 0.0)
+    watch.add_report(report(1, 0).to_text(), 0.0)
     lines = text(watch.job(9.0, 0.0), 80, "workers")
-    assert lines[2].split() == ["0", *"------", *["not", "heard", "for", "9", "s"]]
+    assert lines[2].split() == ["0", *"------", *["no", "report", "for", "9", "s"]]
     assert lines[3].endswith("silent for 9 s")
 
 
@@ -157,8 +156,8 @@ def test_names_are_no_markup_and_no_colour() -> None:
 
 
 def test_sizes_and_numbers_have_three_digits() -> None:
-    sizes = [render.size(10.0**power * 1.2345) for power in range(17)]
+    sizes = [top.size(10.0**power * 1.2345) for power in range(17)]
     assert len(set(sizes)) == len(sizes)
     assert all(len(size) <= 8 for size in sizes)
     for less, more in itertools.pairwise(["999 B", "1 kB"]):
-        assert (render.size(999.4), render.size(999.6)) == (less, more)
+        assert (top.size(999.4), top.size(999.6)) == (less, more)

@@ -32,11 +32,16 @@ from wingbeat.engine.upgrade import (
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.methods.model_averaging.build import check_modules
-from wingbeat.observe import launch
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
-from wingbeat.observe.place import job_name
-from wingbeat.observe.reporter import Place, Reporter
+from wingbeat.observe.reporter import (
+    Place,
+    Reporter,
+    SupervisorProcess,
+    enabled,
+    job_name,
+    places,
+)
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices
@@ -409,13 +414,13 @@ _reporters_lock = threading.Lock()
 
 def check_monitor_variables(world: World) -> None:
     """Check the environment variables of `wingbeat top` before anything is changed."""
-    if not world.threads and launch.wanted() and world.rank == 0:
-        launch.places()
+    if not world.threads and enabled() and world.rank == 0:
+        places()
 
 
 def report(world: World, meter: Meter) -> None:
     """Report a model's meter until its world is closed; training continues if that fails."""
-    if world.threads or not launch.wanted():
+    if world.threads or not enabled():
         return
     with _reporters_lock:
         if world not in _reporters:
@@ -426,7 +431,7 @@ def report(world: World, meter: Meter) -> None:
 
 
 def _start_reporter(world: World) -> Reporter | None:
-    where = launch.places() if world.rank == 0 else None
+    where = places() if world.rank == 0 else None
     store = world.store if world.group_store is None else world.group_store()
     if is_append_only(store):
         if world.rank == 0:
@@ -435,7 +440,7 @@ def _start_reporter(world: World) -> Reporter | None:
     supervisor = None
     if where is not None:
         try:
-            supervisor = launch.Launched(job_name(), where, log.info)
+            supervisor = SupervisorProcess(job_name(), where, log.info)
         except OSError as error:  # out of memory or processes
             log.info("`wingbeat top` cannot show this job: %s", error)
     names = tuple(link.name for link in world.links)

@@ -12,12 +12,9 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
 from prometheus_client import Metric, generate_latest
 from prometheus_client.registry import Collector
 
-from wingbeat.observe.report import Report
-from wingbeat.observe.snapshot import Job
+from wingbeat.observe.report import Job
 
 __all__ = ["CONTENT_TYPE", "exposition"]
-
-_Sample: TypeAlias = "tuple[Mapping[str, str], float]"
 
 
 def exposition(job: Job) -> bytes:
@@ -46,50 +43,42 @@ class _Collector(Collector):
                 yield family
 
 
-def _families(job: Job) -> Iterator[tuple[str, str, str, Iterator[_Sample]]]:
-    reports = [worker.report for worker in job.workers if worker.report is not None]
-    yield "wingbeat_workers", "gauge", "Workers of the job.", iter([({}, len(job.workers))])
-    silent = (({"rank": str(w.rank)}, w.silent_s) for w in job.workers)
+_Sample: TypeAlias = "tuple[Mapping[str, str], float]"
+
+
+def _families(job: Job) -> Iterator[tuple[str, str, str, Iterable[_Sample]]]:
+    reports = [
+        (worker.report, {"rank": str(worker.rank), "host": worker.report.host})
+        for worker in job.workers
+        if worker.report is not None
+    ]
+    yield "wingbeat_workers", "gauge", "Workers of the job.", [({}, len(job.workers))]
+    silent = [({"rank": str(w.rank)}, w.silent_s) for w in job.workers]
     yield "wingbeat_silent_seconds", "gauge", "Time since the worker's last report.", silent
-    steps = ((_who(r), float(r.iteration)) for r in reports)
+    steps = [(who, float(r.iteration)) for r, who in reports]
     yield "wingbeat_iterations_total", "counter", "Optimizer steps.", steps
-    yield (
-        "wingbeat_spent_seconds_total",
-        "counter",
-        "Time by part of the iteration.",
-        (({**_who(r), "part": part}, s) for r in reports for part, s in r.spent_s.items()),
-    )
-    yield (
-        "wingbeat_interface_bytes_total",
-        "counter",
-        "Bytes of the worker's host, by the kernel's counters.",
-        (sample for r in reports for sample in _interfaces(r)),
-    )
-    yield (
-        "wingbeat_events_total",
-        "counter",
-        "Things that should be rare.",
-        (({**_who(r), "what": what}, float(n)) for r in reports for what, n in r.counts.items()),
-    )
+    spent = [({**who, "part": part}, s) for r, who in reports for part, s in r.spent_s.items()]
+    yield "wingbeat_spent_seconds_total", "counter", "Time by part of the iteration.", spent
+    moved = [
+        ({**who, "interface": name, "direction": way}, count)
+        for r, who in reports
+        for name, counts in r.interfaces.items()
+        for way, count in zip(("sent", "received"), counts, strict=True)
+    ]
+    text = "Bytes of the worker's host, by the kernel's counters."
+    yield "wingbeat_interface_bytes_total", "counter", text, moved
+    rare = [({**who, "what": what}, float(n)) for r, who in reports for what, n in r.counts.items()]
+    yield "wingbeat_events_total", "counter", "Things that should be rare.", rare
     # One family cannot mix counters (growing cells) and gauges.
-    for grows, name, kind in ((True, "_total", "counter"), (False, "", "gauge")):
-        cells = (sample for r in reports for sample in _cells(r, grows))
-        yield f"wingbeat_strategy{name}", kind, "What the strategy shows.", cells
-
-
-def _who(report: Report) -> dict[str, str]:
-    return {"rank": str(report.rank), "host": report.host}
-
-
-def _interfaces(report: Report) -> Iterator[_Sample]:
-    for name, (sent, received) in report.interfaces.items():
-        where = {**_who(report), "interface": name}
-        yield {**where, "direction": "sent"}, sent
-        yield {**where, "direction": "received"}, received
-
-
-def _cells(report: Report, grows: bool) -> Iterator[_Sample]:
-    for section in report.sections:
-        for name, cell in section.cells.items():
-            if bool(section.unit) is grows and not isinstance(cell, str):
-                yield {**_who(report), "table": section.name, "column": name}, cell
+    for grows, name, kind in (
+        (True, "wingbeat_strategy_total", "counter"),
+        (False, "wingbeat_strategy", "gauge"),
+    ):
+        cells = [
+            ({**who, "table": section.name, "column": column}, cell)
+            for r, who in reports
+            for section in r.sections
+            for column, cell in section.cells.items()
+            if bool(section.unit) is grows and not isinstance(cell, str)
+        ]
+        yield name, kind, "What the strategy shows.", cells

@@ -1,39 +1,182 @@
-"""A worker's thread that reports the worker's progress about once per second.
+"""A worker's thread that reports its progress about once per second, and rank 0's supervisor.
 
 A report is a text under the worker's key of the rendezvous store and replaces the previous one.
-Rank 0 reads all of them and forwards them to the supervisor that it has started.
+Rank 0 reads all of them and forwards them to the supervisor process that it has started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from wingbeat.errors import UsageError
 from wingbeat.observe import meter
-from wingbeat.observe.launch import Launched
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Cell, Meter, Section
 from wingbeat.observe.report import READS, TEXT, Report
+from wingbeat.observe.supervisor import Places, socket_folder
 from wingbeat.transport.store import Store
+
+SWITCH = "WINGBEAT_TOP"
+"""Environment variable: ``off`` disables reports and the supervisor."""
+
+METRICS = "WINGBEAT_METRICS"
+"""Environment variable: ``PORT`` or ``HOST:PORT`` at which the supervisor serves HTTP."""
 
 EVERY_S = 1.0
 """Seconds between two reports."""
 
-_AT_ONCE_S = 1.0
+_READ_S = 1.0
 """Timeout of reads of keys that exist, in seconds."""
 
 _LEAVE_S = 1.0
 """Seconds that the last report may take."""
+
+_EXIT_S = 0.5
+"""Seconds for the supervisor to exit by itself."""
+
+_NAME = 40
+"""Maximum characters of a script's name; the path of a socket has about 100 in all."""
+
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[1].splitlines(); "
+    "from wingbeat.observe.supervisor import main; main(sys.argv[2:])"
+)
+"""Like ``python -m wingbeat.observe.supervisor``, with this process's import path."""
+
+
+# -- what the environment selects -----------------------------------------------------------------
+
+
+def enabled(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether jobs are monitored; UsageError reports an invalid environment variable."""
+    switch = env.get(SWITCH, "on").lower()
+    if switch not in ("on", "off"):
+        raise UsageError(f"{SWITCH}={switch}: allowed are on and off")
+    return switch == "on"
+
+
+def places(env: Mapping[str, str] = os.environ) -> Places:
+    """Return where the supervisor serves; UsageError reports an invalid port.
+
+    >>> places({"WINGBEAT_METRICS": "9400", "WINGBEAT_RUNTIME_DIR": "/run/wb"})
+    Places(folder='/run/wb', host='127.0.0.1', port=9400)
+    """
+    folder, address = str(socket_folder(env)), env.get(METRICS, "")
+    if not address:
+        return Places(folder)
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+        raise UsageError(f"{METRICS}={address:.80}: allowed is a port up to 65535, or HOST:PORT")
+    return Places(folder, host.strip("[]") or "127.0.0.1", int(port))
+
+
+def job_name(argv0: str = "", env: Mapping[str, str] = os.environ) -> str:
+    """Return the name of this process's job: the script's name and a process id.
+
+    Under torchrun it is torchrun's process id, so a restarted job keeps its name.
+    """
+    script = Path(argv0 or (sys.argv[0] if sys.argv else "")).name.removesuffix(".py")
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", script).strip("-.")[:_NAME] or "job"
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in env else os.getpid()
+    return f"{plain}-{pid}"
+
+
+# -- the supervisor's process, seen from rank 0 ---------------------------------------------------
+
+
+class SupervisorProcess:
+    """The supervisor's process; a thread passes its messages for the user to ``tell``.
+
+    Raises OSError if a process or a thread cannot be started.
+    """
+
+    def __init__(self, name: str, where: Places, tell: Callable[[str], None]) -> None:
+        http = () if where.port is None else (where.host, str(where.port))
+        self._reports, theirs = socket.socketpair()
+        self._reports.settimeout(None)  # a script may have set another default
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, "\n".join(sys.path), name, where.folder, *http],
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                bufsize=0,  # a buffer's lock could be held by a blocked thread
+                # The job's stderr must close when the job exits.
+                stderr=subprocess.DEVNULL,
+            )
+        except BaseException:
+            self._reports.close()
+            raise
+        finally:
+            theirs.close()
+        self._tell = tell
+        self._failed = False
+        thread = threading.Thread(target=self._forward, name="wingbeat-supervisor", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as err:  # too many threads
+            self.close()
+            raise OSError(str(err)) from None
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def send_report(self, text: str) -> bool:
+        """Send a line to the supervisor; return whether it was sent, and report a first failure."""
+        try:
+            # A script may let SIGPIPE terminate it; this write must not.
+            self._reports.sendall(text.encode() + b"\n", socket.MSG_NOSIGNAL)
+            return True
+        except OSError:  # it has exited, or is being closed
+            if not self._failed and self._reports.fileno() >= 0:
+                self._failed = True
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    if self._process.wait(_EXIT_S):  # with status 0 it has told the cause
+                        why = "its supervisor has ended"
+                        self._tell(f"`wingbeat top` shows this job no more: {why}")
+            return False
+
+    def close(self) -> None:
+        """Close the input, then kill the process if needed; no thread may be sending."""
+        with contextlib.suppress(OSError):  # it has exited, or was closed before
+            # Forked children, such as a DataLoader's workers, hold the socket open too.
+            self._reports.shutdown(socket.SHUT_WR)
+        self._reports.close()
+        try:
+            self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the process, which also unblocks `send_report`."""
+        self._process.kill()
+        self._process.wait()
+
+    def _forward(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines, contextlib.suppress(OSError, ValueError):
+            for line in lines:
+                self._tell(line.decode(errors="replace").strip())
+
+
+# -- a worker's reports ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,7 +196,7 @@ class Reporter:
     """
 
     def __init__(
-        self, place: Place, supervisor: Launched | None = None, every_s: float = EVERY_S
+        self, place: Place, supervisor: SupervisorProcess | None = None, every_s: float = EVERY_S
     ) -> None:
         self._place, self._supervisor, self._every_s = place, supervisor, every_s
         self._meters: weakref.WeakSet[Meter] = weakref.WeakSet()
@@ -86,19 +229,17 @@ class Reporter:
         elif self._supervisor is not None:
             self._supervisor.close()
 
-    # -- the thread ---------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while not self._ending.wait(self._every_s):
-                self.step()
-            self.step()
+                self.send()
+            self.send()
         except Exception as error:
             # Most often the store's host has exited. The supervisor notices missing reports, and
             # training is not affected.
             log.debug("rank %d reports no more: %s", self._place.rank, error)
 
-    def step(self) -> None:
+    def send(self) -> None:
         """Write this worker's report; on rank 0 forward all workers' reports.
 
         Raises the store's exception if the store is lost.
@@ -106,28 +247,23 @@ class Reporter:
         place, mine = self._place, self._report().to_text()
         if place.size > 1 and place.rank:
             place.store.set(_key(place.rank), mine)
-        elif self._supervisor is not None and self._supervisor.hand_on(mine):
-            for rank in self._due():
-                text = self._read(rank)
+        elif self._supervisor is not None and self._supervisor.send_report(mine):
+            # Ranks are read in turns, so that reading has a bounded cost.
+            others = place.size - 1
+            for _ in range(min(others, READS)):
+                text = self._read(self._turn)
+                self._turn = self._turn % others + 1
                 if text is not None:
-                    self._supervisor.hand_on(text)
-
-    def _due(self) -> Iterable[int]:
-        """Yield the ranks to read now, in turns, so that reading has a bounded cost."""
-        others = self._place.size - 1
-        for _ in range(min(others, READS)):
-            yield self._turn
-            self._turn = self._turn % others + 1
+                    self._supervisor.send_report(text)
 
     def _read(self, rank: int) -> str | None:
-        """Return a worker's report; None if it has not sent one."""
         store, key = self._place.store, _key(rank)
         if rank not in self._seen:
             # Waiting locks some stores, and their timeout of 0 s never expires.
             if not store.has(key):
                 return None
             self._seen.add(rank)
-        return store.get(key, _AT_ONCE_S)
+        return store.get(key, _READ_S)
 
     def _report(self) -> Report:
         with self._changing:
@@ -135,20 +271,24 @@ class Reporter:
         place = self._place
         sections = _added(section for each in meters for section in each.sections)
         if len(meters) > 1:
-            steps = {f"{i} {each.name}": each.iterations for i, each in enumerate(meters)}
-            sections.insert(0, Section("steps", dict(steps)))
+            steps: dict[str, Cell] = {f"{i} {m.name}": m.iterations for i, m in enumerate(meters)}
+            sections.insert(0, Section("steps", steps))
+        strategy = ", ".join(dict.fromkeys(each.strategy for each in meters))
+        counts: Counter[str] = Counter()
+        for each in meters:
+            counts.update(dict(each.counts))
         return Report(
             rank=place.rank,
             size=place.size,
             host=socket.gethostname(),
             pid=os.getpid(),
-            strategy=_cut(", ".join(dict.fromkeys(each.strategy for each in meters))),
+            strategy=strategy if len(strategy) <= TEXT else strategy[: TEXT - 3] + "...",
             number=next(self._numbers),
             at_s=time.monotonic(),
             iteration=max((each.iterations for each in meters), default=0),
             spent_s=_spent(meters),
             interfaces=_bytes(place.interfaces),
-            counts=_counts(meters),
+            counts=dict(counts),
             sections=tuple(sections),
             ended=self._ending.is_set(),
         )
@@ -156,10 +296,6 @@ class Reporter:
 
 def _key(rank: int) -> str:
     return f"reports/{rank}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= TEXT else text[: TEXT - 3] + "..."
 
 
 def _spent(meters: Sequence[Meter]) -> dict[str, float]:
@@ -182,25 +318,14 @@ def _added(sections: Iterable[Section]) -> list[Section]:
         cells = found.setdefault((section.name, section.unit), {})
         for column, cell in section.cells.items():
             before = cells.get(column, 0)
-            if isinstance(cell, str) or isinstance(before, str):
-                cells[column] = cell
-            else:
-                cells[column] = before + cell
+            both = not isinstance(cell, str) and not isinstance(before, str)
+            cells[column] = before + cell if both else cell  # type: ignore[operator]
     return [Section(name, cells, unit) for (name, unit), cells in found.items()]
 
 
-def _counts(meters: Iterable[Meter]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for each in meters:
-        counts.update(dict(each.counts))
-    return dict(counts)
-
-
 def _bytes(names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    counters: Callable[..., Mapping[str, object]] = psutil.net_io_counters
     try:
-        found = counters(pernic=True, nowrap=False)
+        found = psutil.net_io_counters(pernic=True, nowrap=False)
     except (OSError, RuntimeError):  # no /proc, or no permission
         return {}
-    known = {name: found[name] for name in names if name in found}
-    return {n: (getattr(c, "bytes_sent"), getattr(c, "bytes_recv")) for n, c in known.items()}  # noqa: B009
+    return {n: (found[n].bytes_sent, found[n].bytes_recv) for n in names if n in found}

@@ -1,4 +1,4 @@
-"""The live view of a job in a terminal, with Textual. `render` formats its content."""
+"""The live view of a job in a terminal, with Textual. `top` formats its content."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
 from wingbeat.errors import WingbeatError
-from wingbeat.observe import render
-from wingbeat.observe.snapshot import Job
+from wingbeat.observe.report import Job
+from wingbeat.observe.top import cut, headline, tables
 
 
 class Top(App[None]):
-    """Queries the job every ``every_s`` seconds by ``ask`` and shows the last answer."""
+    """Calls ``query`` every ``every_s`` seconds and shows the last answer."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = "#job { padding: 0 1; } #head { padding: 0 1; height: auto; }"
@@ -30,12 +30,12 @@ class Top(App[None]):
         Binding("p", "pause", "pause"),
     ]
 
-    def __init__(self, ask: Callable[[], Job], every_s: float = 1.0) -> None:
+    def __init__(self, query: Callable[[], Job], every_s: float = 1.0) -> None:
         super().__init__()
-        self._ask, self._every_s = ask, every_s
+        self._query, self._every_s = query, every_s
         self._job: Job | None = None
-        self._trouble, self._heard = "", time.monotonic()
-        self._chosen: str = ""
+        self._error, self._answered = "", time.monotonic()
+        self._chosen = ""
         self._paused = False
         self._drawn = Text(), Text()
 
@@ -48,33 +48,31 @@ class Top(App[None]):
 
     def on_mount(self) -> None:
         """Start to query."""
-        self.set_interval(self._every_s, self._ask_again)
-        self._ask_again()
+        self.set_interval(self._every_s, self._query_again)
+        self._query_again()
 
     def on_resize(self) -> None:
         """Draw again with the new width."""
-        self.show()
+        self._draw()
 
-    def _ask_again(self) -> None:
+    def _query_again(self) -> None:
         if not self._paused:
             # A late answer must not block the keyboard.
-            self.run_worker(self._hear, thread=True, exclusive=True, group="ask")
+            self.run_worker(self._query_now, thread=True, exclusive=True, group="query")
 
-    def _hear(self) -> None:
+    def _query_now(self) -> None:
         try:
-            self.call_from_thread(self.take, self._ask())
+            self.call_from_thread(self._show, self._query())
         except WingbeatError as error:
-            self.call_from_thread(self.take, self._job, str(error))
+            self.call_from_thread(self._show, self._job, str(error))
 
-    def take(self, job: Job | None, trouble: str = "") -> None:
-        """Store and show this job and the error of the last query."""
-        self._job, self._trouble = job, trouble
-        if not trouble:
-            self._heard = time.monotonic()
-        self.show()
+    def _show(self, job: Job | None, error: str = "") -> None:
+        self._job, self._error = job, error
+        if not error:
+            self._answered = time.monotonic()
+        self._draw()
 
-    def show(self) -> None:
-        """Draw the last answer."""
+    def _draw(self) -> None:
         drawn = self._head(), self._body()
         if drawn != self._drawn:
             self._drawn = drawn
@@ -84,21 +82,20 @@ class Top(App[None]):
     def _head(self) -> Text:
         width = max(1, self.size.width - 2)
         if self._job is None:
-            return Text(render.cut(self._trouble or "asking...", width), style="bold")
-        head = Text(render.cut(render.headline(self._job), width), style="bold")
-        if self._trouble:
-            ago = time.monotonic() - self._heard
-            line = render.cut(f"from {ago:.0f} s ago: {self._trouble}", width)
-            head.append(f"\n{line}", style="bold red")
+            return Text(cut(self._error or "asking...", width), style="bold")
+        head = Text(cut(headline(self._job), width), style="bold")
+        if self._error:
+            ago = time.monotonic() - self._answered
+            head.append(f"\n{cut(f'from {ago:.0f} s ago: {self._error}', width)}", style="bold red")
         return head
 
     def _body(self) -> Text:
         body = Text()
         # Leave room for the padding and the scroll bar.
         width = max(1, self.size.width - 4)
-        sheets = render.sheets(self._job, width) if self._job is not None else []
-        for sheet in [each for each in sheets if each.title == self._chosen] or sheets:
-            title, headings, *rest = (render.cut(line, width) for line in render.lines(sheet))
+        listed = tables(self._job, width) if self._job is not None else []
+        for table in [each for each in listed if each.title == self._chosen] or listed:
+            title, headings, *rest = (cut(line, width) for line in table.lines())
             body.append(f"{title}\n", "bold underline").append(f"{headings}\n", "bold")
             body.append("\n".join([*rest, "", ""]))
         body.rstrip()
@@ -107,15 +104,15 @@ class Top(App[None]):
     def action_turn(self, step: int) -> None:
         """Show only the next or the previous table."""
         if self._job is not None:
-            titles = ["", *(each.title for each in render.sheets(self._job, 80))]
+            titles = ["", *(each.title for each in tables(self._job, 80))]
             place = titles.index(self._chosen) if self._chosen in titles else 0
             self._chosen = titles[(place + step) % len(titles)]
-            self.show()
+            self._draw()
 
     def action_all(self) -> None:
         """Show all tables."""
         self._chosen = ""
-        self.show()
+        self._draw()
 
     def action_pause(self) -> None:
         """Pause or resume updates."""

@@ -1,7 +1,8 @@
 """The supervisor process: receives reports from rank 0 and serves a job's state.
 
 It imports neither torch nor numpy. Clients can send only the name of a page. Training continues
-without monitoring if it exits.
+without monitoring if it exits. ``python -m wingbeat.observe.supervisor NAME FOLDER [HOST PORT]``
+starts it.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
+import stat
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from wingbeat.observe.place import SUFFIX, NoPlace, made
-from wingbeat.observe.report import LARGEST
-from wingbeat.observe.watch import Watch
+from wingbeat.observe.report import LARGEST, Watch
 
-ASKING_S = 2.0
+FOLDER = "WINGBEAT_RUNTIME_DIR"
+"""Environment variable: another folder for the sockets."""
+
+SUFFIX = ".sock"
+
+REQUEST_S = 2.0
 """Seconds for a connection's request and answer together."""
 
 _REQUEST = 8 << 10
 """Maximum bytes of a request."""
 
-_AT_ONCE = 128
+_CONNECTIONS = 128
 """Maximum simultaneous connections; one more closes the oldest.
 
 It exceeds the 100 that asyncio accepts at once, so idle connections cannot block a request that
@@ -38,7 +44,49 @@ arrives with its connection.
 _BIND_S = 5.0
 """Seconds to retry a port that a restarted job's predecessor may still hold."""
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
+
+
+# -- the folder with one Unix socket per job of this user on this host ----------------------------
+
+
+class NotPrivate(OSError):
+    """The folder cannot be created, or other users have access to it."""
+
+
+def socket_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder, which may not exist.
+
+    It is always in ``/tmp``: a job and ``wingbeat top`` may have different values of ``TMPDIR`` or
+    ``XDG_RUNTIME_DIR``, and the latter's folder is removed at logout while jobs continue.
+    """
+    return Path(env.get(FOLDER) or f"/tmp/wingbeat-{os.getuid()}")
+
+
+def make_private(path: Path) -> Path:
+    """Create the folder for this user alone; raises NotPrivate if other users have access."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as err:
+        raise NotPrivate(f"{path}: {err.strerror}") from None
+    check_private(path)
+    return path
+
+
+def check_private(path: Path) -> None:
+    """Raise NotPrivate if the folder exists and others have access, or it cannot be inspected."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as err:
+        raise NotPrivate(f"{path}: {err.strerror}") from None
+    # Another user may have created that name in /tmp before.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise NotPrivate(f"{path}: it is not a folder of this user alone (chmod 700)")
+
+
+# -- the process ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,73 +104,60 @@ class Supervisor:
     def __init__(self, name: str, places: Places, tell: Callable[[str], None]) -> None:
         self._name, self._places, self._tell = name, places, tell
         self._watch = Watch(name, time.monotonic())
-        self._visitors: dict[asyncio.WriteTransport, None] = {}  # ordered by arrival
+        self._connections: dict[asyncio.WriteTransport, None] = {}  # ordered by arrival
         self._socket: Path | None = None
         self._inode = 0
 
     async def run(self, reports: asyncio.StreamReader, parent: Callable[[], bool]) -> None:
-        """Serve until reports end or the parent process exits."""
+        """Serve until reports end or ``parent()`` is False, once the parent process has exited."""
         servers = [await self._open_socket(), await self._open_port()]
         try:
             if any(servers):
-                await self._hear(reports, parent)
+                await self._read_reports(reports, parent)
         finally:
             for server in servers:
                 if server is not None:
                     server.close()
-            self._remove_socket()
+            # Another job of that name may have replaced the socket.
+            with contextlib.suppress(OSError):
+                if self._socket is not None and self._socket.stat().st_ino == self._inode:
+                    self._socket.unlink()
 
-    async def _hear(self, reports: asyncio.StreamReader, parent: Callable[[], bool]) -> None:
+    async def _read_reports(
+        self, reports: asyncio.StreamReader, parent: Callable[[], bool]
+    ) -> None:
         next_line = asyncio.ensure_future(reports.readline())
         while parent():
-            done, _ = await asyncio.wait([next_line], timeout=_LOOK_S)
+            done, _ = await asyncio.wait([next_line], timeout=_POLL_S)
             if not done:
                 continue
             try:
                 line = next_line.result()
                 if not line:
                     return
-                self._watch.take(line.decode(errors="replace"), time.monotonic())
+                self._watch.add_report(line.decode(errors="replace"), time.monotonic())
             except ValueError:  # exceeds the limit; the reader has dropped it
                 self._watch.refused += 1
             next_line = asyncio.ensure_future(reports.readline())
 
-    def _page(self) -> bytes:
-        return json.dumps(self._watch.job(time.monotonic(), time.time()).to_json()).encode()
-
-    # -- the Unix socket ---------------------------------------------------------------------
-
     async def _open_socket(self) -> asyncio.Server | None:
         try:
-            path = made(Path(self._places.folder)) / f"{self._name}{SUFFIX}"
+            path = make_private(Path(self._places.folder)) / f"{self._name}{SUFFIX}"
             # A socket of that name may remain from before a restart, so bind another name and
             # rename it.
             new = path.with_suffix(f".{os.getpid()}")
             with contextlib.suppress(OSError):
                 new.unlink()
-            server = await asyncio.start_unix_server(self._show, new)
+            server = await asyncio.start_unix_server(self._answer_socket, new)
             new.chmod(0o600)
             self._inode = new.stat().st_ino
             new.rename(path)
-        except OSError as err:  # includes NoPlace
-            why = str(err) if isinstance(err, NoPlace) else f"{self._places.folder}: {err}"
+        except OSError as err:
+            why = str(err) if isinstance(err, NotPrivate) else f"{self._places.folder}: {err}"
             self._tell(f"`wingbeat top` will not find this job: {why}")
             return None
         self._socket = path
         return server
-
-    def _remove_socket(self) -> None:
-        """Remove the socket, unless another job of that name has replaced it."""
-        with contextlib.suppress(OSError):
-            if self._socket is not None and self._socket.stat().st_ino == self._inode:
-                self._socket.unlink()
-
-    async def _show(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Send the whole state to each client of the socket; there is no request."""
-        async with self._visit(writer):
-            writer.write(self._page())
-
-    # -- HTTP ---------------------------------------------------------------------------------
 
     async def _open_port(self) -> asyncio.Server | None:
         host, port = self._places.host, self._places.port
@@ -132,31 +167,41 @@ class Supervisor:
         deadline = time.monotonic() + _BIND_S
         while True:
             try:
-                server = await asyncio.start_server(self._http, host, port, limit=_REQUEST)
+                server = await asyncio.start_server(self._answer_http, host, port, limit=_REQUEST)
                 break
             except OSError as err:
                 if time.monotonic() > deadline:
-                    why = err.strerror if isinstance(err, socket.gaierror) else _plain(err)
-                    self._tell(f"metrics cannot be had at {host}:{port}: {why}; training goes on")
+                    # asyncio's text is longer than the system's.
+                    system = err.errno and not isinstance(err, socket.gaierror)
+                    why = os.strerror(err.errno or 0) if system else err.strerror or err
+                    self._tell(f"cannot serve metrics at {host}:{port}: {why}; training continues")
                     return None
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         self._tell(f"metrics at http://{host}:{server.sockets[0].getsockname()[1]}/metrics")
         return server
 
-    async def _http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with self._visit(writer):
+    async def _answer_socket(
+        self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        async with self._connection(writer):  # there is no request
+            writer.write(self._page())
+
+    async def _answer_http(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        async with self._connection(writer):
             head = await reader.readuntil(b"\r\n\r\n")
             writer.write(self._response(head.split(b"\r\n", 1)[0].split()))
 
-    def _response(self, words: list[bytes]) -> bytes:
-        if (
-            len(words) != 3
-            or words[0] not in (b"GET", b"HEAD")
-            or not words[2].startswith(b"HTTP/")
-        ):
-            return _http_text("400 Bad Request", "text/plain", b"GET /metrics or /job\n")
-        page = words[1].split(b"?")[0]
-        if page == b"/metrics":
+    def _page(self) -> bytes:
+        return json.dumps(self._watch.job(time.monotonic(), time.time()).to_json()).encode()
+
+    def _response(self, request: list[bytes]) -> bytes:
+        method, path, version = request if len(request) == 3 else (b"", b"", b"")
+        page, kind, status = path.split(b"?")[0], "text/plain", "200 OK"
+        if method not in (b"GET", b"HEAD") or not version.startswith(b"HTTP/"):
+            text, status = b"GET /metrics or /job\n", "400 Bad Request"
+        elif page == b"/metrics":
             from wingbeat.observe import prometheus
 
             job = self._watch.job(time.monotonic(), time.time())
@@ -164,19 +209,24 @@ class Supervisor:
         elif page == b"/job":
             text, kind = self._page(), "application/json"
         else:
-            return _http_text("404 Not Found", "text/plain", b"there are /metrics and /job\n")
-        return _http_text("200 OK", kind, text, only_head=words[0] == b"HEAD")
+            text, status = b"there are /metrics and /job\n", "404 Not Found"
+        head = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(text)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        only_head = method == b"HEAD" and status == "200 OK"
+        return head.encode() + (b"" if only_head else text)
 
     @contextlib.asynccontextmanager
-    async def _visit(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    async def _connection(self, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
         """Limit a connection's time, and ignore disconnects and malformed requests."""
         mine = writer.transport
-        if len(self._visitors) >= _AT_ONCE:
-            longest = next(iter(self._visitors))
-            del self._visitors[longest]
-            longest.abort()
-        self._visitors[mine] = None
-        deadline = asyncio.get_running_loop().call_later(ASKING_S, mine.abort)
+        if len(self._connections) >= _CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.abort()
+        self._connections[mine] = None
+        deadline = asyncio.get_running_loop().call_later(REQUEST_S, mine.abort)
         try:
             yield
             await writer.drain()
@@ -186,21 +236,8 @@ class Supervisor:
             pass
         finally:
             deadline.cancel()
-            self._visitors.pop(mine, None)
+            self._connections.pop(mine, None)
             mine.abort()
-
-
-def _plain(err: OSError) -> str:
-    """Return the system's error text, which is shorter than asyncio's."""
-    return os.strerror(err.errno) if err.errno else str(err)
-
-
-def _http_text(status: str, kind: str, text: bytes, *, only_head: bool = False) -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(text)}\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode() + (b"" if only_head else text)
 
 
 async def serve(name: str, places: Places, parent: Callable[[], bool]) -> None:
@@ -214,3 +251,19 @@ async def serve(name: str, places: Places, parent: Callable[[], bool]) -> None:
             print(text, flush=True)
 
     await Supervisor(name, places, tell).run(reports, parent)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the parent process exits."""
+    # A terminal's interrupt and a scheduler's SIGTERM reach all processes of a job. The supervisor
+    # exits after its parent.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    name, folder, *http = arguments
+    places = Places(folder, http[0], int(http[1])) if http else Places(folder)
+    parent = os.getppid()
+    asyncio.run(serve(name, places, lambda: os.getppid() == parent))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wingbeat.observe.breakdown import Parts
+from wingbeat.observe.exposed import Parts
 from wingbeat_lab.bench import bound, clocks, traffic
 from wingbeat_lab.bench import cross as crossing
 from wingbeat_lab.bench.clocks import Rates

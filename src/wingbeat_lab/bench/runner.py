@@ -17,8 +17,8 @@ from typing import Any
 import wingbeat
 from wingbeat.errors import WingbeatError
 from wingbeat.observe import trace
-from wingbeat.observe.breakdown import breakdown
 from wingbeat.observe.events import Event
+from wingbeat.observe.exposed import breakdown
 from wingbeat_lab import lab
 from wingbeat_lab.bench import machine, protocol, results
 from wingbeat_lab.bench.config import BenchConfig, Checked

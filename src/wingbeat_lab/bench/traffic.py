@@ -12,7 +12,7 @@ from pathlib import Path
 
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.observe.figure import blank
+from wingbeat.observe.timeline import blank
 from wingbeat_lab.bench.sent import Sent
 from wingbeat_lab.lab.spec import LabSpec
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
-from wingbeat.observe.breakdown import Parts, breakdown, per_iteration, without
 from wingbeat.observe.events import Event
+from wingbeat.observe.exposed import Parts, breakdown, per_iteration, without
 
 
 def event(what: str, begin: int, end: int, worker: int = 0) -> Event:
