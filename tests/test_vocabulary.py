@@ -106,7 +106,6 @@ NOT_YET = {
         "collectives",
         "engine",
         "exchanges",
-        "integrations",
         "methods/bounded_staleness",
         "methods/model_averaging",
         "parts",

@@ -32,7 +32,7 @@ from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
-from wingbeat.integrations import residuals
+from wingbeat.integrations import checkpoint
 from wingbeat.methods.bounded_staleness import journal, messages
 from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
@@ -290,7 +290,7 @@ def joined(data: Any) -> object:
 
 def load_residuals(data: bytes) -> object:
     name = "wingbeat_residuals_0_0_of_1.pt"
-    return in_file(name, lambda path: residuals.read(path.parent, "residuals_0", 0, 1), data)
+    return in_file(name, lambda path: checkpoint.read_parts(path.parent, "residuals_0", 0, 1), data)
 
 
 def loads(load: Callable[[Path], object], name: str = "file.json") -> Callable[[bytes], object]:

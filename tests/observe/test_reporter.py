@@ -13,7 +13,7 @@ from wingbeat.observe import meter as meters
 from wingbeat.observe import reporter as module
 from wingbeat.observe.meter import Meter, Section
 from wingbeat.observe.report import Report
-from wingbeat.observe.reporter import Place, Reporter
+from wingbeat.observe.reporter import Reporter
 
 
 class Shelf:
@@ -72,7 +72,7 @@ class Listener:
 def _reporter(
     rank: int, size: int, shelf: Shelf, listener: Any = None, every_s: float = 0.005
 ) -> Reporter:
-    return Reporter(Place(rank, size, ("lo",), shelf), listener, every_s)
+    return Reporter(rank, size, ("lo",), shelf, listener, every_s)
 
 
 def test_each_rank_puts_its_reports_under_its_own_key_and_rank_zero_hands_all_on() -> None:

@@ -35,7 +35,6 @@ from wingbeat.methods.model_averaging.build import check_modules
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
 from wingbeat.observe.reporter import (
-    Place,
     Reporter,
     SupervisorProcess,
     enabled,
@@ -443,10 +442,9 @@ def _start_reporter(world: World) -> Reporter | None:
             supervisor = SupervisorProcess(job_name(), where, log.info)
         except OSError as error:  # out of memory or processes
             log.info("`wingbeat top` cannot show this job: %s", error)
-    names = tuple(link.name for link in world.links)
-    place = Place(world.rank, world.size, names, store)
+    names = [link.name for link in world.links]
     try:
-        reporter = Reporter(place, supervisor).start()
+        reporter = Reporter(world.rank, world.size, names, store, supervisor).start()
     except RuntimeError as error:  # too many threads
         log.info("`wingbeat top` cannot show rank %d: %s", world.rank, error)
         if supervisor is not None:

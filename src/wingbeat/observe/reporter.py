@@ -19,7 +19,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -179,26 +178,24 @@ class SupervisorProcess:
 # -- a worker's reports ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """A worker's rank, the number of workers, its interfaces, and a connection for reports."""
-
-    rank: int
-    size: int
-    interfaces: tuple[str, ...]
-    store: Store
-
-
 class Reporter:
     """Reports the meters of this process's models every ``every_s`` seconds.
 
-    On rank 0 ``supervisor`` receives the reports of all workers; it is None on other ranks.
+    ``store`` is a connection for reports alone. On rank 0 ``supervisor`` receives the reports of
+    all workers; it is None on other ranks.
     """
 
     def __init__(
-        self, place: Place, supervisor: SupervisorProcess | None = None, every_s: float = EVERY_S
+        self,
+        rank: int,
+        size: int,
+        interfaces: Sequence[str],
+        store: Store,
+        supervisor: SupervisorProcess | None = None,
+        every_s: float = EVERY_S,
     ) -> None:
-        self._place, self._supervisor, self._every_s = place, supervisor, every_s
+        self._rank, self._size, self._interfaces, self._store = rank, size, interfaces, store
+        self._supervisor, self._every_s = supervisor, every_s
         self._meters: weakref.WeakSet[Meter] = weakref.WeakSet()
         self._changing = threading.Lock()
         self._numbers = itertools.count()
@@ -237,19 +234,19 @@ class Reporter:
         except Exception as error:
             # Most often the store's host has exited. The supervisor notices missing reports, and
             # training is not affected.
-            log.debug("rank %d reports no more: %s", self._place.rank, error)
+            log.debug("rank %d reports no more: %s", self._rank, error)
 
     def send(self) -> None:
         """Write this worker's report; on rank 0 forward all workers' reports.
 
         Raises the store's exception if the store is lost.
         """
-        place, mine = self._place, self._report().to_text()
-        if place.size > 1 and place.rank:
-            place.store.set(_key(place.rank), mine)
+        mine = self._report().to_text()
+        if self._rank:
+            self._store.set(_key(self._rank), mine)
         elif self._supervisor is not None and self._supervisor.send_report(mine):
             # Ranks are read in turns, so that reading has a bounded cost.
-            others = place.size - 1
+            others = self._size - 1
             for _ in range(min(others, READS)):
                 text = self._read(self._turn)
                 self._turn = self._turn % others + 1
@@ -257,18 +254,16 @@ class Reporter:
                     self._supervisor.send_report(text)
 
     def _read(self, rank: int) -> str | None:
-        store, key = self._place.store, _key(rank)
         if rank not in self._seen:
             # Waiting locks some stores, and their timeout of 0 s never expires.
-            if not store.has(key):
+            if not self._store.has(_key(rank)):
                 return None
             self._seen.add(rank)
-        return store.get(key, _READ_S)
+        return self._store.get(_key(rank), _READ_S)
 
     def _report(self) -> Report:
         with self._changing:
             meters = sorted(self._meters, key=lambda each: (each.name, -each.iterations))
-        place = self._place
         sections = _added(section for each in meters for section in each.sections)
         if len(meters) > 1:
             steps: dict[str, Cell] = {f"{i} {m.name}": m.iterations for i, m in enumerate(meters)}
@@ -278,8 +273,8 @@ class Reporter:
         for each in meters:
             counts.update(dict(each.counts))
         return Report(
-            rank=place.rank,
-            size=place.size,
+            rank=self._rank,
+            size=self._size,
             host=socket.gethostname(),
             pid=os.getpid(),
             strategy=strategy if len(strategy) <= TEXT else strategy[: TEXT - 3] + "...",
@@ -287,7 +282,7 @@ class Reporter:
             at_s=time.monotonic(),
             iteration=max((each.iterations for each in meters), default=0),
             spent_s=_spent(meters),
-            interfaces=_bytes(place.interfaces),
+            interfaces=_bytes(self._interfaces),
             counts=dict(counts),
             sections=tuple(sections),
             ended=self._ending.is_set(),

@@ -136,26 +136,16 @@ def _draw_worker(
         labels.append((top + (number + 0.5) * _ROW, lane))
         own = [event for event in events if event.lane == lane and event.what in _BESIDE]
         _draw_lane(axes, own, window, top + number * _ROW)
-    axes.annotate(
-        _summary(events, last),
-        xy=(1, (top + bottom) / 2),
-        xycoords=("axes fraction", "data"),
-        xytext=(10, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8.5,
-        color=_INK,
-        linespacing=1.4,
-    )
-    return bottom + _GAP
-
-
-def _summary(events: list[Event], last: int) -> str:
-    """The mean iteration time and exposed time."""
     shown, exposed = iterations(events)[-last:], exposed_per_iteration(events)[-last:]
     length = sum(end - begin for begin, end in shown)
     share = 100 * sum(exposed) / length if length else 0.0
-    return f"{length / len(shown) / 1e6:.1f} ms / iteration\n{share:.0f}% exposed"
+    axes.annotate(
+        f"{length / len(shown) / 1e6:.1f} ms / iteration\n{share:.0f}% exposed",
+        xy=(1, (top + bottom) / 2), xycoords=("axes fraction", "data"),
+        xytext=(10, 0), textcoords="offset points",
+        va="center", fontsize=8.5, color=_INK, linespacing=1.4,
+    )  # fmt: skip
+    return bottom + _GAP
 
 
 def _draw_compute(axes: Axes, events: list[Event], window: Interval, top: float) -> None:

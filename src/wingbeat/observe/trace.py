@@ -193,7 +193,7 @@ def _read(path: AnyPath) -> tuple[str, int, list[Event]]:
         )
     if set(part) != _KEYS or part["fields"] != list(_FIELDS):
         raise UsageError(f"{str(path)!r} has other keys or fields than version {VERSION} has")
-    boot, offset, rows = part["boot"], part["wall_offset_ns"], part["events"]
+    boot, offset, rows = (part[key] for key in ("boot", "wall_offset_ns", "events"))
     if not isinstance(boot, str) or not _is_int(offset) or not isinstance(rows, list):
         raise UsageError(f"{str(path)!r}: 'boot', 'wall_offset_ns' or 'events' has a wrong type")
     return boot, offset, [_event(row, f"event {i} of {str(path)!r}") for i, row in enumerate(rows)]

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wingbeat.observe.exposed import Parts
 from wingbeat_lab.bench import bound, clocks, traffic
 from wingbeat_lab.bench import cross as crossing
+from wingbeat_lab.bench.breakdown import Parts
 from wingbeat_lab.bench.clocks import Rates
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender

@@ -18,9 +18,9 @@ import wingbeat
 from wingbeat.errors import WingbeatError
 from wingbeat.observe import trace
 from wingbeat.observe.events import Event
-from wingbeat.observe.exposed import breakdown
 from wingbeat_lab import lab
 from wingbeat_lab.bench import machine, protocol, results
+from wingbeat_lab.bench.breakdown import breakdown
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.cross import Seen
 from wingbeat_lab.bench.notes import NOTES

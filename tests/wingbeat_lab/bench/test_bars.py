@@ -10,8 +10,8 @@ import pytest
 
 from helpers.disk import room_for
 from wingbeat.errors import UsageError
-from wingbeat.observe.exposed import Parts
 from wingbeat_lab.bench import bars
+from wingbeat_lab.bench.breakdown import Parts
 from wingbeat_lab.bench.clocks import Rates
 from wingbeat_lab.bench.quantiles import Quantiles
 from wingbeat_lab.bench.results import Report, Run

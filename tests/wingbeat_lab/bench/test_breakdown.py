@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import Event
-from wingbeat.observe.exposed import Parts, breakdown, per_iteration, without
+from wingbeat_lab.bench.breakdown import Parts, breakdown, per_iteration
 
 
 def event(what: str, begin: int, end: int, worker: int = 0) -> Event:
@@ -127,20 +126,6 @@ def test_too_few_iterations_are_refused(events: list[Event]) -> None:
 def test_events_of_several_workers_are_refused() -> None:
     with pytest.raises(UsageError, match="several workers"):
         per_iteration([event("step", 0, 1, 0), event("step", 0, 1, 1)])
-
-
-intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
-
-
-@given(intervals, intervals)
-def test_what_is_left_is_what_is_in_no_hole(
-    some: list[tuple[int, int]], holes: list[tuple[int, int]]
-) -> None:
-    inside = {i for begin, end in some for i in range(begin, end)}
-    cut = {i for begin, end in holes for i in range(begin, end)}
-    left = without(some, holes)
-    assert {i for begin, end in left for i in range(begin, end)} == inside - cut
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(left))
 
 
 whats = st.sampled_from(

@@ -11,18 +11,18 @@ import torch
 
 from helpers.disk import room_for
 from wingbeat.errors import UsageError
-from wingbeat.integrations import residuals
+from wingbeat.integrations import checkpoint
 
 NAME = "residuals_0"
 
 
 def write(folder: Path, size: int, ranks: Sequence[int], value: float = 0.0) -> None:
     for rank in ranks:
-        residuals.write({"rank": rank, "of": size, "value": value}, folder, NAME, rank, size)
+        checkpoint.write_part({"rank": rank, "of": size, "value": value}, folder, NAME, rank, size)
 
 
 def read(folder: Path, rank: int, size: int) -> list[tuple[int, int]]:
-    return [(part["rank"], part["of"]) for part in residuals.read(folder, NAME, rank, size)]
+    return [(part["rank"], part["of"]) for part in checkpoint.read_parts(folder, NAME, rank, size)]
 
 
 def files(folder: Path) -> list[str]:
@@ -32,7 +32,7 @@ def files(folder: Path) -> list[str]:
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     write(tmp_path, 4, (0, 1, 3))
     assert read(tmp_path, 1, 4) == [(1, 4)]
-    assert residuals.read(tmp_path, "residuals_1", 1, 4) == []
+    assert checkpoint.read_parts(tmp_path, "residuals_1", 1, 4) == []
     for rank, size in ((2, 4), (0, 2)):
         with pytest.raises(UsageError, match="has residuals of 3 of 4 workers, and not"):
             read(tmp_path, rank, size)
@@ -48,7 +48,7 @@ def test_write_cut_short_leaves_the_old_part(tmp_path: Path, nbytes: int) -> Non
     write(tmp_path, 1, [0])
     large = {"rank": 7, "of": 1, "residual": torch.zeros(1_000_000)}
     with room_for(nbytes), pytest.raises(UsageError, match=r"cannot write .*: File too large"):
-        residuals.write(large, tmp_path, NAME, 0, 1)
+        checkpoint.write_part(large, tmp_path, NAME, 0, 1)
     assert read(tmp_path, 0, 1) == [(0, 1)]
     assert files(tmp_path) == ["wingbeat_residuals_0_0_of_1.pt"]
 

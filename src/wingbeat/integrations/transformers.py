@@ -1,4 +1,12 @@
-"""A Trainer whose accelerator prepares model and optimizer with wingbeat."""
+"""The HF Trainer with wingbeat in place of DDP; ``TrainingArguments`` stay as they are.
+
+::
+
+    trainer = WingbeatTrainer(model, args, train_dataset=data, strategy=wingbeat.DeAR())
+    trainer.train()
+
+Other trainers use the mixin: ``class Mine(WingbeatTrainerMixin, Seq2SeqTrainer): ...``
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
 
 from wingbeat.engine.api import HasChoices, release, synchronize, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
-from wingbeat.integrations import residuals
+from wingbeat.integrations import check_names, library
 from wingbeat.integrations.accelerate import prepare
-from wingbeat.integrations.transformers import names
+from wingbeat.integrations.checkpoint import load_residuals, save_residuals
 from wingbeat.strategies import DeAR
+
+__all__ = ["WingbeatTrainer", "WingbeatTrainerMixin"]
+
+LEAST = "5.0.0"
+"""The first supported version; constraints.txt has the tested one."""
+
+PRIVATE = (
+    *("_load_optimizer_and_scheduler", "_prepare_for_training", "_save_checkpoint"),
+    "_save_optimizer_and_scheduler",
+)
+"""Private methods of a Trainer that are overridden."""
+
+USED = ("accelerator", "evaluation_loop", "floating_point_ops", "model_wrapped", "train")
+"""Public names that are used; they are checked as well."""
+
+_transformers = library("transformers", LEAST)
 
 
 class WingbeatTrainerMixin:
@@ -41,7 +64,8 @@ class WingbeatTrainerMixin:
                 "wingbeat.DeAR()"
             )
         super().__init__(*args, **kwargs)
-        names.check(self)
+        title = f"transformers {_transformers.__version__}"
+        check_names(title, {_transformers.Trainer: PRIVATE, self: USED})
         _refuse_setup(self)
         self._counts: dict[Any, int] = {}
         self.strategy: HasChoices = DeAR() if strategy is None else strategy
@@ -49,14 +73,16 @@ class WingbeatTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; all workers then have the same model."""
         done = super().train(*args, **kwargs)  # type: ignore[misc]
-        _agree(self)
+        _synchronize(self)
         return done
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, with the same model on all workers."""
-        _agree(self)
+        _synchronize(self)
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):  # type: ignore[attr-defined]
-            _release(self)  # it converts the model, after which the model cannot train
+            model = _distributed(self)
+            if model is not None:  # it is converted, and cannot train after that
+                release(model, self.optimizer)  # type: ignore[attr-defined]
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
@@ -64,7 +90,7 @@ class WingbeatTrainerMixin:
         with _counted_once(self.model, self._counts):  # type: ignore[attr-defined]
             return super().floating_point_ops(inputs)  # type: ignore[misc]
 
-    # -- private ones, listed in `names` --------------------------------------------------
+    # -- private ones, listed in `PRIVATE` ------------------------------------------------
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._counts = {}
@@ -72,14 +98,14 @@ class WingbeatTrainerMixin:
             made = super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
         if _distributed(self) is None:
             raise UsageError(
-                f"transformers {names.transformers().__version__} does not prepare models in "
+                f"transformers {_transformers.__version__} does not prepare models in "
                 "Trainer._prepare_for_training any more, which wingbeat counts on: install the "
                 "version that wingbeat's constraints.txt names, and report this"
             )
         return made
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        _agree(self)
+        _synchronize(self)
         return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -87,15 +113,15 @@ class WingbeatTrainerMixin:
             # Of a sharded optimizer all workers gather the state that one of them saves.
             self.optimizer.state_dict()  # type: ignore[attr-defined]
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        residuals.save(unwrapped(self.optimizer), output_dir)  # type: ignore[attr-defined]
+        save_residuals(unwrapped(self.optimizer), output_dir)  # type: ignore[attr-defined]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
-            residuals.load(unwrapped(self.optimizer), checkpoint)  # type: ignore[attr-defined]
+            load_residuals(unwrapped(self.optimizer), checkpoint)  # type: ignore[attr-defined]
 
 
-class WingbeatTrainer(WingbeatTrainerMixin, Trainer):
+class WingbeatTrainer(WingbeatTrainerMixin, _transformers.Trainer):  # type: ignore[misc,name-defined]
     """``transformers.Trainer`` with wingbeat in place of DDP; see `WingbeatTrainerMixin`."""
 
 
@@ -105,16 +131,10 @@ def _distributed(trainer: Any) -> nn.Module | None:
     return model if isinstance(model, nn.Module) and engine_of(model) is not None else None
 
 
-def _agree(trainer: Any) -> None:
+def _synchronize(trainer: Any) -> None:
     model = _distributed(trainer)
     if model is not None:
         synchronize(model)
-
-
-def _release(trainer: Any) -> None:
-    model = _distributed(trainer)
-    if model is not None:
-        release(model, trainer.optimizer)
 
 
 @contextlib.contextmanager
