@@ -29,7 +29,13 @@ from wingbeat.compression import Compression
 from wingbeat.engine.api import HasChoices, distribute, join, no_sync, synchronize, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
-from wingbeat.integrations import check_names, checkpoint, library
+from wingbeat.integrations import check_names, library
+from wingbeat.integrations.checkpoint import (
+    load_residuals,
+    read_parts,
+    save_residuals,
+    write_part,
+)
 from wingbeat.integrations.ddp import WireState, wire_hook
 from wingbeat.observe.log import log
 from wingbeat.strategies import DeAR
@@ -337,7 +343,7 @@ class DistributedAccelerator:
             synchronize(model)
         folder = super().save_state(output_dir, *args, **kwargs)  # type: ignore[misc]
         for number, (_, optimizer) in enumerate(pairs):
-            checkpoint.save_residuals(optimizer, folder, number)
+            save_residuals(optimizer, folder, number)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -354,7 +360,7 @@ class DistributedAccelerator:
         finally:
             hook.remove()
         for number, (_, optimizer) in enumerate(self._wingbeat_live()):
-            checkpoint.load_residuals(optimizer, seen[0], number)
+            load_residuals(optimizer, seen[0], number)
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's."""
@@ -464,10 +470,10 @@ def register_comm_hook(accelerator: Any, model: Any, wire: Compression) -> WireS
         return f"hook_{[getattr(each, 'module', each) for each in models].index(ddp.module)}"
 
     def saving(models: list[Any], _weights: list[Any], folder: str) -> None:
-        checkpoint.write_part(state.state_dict(), Path(folder), name(models), rank, size)
+        write_part(state.state_dict(), Path(folder), name(models), rank, size)
 
     def loading(models: list[Any], folder: str) -> None:
-        parts = checkpoint.read_parts(Path(folder), name(models), rank, size)
+        parts = read_parts(Path(folder), name(models), rank, size)
         if len(parts) == 1:
             state.load_state_dict(parts[0])
         elif parts:
