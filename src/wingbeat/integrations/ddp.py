@@ -335,7 +335,10 @@ class Executor:
 
 
 class HookState:
-    """Base of all hooks' states, with an encoding, ``wire``. Every rank makes it at one point."""
+    """Base of all hooks' states, with an encoding, ``wire``. Every rank makes it at one point.
+
+    Raises UsageError for the wrong arguments that the subclasses name.
+    """
 
     def __init__(
         self, model: nn.Module, wire: Coded, *, process_group: Any, timeout: float | None
