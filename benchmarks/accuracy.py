@@ -46,7 +46,7 @@ from wingbeat import strategies
 from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.observe.figure import blank
+from wingbeat.observe.timeline import blank
 from wingbeat_lab.bench import contenders, estimate, machine, models
 from wingbeat_lab.bench.attach import Attached, attached
 from wingbeat_lab.bench.contenders import Contender

@@ -42,7 +42,7 @@ from common import run_and_judge, show, write
 
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.observe.figure import blank
+from wingbeat.observe.timeline import blank
 from wingbeat_lab import paced
 from wingbeat_lab.bench import estimate, runner
 from wingbeat_lab.bench.config import BenchConfig

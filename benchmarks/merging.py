@@ -41,7 +41,7 @@ from rich.progress import track
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.files import replacing
-from wingbeat.observe.figure import blank
+from wingbeat.observe.timeline import blank
 from wingbeat.planning import merge
 from wingbeat.planning.costs import CostModel, Linear, Linearithmic, PiecewiseLinear, Workload
 from wingbeat_lab.bench import machine

@@ -44,8 +44,7 @@ from common import end_as_by_ctrl_c, show, write
 
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat.files import replacing
-from wingbeat.observe.figure import blank
-from wingbeat.observe.timeline import COLOURS
+from wingbeat.observe.timeline import COLOURS, blank
 from wingbeat_lab.bench import estimate, machine, runner
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.table import Printed, milliseconds

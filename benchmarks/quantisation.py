@@ -36,7 +36,7 @@ from torch.nn import functional
 
 from wingbeat.files import replacing
 from wingbeat.kernels import layout, reference
-from wingbeat.observe.figure import blank
+from wingbeat.observe.timeline import blank
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.bench.table import Printed

@@ -39,32 +39,19 @@ if TYPE_CHECKING:
     from wingbeat.transport import shutdown as shutdown
     from wingbeat.types import Group as Group
 
+_STRATEGIES = (
+    *("ADPSGD", "BML", "OMGS", "AllReduce", "Canary", "DeAR", "DiLoCo", "Geryon", "LocalSGD"),
+    *("ParameterServer", "Ripples", "Strategy"),
+)
 _HOME = {
-    "ADPSGD": "wingbeat.strategies",
-    "AllReduce": "wingbeat.strategies",
-    "BML": "wingbeat.strategies",
-    "Canary": "wingbeat.strategies",
-    "DeAR": "wingbeat.strategies",
-    "DiLoCo": "wingbeat.strategies",
-    "distribute": "wingbeat.engine.api",
-    "Geryon": "wingbeat.strategies",
+    **dict.fromkeys(_STRATEGIES, "wingbeat.strategies"),
+    **dict.fromkeys(("LowRank", "Sketch", "TopK"), "wingbeat.compression"),
+    **dict.fromkeys(
+        ("distribute", "join", "no_sync", "release", "synchronize"), "wingbeat.engine.api"
+    ),
+    **dict.fromkeys(("init", "shutdown"), "wingbeat.transport"),
     "Group": "wingbeat.types",
-    "init": "wingbeat.transport",
-    "join": "wingbeat.engine.api",
-    "LocalSGD": "wingbeat.strategies",
-    "LowRank": "wingbeat.compression",
-    "no_sync": "wingbeat.engine.api",
-    "OMGS": "wingbeat.strategies",
-    "ParameterServer": "wingbeat.strategies",
-    "release": "wingbeat.engine.api",
-    "Ripples": "wingbeat.strategies",
-    "shutdown": "wingbeat.transport",
-    "Sketch": "wingbeat.compression",
-    "Strategy": "wingbeat.strategies",
-    "synchronize": "wingbeat.engine.api",
-    "TopK": "wingbeat.compression",
 }
-
 
 __all__ = [
     "ADPSGD",

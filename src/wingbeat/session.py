@@ -31,7 +31,7 @@ class CanarySession:
     ``CanarySession(worker_id=(0, 0)).all_reduce(tensor, cube_id=(0, 0), piece_level=2)``. All
     workers create their sessions in the same order, and the members of a cube call its collectives
     in the same order. The other methods read the state of a model trained with `Canary`, between
-    two steps.
+    two steps; they raise UsageError for arguments that are not integers, or without a model.
 
     Args:
         worker_id: this worker's digits, highest level first, ``W_(i, j)`` in the paper: rank
@@ -64,9 +64,7 @@ class CanarySession:
                 "start the workers in that order"
             )
         self._epoch = next(_sessions.setdefault(world, itertools.count()))
-        self._machine: Worker | None = None
-        if model is not None:
-            self._machine = _trained(model)
+        self._trained = None if model is None else _machine_of(model)
         self._closed = False
         self._whole: Collectives | None = None
         self._cubes: dict[tuple[int, int], Collectives] = {}
@@ -91,14 +89,11 @@ class CanarySession:
         """Sum a tensor over the workers of a cube, in place.
 
         Args:
-            tensor: a dense tensor of any shape, the same on all members.
+            tensor: a dense tensor of any shape, the same on all members; it is returned.
             cube_id: the level and the index of the cube at that level, from 0; this worker must be
                 a member. None: all workers, over all interfaces.
             piece_level: number of pieces of each interface's part, 1 to 1024; a piece is sent while
                 the previous one is added.
-
-        Returns:
-            The tensor.
 
         Raises:
             UsageError: the cube does not exist or does not contain this worker, the number of
@@ -122,23 +117,11 @@ class CanarySession:
         cube_id: tuple[int, int] | None = None,
         pieces: int = 1,
     ) -> torch.Tensor:
-        """Gather a tensor from the workers of a cube.
+        """Return the tensors of a cube's workers, stacked: shape ``(members, *tensor.shape)``.
 
-        This method adds nothing. The "allgather" of the paper's Table 2, which also adds the
-        pieces, is `all_reduce`.
-
-        Args:
-            tensor: a tensor of any shape, the same on all members.
-            cube_id: as for `all_reduce`.
-            pieces: as ``piece_level`` of `all_reduce`.
-
-        Returns:
-            The members' tensors, stacked: shape ``(members, *tensor.shape)``, in the order of their
-            ports (for all workers, of their ranks).
-
-        Raises:
-            UsageError: as for `all_reduce`.
-            PeerError: another worker failed.
+        They are in the order of the members' ports (for all workers, of their ranks). This method
+        adds nothing; the "allgather" of the paper's Table 2, which also adds the pieces, is
+        `all_reduce`. Arguments and errors are those of `all_reduce`.
         """
         check_count("pieces", pieces, _MOST_PIECES)
         check_tensor(tensor)
@@ -171,20 +154,18 @@ class CanarySession:
         return self._cubes[key]
 
     def _open(self, level: int, number: int) -> Collectives:
-        cube_id = level, number
         cube, world = self._cube, self._world
         if not (0 <= level < cube.levels and 0 <= number < cube.workers // cube.ports):
             raise UsageError(
-                f"cube_id={cube_id}: allowed are levels 0 to {cube.levels - 1} and cubes 0 to "
-                f"{cube.workers // cube.ports - 1} of {cube}"
+                f"cube_id={level, number}: allowed are levels 0 to {cube.levels - 1} and cubes 0 "
+                f"to {cube.workers // cube.ports - 1} of {cube}"
             )
-        members = cube.cube(world.rank, level)
-        low = cube.ports**level
+        members, low = cube.cube(world.rank, level), cube.ports**level
         mine = world.rank // (low * cube.ports) * low + world.rank % low
         if number != mine:
             raise UsageError(
-                f"cube_id={cube_id} on rank {world.rank}, which is in ({level}, {mine}) at that "
-                f"level, with the ranks {members}"
+                f"cube_id={level, number} on rank {world.rank}, which is in ({level}, {mine}) at "
+                f"that level, with the ranks {members}"
             )
         interface = level if len(world.links) == cube.levels else None
         group = Group(tuple(members), self._epoch)
@@ -198,13 +179,10 @@ class CanarySession:
         This worker's bits are set when it sends, the others' when sums are applied. A row that is
         complete on all workers is retired and has the bits of all participants.
 
-        Args:
-            iteration: the iteration; None: this worker's current one.
-
-        Raises:
-            UsageError: no worker has begun the iteration, its row is retired, or there is no model.
+        ``iteration`` None is this worker's current one. Raises UsageError if no worker has begun
+        the iteration, its row is retired, or there is no model.
         """
-        machine = self._worker()
+        machine = self._machine
         row = machine.iteration if iteration is None else number("iteration", iteration)
         if not machine.gei.retired <= row <= max(machine.gei.zeta, machine.iteration):
             raise UsageError(
@@ -214,12 +192,8 @@ class CanarySession:
         return machine.gei.row(row, own=machine.rank)[:-1]  # the last colayer has no gradients
 
     def gei_matrix(self) -> dict[int, tuple[int, ...]]:
-        """Return Q: the incomplete rows by iteration; the last is the fastest worker's.
-
-        Raises:
-            UsageError: there is no model.
-        """
-        gei = self._worker().gei
+        """Return Q: the incomplete rows by iteration; the last is the fastest worker's."""
+        gei = self._machine.gei
         return {row: self.gei_row_vector(row) for row in range(gei.retired, gei.zeta + 1)}
 
     # -- consistency controller -------------------------------------------------------------
@@ -227,53 +201,37 @@ class CanarySession:
     def calc_staleness(self, iteration: int | None = None) -> int:
         """Return how many iterations the fastest worker is ahead (Pseudocode 1, line 5).
 
-        Args:
-            iteration: the iteration to compare with; None: this worker's current one.
-
-        Raises:
-            UsageError: there is no model.
+        It is compared with ``iteration``; None: this worker's current one.
         """
-        machine = self._worker()
+        machine = self._machine
         at = machine.iteration if iteration is None else number("iteration", iteration)
         return max(0, machine.zeta - at)
 
     def calc_proportion(self, row: Sequence[int]) -> int:
         """Return in how many colayers this worker's own bit is set (Pseudocode 1, lines 7 to 17).
 
-        The result is a count, as in the paper's text; its pseudocode sums powers of two.
-
-        Args:
-            row: a result of `gei_row_vector`.
-
-        Raises:
-            UsageError: ``row`` is not a sequence of integers.
+        ``row`` is a result of `gei_row_vector`. The result is a count, as in the paper's text; its
+        pseudocode sums powers of two.
         """
         return sum(mask >> self._world.rank & 1 for mask in numbers("row", row))
 
     def check_staleness(self, staleness: int, threshold: int | None) -> bool:
-        """Return whether the staleness is within s (Pseudocode 1, line 19); None: no bound.
-
-        Raises:
-            UsageError: an argument is not an integer.
-        """
+        """Return whether the staleness is within s (Pseudocode 1, line 19); None: no bound."""
         staleness = number("staleness", staleness)
         return threshold is None or staleness <= number("threshold", threshold)
 
     def check_proportion(self, proportion: int, threshold: int) -> bool:
-        """Return whether at least p colayers were exchanged (Pseudocode 1, line 22).
-
-        Raises:
-            UsageError: an argument is not an integer.
-        """
+        """Return whether at least p colayers were exchanged (Pseudocode 1, line 22)."""
         return number("proportion", proportion) >= number("threshold", threshold)
 
-    def _worker(self) -> Worker:
-        if self._machine is None:
+    @property
+    def _machine(self) -> Worker:
+        if self._trained is None:
             raise UsageError(
                 "CanarySession without a model has no index: give it one that is trained with "
                 "Canary, CanarySession(model=model)"
             )
-        return self._machine
+        return self._trained
 
     def close(self) -> None:
         """Close the cubes' connections; `shutdown` also closes them."""
@@ -289,8 +247,7 @@ class CanarySession:
         self.close()
 
 
-def _trained(model: nn.Module) -> Worker:
-    """Return the state machine of a model in training."""
+def _machine_of(model: nn.Module) -> Worker:
     exchange = bounded_exchange(model) if isinstance(model, nn.Module) else None
     if exchange is None:
         raise UsageError(

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from helpers.reports import report
-from wingbeat.monitor import lookup
-from wingbeat.monitor.launch import Launched
-from wingbeat.monitor.supervisor import Places
+from wingbeat.observe import top
+from wingbeat.observe.reporter import SupervisorProcess
+from wingbeat.observe.supervisor import Places
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def job(folder: Path) -> Iterator[str]:
     """A job that one worker has reported of."""
-    launched = Launched("train-1", Places(str(folder)), lambda _: None)
+    launched = SupervisorProcess("train-1", Places(str(folder)), lambda _: None)
     for second in range(4):
-        launched.hand_on(report(0, second, size=1).to_text())
+        launched.send_report(report(0, second, size=1).to_text())
     deadline = time.monotonic() + 30
-    while not any(found.ask().workers for found in lookup.running(folder)):
+    while not any(found.query().workers for found in top.running(folder)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     yield "train-1"

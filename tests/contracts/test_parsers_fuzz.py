@@ -32,7 +32,7 @@ from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
-from wingbeat.integrations import residuals
+from wingbeat.integrations import checkpoint
 from wingbeat.methods.bounded_staleness import journal, messages
 from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
@@ -43,14 +43,10 @@ from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
 from wingbeat.methods.parameter_server.protocol import Document, RequestError, unpack_numbers
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
-from wingbeat.monitor import launch as monitor_launch
-from wingbeat.monitor import lookup
-from wingbeat.monitor.report import Malformed as MalformedReport
-from wingbeat.monitor.report import Report
-from wingbeat.monitor.snapshot import Job
-from wingbeat.monitor.watch import Watch
-from wingbeat.observe import trace
+from wingbeat.observe import reporter, top, trace
 from wingbeat.observe.events import Event
+from wingbeat.observe.report import Job, Report, Watch
+from wingbeat.observe.report import Malformed as MalformedReport
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult, Sample
 from wingbeat.planning.costs import Fit, Linear, Workload
@@ -284,7 +280,7 @@ def joined(data: Any) -> object:
 
 def load_residuals(data: bytes) -> object:
     name = "wingbeat_residuals_0_0_of_1.pt"
-    return in_file(name, lambda path: residuals.read(path.parent, "residuals_0", 0, 1), data)
+    return in_file(name, lambda path: checkpoint.read_parts(path.parent, "residuals_0", 0, 1), data)
 
 
 def loads(load: Callable[[Path], object], name: str = "file.json") -> Callable[[bytes], object]:
@@ -294,7 +290,7 @@ def loads(load: Callable[[Path], object], name: str = "file.json") -> Callable[[
 def watched(text: str) -> object:
     watch = Watch("x-1", 0.0)
     for line in text.split("\n"):
-        watch.take(line, 1.0)
+        watch.add_report(line, 1.0)
     return watch.job(2.0, 0.0)
 
 
@@ -413,10 +409,8 @@ TARGETS = [
         watched,
         (report(1, 3).to_text() + "\n" + report(0, 3).to_text(),),
     ),
-    Target(
-        "metrics address", ENV, monitor_launch.places, ({"WINGBEAT_METRICS": "[::1]:9400"},), Usage
-    ),
-    Target("address of a job", TEXTS, lookup._at, ("node7:9400", "[::1]:9400"), Usage),
+    Target("metrics address", ENV, reporter.places, ({"WINGBEAT_METRICS": "[::1]:9400"},), Usage),
+    Target("address of a job", TEXTS, top.job_at, ("node7:9400", "[::1]:9400"), Usage),
     Target(
         "sums",
         RAW,

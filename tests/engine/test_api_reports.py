@@ -23,9 +23,9 @@ from wingbeat import testing
 from wingbeat.engine import api
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
-from wingbeat.monitor import lookup
-from wingbeat.monitor.snapshot import Job
+from wingbeat.observe import top
 from wingbeat.observe.meter import Meter
+from wingbeat.observe.report import Job
 from wingbeat.transport.torch_store import TorchStore, is_append_only
 from wingbeat.transport.world import World
 
@@ -193,12 +193,12 @@ def _until(condition: Callable[[Job], bool], folder: Path, seconds: float = 60.0
     """The job that is watched here, once this is true of it."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        with contextlib.suppress(lookup.Gone, UsageError):
-            job = lookup.find("", folder).ask()
+        with contextlib.suppress(top.JobLost, UsageError):
+            job = top.find("", folder).query()
             if condition(job):
                 return job
         time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} s; there are {lookup.running(folder)}")
+    raise AssertionError(f"not within {seconds} s; there are {top.running(folder)}")
 
 
 def _at(job: Job, iteration: int) -> bool:
@@ -244,7 +244,7 @@ def test_training_continues_if_no_process_can_be_started(
     def fails(*_args: object, **_kwargs: object) -> None:
         raise BlockingIOError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(api.launch.subprocess, "Popen", fails)
+    monkeypatch.setattr(subprocess, "Popen", fails)
     with caplog.at_level("INFO", logger="wingbeat"):
         _train_alone()
     [line] = [record.getMessage() for record in caplog.records if "top" in record.getMessage()]
@@ -268,7 +268,7 @@ def test_training_continues_if_no_thread_can_be_started(
     [line] = [record.getMessage() for record in caplog.records if "top" in record.getMessage()]
     assert "can't start new thread" in line
     assert set(psutil.Process().children()) <= set(before)
-    assert lookup.running(alone) == []
+    assert top.running(alone) == []
 
 
 def test_a_store_in_a_file_is_not_filled_with_reports(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ class Started:
         [found] = [
             int(child)
             for child in children
-            if b"wingbeat.monitor" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"wingbeat.observe.supervisor" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
         return found
 
@@ -430,4 +430,4 @@ def test_a_killed_job_leaves_no_supervisor(started: Callable[..., Started]) -> N
     while Path(f"/proc/{supervisor}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert lookup.running(both.run) == []
+    assert top.running(both.run) == []

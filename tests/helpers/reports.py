@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from wingbeat.monitor.report import Report
-from wingbeat.monitor.snapshot import Job
-from wingbeat.monitor.watch import Watch
 from wingbeat.observe.meter import Section
+from wingbeat.observe.report import Job, Report, Watch
 
 SPENT = {
     "forward": 0.1,
@@ -44,5 +42,5 @@ def job(
     for second in range(seconds + 1):
         for rank in range(workers):
             made = report(rank, second, size=workers, sections=sections, **fields)
-            watch.take(made.to_text(), float(second))
+            watch.add_report(made.to_text(), float(second))
     return watch.job(float(seconds), 1_700_000_000.0)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from integrations.totals import SHAPES, Chosen, Totals, gradient, make_state
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import ddp
-from wingbeat.integrations.ddp.exchange import HookExchange
+from wingbeat.integrations.ddp import HookExchange
 
 STEPS = range(6)
 

@@ -19,8 +19,8 @@ from helpers.refusals import assert_said
 from integrations import accelerate_cases as cases
 from wingbeat import testing
 from wingbeat.errors import UsageError
-from wingbeat.integrations.accelerate.refusing import warn_of_one
-from wingbeat.integrations.libraries import library
+from wingbeat.integrations import library
+from wingbeat.integrations.accelerate import warn_of_one
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -7,7 +7,7 @@ import torch
 
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.topk import TopKCodec
-from wingbeat.integrations.ddp.exchange import HookBucket, _KeepingUnused
+from wingbeat.integrations.ddp import HookBucket, _KeepingUnused
 from wingbeat.types import Span
 
 

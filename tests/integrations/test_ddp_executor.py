@@ -7,8 +7,7 @@ import threading
 import torch
 
 from wingbeat.errors import WingbeatError
-from wingbeat.integrations.ddp.exchange import Between
-from wingbeat.integrations.ddp.executor import Executor, HookJob
+from wingbeat.integrations.ddp import Between, Executor, HookJob
 
 
 class Noted:

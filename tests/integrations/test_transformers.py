@@ -71,7 +71,7 @@ def test_private_names_are_still_called_as_they_are_here() -> None:
     """A release that changes them is told here, by the name, before anybody trains with it."""
     from transformers import Trainer
 
-    from wingbeat.integrations.transformers import WingbeatTrainerMixin, names
+    from wingbeat.integrations.transformers import PRIVATE, WingbeatTrainerMixin
 
     taken = {
         "_load_optimizer_and_scheduler": ["self", "checkpoint"],
@@ -81,10 +81,10 @@ def test_private_names_are_still_called_as_they_are_here() -> None:
         "_save_checkpoint": ["self", "model", "trial"],
         "_save_optimizer_and_scheduler": ["self", "output_dir"],
     }
-    assert sorted(taken) == sorted(names.PRIVATE)
+    assert sorted(taken) == sorted(PRIVATE)
     overridden = {name for name in vars(WingbeatTrainerMixin) if hasattr(Trainer, name)}
     private = {n for n in overridden if n.startswith("_") and not n.startswith("__")}
-    assert private == set(names.PRIVATE)
+    assert private == set(PRIVATE)
     for name, parameters in taken.items():
         found = list(inspect.signature(getattr(Trainer, name)).parameters)
         assert found == parameters, f"transformers has changed Trainer.{name}: {found}"

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
 from wingbeat.observe.events import Event
-from wingbeat.observe.exposed import clip, exposed_ns, exposed_per_iteration, iterations, union
+from wingbeat.observe.exposed import (
+    clip,
+    exposed_ns,
+    exposed_per_iteration,
+    iterations,
+    union,
+    without,
+)
 
 
 def event(what: str, begin: int, end: int, worker: int = 0) -> Event:
@@ -25,6 +32,17 @@ def test_union_holds_the_same_instants_and_is_disjoint(given_: list[tuple[int, i
     assert {t for begin, end in made for t in range(begin, end)} == instants
     assert all(a[1] < b[0] for a, b in pairwise(made))
     assert sum(end - begin for begin, end in made) == len(instants)
+
+
+@given(intervals, intervals)
+def test_what_is_left_is_what_is_in_no_hole(
+    some: list[tuple[int, int]], holes: list[tuple[int, int]]
+) -> None:
+    inside = {i for begin, end in some for i in range(begin, end)}
+    cut = {i for begin, end in holes for i in range(begin, end)}
+    left = without(some, holes)
+    assert {i for begin, end in left for i in range(begin, end)} == inside - cut
+    assert all(a[1] < b[0] for a, b in pairwise(left))
 
 
 @given(intervals, st.tuples(st.integers(0, 60), st.integers(0, 60)))

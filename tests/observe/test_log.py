@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
-SAY = "from wingbeat.observe.log import log, speak; speak(); speak(); log.info('tuned to %d', 7)"
+SAY = (
+    "from wingbeat.observe.log import log, log_to_stderr; log_to_stderr(); log_to_stderr(); "
+    "log.info('tuned to %d', 7)"
+)
 CONFIGURED = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='me %(message)s')"
 
 

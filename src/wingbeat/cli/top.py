@@ -12,7 +12,7 @@ import typer
 from wingbeat.errors import UsageError
 
 if TYPE_CHECKING:
-    from wingbeat.monitor import lookup
+    from wingbeat.observe.top import Found
 
 HELP = """Show a running wingbeat job: workers, progress, where time goes, traffic, strategy.
 
@@ -47,37 +47,36 @@ def top(
     every: Annotated[float, typer.Option(help="Time between two looks (s).")] = 1.0,
 ) -> None:
     """Show a running job."""
-    from wingbeat.monitor import lookup
+    from wingbeat.observe.top import find
 
     if not 0.1 <= every <= 3600:
         raise UsageError(f"--every {every:g}: allowed are 0.1 to 3600 seconds")
-    found = lookup.find(job)
+    found = find(job)
     if sys.stdout.isatty() and sys.stdin.isatty() and not as_json:
         _watch(found, every)
         return
-    text = json.dumps(found.ask().to_json(), indent=2) if as_json else _text(found)
+    text = json.dumps(found.query().to_json(), indent=2) if as_json else _text(found)
     try:
         print(text, flush=True)
     except BrokenPipeError:  # for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _watch(found: lookup.Found, every: float) -> None:
+def _watch(found: Found, every: float) -> None:
     try:
-        from wingbeat.monitor.screen import Top
+        from wingbeat.observe.screen import Top
     except ModuleNotFoundError as err:
         if (err.name or "").split(".")[0] != "textual":
             raise
         raise UsageError(_MISSING) from None
-    found.ask()  # report an error as one line, before the screen opens
-    Top(found.ask, every).run()
+    found.query()  # report an error as one line, before the screen opens
+    Top(found.query, every).run()
 
 
-def _text(found: lookup.Found) -> str:
-    from wingbeat.monitor import render
+def _text(found: Found) -> str:
+    from wingbeat.observe.top import headline, tables
 
-    job = found.ask()
+    job = found.query()
     width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else 200
-    sheets = render.sheets(job, max(20, width))
-    tables = ["\n".join(render.lines(sheet)) for sheet in sheets]
-    return "\n\n".join([render.headline(job), *tables])
+    texts = ["\n".join(table.lines()) for table in tables(job, max(20, width))]
+    return "\n\n".join([headline(job), *texts])

@@ -31,11 +31,15 @@ from wingbeat.engine.upgrade import (
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.methods.model_averaging.build import check_modules
-from wingbeat.monitor import launch
-from wingbeat.monitor.place import job_name
-from wingbeat.monitor.reporter import Place, Reporter
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
+from wingbeat.observe.reporter import (
+    Reporter,
+    SupervisorProcess,
+    enabled,
+    job_name,
+    places,
+)
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
 from wingbeat.types import Choices
@@ -391,13 +395,13 @@ _reporters_lock = threading.Lock()
 
 def check_monitor_variables(world: World) -> None:
     """Check the environment variables of `wingbeat top` before anything is changed."""
-    if not world.threads and launch.wanted() and world.rank == 0:
-        launch.places()
+    if not world.threads and enabled() and world.rank == 0:
+        places()
 
 
 def report(world: World, meter: Meter) -> None:
     """Report a model's meter until its world is closed; training continues if that fails."""
-    if world.threads or not launch.wanted():
+    if world.threads or not enabled():
         return
     with _reporters_lock:
         if world not in _reporters:
@@ -408,7 +412,7 @@ def report(world: World, meter: Meter) -> None:
 
 
 def _start_reporter(world: World) -> Reporter | None:
-    where = launch.places() if world.rank == 0 else None
+    where = places() if world.rank == 0 else None
     store = world.store if world.group_store is None else world.group_store()
     if is_append_only(store):
         if world.rank == 0:
@@ -417,13 +421,12 @@ def _start_reporter(world: World) -> Reporter | None:
     supervisor = None
     if where is not None:
         try:
-            supervisor = launch.Launched(job_name(), where, log.info)
+            supervisor = SupervisorProcess(job_name(), where, log.info)
         except OSError as error:  # out of memory or processes
             log.info("`wingbeat top` cannot show this job: %s", error)
-    names = tuple(link.name for link in world.links)
-    place = Place(world.rank, world.size, names, store)
+    names = [link.name for link in world.links]
     try:
-        reporter = Reporter(place, supervisor).start()
+        reporter = Reporter(world.rank, world.size, names, store, supervisor).start()
     except RuntimeError as error:  # too many threads
         log.info("`wingbeat top` cannot show rank %d: %s", world.rank, error)
         if supervisor is not None:

@@ -6,6 +6,9 @@
 Model and optimizer are saved by torch's own functions, so plain torch can load them. The state that
 differs between workers (shards of an optimizer, residuals) is saved separately, as bytes:
 torch.distributed.checkpoint splits tensors by rows, and shards are split at bucket boundaries.
+
+Trainers of other libraries save rank 0's optimizer, which lacks the other workers' residuals. There
+each worker writes ``wingbeat_NAME_RANK_of_SIZE.pt`` into the same folder (`save_residuals`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +31,9 @@ from wingbeat.engine.engine import Engine
 from wingbeat.engine.model_checks import refuse_loading
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
+from wingbeat.files import replacing
 from wingbeat.methods.model_averaging.local import LocalUpdate
+from wingbeat.observe.log import log
 
 __all__ = ["load", "state"]
 
@@ -63,7 +70,10 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         part["own"] = whole.get_optimizer_state_dict(model, optimizer)
     else:
         found[_OPTIMIZER] = whole.get_optimizer_state_dict(model, optimizer)
-    found[_PART] = {str(engine.world.rank): _packed(part)}
+    file = io.BytesIO()
+    torch.save(part, file)
+    packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    found[_PART] = {str(engine.world.rank): packed}
     return found
 
 
@@ -107,7 +117,9 @@ def load(
     template[_PART] = _empty_parts(saved, str(checkpoint_id or type(storage_reader).__name__))
     dcp.load(template, storage_reader=storage_reader)
     parts = [_unpacked(template[_PART][key]) for key in sorted(template[_PART], key=int)]
-    beside = _beside(engine, [part["beside"] or None for part in parts])
+    extra = [part["beside"] or None for part in parts]
+    same = len(extra) == engine.world.size
+    beside = extra[engine.world.rank] if same else checkpoint.merge_extra(extra)
     checkpoint.check_extra(engine, beside)
     whole.set_model_state_dict(model, template[_MODEL])
     if _OPTIMIZER in template:
@@ -129,12 +141,6 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
     return engine
 
 
-def _beside(engine: Engine, saved: list[Any]) -> Any:
-    """Return this worker's extra state, merged from all parts if the number of workers differs."""
-    world = engine.world
-    return saved[world.rank] if len(saved) == world.size else checkpoint.merge_extra(saved)
-
-
 def _empty_parts(saved: Metadata, where: str) -> dict[str, torch.Tensor]:
     """Allocate every worker's part in its saved length."""
     found = {}
@@ -144,20 +150,110 @@ def _empty_parts(saved: Metadata, where: str) -> dict[str, torch.Tensor]:
             found[match[1]] = torch.empty(described.size, dtype=described.properties.dtype)
     if not found or sorted(map(int, found)) != list(range(len(found))):
         raise UsageError(
-            f"checkpoint.load({where}): no worker's part, or not every one's, is in it; it was not "
+            f"checkpoint.load({where}): parts of workers are missing in it; it was not "
             "saved from wingbeat.integrations.checkpoint.state()"
         )
     return found
 
 
-def _packed(part: dict[str, Any]) -> torch.Tensor:
-    file = io.BytesIO()
-    torch.save(part, file)
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-
-
 def _unpacked(data: torch.Tensor) -> dict[str, Any]:
     part = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     if not isinstance(part, dict) or "beside" not in part:
-        raise UsageError("checkpoint.load(): a worker's part is damaged; save it anew")
+        raise UsageError("checkpoint.load(): a worker's part is damaged; save it again")
+    return part
+
+
+# -- files of residuals beside other libraries' checkpoints ----------------------------------------
+
+
+def save_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
+    """Write this worker's residuals, if its strategy keeps any; every worker calls this.
+
+    ``number`` identifies the optimizer in a checkpoint of several.
+    """
+    engine = engine_of(optimizer)
+    part = None if engine is None else engine.compression.state_dict()
+    if engine is not None and part is not None:
+        write_part(part, Path(folder), f"residuals_{number}", engine.world.rank, engine.world.size)
+
+
+def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
+    """Load residuals from a checkpoint's folder, after the optimizer's own state.
+
+    Raises UsageError if a file is missing or damaged, or this worker has just rejoined.
+    """
+    engine = engine_of(optimizer)
+    if engine is None or engine.compression.residuals is None:
+        return
+    refuse_loading(engine, "loading residuals")
+    name = f"residuals_{number}"
+    parts = read_parts(Path(folder), name, engine.world.rank, engine.world.size)
+    if len(parts) == 1:
+        engine.compression.load_state_dict(parts[0])
+    elif parts:
+        optimizer.load_residuals(parts)
+
+
+def write_part(part: dict[str, Any], folder: Path, name: str, rank: int, size: int) -> None:
+    """Write one worker's part; the last worker removes the files of runs of other sizes.
+
+    Earlier files are unchanged if it cannot be written (UsageError).
+    """
+    with replacing(_path(folder, name, rank, size)) as file:
+        try:
+            torch.save(part, file)
+        except RuntimeError as error:
+            # On a full disk torch's writer reports a format error after the disk's error.
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+    found = list(_found(folder, name))
+    if sum(saved_by == size for saved_by, _ in found) == size:
+        for saved_by, path in found:
+            if saved_by != size:
+                path.unlink(missing_ok=True)
+
+
+def read_parts(folder: Path, name: str, rank: int, size: int) -> list[dict[str, Any]]:
+    """Return this worker's part alone if the number of workers is equal; else all parts, or none.
+
+    The newest file determines the number of workers that saved last. Files of other sizes remain if
+    some workers could not write, or if hosts have separate folders. Raises UsageError if a file is
+    missing or damaged.
+    """
+    found = list(_found(folder, name))
+    if not found:
+        log.info("%s has no residuals: they start at zero", folder)
+        return []
+    own = _path(folder, name, rank, size)
+    latest, _ = max(found, key=lambda each: each[1].stat().st_mtime_ns)
+    parts = sorted(path for saved_by, path in found if saved_by == latest)
+    if own in parts:
+        return [_load(own)]
+    if latest == size or len(parts) != latest:
+        raise UsageError(
+            f"{folder} has residuals of {len(parts)} of {latest} workers, and not "
+            f"{own.name}: copy all hosts' wingbeat_*.pt into it on every host, or remove them, to "
+            "begin without residuals"
+        )
+    return [_load(path) for path in parts]
+
+
+def _path(folder: Path, name: str, rank: int, size: int) -> Path:
+    return folder / f"wingbeat_{name}_{rank}_of_{size}.pt"
+
+
+def _found(folder: Path, name: str) -> Iterator[tuple[int, Path]]:
+    pattern = re.compile(rf"wingbeat_{re.escape(name)}_(\d+)_of_(\d+)\.pt")
+    for path in folder.glob(f"wingbeat_{name}_*.pt"):
+        if match := pattern.fullmatch(path.name):
+            yield int(match[2]), path
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        part: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file may raise anything
+        raise UsageError(
+            f"{path} cannot be read ({type(error).__name__}): remove all wingbeat_*.pt there, to "
+            "begin without residuals"
+        ) from error
     return part

@@ -11,28 +11,18 @@ Importing this module also registers the names of all presets, such as ``strateg
 
 from __future__ import annotations
 
-from wingbeat.integrations.lightning_family import names, options
-from wingbeat.integrations.lightning_family.fabric import FabricStrategy
+from wingbeat.integrations.lightning_family import FabricStrategy, fabric_of, register
 
 __all__ = ["WingbeatStrategy"]
 
-_package = names.fabric_of("lightning")
+_package = fabric_of("lightning")
 
 
 class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
     """Strategy for ``lightning.fabric.Fabric`` that exchanges gradients with wingbeat.
 
-    Args:
-        strategy: a strategy, default ``wingbeat.DeAR()``; or its name and options as on the command
-            line, such as ``"allreduce:mb=10"``.
-        interfaces: names of the network interfaces to use, as for `wingbeat.init`.
-        ddp_kwargs: arguments of ``DDPStrategy``: ``timeout`` (of all waits, default: half an hour),
-            ``process_group_backend``, ``start_method``, ``checkpoint_io`` and so on. DDP's options
-            that are not needed, such as ``find_unused_parameters``, are accepted.
-
-    Raises:
-        UsageError: ``strategy`` is not a strategy, or an option of DDP is not supported.
+    Arguments and errors are those of `wingbeat.integrations.lightning.WingbeatStrategy`.
     """
 
 
-options.register(_package.strategies.STRATEGY_REGISTRY, WingbeatStrategy)
+register(_package.strategies.STRATEGY_REGISTRY, WingbeatStrategy)

@@ -11,12 +11,11 @@ Importing this module also registers the names of all presets, such as ``strateg
 
 from __future__ import annotations
 
-from wingbeat.integrations.lightning_family import names, options
-from wingbeat.integrations.lightning_family.trainer import TrainerStrategy
+from wingbeat.integrations.lightning_family import TrainerStrategy, register, trainer_of
 
 __all__ = ["WingbeatStrategy"]
 
-_package = names.trainer_of("lightning")
+_package = trainer_of("lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
@@ -35,4 +34,4 @@ class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # typ
     """
 
 
-options.register(_package.strategies.StrategyRegistry, WingbeatStrategy)
+register(_package.strategies.StrategyRegistry, WingbeatStrategy)

@@ -11,19 +11,15 @@ Importing this module also registers the names of all presets, such as ``strateg
 
 from __future__ import annotations
 
-from wingbeat.integrations.lightning_family import names, options
-from wingbeat.integrations.lightning_family.fabric import FabricStrategy
+from wingbeat.integrations.lightning_family import FabricStrategy, fabric_of, register
 
 __all__ = ["WingbeatStrategy"]
 
-_package = names.fabric_of("lightning_fabric")
+_package = fabric_of("lightning_fabric")
 
 
 class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """Strategy for ``lightning_fabric.Fabric``.
-
-    See `wingbeat.integrations.fabric.WingbeatStrategy`.
-    """
+    """Strategy for ``lightning_fabric.Fabric``; as in `wingbeat.integrations.fabric`."""
 
 
-options.register(_package.strategies.STRATEGY_REGISTRY, WingbeatStrategy)
+register(_package.strategies.STRATEGY_REGISTRY, WingbeatStrategy)

@@ -11,19 +11,15 @@ Importing this module also registers the names of all presets, such as ``strateg
 
 from __future__ import annotations
 
-from wingbeat.integrations.lightning_family import names, options
-from wingbeat.integrations.lightning_family.trainer import TrainerStrategy
+from wingbeat.integrations.lightning_family import TrainerStrategy, register, trainer_of
 
 __all__ = ["WingbeatStrategy"]
 
-_package = names.trainer_of("pytorch_lightning")
+_package = trainer_of("pytorch_lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
-    """Strategy for ``pytorch_lightning.Trainer``.
-
-    See `wingbeat.integrations.lightning.WingbeatStrategy`.
-    """
+    """Strategy for ``pytorch_lightning.Trainer``; as in `wingbeat.integrations.lightning`."""
 
 
-options.register(_package.strategies.StrategyRegistry, WingbeatStrategy)
+register(_package.strategies.StrategyRegistry, WingbeatStrategy)

@@ -25,23 +25,12 @@ from dataclasses import dataclass
 
 from wingbeat.errors import UsageError
 
+COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "broadcast")
+"""The events that move bytes."""
+
 WHATS = (
-    "forward",
-    "backward",
-    "encode",
-    "reduce_scatter",
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "wait",
-    "update",
-    "step",
-    "request",
-    "group_wait",
-    "average",
-    "take_over",
-    "left",
-    "joined",
+    *("forward", "backward", "encode", *COLLECTIVES, "wait", "update", "step"),
+    *("request", "group_wait", "average", "take_over", "left", "joined"),
 )
 """Names of events.
 
@@ -50,9 +39,6 @@ thread that runs backward. The names from ``request`` on belong to model averagi
 requests a group, waits for it, averages with it and applies the average; another worker has left
 or joined.
 """
-
-COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "broadcast")
-"""The events that move bytes."""
 
 AVERAGES = "averages"
 """The lane of model averaging, which overlaps with training."""
@@ -90,33 +76,25 @@ class Stream:
     """Records the events of a process; normally the module's ``stream`` is used.
 
     Any thread may record: CPython appends a tuple to a list atomically. One thread starts and
-    stops.
-
-    Raises:
-        UsageError: ``limit`` is below 1 event.
+    stops. ``dropped`` counts events since ``start`` that were dropped, because the stream holds
+    only ``limit``. Raises UsageError if that is below 1.
     """
 
-    __slots__ = ("_dropped", "_limit", "_rows", "_told", "_worker", "on")
+    __slots__ = ("_limit", "_rows", "_warned", "_worker", "dropped", "on")
 
     def __init__(self, limit: int = LIMIT) -> None:
         if limit < 1:
             raise UsageError(f"event limit {limit} is too small; allowed: 1 or more")
         self.on: bool = False
         self._limit = limit
-        self._dropped = 0
-        self._told = 0
+        self.dropped = self._warned = 0
         self._worker = 0
         self._rows: list[_Row] = []
-
-    @property
-    def dropped(self) -> int:
-        """Number of events dropped since ``start`` because the stream was full."""
-        return self._dropped
 
     def start(self, worker: int) -> None:
         """Clear the stream and start to record, as worker number ``worker``."""
         self._rows = []
-        self._dropped = self._told = 0
+        self.dropped = self._warned = 0
         self._worker = worker
         self.on = True
 
@@ -139,7 +117,7 @@ class Stream:
             return
         rows = self._rows
         if len(rows) >= self._limit:
-            self._dropped += 1
+            self.dropped += 1
             return
         rows.append((what, begin_ns, end_ns, bucket, nbytes, lane, group))
 
@@ -178,7 +156,7 @@ class Stream:
         Warns with ``RuntimeWarning`` if events were dropped.
         """
         rows, self._rows = self._rows, []
-        lost = self._dropped - self._told
+        lost = self.dropped - self._warned
         if lost:
             warnings.warn(
                 f"worker {self._worker}: {lost} events were dropped, because the stream keeps "
@@ -186,10 +164,9 @@ class Stream:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self._told = self._dropped
-        worker = self._worker
+            self._warned = self.dropped
         return [
-            Event(worker, bucket, what, begin_ns, end_ns, nbytes, lane, group)
+            Event(self._worker, bucket, what, begin_ns, end_ns, nbytes, lane, group)
             for what, begin_ns, end_ns, bucket, nbytes, lane, group in rows
         ]
 

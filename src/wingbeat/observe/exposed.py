@@ -43,6 +43,26 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
     return [(b, e) for b, e in cut if e > b]
 
 
+def without(intervals: Iterable[Interval], holes: Iterable[Interval]) -> list[Interval]:
+    """Return ``intervals`` minus ``holes``.
+
+    >>> without([(0, 10)], [(2, 3), (8, 12)])
+    [(0, 2), (3, 8)]
+    """
+    out = []
+    cut = union(holes)
+    for begin, end in union(intervals):
+        for low, high in cut:
+            if high <= begin or low >= end:
+                continue
+            if low > begin:
+                out.append((begin, low))
+            begin = high
+        if begin < end:
+            out.append((begin, end))
+    return out
+
+
 def exposed_ns(events: Iterable[Event]) -> int:
     """Return the nanoseconds in which one worker was blocked on communication.
 
@@ -53,7 +73,7 @@ def exposed_ns(events: Iterable[Event]) -> int:
     >>> exposed_ns(waits)
     6
     """
-    return sum(end - begin for begin, end in _waits(_of_one_worker(events)))
+    return sum(end - begin for begin, end in spans(_of_one_worker(events), "wait"))
 
 
 def iterations(events: Iterable[Event]) -> list[Interval]:
@@ -75,12 +95,13 @@ def iterations(events: Iterable[Event]) -> list[Interval]:
 def exposed_per_iteration(events: Iterable[Event]) -> list[int]:
     """Return the exposed nanoseconds of each of one worker's ``iterations``."""
     listed = _of_one_worker(events)
-    waits = _waits(listed)
+    waits = spans(listed, "wait")
     return [sum(end - begin for begin, end in clip(waits, window)) for window in iterations(listed)]
 
 
-def _waits(events: Iterable[Event]) -> list[Interval]:
-    return union((event.begin_ns, event.end_ns) for event in events if event.what == "wait")
+def spans(events: Iterable[Event], what: str) -> list[Interval]:
+    """Return when an event of that name was under way."""
+    return union((event.begin_ns, event.end_ns) for event in events if event.what == what)
 
 
 def _of_one_worker(events: Iterable[Event]) -> Sequence[Event]:

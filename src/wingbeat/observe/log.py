@@ -21,7 +21,7 @@ class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-def speak() -> None:
+def log_to_stderr() -> None:
     """Log to standard error, unless the script has configured logging."""
     if log.handlers or log.level != logging.NOTSET:
         return

@@ -75,30 +75,16 @@ class Meter:
     The training thread is always in one phase. Time blocked on the exchange counts as exchange, not
     as the phase.
 
-    Args:
-        name: the model's name.
-        strategy: as written by the user.
-        clock: returns monotonic nanoseconds.
-
     Attributes:
+        name, strategy: the model's name, and the strategy as written by the user.
         iterations: optimizer steps so far.
         counts: number of rare events by name.
         waited_ns: nanoseconds in which the training thread was blocked on the exchange.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_at",
-        "_clock",
-        "_phase",
-        "_sources",
-        "_spent",
-        "_waited",
-        "counts",
-        "iterations",
-        "name",
-        "strategy",
-        "waited_ns",
+        *("__weakref__", "_at", "_clock", "_phase", "_sources", "_spent", "_waited"),
+        *("counts", "iterations", "name", "strategy", "waited_ns"),
     )
 
     def __init__(

@@ -13,21 +13,11 @@ from typing import TYPE_CHECKING, Any
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.events import COLLECTIVES, Event
-from wingbeat.observe.exposed import (
-    Interval,
-    clip,
-    exposed_ns,
-    exposed_per_iteration,
-    iterations,
-    union,
-)
-from wingbeat.observe.figure import blank
+from wingbeat.observe.exposed import Interval, clip, exposed_per_iteration, iterations, spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["draw_png", "exposed_ns", "exposed_per_iteration", "iterations"]
 
 COLOURS = {
     "forward": "#8fb8de",
@@ -77,7 +67,8 @@ def draw_png(
         worker: [event for event in listed if event.worker == worker]
         for worker in sorted({event.worker for event in listed})
     }
-    window = _window(next(iter(by_worker.values())), last)
+    shown = iterations(next(iter(by_worker.values())))[-last:]
+    window = shown[0][0], shown[-1][1]
     figure, axes, height = _canvas(by_worker, title)
     top = 0.0
     labels: list[tuple[float, str]] = []
@@ -87,10 +78,22 @@ def draw_png(
     _save(figure, path)
 
 
-def _window(events: Sequence[Event], last: int) -> Interval:
-    """From the begin of the first iteration shown to the end of the last."""
-    chosen = iterations(events)[-last:]
-    return chosen[0][0], chosen[-1][1]
+def blank(what: str, size: tuple[float, float], dpi: int) -> Figure:
+    """Return a white figure of ``size`` inches; ``what`` names it in errors.
+
+    Raises:
+        UsageError: matplotlib (the extra ``bench``) is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(
+            f"drawing a {what} needs matplotlib; install it with: pip install 'wingbeat[bench]'"
+        ) from None
+    figure = Figure(figsize=size, dpi=dpi, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _lanes(events: Iterable[Event]) -> list[str]:
@@ -133,37 +136,27 @@ def _draw_worker(
         labels.append((top + (number + 0.5) * _ROW, lane))
         own = [event for event in events if event.lane == lane and event.what in _BESIDE]
         _draw_lane(axes, own, window, top + number * _ROW)
+    shown, exposed = iterations(events)[-last:], exposed_per_iteration(events)[-last:]
+    length = sum(end - begin for begin, end in shown)
+    share = 100 * sum(exposed) / length if length else 0.0
     axes.annotate(
-        _summary(events, last),
-        xy=(1, (top + bottom) / 2),
-        xycoords=("axes fraction", "data"),
-        xytext=(10, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8.5,
-        color=_INK,
-        linespacing=1.4,
-    )
+        f"{length / len(shown) / 1e6:.1f} ms / iteration\n{share:.0f}% exposed",
+        xy=(1, (top + bottom) / 2), xycoords=("axes fraction", "data"),
+        xytext=(10, 0), textcoords="offset points",
+        va="center", fontsize=8.5, color=_INK, linespacing=1.4,
+    )  # fmt: skip
     return bottom + _GAP
 
 
-def _summary(events: list[Event], last: int) -> str:
-    """The mean iteration time and exposed time."""
-    spans, exposed = iterations(events)[-last:], exposed_per_iteration(events)[-last:]
-    length = sum(end - begin for begin, end in spans)
-    share = 100 * sum(exposed) / length if length else 0.0
-    return f"{length / len(spans) / 1e6:.1f} ms / iteration\n{share:.0f}% exposed"
-
-
 def _draw_compute(axes: Axes, events: list[Event], window: Interval, top: float) -> None:
-    steps = [(event.begin_ns, event.end_ns) for event in events if event.what == "step"]
-    _bars(axes, clip(steps, window), window, top + 0.11, _BAR, facecolor=_STEP, zorder=2)
+    def bars(what: str, **style: Any) -> None:
+        _bars(axes, clip(spans(events, what), window), window, top + 0.11, _BAR, **style)
+
+    bars("step", facecolor=_STEP, zorder=2)
     for what in ("forward", "backward", "encode", "update", "take_over"):
-        spans = [(event.begin_ns, event.end_ns) for event in events if event.what == what]
-        _bars(axes, clip(spans, window), window, top + 0.11, _BAR, facecolor=COLOURS[what])
-    waits = union((event.begin_ns, event.end_ns) for event in events if event.what == "wait")
+        bars(what, facecolor=COLOURS[what])
     style: dict[str, Any] = {"facecolor": _WAIT_FILL, "edgecolor": _WAIT_EDGE, "hatch": "//////"}
-    _bars(axes, clip(waits, window), window, top + 0.11, _BAR, linewidth=0.7, zorder=4, **style)
+    bars("wait", linewidth=0.7, zorder=4, **style)
 
 
 def _draw_lane(axes: Axes, events: list[Event], window: Interval, top: float) -> None:
@@ -190,7 +183,7 @@ def _draw_lane(axes: Axes, events: list[Event], window: Interval, top: float) ->
             )  # fmt: skip
 
 
-def _subrows(spans: Sequence[Interval]) -> tuple[list[int], int]:
+def _subrows(placed: Sequence[Interval]) -> tuple[list[int], int]:
     """Return a subrow for each span, ordered by begin, and the number of subrows.
 
     Overlapping spans get different subrows, up to ``_MAX_SUBROWS``; further ones share.
@@ -200,7 +193,7 @@ def _subrows(spans: Sequence[Interval]) -> tuple[list[int], int]:
     """
     ends: list[int] = []
     places: list[int] = []
-    for begin, end in spans:
+    for begin, end in placed:
         free = next((i for i, busy in enumerate(ends) if busy <= begin), None)
         if free is None and len(ends) < _MAX_SUBROWS:
             free = len(ends)
@@ -213,9 +206,9 @@ def _subrows(spans: Sequence[Interval]) -> tuple[list[int], int]:
 
 
 def _bars(
-    axes: Axes, spans: list[Interval], window: Interval, low: float, height: float, **style: Any
+    axes: Axes, drawn: list[Interval], window: Interval, low: float, height: float, **style: Any
 ) -> None:
-    scaled = [((begin - window[0]) / 1e6, (end - begin) / 1e6) for begin, end in spans]
+    scaled = [((begin - window[0]) / 1e6, (end - begin) / 1e6) for begin, end in drawn]
     axes.broken_barh(scaled, (low, height), **{"linewidth": 0, "zorder": 3, **style})
 
 

@@ -81,7 +81,10 @@ def merge(paths: Sequence[AnyPath]) -> list[Event]:
         if first is None:
             first = (boot, offset)
         shift = 0 if boot and boot == first[0] else offset - first[1]
-        merged += [_moved(event, shift) for event in events] if shift else events
+        merged += [
+            replace(event, begin_ns=event.begin_ns + shift, end_ns=event.end_ns + shift)
+            for event in events
+        ]
     merged.sort(key=lambda event: (event.begin_ns, event.worker))
     return merged
 
@@ -95,34 +98,28 @@ def write_perfetto(events: Iterable[Event], path: AnyPath) -> None:
     listed = sorted(events, key=lambda event: (event.begin_ns, -event.end_ns))
     zero = listed[0].begin_ns if listed else 0
     rows = _rows(listed)
-    tids = {row: tid for tid, row in enumerate(sorted(set(rows), key=_row_key))}
+    order = {"compute": 0, "exposed": 1}
+    ordered = sorted(set(rows), key=lambda row: (row[0], order.get(row[1], 2), *row[1:]))
+    tids = {row: tid for tid, row in enumerate(ordered)}
     out = _metadata(tids)
     for event, row in zip(listed, rows, strict=True):
-        args: dict[str, Any] = {
-            "bucket": event.bucket, "bytes": event.nbytes, "lane": event.lane
-        }  # fmt: skip
-        if event.group:
-            args["group"] = list(event.group)
+        args = {"bucket": event.bucket, "bytes": event.nbytes, "lane": event.lane}
+        group = {"group": list(event.group)} if event.group else {}
+        ranks = [*map(str, event.group[:_NAMED]), *["..."] * (len(event.group) > _NAMED)]
+        name = [event.what, str(event.bucket)] if event.bucket >= 0 else [event.what, *ranks]
         out.append(
             {
                 "ph": "X",
-                "name": _name_of(event),
+                "name": " ".join(name),
                 "cat": event.what,
                 "pid": event.worker,
                 "tid": tids[row],
                 "ts": (event.begin_ns - zero) / 1e3,
                 "dur": (event.end_ns - event.begin_ns) / 1e3,
-                "args": args,
+                "args": args | group,
             }
         )
     _write({"displayTimeUnit": "ms", "traceEvents": out}, path)
-
-
-def _name_of(event: Event) -> str:
-    if event.bucket >= 0:
-        return f"{event.what} {event.bucket}"
-    ranks = [*map(str, event.group[:_NAMED]), *["..."] * (len(event.group) > _NAMED)]
-    return " ".join([event.what, *ranks])
 
 
 _Row = tuple[int, str, int]
@@ -130,10 +127,10 @@ _Row = tuple[int, str, int]
 
 
 def _rows(listed: Sequence[Event]) -> list[_Row]:
-    """Return the row of each event, ordered by begin.
+    """Return the row of each event.
 
     Perfetto drops slices of a row that overlap without nesting, as the collectives of two buckets
-    in flight do. Those go to a second row.
+    in flight do. Those are moved to a second row.
     """
     open_ends: dict[tuple[int, str], list[list[int]]] = {}
     rows: list[_Row] = []
@@ -156,11 +153,6 @@ def _nest(stacks: list[list[int]], event: Event) -> int:
     return len(stacks) - 1
 
 
-def _row_key(row: _Row) -> tuple[int, int, str, int]:
-    worker, lane, number = row
-    return worker, {"compute": 0, "exposed": 1}.get(lane, 2), lane, number
-
-
 def _metadata(tids: dict[_Row, int]) -> list[dict[str, Any]]:
     """Perfetto's metadata events for names and order of the rows."""
     out: list[dict[str, Any]] = []
@@ -178,10 +170,6 @@ def _metadata(tids: dict[_Row, int]) -> list[dict[str, Any]]:
     return out
 
 
-def _moved(event: Event, shift: int) -> Event:
-    return replace(event, begin_ns=event.begin_ns + shift, end_ns=event.end_ns + shift)
-
-
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -190,13 +178,12 @@ def _boot_id() -> str:
 
 
 def _write(value: Any, path: AnyPath) -> None:
-    """Write JSON atomically."""
     with replacing(path) as file:
         file.write(json.dumps(value, separators=(",", ":")).encode())
 
 
 def _read(path: AnyPath) -> tuple[str, int, list[Event]]:
-    """Return a part's boot id, wall clock offset and events, validated."""
+    """Return a part's boot id, wall clock offset and events."""
     part = _parse(path)
     if not isinstance(part, dict) or part.get("format") != FORMAT:
         raise UsageError(f"{str(path)!r} is not an event file: no 'format': {FORMAT!r} in it")
@@ -206,7 +193,7 @@ def _read(path: AnyPath) -> tuple[str, int, list[Event]]:
         )
     if set(part) != _KEYS or part["fields"] != list(_FIELDS):
         raise UsageError(f"{str(path)!r} has other keys or fields than version {VERSION} has")
-    boot, offset, rows = part["boot"], part["wall_offset_ns"], part["events"]
+    boot, offset, rows = (part[key] for key in ("boot", "wall_offset_ns", "events"))
     if not isinstance(boot, str) or not _is_int(offset) or not isinstance(rows, list):
         raise UsageError(f"{str(path)!r}: 'boot', 'wall_offset_ns' or 'events' has a wrong type")
     return boot, offset, [_event(row, f"event {i} of {str(path)!r}") for i, row in enumerate(rows)]
@@ -214,17 +201,16 @@ def _read(path: AnyPath) -> tuple[str, int, list[Event]]:
 
 def _parse(path: AnyPath) -> Any:
     try:
-        size = os.path.getsize(path)
-        if size > MAX_BYTES:
+        if (size := os.path.getsize(path)) > MAX_BYTES:
             raise UsageError(f"{str(path)!r} has {size} bytes; allowed: up to {MAX_BYTES}")
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     except RecursionError:
         raise UsageError(f"{str(path)!r} is not an event file: nested too deeply") from None
+    except UsageError:
+        raise
     except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"{str(path)!r} is not JSON: {error}") from None
 
 
@@ -250,15 +236,11 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _INT64
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_ranks(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_int, value))
-
-
-_KINDS: dict[str, Callable[[Any], bool]] = {"what": _is_text, "lane": _is_text, "group": _is_ranks}
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "what": lambda value: isinstance(value, str),
+    "lane": lambda value: isinstance(value, str),
+    "group": lambda value: isinstance(value, list) and all(map(_is_int, value)),
+}
 """Checks of the fields that are not numbers."""
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.observe.log import speak
+from wingbeat.observe.log import log_to_stderr
 from wingbeat.transport import descriptors, graceful_shutdown, launchers
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
@@ -274,7 +274,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     world_module.set_current(world)
     if rank == 0:
-        speak()
+        log_to_stderr()
     graceful_shutdown.close_at_exit(world, shutdown)
     return world
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.observe.breakdown import Parts
-from wingbeat.observe.figure import blank
-from wingbeat.observe.timeline import COLOURS
+from wingbeat.observe.timeline import COLOURS, blank
+from wingbeat_lab.bench.breakdown import Parts
 from wingbeat_lab.bench.protocol import WHOLE
 from wingbeat_lab.bench.results import Report
 

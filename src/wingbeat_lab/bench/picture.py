@@ -12,8 +12,7 @@ from wingbeat.files import replacing
 from wingbeat.observe import trace
 from wingbeat.observe.events import COLLECTIVES, Event
 from wingbeat.observe.exposed import Interval, clip, iterations, union
-from wingbeat.observe.figure import blank
-from wingbeat.observe.timeline import COLOURS
+from wingbeat.observe.timeline import COLOURS, blank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

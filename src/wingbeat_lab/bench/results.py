@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from wingbeat.observe.breakdown import Parts
 from wingbeat_lab.bench import bound, traffic
+from wingbeat_lab.bench.breakdown import Parts
 from wingbeat_lab.bench.config import LOSSES, Checked, reduce_seconds_per_byte
 from wingbeat_lab.bench.contenders import Contender
 from wingbeat_lab.bench.measure import Measured, Quantiles

@@ -17,10 +17,10 @@ from typing import Any
 import wingbeat
 from wingbeat.errors import WingbeatError
 from wingbeat.observe import trace
-from wingbeat.observe.breakdown import breakdown
 from wingbeat.observe.events import Event
 from wingbeat_lab import lab
 from wingbeat_lab.bench import machine, protocol, results
+from wingbeat_lab.bench.breakdown import breakdown
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.estimate import Progress
 from wingbeat_lab.bench.measure import Measured, Timings, measured

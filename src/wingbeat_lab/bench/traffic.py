@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.observe.figure import blank
+from wingbeat.observe.timeline import blank
 from wingbeat_lab.bench.measure import Quantiles
 from wingbeat_lab.lab import counters
 from wingbeat_lab.lab.cross import Sample

@@ -15,7 +15,7 @@ import wingbeat
 from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.integrations import checkpoint, residuals
+from wingbeat.integrations import checkpoint
 from wingbeat.methods.model_averaging import service
 from wingbeat.methods.model_averaging.service import AdaptiveTimeout
 from wingbeat.strategies import parse
@@ -136,7 +136,7 @@ def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> No
         r"checkpoint.load\(\)": lambda: checkpoint.load(model, optimizer, folder),
     }
     if engine(model).compression.residuals is not None:
-        ways["loading residuals"] = lambda: residuals.load(optimizer, folder)
+        ways["loading residuals"] = lambda: checkpoint.load_residuals(optimizer, folder)
     for target, state in zip((model, optimizer), states, strict=True):
         with pytest.raises(UsageError, match=r"load_state_dict\(\) on rank 2, which was started"):
             target.load_state_dict(state)
@@ -166,7 +166,7 @@ def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path:
         wingbeat.synchronize(model)
         model.load_state_dict(model.state_dict())  # with all the others
         optimizer.load_state_dict(optimizer.state_dict())
-        residuals.load(optimizer, tmp_path)
+        checkpoint.load_residuals(optimizer, tmp_path)
         return weights(model)
 
     def body(world: Any) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path:
             return wingbeat.distribute(model, optimizer, parse(strategy), world=world)
 
         model, optimizer = made()
-        residuals.save(optimizer, tmp_path)
+        checkpoint.save_residuals(optimizer, tmp_path)
         if world.rank != 2:
             return goes_on(world, model, optimizer)
         states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

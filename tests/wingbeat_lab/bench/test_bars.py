@@ -10,8 +10,8 @@ import pytest
 
 from helpers.disk import room_for
 from wingbeat.errors import UsageError
-from wingbeat.observe.breakdown import Parts
 from wingbeat_lab.bench import bars
+from wingbeat_lab.bench.breakdown import Parts
 from wingbeat_lab.bench.measure import Measured, Quantiles
 from wingbeat_lab.bench.results import Rates, Report, Run
 

@@ -1,1 +1,0 @@
-"""Monitoring of jobs: workers report, a supervisor collects, `wingbeat top` displays (no torch)."""

@@ -1,0 +1,385 @@
+"""Reports of workers, and the state of a job that follows from them.
+
+A report is a line of JSON. It may come from another host, so every value is checked when it is
+read: by the supervisor, and again, as part of a `Job`, by ``wingbeat top``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+from wingbeat.observe.meter import GROWS, PARTS, Cell, Section
+
+LARGEST = 16 << 10
+"""Maximum characters of a report. Sections beyond are left out."""
+
+TEXT, MANY, CELLS = 128, 32, 256
+"""Limits: characters of a text; interfaces, counts or sections of a report; cells of a section."""
+
+READS = 32
+"""Maximum reports that rank 0 forwards per second; with more workers each is read less often."""
+
+MOST_WORKERS = 4096
+
+SILENT_S = 5.0
+"""Seconds without a report after which a worker is silent; more in large jobs."""
+
+STILL_S = 10.0
+"""Seconds without a step after which the state reports it."""
+
+WINDOW_S = 10.0
+"""Rates are averages over this number of seconds before a worker's last report."""
+
+_MOST = 1 << 63
+
+ValueT = TypeVar("ValueT")
+MadeT = TypeVar("MadeT")
+
+
+class Malformed(ValueError):
+    """The data is not a valid report."""
+
+
+# -- one worker's report --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state of one worker at one moment. All numbers are totals since its start.
+
+    ``strategy`` is the text of all models' strategies, and ``iteration`` the maximum over the
+    models. ``number`` counts reports from 0, and ``at_s`` is the worker's own clock. ``spent_s``
+    has the keys of `PARTS`. ``interfaces`` has the host's bytes sent and received, from the
+    kernel's counters. ``counts`` has rare events. ``ended`` marks the last report.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    strategy: str
+    number: int
+    at_s: float
+    iteration: int
+    spent_s: dict[str, float] = field(default_factory=dict)
+    interfaces: dict[str, tuple[int, int]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    sections: tuple[Section, ...] = ()
+    ended: bool = False
+
+    def to_text(self) -> str:
+        """Return one line of JSON of at most `LARGEST` characters; sections beyond are left out."""
+        data = asdict(self)
+        fit = [section for section in data["sections"] if len(section["cells"]) <= CELLS]
+        data["sections"] = fit[:MANY]
+        while len(text := json.dumps(data, separators=(",", ":"))) > LARGEST and data["sections"]:
+            data["sections"] = data["sections"][:-1]
+        return text
+
+    @staticmethod
+    def from_text(text: str) -> Report:
+        """Parse the output of `to_text`; raises Malformed if it is not valid."""
+        if len(text) > LARGEST:
+            raise Malformed(f"{len(text)} characters; allowed are {LARGEST}")
+        return _report(_json(text))
+
+
+# -- the state of a job ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The known state of one worker. Rates are recent ones, per second.
+
+    ``silent_s`` is the time since the last report, or since monitoring began, and ``still_s`` the
+    time since the last known step. ``ms`` is milliseconds per iteration by part. ``interfaces`` has
+    bytes sent and received. Unknown values are None or empty.
+    """
+
+    rank: int
+    report: Report | None = None
+    silent_s: float = 0.0
+    still_s: float = 0.0
+    rate: float | None = None
+    ms: dict[str, float] = field(default_factory=dict)
+    interfaces: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sections: tuple[Section, ...] = ()
+
+    @property
+    def _turn_s(self) -> float:
+        """Additional delay of a report in seconds, because workers are read in turns."""
+        return 0.0 if self.report is None else (self.report.size - 1) // READS
+
+    @property
+    def silent(self) -> bool:
+        """Whether a report is overdue."""
+        return self.silent_s > SILENT_S + self._turn_s
+
+    @property
+    def state(self) -> str:
+        """The worker's state in a few words."""
+        if self.report is None:
+            return f"no report for {self.silent_s:.0f} s"
+        if self.report.ended:
+            return "ended"
+        if self.silent:
+            return f"silent for {self.silent_s:.0f} s"
+        if self.still_s > max(STILL_S + self._turn_s, 5 / self.rate if self.rate else 0.0):
+            return f"no step for {self.still_s:.0f} s"
+        return "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job at one moment, ``watched_s`` seconds after monitoring began; workers are by rank."""
+
+    name: str
+    watched_s: float
+    unix_s: float
+    workers: tuple[Worker, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        data = asdict(self)
+        for listed, worker in zip(data["workers"], self.workers, strict=True):
+            listed["state"] = worker.state
+        return data
+
+    @staticmethod
+    def from_text(text: str | bytes) -> Job:
+        """Parse the JSON of `to_json`; raises Malformed if it is not valid."""
+        return _made(Job, _JOB, _json(text))
+
+
+class Watch:
+    """Computes the state of a job from its workers' reports. Callers pass the time in.
+
+    ``refused`` counts texts that were not valid reports of this job.
+    """
+
+    def __init__(self, name: str, now: float) -> None:
+        self._name, self._began = name, now
+        self._histories: dict[int, _History] = {}
+        self._size = 0
+        self.refused = 0
+
+    def add_report(self, text: str, now: float) -> None:
+        """Add a worker's report; count and drop anything else. A repeated report has no effect."""
+        try:
+            report = Report.from_text(text)
+            if report.size > MOST_WORKERS or self._size not in (0, report.size):
+                raise Malformed(f"a job of {report.size} workers, not {self._size}")
+        except Malformed:
+            self.refused += 1
+            return
+        self._size = report.size
+        history = self._histories.get(report.rank)
+        if history is None or not history.continues(report):
+            self._histories[report.rank] = _History(report, now)
+        else:
+            history.add(report, now)
+
+    def job(self, now: float, unix_s: float) -> Job:
+        """Return the job's current state."""
+        watched = max(0.0, now - self._began)
+        workers = tuple(
+            self._histories[rank].worker(now)
+            if rank in self._histories
+            else Worker(rank, silent_s=watched, still_s=watched)
+            for rank in range(self._size)
+        )
+        return Job(self._name, watched, unix_s, workers)
+
+
+class _History:
+    """The reports of one worker's process in the last `WINDOW_S` seconds."""
+
+    def __init__(self, report: Report, now: float) -> None:
+        self.reports = deque([report])
+        self._at = self._stepped = now
+
+    def continues(self, report: Report) -> bool:
+        """Whether the report is from the same process and not older."""
+        last = self.reports[-1]
+        return report.pid == last.pid and report.number >= last.number
+
+    def add(self, report: Report, now: float) -> None:
+        last = self.reports[-1]
+        if report.number == last.number:
+            return
+        if report.iteration != last.iteration:
+            self._stepped = now
+        self._at = now
+        self.reports.append(report)
+        while len(self.reports) > 2 and self.reports[1].at_s <= report.at_s - WINDOW_S:
+            self.reports.popleft()
+
+    def worker(self, now: float) -> Worker:
+        first, last = self.reports[0], self.reports[-1]
+        worker = Worker(
+            last.rank,
+            last,
+            silent_s=max(0.0, now - self._at),
+            still_s=max(0.0, now - self._stepped),
+            sections=tuple(each for each in last.sections if not each.unit),
+        )
+        # The current rate of a silent worker is unknown.
+        known = last.at_s > first.at_s and not worker.silent
+        return _with_rates(worker, first, last) if known else worker
+
+
+def _with_rates(worker: Worker, first: Report, last: Report) -> Worker:
+    passed, steps = last.at_s - first.at_s, max(0, last.iteration - first.iteration)
+
+    def rate(now: float, before: float) -> float:
+        return max(0.0, now - before) / passed
+
+    def section_rates(section: Section) -> Section:
+        if not section.unit:
+            return section
+        same = (each for each in first.sections if each.name == section.name)
+        before = next((each.cells for each in same if each.unit == section.unit), {})
+        # A new cell has grown from 0.
+        cells = {n: rate(float(c), float(before.get(n, 0))) for n, c in section.cells.items()}
+        return replace(section, cells=dict(cells))
+
+    grown = {p: s - first.spent_s.get(p, 0.0) for p, s in last.spent_s.items()}
+    return replace(
+        worker,
+        rate=steps / passed,
+        ms={part: 1e3 * max(0.0, s) / steps for part, s in grown.items()} if steps else {},
+        interfaces={
+            name: (rate(sent, before[0]), rate(received, before[1]))
+            for name, (sent, received) in last.interfaces.items()
+            for before in [first.interfaces.get(name, (sent, received))]
+        },
+        sections=tuple(map(section_rates, last.sections)),
+    )
+
+
+# -- checks of JSON; all raise Malformed ----------------------------------------------------------
+
+
+def _json(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise Malformed(f"no JSON: {err}"[:TEXT]) from None
+
+
+def _made(cls: type[MadeT], checks: Mapping[str, Callable[[Any], Any]], data: Any) -> MadeT:
+    """Make an object of the fields in ``checks``, each converted by its check."""
+    try:
+        return cls(**{name: check(data[name]) for name, check in checks.items()})
+    except (KeyError, TypeError, AttributeError) as err:
+        raise Malformed(f"no {cls.__name__}: {type(err).__name__} {err}"[:TEXT]) from None
+
+
+def _text(value: Any) -> str:
+    """Return a text without control characters, cut to `TEXT` characters."""
+    if not isinstance(value, str):
+        raise Malformed(f"a text was expected, not {value!r}"[:TEXT])
+    return "".join(c if c.isprintable() else "?" for c in value[:TEXT])
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise Malformed(f"a whole number from 0 was expected, not {value!r}"[:TEXT])
+    return value
+
+
+def _seconds(value: Any) -> float:
+    # NaN and infinities fail this comparison too.
+    if type(value) not in (int, float) or not 0 <= value < _MOST:
+        raise Malformed(f"seconds were expected, not {value!r}"[:TEXT])
+    return float(value)
+
+
+def _cell(value: Any) -> Cell:
+    if isinstance(value, str):
+        return _text(value)
+    if type(value) not in (int, float) or not -_MOST < value < _MOST:
+        raise Malformed(f"a number or a text was expected, not {value!r}"[:TEXT])
+    number: int | float = value
+    return number
+
+
+def _list(value: Any, check: Callable[[Any], ValueT], most: int = MANY) -> tuple[ValueT, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > most:
+        raise Malformed(f"a list of at most {most} was expected")
+    return tuple(map(check, value))
+
+
+def _named(value: Any, check: Callable[[Any], ValueT], most: int = MANY) -> dict[str, ValueT]:
+    if not isinstance(value, dict) or len(value) > most:
+        raise Malformed(f"at most {most} named values were expected")
+    return {_text(name): check(each) for name, each in value.items()}
+
+
+def _by_part(value: Any) -> dict[str, float]:
+    given = _named(value, _seconds)
+    return {part: given[part] for part in PARTS if part in given}
+
+
+def _pairs(value: Any, check: Callable[[Any], ValueT]) -> dict[str, tuple[ValueT, ...]]:
+    pairs = _named(value, lambda pair: _list(pair, check, 2))
+    if any(len(pair) != 2 for pair in pairs.values()):
+        raise Malformed(f"two values were expected by name, not {value!r}"[:TEXT])
+    return pairs
+
+
+def _section(value: Any, *, rates: bool = False) -> Section:
+    unit = value["unit"]
+    if unit not in ("", *GROWS):
+        raise Malformed(f"unknown unit {unit!r}"[:TEXT])
+    # Cells that grow are counters in a report, and rates in the state of a job.
+    check: Callable[[Any], Cell] = _whole if unit and not rates else _cell
+    return Section(_text(value["name"]), _named(value["cells"], check, CELLS), unit)
+
+
+def _report(data: Any) -> Report:
+    report = _made(Report, _REPORT, data)
+    if report.rank >= report.size:
+        raise Malformed(f"rank {report.rank} of {report.size}")
+    return report
+
+
+def _or_none(check: Callable[[Any], ValueT]) -> Callable[[Any], ValueT | None]:
+    return lambda value: None if value is None else check(value)
+
+
+_REPORT: dict[str, Callable[[Any], Any]] = {
+    "rank": _whole,
+    "size": _whole,
+    "host": _text,
+    "pid": _whole,
+    "strategy": _text,
+    "number": _whole,
+    "at_s": _seconds,
+    "iteration": _whole,
+    "spent_s": _by_part,
+    "interfaces": lambda value: _pairs(value, _whole),
+    "counts": lambda value: _named(value, _whole),
+    "sections": lambda value: _list(value, _section),
+    "ended": lambda value: value is True,
+}
+_WORKER: dict[str, Callable[[Any], Any]] = {
+    "rank": _whole,
+    "report": _or_none(_report),
+    "silent_s": _seconds,
+    "still_s": _seconds,
+    "rate": _or_none(_seconds),
+    "ms": _by_part,
+    "interfaces": lambda value: _pairs(value, _seconds),
+    "sections": lambda value: _list(value, lambda each: _section(each, rates=True)),
+}
+_JOB: dict[str, Callable[[Any], Any]] = {
+    "name": _text,
+    "watched_s": _seconds,
+    "unix_s": _seconds,
+    "workers": lambda value: _list(value, lambda each: _made(Worker, _WORKER, each), MOST_WORKERS),
+}

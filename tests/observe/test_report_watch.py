@@ -1,0 +1,212 @@
+"""Reports in, the state of a job out, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from helpers.reports import job, report
+from wingbeat.observe.meter import Section
+from wingbeat.observe.report import Job, Malformed, Watch, Worker
+
+
+def _worker(watch: Watch, now: float, rank: int = 0) -> Worker:
+    return watch.job(now, 0.0).workers[rank]
+
+
+def test_rates_are_those_of_the_last_ten_seconds() -> None:
+    watch = Watch("x", 0.0)
+    for second in range(31):
+        # Ten times as fast from second 20 on.
+        steps = 2 * min(second, 20) + 20 * max(0, second - 20)
+        sent = 1_000 * steps
+        watch.add_report(
+            report(
+                0,
+                second,
+                iteration=steps,
+                spent_s={"forward": 0.25 * steps},
+                interfaces={"eth0": (sent, 2 * sent)},
+            ).to_text(),
+            float(second),
+        )
+    worker = _worker(watch, 30.0)
+    assert worker.rate == 20.0
+    assert worker.interfaces == {"eth0": (20_000.0, 40_000.0)}
+    assert worker.ms == pytest.approx({"forward": 250.0})
+    assert worker.state == "running"
+
+
+def test_the_workers_own_clock_counts_for_rates() -> None:
+    watch = Watch("x", 0.0)
+    watch.add_report(report(0, 0).to_text(), 0.0)
+    watch.add_report(report(0, 4).to_text(), 100.0)  # it came late
+    assert _worker(watch, 100.0).rate == 2.0
+
+
+def test_a_first_report_has_no_rates_yet() -> None:
+    watch = Watch("x", 0.0)
+    grows = Section("classes", {"0 out": 5}, "B/s")
+    shown = Section("gei", {"c0": "11"})
+    watch.add_report(report(0, 3, sections=(grows, shown)).to_text(), 3.0)
+    worker = _worker(watch, 3.0)
+    assert (worker.rate, worker.ms, worker.interfaces) == (None, {}, {})
+    assert worker.sections == (shown,)
+
+
+def test_who_makes_no_step_has_no_milliseconds_an_iteration() -> None:
+    watch = Watch("x", 0.0)
+    for second in (0, 1):
+        watch.add_report(report(0, second, iteration=5).to_text(), float(second))
+    assert (_worker(watch, 1.0).rate, _worker(watch, 1.0).ms) == (0.0, {})
+
+
+def test_who_has_not_been_heard_is_said_so() -> None:
+    watch = Watch("x", 10.0)
+    watch.add_report(report(1, 0).to_text(), 12.0)
+    assert _worker(watch, 14.0, 0).state == "no report for 4 s"
+    assert _worker(watch, 14.0, 0).report is None
+
+
+def test_silence_is_counted_from_the_last_new_report() -> None:
+    watch = Watch("x", 0.0)
+    said = report(0, 2).to_text()
+    for now in range(2, 31):
+        watch.add_report(said, float(now))  # rank 0 reads the same text again and again
+    assert _worker(watch, 7.0 - 0.1).state == "running"
+    watch.add_report(report(0, 3).to_text(), 3.0)
+    assert _worker(watch, 8.0).rate == 2.0
+    assert _worker(watch, 30.0).state == "silent for 27 s"
+    silent = _worker(watch, 30.0)
+    assert (silent.rate, silent.ms, silent.interfaces) == (None, {}, {})
+    watch.add_report(report(0, 31).to_text(), 31.0)
+    assert _worker(watch, 31.0).state == "running"
+
+
+def test_reports_without_a_step_are_said_so() -> None:
+    watch = Watch("x", 0.0)
+    for second in range(40):
+        watch.add_report(report(0, second, iteration=min(second, 5)).to_text(), float(second))
+    worker = _worker(watch, 39.0)
+    assert worker.state == "no step for 34 s"
+    assert worker.still_s == 34.0
+
+
+def test_workers_of_a_large_job_are_not_silent_while_others_are_read() -> None:
+    watch = Watch("x", 0.0)
+    for second in range(0, 60, 8):  # 32 of 256 are read a second
+        watch.add_report(report(5, second, size=256).to_text(), float(second))
+    before, after = (watch.job(now, 0.0).workers[5] for now in (56.0 + 7.9, 56.0 + 12.1))
+    assert (before.state, before.rate) == ("running", 2.0)
+    assert (after.state, after.rate) == ("silent for 12 s", None)
+    still = replace(before, silent_s=0.0, still_s=16.9, rate=2.0)
+    assert still.state == "running"
+    assert replace(still, still_s=17.1).state == "no step for 17 s"
+
+
+def test_slow_iterations_are_no_standstill() -> None:
+    watch = Watch("x", 0.0)
+    for second in range(0, 100, 10):
+        watch.add_report(report(0, second, iteration=second // 10).to_text(), float(second))
+    assert _worker(watch, 90.0 + 4.9).state == "running"
+    still = replace(_worker(watch, 90.0), still_s=40.0, rate=0.1)
+    assert still.state == "running"
+    assert replace(still, still_s=51.0).state == "no step for 51 s"
+
+
+def test_who_has_ended_is_not_called_silent() -> None:
+    watch = Watch("x", 0.0)
+    watch.add_report(report(0, 1, ended=True).to_text(), 1.0)
+    assert _worker(watch, 100.0).state == "ended"
+
+
+def test_a_process_that_is_started_again_begins_anew() -> None:
+    watch = Watch("x", 0.0)
+    for second in range(5):
+        watch.add_report(report(0, second).to_text(), float(second))
+    watch.add_report(report(0, 0, pid=999, at_s=3.0).to_text(), 6.0)
+    assert _worker(watch, 6.0).rate is None
+    watch.add_report(report(0, 1, pid=999, at_s=4.0).to_text(), 7.0)
+    assert _worker(watch, 7.0).rate == 2.0
+
+
+def test_another_process_of_that_rank_is_not_compared_with_the_first() -> None:
+    watch = Watch("x", 0.0)
+    watch.add_report(report(0, 3).to_text(), 3.0)
+    watch.add_report(report(0, 5, pid=999).to_text(), 5.0)
+    assert _worker(watch, 5.0).rate is None
+
+
+def test_an_older_report_of_the_same_process_begins_anew_and_not_below_zero() -> None:
+    watch = Watch("x", 0.0)
+    watch.add_report(report(0, 5).to_text(), 5.0)
+    watch.add_report(report(0, 3).to_text(), 6.0)  # init was called again in one process
+    assert _worker(watch, 6.0).rate is None
+
+
+def test_what_is_no_report_of_this_job_is_counted_and_changes_nothing() -> None:
+    watch = Watch("x", 0.0)
+    watch.add_report(report(0, 0).to_text(), 0.0)
+    before = watch.job(0.0, 0.0)
+    for bad in ("", "{}", report(2, 0, size=3).to_text(), "x" * 100_000):
+        watch.add_report(bad, 0.0)
+    assert watch.refused == 4
+    assert watch.job(0.0, 0.0) == before
+
+
+def test_a_job_of_a_million_workers_is_none() -> None:
+    watch = Watch("x", 0.0)
+    watch.add_report(report(0, 0, size=1_000_000).to_text(), 0.0)
+    assert (watch.refused, watch.job(0.0, 0.0).workers) == (1, ())
+
+
+def test_cells_that_grow_are_shown_by_the_second_and_others_as_they_are() -> None:
+    watch = Watch("x", 0.0)
+    for second in (0, 1, 2):
+        grows = {"0 out": 100 * second, **({"1 out": 50} if second == 2 else {})}
+        sections = (Section("classes", dict(grows), "B/s"), Section("gei", {"c0": second}))
+        watch.add_report(report(0, second, sections=sections).to_text(), float(second))
+    classes, gei = _worker(watch, 2.0).sections
+    assert classes == Section("classes", {"0 out": 100.0, "1 out": 25.0}, "B/s")
+    assert gei == Section("gei", {"c0": 2})
+
+
+def test_a_section_whose_unit_changes_is_not_compared_with_what_it_was() -> None:
+    watch = Watch("x", 0.0)
+    watch.add_report(report(0, 0, sections=(Section("x", {"a": "text"}),)).to_text(), 0.0)
+    watch.add_report(report(0, 1, sections=(Section("x", {"a": 7}, "/s"),)).to_text(), 1.0)
+    assert _worker(watch, 1.0).sections == (Section("x", {"a": 7.0}, "/s"),)
+
+
+def test_memory_is_bounded() -> None:
+    watch = Watch("x", 0.0)
+    for second in range(1_000):
+        watch.add_report(report(0, second).to_text(), float(second))
+    assert len(watch._histories[0].reports) <= 12
+
+
+def test_a_job_survives_the_way_to_whoever_looks() -> None:
+    made = job(3, sections=(Section("gei", {"c0": "1"}), Section("classes", {"0": 3}, "B/s")))
+    assert Job.from_text(json.dumps(made.to_json())) == made
+    unheard = Watch("y", 0.0)
+    unheard.add_report(report(1, 0).to_text(), 0.0)
+    made = unheard.job(3.0, 9.0)
+    assert Job.from_text(json.dumps(made.to_json())) == made
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", '{"name": 1}', '{"name":"x","watched_s":0,"unix_s":0}']
+)
+def test_what_is_no_job_is_refused(text: str) -> None:
+    with pytest.raises(Malformed):
+        Job.from_text(text)
+
+
+def test_a_job_with_a_malformed_worker_is_refused() -> None:
+    data = job(1).to_json()
+    for field, value in (("rate", "fast"), ("report", {}), ("interfaces", 3), ("rank", None)):
+        broken = {**data, "workers": [{**data["workers"][0], field: value}]}
+        with pytest.raises(Malformed):
+            Job.from_text(json.dumps(broken))
