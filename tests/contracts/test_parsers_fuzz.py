@@ -35,8 +35,8 @@ from wingbeat.exchanges import snapshot
 from wingbeat.integrations import residuals
 from wingbeat.methods.bounded_staleness import journal, messages
 from wingbeat.methods.bounded_staleness.membership import LogEntry
+from wingbeat.methods.bounded_staleness.messages import View, ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.model_averaging import generator as group_generator
 from wingbeat.methods.model_averaging import rendezvous
 from wingbeat.methods.model_averaging.rendezvous import StatusTable

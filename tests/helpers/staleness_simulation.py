@@ -12,8 +12,7 @@ from typing import Any
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.colayers import ColayerChange, ColayerDecision
 from wingbeat.methods.bounded_staleness.journal import Journal, audit
-from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
-from wingbeat.methods.bounded_staleness.view import ViewProposal
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, ViewProposal
 from wingbeat.methods.bounded_staleness.worker import Worker
 
 TENSORS = 6

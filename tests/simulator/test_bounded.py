@@ -12,8 +12,7 @@ import pytest
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.messages import Progress
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import Progress, initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator import Links, Model, Work
 from wingbeat.simulator.bounded import simulate_bounded

@@ -9,8 +9,14 @@ import pytest
 from helpers.one_lane import OneLane
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import FrameSender
-from wingbeat.methods.bounded_staleness.messages import Envelope, Message, Piece, PieceSum, Progress
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import (
+    Envelope,
+    Message,
+    Piece,
+    PieceSum,
+    Progress,
+    initial_view,
+)
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator.colayers import Bundled, Coding, Letters
 from wingbeat.simulator.mailbox import LIMITS

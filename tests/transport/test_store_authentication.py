@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient, MembershipLog
-from wingbeat.methods.bounded_staleness.view import initial_view, without_worker
+from wingbeat.methods.bounded_staleness.messages import initial_view, without_worker
 from wingbeat.methods.model_averaging.rendezvous import RejoinLog, StatusTable
 from wingbeat.transport import torch_store
 from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit

@@ -14,8 +14,8 @@ from wingbeat.methods.bounded_staleness.messages import (
     PieceSum,
     Progress,
     encode_frame,
+    initial_view,
 )
-from wingbeat.methods.bounded_staleness.view import initial_view
 from wingbeat.planning import plans
 from wingbeat.simulator.cluster import Work
 from wingbeat.simulator.mailbox import LIMITS

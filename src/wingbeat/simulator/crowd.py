@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from wingbeat.methods.bounded_staleness.bound import StalenessBound, StragglerDetector
-from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
-from wingbeat.methods.bounded_staleness.view import View
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, View
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.colayers import Coding, Letter, Letters

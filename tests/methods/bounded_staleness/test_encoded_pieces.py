@@ -15,9 +15,8 @@ from wingbeat.collectives import Encoded
 from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.methods.bounded_staleness.messages import PieceSum
+from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
 from wingbeat.methods.bounded_staleness.pieces import EncodedPieces
-from wingbeat.methods.bounded_staleness.view import initial_view
 from wingbeat.schedules.events import Operation
 
 W = 3

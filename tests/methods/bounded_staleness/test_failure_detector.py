@@ -27,8 +27,12 @@ from wingbeat.methods.bounded_staleness.membership import (
     announce_incarnation,
     register_worker,
 )
-from wingbeat.methods.bounded_staleness.messages import MalformedMessage
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
+from wingbeat.methods.bounded_staleness.messages import (
+    MalformedMessage,
+    View,
+    ViewProposal,
+    initial_view,
+)
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.failures import publish_failure
 from wingbeat.transport.loopback import Switchboard

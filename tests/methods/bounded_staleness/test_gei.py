@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from wingbeat.methods.bounded_staleness.gei import Gei
-from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.rounds import Gei
 
 WORKERS, COLAYERS = 8, 2
 

@@ -7,9 +7,8 @@ import torch
 
 from helpers.pieces import split
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.bounded_staleness.messages import PieceSum
+from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
 from wingbeat.methods.bounded_staleness.pieces import Pieces
-from wingbeat.methods.bounded_staleness.view import initial_view
 
 W = 3
 

@@ -14,7 +14,12 @@ import torch
 from helpers.pieces import split
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.messages import PieceSum, decode_message, encode_numbers
+from wingbeat.methods.bounded_staleness.messages import (
+    PieceSum,
+    decode_message,
+    encode_numbers,
+    initial_view,
+)
 from wingbeat.methods.bounded_staleness.pieces import Pieces
 from wingbeat.methods.bounded_staleness.replica import (
     Aggregator,
@@ -22,7 +27,6 @@ from wingbeat.methods.bounded_staleness.replica import (
     bound_with_control,
     join_step_counts,
 )
-from wingbeat.methods.bounded_staleness.view import initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 
 K = 2

@@ -28,7 +28,7 @@ import torch
 from wingbeat.engine.gradients.bucket import Bucket
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.methods.bounded_staleness.view import View, members
+from wingbeat.methods.bounded_staleness.messages import View, members
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler

@@ -32,12 +32,13 @@ from wingbeat.methods.bounded_staleness.messages import (
     Frame,
     MalformedMessage,
     Message,
+    View,
+    ViewProposal,
     decode_epoch,
     decode_frames,
     decode_message,
     encode_frame,
 )
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog

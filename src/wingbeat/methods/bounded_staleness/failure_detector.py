@@ -10,7 +10,7 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.lanes.lanes import Lanes
 from wingbeat.methods.bounded_staleness.membership import MembershipClient
-from wingbeat.methods.bounded_staleness.view import View
+from wingbeat.methods.bounded_staleness.messages import View
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.messages.frames import NEVER
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.exchanges.lanes.lanes import Lanes
-from wingbeat.methods.bounded_staleness.messages import MAX_NUMBER, MalformedMessage
-from wingbeat.methods.bounded_staleness.view import (
+from wingbeat.methods.bounded_staleness.messages import (
+    MAX_NUMBER,
+    MalformedMessage,
     View,
     initial_view,
     members,
