@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient, MembershipLog
+from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient
 from wingbeat.methods.bounded_staleness.messages import initial_view, without_worker
 from wingbeat.methods.model_averaging.rendezvous import RejoinLog, StatusTable
 from wingbeat.transport import torch_store
@@ -144,7 +144,7 @@ def test_forged_membership_entry_removes_no_worker() -> None:
     text = LogEntry(2, without_worker(initial_view(3), 1)).to_json()
     for make, evicted in ((TorchStore, [1]), (sealed, [])):
         store = make(raw)
-        client = MembershipClient(store, "room", 0, MembershipLog(3))
+        client = MembershipClient(store, "room", 0, 3)
         raw.set("membership/room/0", text)
         client.synchronize()
         assert [event.change.worker for event in client.take_events()] == evicted

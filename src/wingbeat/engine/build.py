@@ -31,8 +31,11 @@ from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.exchange import Exchange
 from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
-from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
+from wingbeat.methods.bounded_staleness.exchange import (
+    BoundedStalenessExchange,
+    BoundedUpdate,
+    SynchronousUpdate,
+)
 from wingbeat.methods.model_averaging.build import build_runtime
 from wingbeat.methods.parameter_server.exchange import FLOAT32, ServerExchange
 from wingbeat.methods.parameter_server.gpu import GpuServerExchange

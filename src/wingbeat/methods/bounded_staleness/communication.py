@@ -11,6 +11,7 @@ import hashlib
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,13 +21,13 @@ from wingbeat.exchanges.departures import Departures
 from wingbeat.exchanges.lanes.lanes import BEGIN, MORE, Lanes
 from wingbeat.exchanges.lanes.order import ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.failure_detector import (
+from wingbeat.methods.bounded_staleness.journal import Journal
+from wingbeat.methods.bounded_staleness.membership import (
     FailureDetector,
+    MembershipClient,
     WorkerLost,
     WorkerRejoined,
 )
-from wingbeat.methods.bounded_staleness.journal import Journal
-from wingbeat.methods.bounded_staleness.membership import MembershipClient
 from wingbeat.methods.bounded_staleness.messages import (
     Envelope,
     Frame,
@@ -46,16 +47,11 @@ from wingbeat.transport.messages.endpoint import Message as Packet
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
 if TYPE_CHECKING:
-    from wingbeat.methods.bounded_staleness.replica import WeakReplica
+    from wingbeat.methods.bounded_staleness.replica import Replica
 
-_POLL_S = 0.1
-"""Interval between checks for lost workers, in seconds."""
-
-_SERVE_POLL_S = 0.02
-"""Interval between checks of whether all workers have finished, in seconds."""
-
-_QUICK_CLOSE_S = 1.0
-"""Timeout for the last messages after a failure, in seconds."""
+_POLL_S = 0.1  # between checks for lost workers
+_SERVE_POLL_S = 0.02  # between checks of whether all workers have finished
+_QUICK_CLOSE_S = 1.0  # timeout for the last messages after a failure
 
 MAX_PAYLOAD = 1 << 36
 """Maximum payload size in bytes."""
@@ -123,18 +119,15 @@ class FrameSender:
     def _send_part(self, worker: int) -> bool:
         """Send the next part to a worker; return False if there is none, or no room."""
         part = self._blocked.pop(worker, None) or self._next_part(worker)
-        if part is None:
-            return False
-        if not self._lanes.send(worker, *part):
-            self._blocked[worker] = part
-            return False
-        return True
+        if part is None or self._lanes.send(worker, *part):
+            return part is not None
+        self._blocked[worker] = part
+        return False
 
     def _next_part(self, worker: int) -> tuple[int, Any] | None:
         rest = self._rest.get(worker)
         if rest is not None:
-            chunk = next(rest, None)
-            if chunk is not None:
+            if (chunk := next(rest, None)) is not None:
                 return MORE, chunk
             del self._rest[worker]
         queue, current = self._queues[worker], self._lanes.life(worker)
@@ -145,7 +138,8 @@ class FrameSender:
         header, payload = queue.popleft().frame
         largest = self._lanes.largest
         if payload and len(header) + len(payload) > largest:
-            self._rest[worker] = _chunks(payload, largest)
+            starts = range(0, len(payload), largest)
+            self._rest[worker] = (payload[start : start + largest] for start in starts)
             return BEGIN, header
         room = largest - len(header) - len(payload)
         together: list[bytes | memoryview] = [header, payload]
@@ -157,11 +151,6 @@ class FrameSender:
             queue.popleft()
             together += header, payload
         return BEGIN, b"".join(together)
-
-
-def _chunks(payload: memoryview, largest: int) -> Iterator[memoryview]:
-    for start in range(0, len(payload), largest):
-        yield payload[start : start + largest]
 
 
 class FrameReceiver:
@@ -231,17 +220,18 @@ class CommunicationThread:
 
     Unless ``tolerates_loss``, training ends on all workers when one is lost, so that the parts of a
     partitioned network do not both continue. Without ``membership`` each worker decides by itself
-    which workers are lost.
+    which workers are lost. The replica is held weakly: the thread does not keep the model alive.
 
     Attributes:
         no_failures: whether no worker was lost, and this one is in its first incarnation.
+        applying_ns: nanoseconds spent applying rounds.
     """
 
     def __init__(
         self,
         machine: Worker,
         mailbox: Mailbox,
-        replica: WeakReplica,
+        replica: Replica,
         *,
         timeout: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
@@ -251,16 +241,15 @@ class CommunicationThread:
         membership: MembershipClient | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.machine, self._mailbox, self._replica = machine, mailbox, replica
+        self.machine, self._mailbox = machine, mailbox
+        self._replica: Callable[[], Replica | None] = weakref.ref(replica)
         self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
         if lanes is None:
             lanes = Lanes(mailbox, machine.rank, machine.workers, begin=timeout, clock=clock)
         self._lanes, self._membership = lanes, membership
-        if journal is None:
-            journal = Journal(
-                None, machine.rank, machine.incarnation, machine.workers, machine.bound
-            )
-        self._journal = journal
+        self._journal = journal or Journal(
+            None, machine.rank, machine.incarnation, machine.workers, machine.bound
+        )
         self._detector = FailureDetector(
             mailbox, lanes, machine, membership, tolerates_loss=tolerates_loss,
             departures=departures or Departures(None, self._me), clock=clock,
@@ -272,10 +261,9 @@ class CommunicationThread:
         self._error: PeerError | None = None
         self._closing = False
         self._events = 0  # a counter, so that training misses no event between two checks
-        self.no_failures = machine.incarnation == 0
-        self._thread = threading.Thread(
-            target=self._run, name="wingbeat-communication", daemon=True
-        )
+        self.no_failures, self.applying_ns = machine.incarnation == 0, 0
+        name = "wingbeat-communication"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # -- called by the training thread ----------------------------------------------------
 
@@ -320,17 +308,14 @@ class CommunicationThread:
             self.machine.end_iteration()
             self._journal.dropped(self.machine.dropped)
 
-    def drain(self) -> None:
-        """Wait until all workers have called this, apply all rounds, and resume."""
-        self.finish()
-        self.resume()
+    def finish(
+        self, log_after_s: float = math.inf, cancelled: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until all workers have called this, and apply all rounds; then `resume` or `close`.
 
-    def finish(self, log_after_s: float = math.inf) -> None:
-        """Do as `drain` without resuming. A worker that then calls `close` is not lost."""
-        self.try_drain(lambda: False, log_after_s)
-
-    def try_drain(self, cancelled: Callable[[], bool], log_after_s: float = math.inf) -> bool:
-        """Do as `finish`; return False if drained workers resume (``cancelled()`` is true)."""
+        A worker that closes then is not lost. Return False if drained workers resume before this
+        one has drained (``cancelled()`` is true).
+        """
         with self._lock_machine():
             self.machine.finish()
 
@@ -342,7 +327,7 @@ class CommunicationThread:
         if self._journal.enabled:
             digest = None
             with contextlib.suppress(UsageError):  # the model may have been garbage-collected
-                digest = hashlib.sha256(self._replica.state_bytes()).hexdigest()
+                digest = hashlib.sha256(self._state_bytes()).hexdigest()
             self._journal.drained(self.machine.applied, digest)
         return True
 
@@ -381,7 +366,7 @@ class CommunicationThread:
                 self._receive(source, receiver.change_colayers(bound.colayers))
 
     def serve_until(self, finished: Callable[[], bool], log_after_s: float = math.inf) -> None:
-        """After `finish`, drain again with workers that resume (`drain`), until ``finished``.
+        """After `finish`, drain again with workers that have resumed, until ``finished``.
 
         Raises PeerError if the others neither trained nor finished in time.
         """
@@ -413,24 +398,42 @@ class CommunicationThread:
         with self._lock_machine():
             return True if self.machine.fully_applied else None
 
+    def release_replica(self) -> None:
+        """Apply no more rounds to the model, and send it to no worker."""
+        self._replica = lambda: None
+
     def _apply_rounds(self) -> None:
         """Apply received rounds without the lock, and answer pull requests."""
+        replica = self._replica()
         with self._lock_machine():
             pulled = self.machine.take_pulled_state()
         if pulled is not None:
-            self._replica.load_state(pulled)
+            if replica is not None:
+                replica.load_state(pulled)
             self._journal.pulled(self.machine.applied)
         while True:
             with self._lock_machine():
                 parts = self.machine.take_round()
             if parts is None:
                 break
-            self._replica.apply_round(parts)
+            if replica is not None:
+                begin = time.monotonic_ns()
+                replica.apply_round(parts)
+                self.applying_ns += time.monotonic_ns() - begin
             self._journal.applied(parts)
         with self._lock_machine():
             for worker in self.machine.take_pull_requests():
-                response = self.machine.pull_response(self._replica.state_bytes())
+                response = self.machine.pull_response(self._state_bytes())
                 self.machine.outbox.append(Envelope((worker,), response))
+
+    def _state_bytes(self) -> bytes:
+        replica = self._replica()
+        if replica is None:
+            raise UsageError(
+                "another worker requests the parameters of a model that is gone here: keep a "
+                "reference to the model until training has ended"
+            )
+        return replica.state_bytes()
 
     def _wait_for(
         self,
@@ -557,7 +560,7 @@ class CommunicationThread:
     def _readmit_worker(self, event: WorkerRejoined) -> None:
         try:
             if event.worker in self._lanes.near:
-                self._mailbox.join(event.worker, event.card)
+                self._mailbox.join(event.worker, event.peer_info)
         except UsageError as error:  # the rejecting worker continues; the restarted one times out
             log.warning(f"{self._me}: cannot accept rank {event.worker} again: {error}")
             return

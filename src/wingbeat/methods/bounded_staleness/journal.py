@@ -12,6 +12,7 @@ bits.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import Counter
@@ -105,27 +106,22 @@ def open_journal(
     if folder:
         try:
             path = Path(folder) / f"{name}-{rank}.{incarnation}.jsonl"
-            write = _LineWriter(path.open("wb", buffering=0), folder, rank).write
+            write = functools.partial(_write_line, path.open("wb", buffering=0), folder, rank)
         except OSError as error:
             _warn(folder, rank, error)
     return Journal(write, rank, incarnation, workers, bound)
 
 
-class _LineWriter:
-    """Writes complete lines unbuffered, until the first error."""
-
-    def __init__(self, file: FileIO, folder: str, rank: int) -> None:
-        self._file, self._folder, self._rank = file, folder, rank
-
-    def write(self, line: str) -> None:
-        rest = memoryview(line.encode())
-        try:
-            while rest and not self._file.closed:
-                # A nearly full disk accepts part of a write and rejects the rest.
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            _warn(self._folder, self._rank, error)
-            self._file.close()
+def _write_line(file: FileIO, folder: str, rank: int, line: str) -> None:
+    """Write a line unbuffered; close the file at the first error."""
+    rest = memoryview(line.encode())
+    try:
+        while rest and not file.closed:
+            # A nearly full disk accepts part of a write and rejects the rest.
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        _warn(folder, rank, error)
+        file.close()
 
 
 def _warn(folder: str, rank: int, error: OSError) -> None:
@@ -146,14 +142,11 @@ Rounds = dict[int, dict[tuple[int, int], list[tuple[int, int]]]]
 
 @dataclass
 class JournalRecord:
-    """The contents of one journal.
+    """The contents of one journal, in the order of its lines.
 
-    Attributes:
-        begun_at: by iteration, the number of rounds applied when it began.
-        changes: changes of colayers: the first iteration, and the new colayers, p and mode.
-        at: number of applied rounds.
-        complete: whether the worker ran to the end.
-        findings: violations in this journal.
+    ``begun_at`` has by iteration the number of rounds applied when it began, ``changes`` the first
+    iteration, colayers, p and mode of each change of colayers. ``at`` rounds are applied.
+    ``complete`` is whether the worker ran to the end, ``findings`` are violations in this journal.
     """
 
     rank: int
@@ -217,11 +210,7 @@ class Audit:
 
 
 def audit(journals: Iterable[Iterable[str]]) -> Audit:
-    """Check the journals of a run against each other.
-
-    Args:
-        journals: the lines of each incarnation's journal.
-    """
+    """Check the journals of a run, the lines of each incarnation, against each other."""
     records = [read_journal(lines) for lines in journals]
     findings = [f"{record}: {finding}" for record in records for finding in record.findings]
     rounds, differing = _merged_rounds(records)
@@ -244,22 +233,17 @@ def audit(journals: Iterable[Iterable[str]]) -> Audit:
     findings += _check_ages(records, rounds)
     findings += _check_digests(records)
     return Audit(
-        tuple(findings),
-        len(records),
-        len(rounds),
-        len({key[:2] for key in counted}),
-        sum(len(record.dropped) for record in records),
-        lost,
+        tuple(findings), len(records), len(rounds), len({key[:2] for key in counted}),
+        sum(len(record.dropped) for record in records), lost,
         sum(record.pulls for record in records),
-    )
+    )  # fmt: skip
 
 
 def applied_delays(journals: Iterable[Iterable[str]]) -> Mapping[int, int]:
-    """Count contributions by their delay.
+    """Count contributions (a piece of a colayer of a worker's iteration) by their delay.
 
-    A contribution is one piece of one colayer of one worker's iteration. Its delay is the number of
-    rounds in the parameters when it was applied, minus those when its worker began the iteration; 0
-    in BSP.
+    The delay is the number of rounds in the parameters when it was applied, minus those when its
+    worker began the iteration; 0 in BSP.
     """
     records = [read_journal(lines) for lines in journals]
     begun = {(t, record.rank): at for record in records for t, at in record.begun_at.items()}
@@ -280,21 +264,21 @@ def read_journal(lines: Iterable[str]) -> JournalRecord:
     """
     number = 0
     try:
-        words = (json.loads(line) for line in lines if line.endswith("\n"))
-        record = JournalRecord(**next(words))
-        for number, word in enumerate(words, 2):  # noqa: B007
-            record.complete = "drained" in word
-            if not _read_training(record, word):
-                _read_applied(record, word)
+        events = (json.loads(line) for line in lines if line.endswith("\n"))
+        record = JournalRecord(**next(events))
+        for number, event in enumerate(events, 2):  # noqa: B007
+            record.complete = "drained" in event
+            if not _read_training(record, event):
+                _read_applied(record, event)
     except (ValueError, TypeError, StopIteration, RecursionError) as err:
         why = str(err) or "it is empty"
         raise UsageError(f"not a journal: after line {number}: {why:.80}") from None
     return record
 
 
-def _read_training(record: JournalRecord, word: dict[str, Any]) -> bool:
+def _read_training(record: JournalRecord, event: dict[str, Any]) -> bool:
     """Read a line about training; return False for other lines."""
-    match word:
+    match event:
         case {"began": iteration}:
             record.began.append(iteration)
             record.begun_at[iteration] = record.at
@@ -318,8 +302,8 @@ def _read_training(record: JournalRecord, word: dict[str, Any]) -> bool:
     return True
 
 
-def _read_applied(record: JournalRecord, word: dict[str, Any]) -> None:
-    match word:
+def _read_applied(record: JournalRecord, event: dict[str, Any]) -> None:
+    match event:
         case {"pulled": applied}:
             record.at, record.pulls = applied, record.pulls + 1
         case {"round": number, "entries": entries}:
@@ -334,7 +318,7 @@ def _read_applied(record: JournalRecord, word: dict[str, Any]) -> None:
             if rounds != record.at:
                 record.findings.append(f"drained at {rounds} with {record.at} rounds")
         case _:
-            record.findings.append(f"has an unknown line: {word!s:.60}")
+            record.findings.append(f"has an unknown line: {event!s:.60}")
 
 
 def _merged_rounds(records: Sequence[JournalRecord]) -> tuple[Rounds, list[str]]:

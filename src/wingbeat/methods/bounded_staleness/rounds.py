@@ -25,12 +25,9 @@ class ReceivedRounds:
     A round is complete when all pieces of all colayers have arrived. It is applied as a whole, so
     any optimizer makes one step per round on the same gradients on every worker.
 
-    Attributes:
-        complete: number of rounds that are complete or applied.
-        applied: number of rounds in the parameters.
-        pull_target: number of rounds that pulled parameters must have, because earlier rounds can
-            no longer be received; None if no parameters are needed, or while some first rounds are
-            unknown.
+    ``applied`` rounds are in the parameters, ``complete`` ones complete or applied. If earlier
+    rounds can no longer be received, pulled parameters must have ``pull_target`` rounds; None if no
+    parameters are needed, or while some first rounds are unknown.
     """
 
     def __init__(self, workers: int, colayers: int, first: int = 0) -> None:
@@ -56,13 +53,9 @@ class ReceivedRounds:
         numbers = self._next[part.piece]
         return numbers is not None and numbers[part.colayer] == part.number
 
-    def freeze(self) -> None:
-        """Complete no rounds: during a view change they must be those of the proposal."""
-        self._frozen = True
-
-    def unfreeze(self) -> None:
-        """Complete rounds again."""
-        self._frozen = False
+    def freeze(self, frozen: bool) -> None:
+        """Complete no rounds while frozen: in a view change they must be those of the proposal."""
+        self._frozen = frozen
         self._update_complete()
 
     def add_sum(self, part: PieceSum) -> None:

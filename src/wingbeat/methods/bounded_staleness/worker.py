@@ -56,12 +56,10 @@ class CommittedView:
 class ViewChange:
     """One worker's part in the agreement on a view.
 
-    Each worker sends all others the largest view that it has received, and the rounds that it has.
-    A worker that receives a larger view merges it and sends its proposal again. A view commits when
-    every member has proposed exactly this view. All members have then stopped accepting rounds of
-    workers that died, and compute the same result from the same proposals.
-
-    ``proposed`` is the view that this worker proposed last, ``view`` the committed one.
+    Each worker sends all others its proposal: the largest view that it has received, and its
+    rounds. A worker that receives a larger view merges it and sends its proposal again. A view
+    commits when every member has proposed exactly this view. All members have then stopped
+    accepting rounds of workers that died, and compute the same result from the same proposals.
     """
 
     def __init__(self, view: View, *, joining: bool = False) -> None:
@@ -114,14 +112,12 @@ class Worker:
         iteration: the current or next iteration.
         zeta: the latest iteration that any worker has entered.
         gei: the contributions in the parameters.
-        dropped: iterations that the bound has dropped, each with the number of colayers that were
-            sent and therefore count.
+        dropped: iterations dropped by the bound, each with the number of colayers sent before.
         pulls: how often parameters were pulled.
         joining: whether this worker was restarted and has no parameters yet.
         expelled: whether the other workers have removed this one; it must be restarted.
         finished: whether this worker begins no iterations until all have finished.
-        epoch: how often colayers have changed. Messages of other epochs must not reach this
-            machine.
+        epoch: how often colayers have changed; messages of other epochs must not be received.
     """
 
     def __init__(
@@ -152,7 +148,7 @@ class Worker:
             self._rounds.clear_expected()
             self._send_proposal()
         else:
-            self._own_piece(rank, 0)
+            self._owned[rank] = OwnedPiece(workers, bound.colayers, 0)
         self.gei.enter(0)
         self._advance()
 
@@ -172,9 +168,6 @@ class Worker:
         self._last_progress: Progress | None = None
         self._requested: tuple[int, int] | None = None  # worker, and number of rounds
         self._pulled: PullResponse | None = None
-
-    def _own_piece(self, piece: int, first: int) -> None:
-        self._owned[piece] = OwnedPiece(self.workers, self.colayers, first)
 
     # -- state ----------------------------------------------------------------------------
 
@@ -343,7 +336,7 @@ class Worker:
         self._view_change = ViewChange(view)
         for piece in range(self.workers):
             if piece_owner(view, piece) == self.rank:
-                self._own_piece(piece, first)
+                self._owned[piece] = OwnedPiece(self.workers, self.colayers, first)
         self._enter(first)
         for worker in members(view):
             if known[worker] != view[worker]:
@@ -410,10 +403,8 @@ class Worker:
         )
 
     def _applied_by_peer(self) -> dict[int, int]:
-        """Return the rounds in the parameters of each peer, -1 if it has to pull them.
-
-        Messages of earlier views do not count, because they may be outdated.
-        """
+        """Return the rounds in the parameters of each peer, -1 if it has to pull them."""
+        # Messages of earlier views do not count, because they may be outdated.
         latest = ((peer, self._latest.get(peer)) for peer in self._peers())
         return {w: p.applied for w, p in latest if p is not None and p.view == self.view}
 
@@ -512,7 +503,7 @@ class Worker:
         """Send the proposal to all members, and to the workers that were just removed."""
         view = self._view_change.proposed
         self.expelled = view[self.rank] != 2 * self.incarnation
-        self._rounds.freeze()
+        self._rounds.freeze(True)
         complete = -1 if self.joining else self._rounds.complete
         proposal = ViewProposal(view, complete, self._rounds.watermarks(complete=True))
         self._view_change.add_proposal(self.rank, proposal)
@@ -534,7 +525,7 @@ class Worker:
         if joined and not is_reassigned(view, self.rank):
             first_rounds = tuple(self._owned[self.rank].next_rounds)
             self._send(joined, Welcome(self.rank, first_rounds))
-        self._rounds.unfreeze()
+        self._rounds.freeze(False)
         self._requested = self._last_progress = self._pulled = None
         self._drained.pop(self.rank, None)  # so that a joining worker receives it as well
 
@@ -542,7 +533,7 @@ class Worker:
         self._rounds.restart_piece(piece, first)
         self._owned.pop(piece, None)
         if piece_owner(committed.view, piece) == self.rank:
-            self._own_piece(piece, first)
+            self._owned[piece] = OwnedPiece(self.workers, self.colayers, first)
         watermarks = [row[self.rank] for row in committed.best.watermarks[piece]]
         for colayer, iteration, payload in self._sent.after(piece, watermarks):
             self._send_piece(iteration, colayer, piece, payload)
@@ -584,16 +575,13 @@ class Worker:
             self.iteration = self.zeta
 
     def _sent_through(self) -> int:
-        """Return the round up to which this worker has sent all that it has.
-
-        It does not answer for later rounds while no worker is more than one iteration ahead. So
-        workers of about equal speed are summed together, whatever the order of arrival.
-        """
+        """Return the round up to which this worker has sent all that it has."""
         if self.finished:  # once all have finished: no more until it resumes, even if others did
-            rounds = self._drained.get(self.rank)
-            return self._last_round if rounds is None else rounds - 1
+            return self._drained.get(self.rank, self.zeta + 2) - 1
         if self._out:  # rounds that closed before this worker joined need no answer
             return max(self.zeta, (self.pull_target or 0) - 1)
+        # It does not answer for later rounds while no worker is more than one iteration ahead. So
+        # workers of about equal speed are summed together, whatever the order of arrival.
         last = self.bound.last_computed(self.iteration, self.zeta)
         return last if last > self.iteration + 1 else self.iteration - 1
 
@@ -623,24 +611,17 @@ class Worker:
                 self._send_to_peers(part)
                 self._receive_sum(self.rank, self.incarnation, part)
 
-    @property
-    def _last_round(self) -> int:
-        """Return the round after all iterations, which takes late contributions."""
-        return self.zeta + 1
-
     def _check_drained(self) -> None:
-        if not self.finished or self._rounds.complete <= self._last_round:
+        rounds = self.zeta + 2  # the round after all iterations takes late contributions
+        if not self.finished or self._rounds.complete < rounds:
             return
-        rounds = self._last_round + 1
         if self._drained.get(self.rank) != rounds and all(map(self._has_finished, self._peers())):
             self._drained[self.rank] = rounds
             self._send_to_peers(Drained(rounds, self.view))
 
     def _discard_buffered(self) -> None:
-        """Discard buffered rounds if their parameters can be pulled from another worker.
-
-        Only within an iteration: between two, missing rounds and parameters may still arrive.
-        """
+        """Discard buffered rounds if their parameters can be pulled from another worker."""
+        # Only within an iteration: between two, missing rounds and parameters may still arrive.
         exceeds = self._max_buffered is not None and self._rounds.buffered > self._max_buffered
         if exceeds and self._inside and not self.view_changing:
             latest = (self._latest.get(worker) for worker in self._peers())
@@ -651,10 +632,8 @@ class Worker:
                 self._rounds.drop_before(end)
 
     def _request_pull(self) -> None:
-        """Request parameters from the fastest worker if some rounds can no longer arrive.
-
-        Not within an iteration: the parameters could not be loaded, and would soon be outdated.
-        """
+        """Request parameters from the fastest worker if some rounds can no longer arrive."""
+        # Not within an iteration: the parameters could not be loaded, and would soon be outdated.
         target = self.pull_target
         if target is None or self._inside or not self._rounds.knows_first_rounds:
             return
@@ -669,5 +648,4 @@ class Worker:
             self._send((fastest,), PullRequest(target, self.view))
 
     def _release_applied(self) -> None:
-        """Discard own contributions that are in the parameters."""
         self._sent.release(lambda colayer: self._rounds.last_fully_applied(colayer, self.rank))
