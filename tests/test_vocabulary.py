@@ -107,7 +107,6 @@ NOT_YET = {
         "engine",
         "exchanges",
         "integrations",
-        "methods/bounded_staleness",
         "methods/model_averaging",
         "monitor",
         "parts",

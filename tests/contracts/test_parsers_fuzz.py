@@ -33,7 +33,7 @@ from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import residuals
-from wingbeat.methods.bounded_staleness import journal, messages
+from wingbeat.methods.bounded_staleness import messages
 from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.bounded_staleness.messages import View, ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
@@ -72,6 +72,7 @@ from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.peers import PeerInfo
+from wingbeat_lab import audit
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
@@ -507,7 +508,7 @@ TARGETS = [
     Target(
         "journals",
         TEXTS,
-        lambda t: journal.read_journal(t.splitlines(keepends=True)),
+        lambda t: audit.read_journal(t.splitlines(keepends=True)),
         (JOURNAL,),
         Usage,
     ),

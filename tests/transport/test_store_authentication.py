@@ -147,11 +147,11 @@ def test_forged_membership_entry_removes_no_worker() -> None:
         client = MembershipClient(store, "room", 0, 3)
         raw.set("membership/room/0", text)
         client.synchronize()
-        assert [event.change.worker for event in client.take_events()] == evicted
+        assert [change.worker for change in client.take_changes()] == evicted
     # A proposal is written in place of the forged entry.
     client.propose(without_worker(initial_view(3), 2))
     client.synchronize()
-    assert [event.change.worker for event in client.take_events()] == [2]
+    assert [change.worker for change in client.take_changes()] == [2]
 
 
 def test_a_forged_word_of_who_left_or_failed_is_not_believed() -> None:

@@ -289,7 +289,7 @@ def test_partition_leaves_one_part_training(
     assert set(cluster.ended) == set(losers)
     for worker in losers:
         assert (
-            "which did not hear from it; the others continue: restart this worker"
+            "which received nothing from it; the others continue: restart this worker"
             in cluster.ended[worker]
         )
     for worker in winners:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.methods.bounded_staleness.journal import audit
 from wingbeat_lab import lab
+from wingbeat_lab.audit import audit
 
 TRAIN = """if True:
     import logging, os, pathlib, signal, sys, time

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from wingbeat.methods.bounded_staleness.messages import (
     MAX_NUMBER,
     Drained,
+    GeiState,
     MalformedMessage,
     Message,
     Piece,
@@ -50,7 +51,7 @@ MESSAGES: list[Message] = [
     ViewProposal(VIEW, -1, WATERMARKS),
     Welcome(2, (7, 8)),
     PullRequest(6, VIEW),
-    PullResponse(6, WATERMARKS, make_gei(), b"parameters"),
+    PullResponse(6, WATERMARKS, make_gei().state(), b"parameters"),
     Drained(9, VIEW),
 ]
 
@@ -84,9 +85,7 @@ def test_message_roundtrip(message: Message, iteration: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 30, 31, 100])
 def test_gei_mask_of_any_length_roundtrip(workers: int) -> None:
-    gei = Gei(workers, 1)
-    gei.retired, gei.zeta, gei.counted = 4, 9, 7
-    gei.rows = {9: [[1 << workers - 1] * workers], 5: [[1] * workers]}
+    gei = GeiState(4, 9, 7, {9: [[1 << workers - 1] * workers], 5: [[1] * workers]})
     message = PullResponse(6, (((-1,) * workers,),) * workers, gei, b"")
     back = decode_message(encode_numbers(message, 0), workers, 1, None)[1]
     assert isinstance(back, PullResponse)

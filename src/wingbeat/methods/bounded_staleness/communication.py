@@ -225,6 +225,7 @@ class CommunicationThread:
     Attributes:
         no_failures: whether no worker was lost, and this one is in its first incarnation.
         applying_ns: nanoseconds spent applying rounds.
+        replica_released: whether to apply no more rounds to the model.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class CommunicationThread:
         journal: Journal | None = None,
     ) -> None:
         self.machine, self._mailbox = machine, mailbox
-        self._replica: Callable[[], Replica | None] = weakref.ref(replica)
+        self._replica, self.replica_released = weakref.ref(replica), False
         self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
         if lanes is None:
             lanes = Lanes(mailbox, machine.rank, machine.workers, begin=timeout, clock=clock)
@@ -398,10 +399,6 @@ class CommunicationThread:
         with self._lock_machine():
             return True if self.machine.fully_applied else None
 
-    def release_replica(self) -> None:
-        """Apply no more rounds to the model, and send it to no worker."""
-        self._replica = lambda: None
-
     def _apply_rounds(self) -> None:
         """Apply received rounds without the lock, and answer pull requests."""
         replica = self._replica()
@@ -416,7 +413,7 @@ class CommunicationThread:
                 parts = self.machine.take_round()
             if parts is None:
                 break
-            if replica is not None:
+            if replica is not None and not self.replica_released:
                 begin = time.monotonic_ns()
                 replica.apply_round(parts)
                 self.applying_ns += time.monotonic_ns() - begin
@@ -488,8 +485,8 @@ class CommunicationThread:
             raise PeerError(str(self._error))
         if self.machine.expelled:
             raise PeerError(
-                f"{self._me}: removed by the other workers, which did not hear from it; restart "
-                "this worker"
+                f"{self._me}: removed by the other workers, which received nothing from it; "
+                "restart this worker"
             )
         if self.machine.stranded:
             raise PeerError(
@@ -502,7 +499,11 @@ class CommunicationThread:
     def _run(self) -> None:
         try:
             linger_until = math.inf
-            while not self._closing or (self._must_stay(linger_until) and self._error is None):
+            # Until all is sent; other workers may also need this one to forward their messages.
+            while not self._closing or (
+                self._error is None
+                and (self._sender.busy or self._lanes.busy or self._clock() < linger_until)
+            ):
                 self.process(self._mailbox.next(_POLL_S))
                 if self._closing and linger_until == math.inf:
                     linger_until = self._clock() + self._lanes.linger
@@ -516,10 +517,6 @@ class CommunicationThread:
             with contextlib.suppress(PeerError):
                 quick = self._error is not None or self._lanes.cut
                 self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSE_TIMEOUT_S)
-
-    def _must_stay(self, linger_until: float) -> bool:
-        """Whether messages are pending, or other workers may need this worker to forward theirs."""
-        return self._sender.busy or self._lanes.busy or self._clock() < linger_until
 
     def _fail(self, error: PeerError) -> None:
         with self._changed:
@@ -569,20 +566,16 @@ class CommunicationThread:
         self._membership.acknowledge(event.worker, event.incarnation)
 
     def _receive_packet(self, packet: Packet) -> None:
+        machine = self.machine
         try:
             for source, kind, part in self._lanes.take(packet):
-                self._receive_part(source, kind, part)
+                if source not in self._receivers:
+                    self._receivers[source] = FrameReceiver(
+                        machine.workers, machine.colayers, epoch=machine.epoch
+                    )
+                self._receive(source, self._receivers[source].receive_part(kind, part))
         except ProtocolError as error:
             raise self._malformed(packet.peer, error) from None
-
-    def _receive_part(self, source: int, kind: int, part: Any) -> None:
-        receiver = self._receivers.get(source)
-        if receiver is None:
-            machine = self.machine
-            receiver = self._receivers[source] = FrameReceiver(
-                machine.workers, machine.colayers, epoch=machine.epoch
-            )
-        self._receive(source, receiver.receive_part(kind, part))
 
     def _receive(self, source: int, messages: Iterator[tuple[int, Message]]) -> None:
         try:

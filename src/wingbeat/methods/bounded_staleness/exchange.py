@@ -9,8 +9,10 @@ call of ``optimizer.step``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,10 +25,10 @@ from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.colayers import (
+    Buckets,
     ColayerChange,
     ColayerDecision,
     LayerProfiler,
-    weak_chooser,
 )
 from wingbeat.methods.bounded_staleness.communication import CommunicationThread
 from wingbeat.methods.bounded_staleness.journal import open_journal
@@ -125,10 +127,14 @@ class BoundedStalenessExchange:
         world = self._world
         assert isinstance(world.store, AtomicStore), "the stores of jobs can claim keys"
         self._profiler = profiler
+        chooser = weakref.WeakMethod(profiler.choose_colayers)  # does not keep the model alive
+
+        def choose(measured: Sequence[Any]) -> Buckets | None:
+            found = chooser()
+            return None if found is None else found(measured)
+
         namespace = f"stale{world.serial}/colayers"
-        self._change = ColayerChange(
-            world.store, namespace, world.rank, profiler.count, weak_chooser(profiler)
-        )
+        self._change = ColayerChange(world.store, namespace, world.rank, profiler.count, choose)
         if world.returned:
             self._change.catch_up()
             if (decision := self._change.decision) is not None and decision.buckets:
@@ -192,7 +198,8 @@ class BoundedStalenessExchange:
             lanes=joined.lanes, membership=joined.membership, journal=journal,
         )  # fmt: skip
         self._communication.start()
-        world.on_close(_Shutdown(self._communication, world, self._change))
+        shut_down = functools.partial(_shut_down, self._communication, world, self._change)
+        world.on_close(shut_down)
         self._communication.begin_iteration(self._refuse_late)
 
     def _refuse_late(self) -> None:
@@ -428,42 +435,38 @@ class _RoundHandle:
     wait_received = wait
 
 
-class _Shutdown:
-    """Ends a worker when all have finished; until then the others need the sums of its pieces."""
+def _shut_down(
+    communication: CommunicationThread, world: World, change: ColayerChange | None
+) -> None:
+    """End a worker when all have finished; until then the others need the sums of its pieces."""
+    if graceful_shutdown.is_failing():
+        communication.close(quick=True)
+    elif world.threads:
+        # The worlds of one process are closed one after the other.
+        communication.replica_released = True
+        finish = functools.partial(_finish, communication, world, change)
+        threading.Thread(target=finish, name="wingbeat-shutdown").start()
+    else:
+        _finish(communication, world, change)
 
-    def __init__(
-        self, communication: CommunicationThread, world: World, change: ColayerChange | None
-    ) -> None:
-        self._communication, self._world, self._change = communication, world, change
 
-    def __call__(self) -> None:
-        if graceful_shutdown.is_failing():
-            self._communication.close(quick=True)
-        elif self._world.threads:
-            # The worlds of one process are closed one after the other.
-            self._communication.release_replica()
-            threading.Thread(target=self._finish, name="wingbeat-shutdown").start()
-        else:
-            self._finish()
-
-    def _finish(self) -> None:
-        quick = True
-        try:
-            if self._change is not None:
-                self._change.mark_finished()
-            self._communication.finish(_LOG_AFTER_S)
-            if self._communication.no_failures:
-                world = self._world
-                world.publish("end", None)
-                self._communication.serve_until(
-                    lambda: all(world.has_published("end", peer) for peer in range(world.size)),
-                    _LOG_AFTER_S,
-                )
-            quick = False
-        except WingbeatError as error:
-            log.warning("%s", error)
-        with contextlib.suppress(WingbeatError):
-            self._communication.close(quick=quick)
+def _finish(communication: CommunicationThread, world: World, change: ColayerChange | None) -> None:
+    quick = True
+    try:
+        if change is not None:
+            change.mark_finished()
+        communication.finish(_LOG_AFTER_S)
+        if communication.no_failures:
+            world.publish("end", None)
+            communication.serve_until(
+                lambda: all(world.has_published("end", peer) for peer in range(world.size)),
+                _LOG_AFTER_S,
+            )
+        quick = False
+    except WingbeatError as error:
+        log.warning("%s", error)
+    with contextlib.suppress(WingbeatError):
+        communication.close(quick=quick)
 
 
 # -- updates ---------------------------------------------------------------------------------
@@ -651,5 +654,5 @@ class BoundedUpdate(WholeUpdate):
         """Raise a UsageError: gradients cannot be changed after backward has sent them."""
         raise UsageError(
             f"{what}: under bounded staleness (Canary) gradients are sent in backward, and sums of "
-            f"several iterations come back; leave it out, {_OTHERS}"
+            f"several iterations return; leave it out, {_OTHERS}"
         )

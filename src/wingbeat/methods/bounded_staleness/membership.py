@@ -462,7 +462,7 @@ class FailureDetector:
             )
         if not joined and incarnation == own:
             raise PeerError(
-                f"{self._me}: removed by rank {author}, which did not hear from it; the "
+                f"{self._me}: removed by rank {author}, which received nothing from it; the "
                 "others continue: restart this worker"
             )
 

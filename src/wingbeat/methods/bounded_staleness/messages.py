@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NewType
 
-from wingbeat.methods.bounded_staleness.rounds import Gei
-
 # -- views -----------------------------------------------------------------------------------
 
 View = NewType("View", tuple[int, ...])
@@ -154,12 +152,22 @@ class PullRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class GeiState:
+    """What a `Gei` has counted, with its attributes."""
+
+    retired: int
+    zeta: int
+    counted: int
+    rows: dict[int, list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
 class PullResponse:
     """Parameters with ``applied`` rounds; ``watermarks`` has their contributions by piece."""
 
     applied: int
     watermarks: tuple[Watermarks, ...]
-    gei: Gei
+    gei: GeiState
     payload: Any = field(default=None, compare=False, repr=False)
 
 
@@ -330,17 +338,16 @@ class _FieldReader:
             for _ in range(self.workers)
         )
 
-    def gei(self, name: str) -> Gei:
-        gei = Gei(self.workers, self.colayers)
-        gei.retired, gei.zeta = self.number(name), self.number(name, least=-1)
-        gei.counted, least = self.number(name), gei.retired
+    def gei(self, name: str) -> GeiState:
+        retired, zeta = self.number(name), self.number(name, least=-1)
+        counted, rows, least = self.number(name), dict[int, list[list[int]]](), retired
         for _ in range(self.number(name, end=len(self._numbers))):
-            iteration = self.number(name, least, gei.zeta + 1)
+            iteration = self.number(name, least, zeta + 1)
             least = iteration + 1
-            gei.rows[iteration] = [
+            rows[iteration] = [
                 [self._mask(name) for _ in range(self.workers)] for _ in range(self.colayers)
             ]
-        return gei
+        return GeiState(retired, zeta, counted, rows)
 
     def _mask(self, name: str) -> int:
         limbs = self.row(name, -(-self.workers // _LIMB), end=1 << _LIMB)
@@ -358,12 +365,12 @@ def _encode_watermarks(watermarks: Iterable[Iterable[Iterable[int]]]) -> list[in
     return [number for piece in watermarks for row in piece for number in row]
 
 
-def _encode_gei(gei: Gei) -> list[int]:
+def _encode_gei(gei: GeiState) -> list[int]:
     out = [gei.retired, gei.zeta, gei.counted, len(gei.rows)]
-    for iteration in sorted(gei.rows):
+    for iteration, pieces in sorted(gei.rows.items()):
         out.append(iteration)
-        for mask in itertools.chain(*gei.rows[iteration]):
-            out += [mask >> bit & (1 << _LIMB) - 1 for bit in range(0, gei.workers, _LIMB)]
+        for mask in itertools.chain(*pieces):
+            out += [mask >> bit & (1 << _LIMB) - 1 for bit in range(0, len(pieces[0]), _LIMB)]
     return out
 
 

@@ -11,10 +11,14 @@ import functools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, Watermarks
+from wingbeat.methods.bounded_staleness.messages import (
+    Contribution,
+    GeiState,
+    PieceSum,
+    Watermarks,
+)
 
 Table = list[list[list[int]]]
 
@@ -261,15 +265,13 @@ class Gei:
         zeta: the last row, the iteration of the fastest worker; -1 before the first.
         counted: number of contributions of all workers in the parameters, counted by piece.
         rows: by iteration, colayer and piece: a mask of the workers whose pieces were applied.
-        history: retired rows, oldest first; with ``keep_history`` only.
     """
 
-    def __init__(self, workers: int, colayers: int, *, keep_history: bool = False) -> None:
-        self.workers, self._colayers, self._keep_history = workers, colayers, keep_history
+    def __init__(self, workers: int, colayers: int) -> None:
+        self._workers, self._colayers = workers, colayers
         self.retired = self.counted = 0
         self.zeta = -1
         self.rows: dict[int, list[list[int]]] = {}
-        self.history: list[tuple[int, ...]] = []
         self._own: dict[int, int] = {}  # by iteration: mask of sent colayers
 
     def enter(self, iteration: int) -> None:
@@ -297,26 +299,26 @@ class Gei:
             out = [mask | (sent >> colayer & 1) << own for colayer, mask in enumerate(out)]
         return tuple(out)
 
-    def apply_round(self, round_parts: Iterable[PieceSum]) -> None:
-        """Count the contributions of a round, given all of its parts, and retire complete rows.
+    def apply_round(self, parts: Sequence[PieceSum]) -> list[tuple[int, ...]]:
+        """Count the contributions of a round, given all of its parts; return the retired rows.
 
-        A row is complete when the bit of each worker is set or the worker is past this iteration.
+        A row is retired when the bit of each worker is set or the worker is past this iteration.
         The round contains both facts, so all workers retire rows at the same round.
         """
-        parts = tuple(round_parts)
+        retired = []
         for part in parts:
             self.counted += len(part.entries)
             for iteration, worker in part.entries:
                 self.enter(iteration)
                 self._pieces(iteration)[part.colayer][part.piece] |= 1 << worker
         while self.retired <= self.zeta and self._is_complete(self.retired, parts):
-            if self._keep_history:
-                self.history.append(self.row(self.retired))
+            retired.append(self.row(self.retired))
             self.rows.pop(self.retired, None)
             self._own.pop(self.retired, None)
             self.retired += 1
+        return retired
 
-    def _is_complete(self, iteration: int, parts: tuple[PieceSum, ...]) -> bool:
+    def _is_complete(self, iteration: int, parts: Sequence[PieceSum]) -> bool:
         pieces = self._pieces(iteration)
         return all(
             pieces[part.colayer][part.piece] >> worker & 1 or not 0 <= earliest <= iteration
@@ -326,31 +328,26 @@ class Gei:
 
     def _pieces(self, iteration: int) -> list[list[int]]:
         if iteration not in self.rows:
-            self.rows[iteration] = [[0] * self.workers for _ in range(self._colayers)]
+            self.rows[iteration] = [[0] * self._workers for _ in range(self._colayers)]
         return self.rows[iteration]
 
-    def copy_applied(self) -> Gei:
-        """Return a copy without this worker's own bits, for a worker that pulls parameters."""
-        out = copy.deepcopy(self)
-        out._own = {}
-        return out
+    def state(self) -> GeiState:
+        """Return a copy for a worker that pulls parameters; it has no own bits."""
+        return GeiState(self.retired, self.zeta, self.counted, copy.deepcopy(self.rows))
 
-    def adopt(self, other: Gei) -> None:
-        """Continue from a copy of the matrix that came with pulled parameters; keep own bits."""
-        self.retired, self.counted, self.rows = other.retired, other.counted, other.rows
-        self.history = list(other.history)
+    def adopt(self, state: GeiState) -> None:
+        """Continue from the state that came with pulled parameters; keep own bits."""
+        self.retired, self.counted, self.rows = state.retired, state.counted, state.rows
         self._own = {i: mask for i, mask in self._own.items() if i >= self.retired}
-        self.enter(other.zeta)
+        self.enter(state.zeta)
 
     def with_colayers(self, colayers: int, first: int) -> Gei:
         """Return the matrix with which training continues with a different number of colayers.
 
         Rows before ``first`` are complete. ``counted`` is scaled in proportion and rounded.
         """
-        out = Gei(self.workers, colayers, keep_history=self._keep_history)
+        out = Gei(self._workers, colayers)
         out.counted = round(self.counted * colayers / self._colayers)
-        if self._keep_history:
-            out.history = [*self.history, *(self.row(i) for i in range(self.retired, first))]
         out.retired = first
         out.enter(first)
         return out

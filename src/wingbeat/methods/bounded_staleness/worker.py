@@ -105,7 +105,7 @@ class Worker:
 
     If parameters can be pulled from another worker, at most ``max_buffered`` rounds are buffered
     (None: no limit). ``incarnation`` is 0, or larger than all earlier ones if the worker was
-    restarted. With ``history`` the GEI keeps retired rows.
+    restarted.
 
     Attributes:
         outbox: the messages to send, oldest first.
@@ -129,12 +129,11 @@ class Worker:
         *,
         max_buffered: int | None = None,
         incarnation: int = 0,
-        history: bool = False,
         epoch: int = 0,
     ) -> None:
         self.rank, self.workers, self.incarnation = rank, workers, incarnation
         self.epoch, self._max_buffered = epoch, max_buffered
-        self.gei = Gei(workers, bound.colayers, keep_history=history)
+        self.gei = Gei(workers, bound.colayers)
         self.dropped: list[tuple[int, int]] = []
         self.pulls = self.zeta = 0
         self.expelled = False
@@ -357,7 +356,7 @@ class Worker:
     def pull_response(self, payload: Any) -> PullResponse:
         """Return the message with these parameters."""
         watermarks = self._rounds.watermarks(complete=False)
-        return PullResponse(self._rounds.applied, watermarks, self.gei.copy_applied(), payload)
+        return PullResponse(self._rounds.applied, watermarks, self.gei.state(), payload)
 
     def take_pulled_state(self) -> Any:
         """Return the payload of a `PullResponse` to load now; None if there is none."""
