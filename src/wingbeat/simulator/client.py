@@ -11,7 +11,7 @@ from wingbeat.methods.parameter_server.protocol import Ids, Kind, link_of
 from wingbeat.methods.parameter_server.send_queue import Flow, Order
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
-from wingbeat.simulator.colayers import Coding
+from wingbeat.simulator.coding import Coding
 from wingbeat.simulator.mailbox import Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message
