@@ -320,11 +320,12 @@ class Gei:
 
     def _is_complete(self, iteration: int, parts: Sequence[PieceSum]) -> bool:
         pieces = self._pieces(iteration)
-        return all(
-            pieces[part.colayer][part.piece] >> worker & 1 or not 0 <= earliest <= iteration
-            for part in parts
-            for worker, earliest in enumerate(part.earliest)
-        )
+        for part in parts:
+            mask = pieces[part.colayer][part.piece]
+            for worker, earliest in enumerate(part.earliest):
+                if 0 <= earliest <= iteration and not mask >> worker & 1:
+                    return False
+        return True
 
     def _pieces(self, iteration: int) -> list[list[int]]:
         if iteration not in self.rows:

@@ -394,11 +394,9 @@ class Worker:
 
     def _behind(self, iteration: float) -> tuple[int, ...]:
         """Return the peers that are, or may be, before ``iteration`` and have not finished."""
+        latest = ((peer, self._latest.get(peer)) for peer in self._peers())
         return tuple(
-            peer
-            for peer in self._peers()
-            if not self._has_finished(peer)
-            and (peer not in self._latest or self._latest[peer].iteration < iteration)
+            w for w, p in latest if p is None or not (p.finished or p.iteration >= iteration)
         )
 
     def _applied_by_peer(self) -> dict[int, int]:
