@@ -401,11 +401,10 @@ class CommunicationThread:
 
     def _apply_rounds(self) -> None:
         """Apply received rounds without the lock, and answer pull requests."""
-        replica = self._replica()
         with self._lock_machine():
             pulled = self.machine.take_pulled_state()
         if pulled is not None:
-            if replica is not None:
+            if (replica := self._replica()) is not None:
                 replica.load_state(pulled)
             self._journal.pulled(self.machine.applied)
         while True:
@@ -413,10 +412,11 @@ class CommunicationThread:
                 parts = self.machine.take_round()
             if parts is None:
                 break
-            if replica is not None and not self.replica_released:
+            if not self.replica_released and (replica := self._replica()) is not None:
                 begin = time.monotonic_ns()
                 replica.apply_round(parts)
                 self.applying_ns += time.monotonic_ns() - begin
+            replica = None  # holds the model no longer than it is used
             self._journal.applied(parts)
         with self._lock_machine():
             for worker in self.machine.take_pull_requests():
