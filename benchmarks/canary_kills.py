@@ -33,8 +33,8 @@ from killing import (
     trained,
 )  # fmt: skip
 
-from wingbeat.methods.bounded_staleness.journal import Audit, applied_delays, audit
 from wingbeat_lab import baselines, lab
+from wingbeat_lab.audit import Audit, applied_delays, audit
 from wingbeat_lab.bench.table import Printed
 
 

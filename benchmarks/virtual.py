@@ -15,7 +15,7 @@ from typing import Any
 
 from wingbeat import simulator
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.simulator.colayers import bundled
+from wingbeat.methods.bounded_staleness.simulated import bundled
 from wingbeat.simulator.worker import Sleeps
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import slow

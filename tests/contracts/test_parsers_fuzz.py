@@ -33,10 +33,10 @@ from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import checkpoint
-from wingbeat.methods.bounded_staleness import journal, messages
+from wingbeat.methods.bounded_staleness import messages
 from wingbeat.methods.bounded_staleness.membership import LogEntry
+from wingbeat.methods.bounded_staleness.messages import View, ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.model_averaging import generator as group_generator
 from wingbeat.methods.model_averaging import service as group_service
 from wingbeat.methods.model_averaging.client import StatusTable
@@ -59,6 +59,7 @@ from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.peers import PeerInfo
+from wingbeat_lab import audit
 from wingbeat_lab.bench import contenders, protocol, slow
 from wingbeat_lab.bench import models as bench_models
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
@@ -491,7 +492,7 @@ TARGETS = [
     Target(
         "journals",
         TEXTS,
-        lambda t: journal.read_journal(t.splitlines(keepends=True)),
+        lambda t: audit.read_journal(t.splitlines(keepends=True)),
         (JOURNAL,),
         Usage,
     ),

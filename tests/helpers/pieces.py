@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from wingbeat.methods.bounded_staleness.pieces import Pieces
+from wingbeat.methods.bounded_staleness.replica import Pieces
 
 
 def split(

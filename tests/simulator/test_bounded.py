@@ -12,15 +12,14 @@ import pytest
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.messages import Progress
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import Progress, initial_view
+from wingbeat.methods.bounded_staleness.simulated import StaleRun, bundled
+from wingbeat.methods.bounded_staleness.simulated_pool import PoolMember
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator import Links, Model, Work
 from wingbeat.simulator.bounded import simulate_bounded
-from wingbeat.simulator.colayers import Coding, bundled
-from wingbeat.simulator.crowd import Member
+from wingbeat.simulator.coding import Coding
 from wingbeat.simulator.model import TimedLayer
-from wingbeat.simulator.staleness import StaleRun
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.transport import loopback
 from wingbeat.types import Fusion, TensorSpec
@@ -264,13 +263,13 @@ class Heard:
     def __init__(self) -> None:
         self.said: list[tuple[int, ...]] = []
 
-    def say(self, _rank: int, *told: int) -> None:
+    def announce(self, _rank: int, *told: int) -> None:
         self.said.append(told)
 
     def send_pieces(self, *_pieces: int) -> None:
         pass
 
-    def reach(self, _rank: int, _iteration: int) -> bool:
+    def all_reached(self, _rank: int, _iteration: int) -> bool:
         return True
 
 
@@ -283,15 +282,15 @@ def test_a_member_of_a_crowd_says_what_a_real_machine_says(
 ) -> None:
     """While another goes on further and further, and it has sent some colayers."""
     heard, real = Heard(), Worker(0, 2, bound, lambda *_: None)
-    member = Member(heard, 0, bound)  # type: ignore[arg-type]
-    member.go_on()
+    member = PoolMember(heard, 0, bound)  # type: ignore[arg-type]
+    member.advance()
     for machine in (real, member):
         machine.begin_iteration()
         for colayer in range(sent):
             machine.send_colayer(colayer, (None, None))
     for zeta in range(1, 8):
         real.receive(1, 0, Progress(zeta, zeta - 1, 0, False, zeta, initial_view(2)))
-        member.hear(zeta)
+        member.update_zeta(zeta)
     for machine in (real, member):
         machine.end_iteration()
     posts = [post.message for post in real.outbox if isinstance(post.message, Progress)]

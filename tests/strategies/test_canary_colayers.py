@@ -16,7 +16,7 @@ from helpers.training import engine, on, weights
 from helpers.waiting import is_collected
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.colayers import FIRST_ATTEMPT
-from wingbeat.simulator.colayers import bundled
+from wingbeat.methods.bounded_staleness.simulated import bundled
 from wingbeat_lab.paced import simulator_model
 from wingbeat_lab.paced.model import Clock, PacedModel
 from wingbeat_lab.paced.profile import load_profile

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient, MembershipLog
-from wingbeat.methods.bounded_staleness.view import initial_view, without_worker
+from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient
+from wingbeat.methods.bounded_staleness.messages import initial_view, without_worker
 from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.model_averaging.service import RejoinLog
 from wingbeat.transport import torch_store
@@ -143,14 +143,14 @@ def test_forged_membership_entry_removes_no_worker() -> None:
     text = LogEntry(2, without_worker(initial_view(3), 1)).to_json()
     for make, evicted in ((TorchStore, [1]), (sealed, [])):
         store = make(raw)
-        client = MembershipClient(store, "room", 0, MembershipLog(3))
+        client = MembershipClient(store, "room", 0, 3)
         raw.set("membership/room/0", text)
         client.synchronize()
-        assert [event.change.worker for event in client.take_events()] == evicted
+        assert [change.worker for change in client.take_changes()] == evicted
     # A proposal is written in place of the forged entry.
     client.propose(without_worker(initial_view(3), 2))
     client.synchronize()
-    assert [event.change.worker for event in client.take_events()] == [2]
+    assert [change.worker for change in client.take_changes()] == [2]
 
 
 def test_forged_exit_or_failure_is_ignored() -> None:

@@ -34,8 +34,11 @@ from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import CollectiveExchange, Exchange
 from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
-from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.methods.bounded_staleness.update import BoundedUpdate, SynchronousUpdate
+from wingbeat.methods.bounded_staleness.exchange import (
+    BoundedStalenessExchange,
+    BoundedUpdate,
+    SynchronousUpdate,
+)
 from wingbeat.methods.model_averaging.build import build_runtime
 from wingbeat.methods.parameter_server.coding import FLOAT32
 from wingbeat.methods.parameter_server.exchange import GpuServerExchange, ServerExchange

@@ -23,7 +23,7 @@ from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.updates.stepper import State
 from wingbeat.errors import UsageError
-from wingbeat.methods.bounded_staleness.update import BoundedUpdate
+from wingbeat.methods.bounded_staleness.exchange import BoundedUpdate
 from wingbeat.methods.model_averaging.local import LocalUpdate
 from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
 from wingbeat.observe.log import log

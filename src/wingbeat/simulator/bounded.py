@@ -8,19 +8,26 @@ from dataclasses import dataclass
 from wingbeat import topologies
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat.methods.bounded_staleness.simulated import (
+    Bundled,
+    FrameSizes,
+    RunRecorder,
+    SimulatedThread,
+    SimulatedTraining,
+    StaleRun,
+    TrainedMachine,
+    bundled,
+)
+from wingbeat.methods.bounded_staleness.simulated_pool import PoolMember, WorkerPool
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator import paths
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.colayers import Bundled, Coding, Letters, bundled
+from wingbeat.simulator.coding import Coding
 from wingbeat.simulator.cores import Cores
-from wingbeat.simulator.courier import Courier
-from wingbeat.simulator.crowd import Crowd
 from wingbeat.simulator.model import Model
-from wingbeat.simulator.staleness import Log, StaleRun
 from wingbeat.simulator.traffic import Traffic
-from wingbeat.simulator.trainer import Machine, Trainer
 from wingbeat.simulator.worker import Sleeps
 
 NETWORKS = ("star", "bcube")
@@ -57,7 +64,7 @@ def simulate_bounded(
         work: cost of communication in processor time.
         sleeps: by rank and iteration, counted from 1, seconds for which a worker sleeps before it.
         traffic: records the bytes that leave the workers.
-        crowd: let one owner of pieces represent all (`wingbeat.simulator.crowd`). An approximation
+        crowd: let one owner of pieces represent all (`simulated_pool`). An approximation
             for more than about 30 workers; the exact simulation has ``2 k n**2`` messages a round.
         cores: processors that the hosts share, as in a lab on one machine; by default each thread
             of each host has its own. Ignored with ``crowd``.
@@ -79,16 +86,16 @@ def simulate_bounded(
         raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without crowd=True")
     agenda = Agenda()
     shared = Cores(agenda, cores)
-    log = Log(agenda, workers, bound.colayers, gradients)
+    log = RunRecorder(agenda, workers, bound.colayers, gradients)
     if crowd:
-        machines = job.stand_in(network, agenda, traffic)
+        machines = job.one_for_all(network, agenda, traffic)
     else:
-        machines = job.all_of_them(network, agenda, shared, traffic)
-    for rank, (machine, posted, hear) in enumerate(machines):
-        trainer = Trainer(
+        machines = job.each_worker(network, agenda, shared, traffic)
+    for rank, (machine, sent, receiver) in enumerate(machines):
+        training = SimulatedTraining(
             rank,
             machine,
-            posted,
+            sent,
             job.model,
             job.coding,
             1 if crowd else workers,
@@ -98,14 +105,14 @@ def simulate_bounded(
             log,
             sleeps or (lambda _rank, _iteration: 0.0),
         )
-        hear(trainer.heard)
+        receiver.received = training.received
     agenda.run()
     assert log.whole, "all workers wait for each other"
     return log.run([machine.dropped for machine, _, _ in machines])
 
 
-_Member = tuple[Machine, Callable[[], None], Callable[[Callable[[], None]], None]]
-"""A machine, its callback after posting, and the trainer to notify after it has received."""
+_Simulated = tuple[TrainedMachine, Callable[[], None], SimulatedThread | PoolMember]
+"""A machine, the callback after sending, and what calls the training after it has received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +125,25 @@ class _Job:
     work: Work
 
     @property
-    def letters(self) -> Letters:
-        return Letters(self.model, self.workers, self.coding)
+    def sizes(self) -> FrameSizes:
+        return FrameSizes(self.model, self.workers, self.coding)
 
-    def all_of_them(
+    def each_worker(
         self, network: str, agenda: Agenda, cores: Cores, traffic: Traffic | None
-    ) -> Sequence[_Member]:
-        cards = Cards(agenda, self.links, lambda n: n, self._paths(network), traffic)
-        crew: list[Courier] = []
-        letters = self.letters
+    ) -> Sequence[_Simulated]:
+        nics = Cards(agenda, self.links, lambda n: n, self._paths(network), traffic)
+        threads: list[SimulatedThread] = []
+        sizes = self.sizes
         for rank in range(self.workers):
             machine = Worker(rank, self.workers, self.bound, lambda *_: None)
-            crew.append(
-                Courier(machine, letters, self.coding, self.work, agenda, cores, cards, crew)
+            threads.append(
+                SimulatedThread(
+                    machine, sizes, self.coding, self.work, agenda, cores, nics, threads
+                )
             )
-
-        def member(courier: Courier) -> _Member:
-            return courier.machine, courier.wake, lambda heard: setattr(courier, "heard", heard)
-
-        for courier in crew:
-            agenda.at(0.0, courier.wake)
-        return [member(courier) for courier in crew]
+        for thread in threads:
+            agenda.at(0.0, thread.wake)
+        return [(thread.machine, thread.wake, thread) for thread in threads]
 
     def _paths(self, network: str) -> paths.Paths:
         if network == "star":
@@ -148,17 +153,19 @@ class _Job:
     def _cube(self) -> topologies.BCube:
         return topologies.BCube().fitted(self.workers, self.links.count)
 
-    def stand_in(self, network: str, agenda: Agenda, traffic: Traffic | None) -> Sequence[_Member]:
+    def one_for_all(
+        self, network: str, agenda: Agenda, traffic: Traffic | None
+    ) -> Sequence[_Simulated]:
         hops = 1.0
         if network == "bcube":
             cube = self._cube()
             away = [sum(map(bool, _digits(cube, other))) for other in range(1, self.workers)]
             hops = sum(away) / len(away)
-        crowd = Crowd(
-            self.bound, self.workers, self.links, hops, self.letters, self.coding, self.work,
+        pool = WorkerPool(
+            self.bound, self.workers, self.links, hops, self.sizes, self.coding, self.work,
             agenda, traffic,
         )  # fmt: skip
-        return crowd.members
+        return [(member, lambda: None, member) for member in pool.members]
 
 
 def _digits(cube: topologies.BCube, rank: int) -> list[int]:

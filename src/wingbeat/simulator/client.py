@@ -10,7 +10,7 @@ from typing import NamedTuple
 from wingbeat.methods.parameter_server.protocol import Flow, Ids, Kind, Order, link_of
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
-from wingbeat.simulator.colayers import Coding
+from wingbeat.simulator.coding import Coding
 from wingbeat.simulator.mailbox import Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message

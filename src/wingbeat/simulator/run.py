@@ -13,7 +13,7 @@ from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.colayers import Coding, coding_of
+from wingbeat.simulator.coding import Coding, coding_of
 from wingbeat.simulator.exchange import Collectives, Exchange
 from wingbeat.simulator.hosts import LOCAL, Hosts
 from wingbeat.simulator.mailbox import Room

@@ -16,7 +16,7 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Work
-from wingbeat.simulator.colayers import Coding
+from wingbeat.simulator.coding import Coding
 from wingbeat.simulator.mailbox import LIMITS, Mailbox
 from wingbeat.simulator.messenger import Messenger
 from wingbeat.transport.messages.endpoint import Message

@@ -17,7 +17,7 @@ from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards
 from wingbeat.simulator.client import Client, Part, Request
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.colayers import Coding
+from wingbeat.simulator.coding import Coding
 from wingbeat.simulator.mailbox import LIMITS, Room
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.server import Server

@@ -232,7 +232,8 @@ def test_threads_over_sockets_drain_and_resume() -> None:
         states = b""
         for _ in range(2):
             train(thread, 3, 2, 5)
-            thread.drain()
+            thread.finish()
+            thread.resume()
             states += replica.state_bytes()
         thread.close()
         return states
@@ -253,7 +254,8 @@ def test_finished_worker_drains_again_with_resumed_workers() -> None:
         rank = thread.machine.rank
         for _ in range(0 if rank == 1 else 2):
             train(thread, 3, 2, 5)
-            thread.drain()
+            thread.finish()
+            thread.resume()
         thread.finish()
         ended.add(rank)
         thread.serve_until(lambda: len(ended) == 3)
@@ -295,7 +297,8 @@ def test_training_continues_when_process_exits(
             thread._thread.join(20.0)
             return b""
         train(thread, 3, 2, 3)
-        thread.drain()
+        thread.finish()
+        thread.resume()
         state = replica.state_bytes()
         thread.close()
         return state

@@ -15,9 +15,8 @@ from wingbeat.collectives import Encoded
 from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.methods.bounded_staleness.messages import PieceSum
-from wingbeat.methods.bounded_staleness.pieces import EncodedPieces
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.replica import Pieces
 from wingbeat.schedules.events import Operation
 
 W = 3
@@ -32,13 +31,13 @@ CODECS: dict[str, Coded] = {
 every = pytest.mark.parametrize("wire", CODECS.values(), ids=CODECS)
 
 
-def made(wire: Coded) -> tuple[EncodedPieces, torch.Tensor]:
+def made(wire: Coded) -> tuple[Pieces, torch.Tensor]:
     """Return one worker's pieces of one colayer, and its residual."""
     coding = Coding(list(regions(wire, [(n, torch.Size(s)) for n, s in SHAPES.items()], 0)))
     residual = torch.zeros(NUMEL)
     encoded = Encoded(coding, residual if wire.keeps else None)
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    return EncodedPieces([params], W, [encoded]), residual
+    return Pieces([params], W, [encoded]), residual
 
 
 def gradients(seed: int) -> torch.Tensor:
@@ -46,7 +45,7 @@ def gradients(seed: int) -> torch.Tensor:
 
 
 def a_round(
-    workers: list[EncodedPieces], grads: list[torch.Tensor], used: list[bool]
+    workers: list[Pieces], grads: list[torch.Tensor], used: list[bool]
 ) -> list[list[torch.Tensor | None]]:
     """Return the gradients of a round of all workers; they must be equal on all workers."""
     sent = [one.split(0, grad, used) for one, grad in zip(workers, grads, strict=True)]
@@ -55,7 +54,7 @@ def a_round(
         waiting = {(0, w): pieces[piece] for w, pieces in enumerate(sent)}
         payload = workers[piece].sum_contributions(0, piece, waiting)
         parts.append(PieceSum(0, piece, 0, (), (), initial_view(W), payload))
-    first, *others = [one.join(parts)[0] for one in workers]
+    first, *others = [one.join(parts) for one in workers]
     for other in others:
         for a, b in zip(first, other, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)  # type: ignore[arg-type]
@@ -118,31 +117,31 @@ def test_undo_split_restores_residual(wire: Coded) -> None:
 
 def test_dense_colayer_is_sent_unchanged() -> None:
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    pieces, grad = EncodedPieces([params], W, [None]), gradients(0)
+    pieces, grad = Pieces([params], W, [None]), gradients(0)
     sent = pieces.split(0, grad, [True] * 3)
     assert sum(map(len, sent)) == 4 * NUMEL + 3 * W
     sums = [pieces.sum_contributions(0, q, {(0, 0): sent[q]}) for q in range(W)]
     parts = [PieceSum(0, q, 0, (), (), initial_view(W), each) for q, each in enumerate(sums)]
-    assert torch.equal(flat(pieces.join(parts)[0]), grad)
+    assert torch.equal(flat(pieces.join(parts)), grad)
     pieces.undo_split(0, grad, sent)
 
 
 def test_dense_colayer_is_summed_exactly() -> None:
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    pieces, grads = EncodedPieces([params], W, [None]), [gradients(w) for w in range(W)]
+    pieces, grads = Pieces([params], W, [None]), [gradients(w) for w in range(W)]
     sent = [pieces.split(0, grad, [True] * 3) for grad in grads]
     sums = [
         pieces.sum_contributions(0, q, {(0, w): sent[w][q] for w in range(W)}) for q in range(W)
     ]
     parts = [PieceSum(0, q, 0, (), (), initial_view(W), each) for q, each in enumerate(sums)]
-    assert torch.equal(flat(pieces.join(parts)[0]), grads[0] + grads[1] + grads[2])
+    assert torch.equal(flat(pieces.join(parts)), grads[0] + grads[1] + grads[2])
 
 
 def test_float64_gradient_is_joined_as_float64() -> None:
     wire = CODECS["half"]
     coding = Coding(list(regions(wire, [("w", torch.Size((10,)))], 0)))
     param = {"w": torch.zeros(10, dtype=torch.float64)}
-    pieces = EncodedPieces([param], W, [Encoded(coding, None)])
+    pieces = Pieces([param], W, [Encoded(coding, None)])
     sent = pieces.split(0, torch.arange(10.0, dtype=torch.float64), [True])
     parts = [
         PieceSum(
@@ -150,7 +149,7 @@ def test_float64_gradient_is_joined_as_float64() -> None:
         )
         for q in range(W)
     ]
-    (found,) = pieces.join(parts)[0]
+    (found,) = pieces.join(parts)
     assert found is not None
     assert found.dtype is torch.float64
     torch.testing.assert_close(found, torch.arange(10.0, dtype=torch.float64), rtol=1e-3, atol=0)

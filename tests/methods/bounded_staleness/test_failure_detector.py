@@ -12,22 +12,21 @@ import pytest
 from helpers.cards import Cards, bcube, star
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.failure_detector import (
-    FailureDetector,
-    WorkerLost,
-    WorkerRejoined,
-)
 from wingbeat.methods.bounded_staleness.membership import (
+    FailureDetector,
     LogEntry,
     MembershipChange,
     MembershipClient,
-    MembershipEvent,
     MembershipLog,
-    announce_incarnation,
-    register_worker,
+    WorkerLost,
+    WorkerRejoined,
 )
-from wingbeat.methods.bounded_staleness.messages import MalformedMessage
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
+from wingbeat.methods.bounded_staleness.messages import (
+    MalformedMessage,
+    View,
+    ViewProposal,
+    initial_view,
+)
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.failures import publish_failure
 from wingbeat.transport.graceful_shutdown import Departures
@@ -64,8 +63,7 @@ class Cluster:
         self.hidden.unreachable = True
         self.machines = [Worker(w, n, StalenessBound(1, 1, 1), lambda *_: None) for w in range(n)]
         self.clients = [
-            MembershipClient(self.store, "r", w, MembershipLog(n), clock=self.cards.clock)
-            for w in range(n)
+            MembershipClient(self.store, "r", w, n, clock=self.cards.clock) for w in range(n)
         ]
         self.detectors = [
             FailureDetector(
@@ -264,9 +262,7 @@ def test_restarted_worker_is_not_confused_with_killed_one() -> None:
     cluster.cards.kill(2)
     cluster.run(2.0)
     for worker in (0, 1):
-        cluster.clients[worker]._events.append(
-            MembershipEvent(MembershipChange(2, 1, True, 2), Mock(PeerInfo))
-        )
+        cluster.clients[worker]._changes.append(MembershipChange(2, 1, True, 2, Mock(PeerInfo)))
     cluster.cards.ended.clear()
     cluster.cards.dead.clear()
     cluster.run(0.1)
@@ -293,7 +289,7 @@ def test_partition_leaves_one_part_training(
     assert set(cluster.ended) == set(losers)
     for worker in losers:
         assert (
-            "which did not hear from it; the others continue: restart this worker"
+            "which received nothing from it; the others continue: restart this worker"
             in cluster.ended[worker]
         )
     for worker in winners:
@@ -315,11 +311,10 @@ def test_log_entry_waits_for_further_suspects() -> None:
 def test_second_incarnation_can_be_lost() -> None:
     cluster = Cluster(3).run(2.0)
     for worker in (0, 1):
-        ended, begun = MembershipChange(2, 0, False, 2), MembershipChange(2, 1, True, 2)
         cluster.clients[worker].log.append(LogEntry(2, View((0, 0, 2))).to_json())
-        cluster.clients[worker]._events += [
-            MembershipEvent(ended, None),
-            MembershipEvent(begun, Mock(PeerInfo)),
+        cluster.clients[worker]._changes += [
+            MembershipChange(2, 0, False, 2),
+            MembershipChange(2, 1, True, 2, Mock(PeerInfo)),
         ]
     cluster.store.set("membership/r/0", LogEntry(2, View((0, 0, 2))).to_json())
     cluster.ended[2] = "in its first life"
@@ -423,7 +418,7 @@ def test_malformed_log_entry_is_rejected(text: str) -> None:
 
 def test_concurrent_proposals_are_appended_in_order() -> None:
     store = Switchboard()
-    one, two = (MembershipClient(store, "r", w, MembershipLog(4)) for w in range(2))
+    one, two = (MembershipClient(store, "r", w, 4) for w in range(2))
     one.propose(View((0, 0, 1, 0)))
     two.propose(View((0, 0, 1, 1)))
     one.synchronize()
@@ -431,7 +426,7 @@ def test_concurrent_proposals_are_appended_in_order() -> None:
     one.synchronize()
     assert one.log.view == two.log.view == (0, 0, 1, 1)
     assert one.log.length == 2
-    assert [event.change for event in two.take_events()] == [
+    assert two.take_changes() == [
         MembershipChange(2, 0, False, 0),
         MembershipChange(3, 0, False, 1),
     ]
@@ -441,7 +436,7 @@ def test_malformed_card_is_logged_and_log_is_read_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = Switchboard()
-    roll = MembershipClient(store, "r", 0, MembershipLog(3))
+    roll = MembershipClient(store, "r", 0, 3)
     store.set("messages/r/1.1", '{"session": Infinity}')
     store.set("membership/r/0", LogEntry(1, View((0, 2, 0))).to_json())
     store.set("membership/r/1", LogEntry(1, View((0, 2, 1))).to_json())
@@ -449,11 +444,11 @@ def test_malformed_card_is_logged_and_log_is_read_on(
     roll.start(heard.set)
     try:
         assert heard.wait(20.0)
-        changes = [event.change for event in roll.take_events()]
+        changes = roll.take_changes()
     finally:
         roll.stop()
     assert MembershipChange(2, 0, False, 1) in changes
-    assert MembershipChange(1, 1, True, 1) not in changes
+    assert not any(change.joined for change in changes)
     refused = "rank 0: cannot accept rank 1 again: the rendezvous store has under 'messages/r/1.1'"
     assert caplog.text.count(refused) == 1
 
@@ -476,7 +471,7 @@ def test_failed_membership_thread_raises_peer_error() -> None:
 
 def test_removed_worker_writes_no_entry() -> None:
     store = Switchboard()
-    one, two = (MembershipClient(store, "r", w, MembershipLog(2)) for w in range(2))
+    one, two = (MembershipClient(store, "r", w, 2) for w in range(2))
     one.propose(View((0, 1)))
     one.synchronize()
     two.propose(View((1, 0)))
@@ -487,24 +482,24 @@ def test_removed_worker_writes_no_entry() -> None:
 
 def test_restarted_worker_joins_with_next_incarnation() -> None:
     store = Switchboard()
-    assert register_worker(store, "r", 1, 3)[1] == 0
-    log, incarnation = register_worker(store, "r", 1, 3)
-    assert incarnation == 1
+    assert MembershipClient(store, "r", 1, 3).register() == 0
+    client = MembershipClient(store, "r", 1, 3)
+    assert client.register() == 1
     for other in (0, 2):
         store.set(f"membership/r/accepted/1.1/{other}", "1")
-    assert announce_incarnation(store, "r", 1, 1, log, 1.0) == {0: 0, 2: 0}
-    assert log.view == (0, 2, 0)
-    assert register_worker(store, "r", 1, 3)[1] == 2
+    assert client.announce(1, 1.0) == {0: 0, 2: 0}
+    assert client.log.view == (0, 2, 0)
+    assert MembershipClient(store, "r", 1, 3).register() == 2
 
 
 def test_announce_without_acknowledgement_names_worker() -> None:
     store = Switchboard()
     store.set("membership/r/accepted/1.1/0", "1")
-    log = MembershipLog(3)
+    client = MembershipClient(store, "r", 1, 3)
     with pytest.raises(
         RendezvousError, match=r"rank 1: rank 2 did not accept the restarted worker wit"
     ):
-        announce_incarnation(store, "r", 1, 1, log, 0.1)
+        client.announce(1, 0.1)
 
 
 def test_announce_does_not_wait_for_lost_worker() -> None:
@@ -512,14 +507,14 @@ def test_announce_does_not_wait_for_lost_worker() -> None:
     store.set("membership/r/accepted/1.1/0", "1")
     store.set("membership/r/0", LogEntry(1, View((0, 2, 0))).to_json())
     store.set("membership/r/1", LogEntry(0, View((0, 0, 1))).to_json())
-    log = MembershipLog(3)
-    assert log.view == whole_
-    assert announce_incarnation(store, "r", 1, 1, log, 5.0) == {0: 0}
-    assert log.length == 1  # later entries are read by the client
+    client = MembershipClient(store, "r", 1, 3)
+    assert client.log.view == whole_
+    assert client.announce(1, 5.0) == {0: 0}
+    assert client.log.length == 1  # later entries are read by the client
 
 
 def test_announce_with_occupied_rank_raises() -> None:
     store = Switchboard()
     store.set("membership/r/0", LogEntry(1, View((0, 4, 0))).to_json())
     with pytest.raises(RendezvousError, match="rank 1: another process has joined with this rank"):
-        announce_incarnation(store, "r", 1, 1, MembershipLog(3), 1.0)
+        MembershipClient(store, "r", 1, 3).announce(1, 1.0)

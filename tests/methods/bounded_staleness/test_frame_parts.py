@@ -20,9 +20,10 @@ from wingbeat.methods.bounded_staleness.messages import (
     Message,
     Piece,
     PullRequest,
+    ViewProposal,
     encode_frame,
+    initial_view,
 )
-from wingbeat.methods.bounded_staleness.view import ViewProposal, initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from wingbeat.methods.bounded_staleness.gei import Gei
-from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.rounds import Gei
 
 WORKERS, COLAYERS = 8, 2
 
@@ -59,16 +58,16 @@ def test_enter_adds_rows_up_to_iteration() -> None:
 
 
 def test_complete_rows_are_retired() -> None:
-    gei = Gei(WORKERS, COLAYERS, keep_history=True)
+    gei = Gei(WORKERS, COLAYERS)
     present = [(0, worker) for worker in range(WORKERS) if worker not in (1, 2)]
     gei.enter(1)
-    gei.apply_round(parts(all_of(*present), (0, 0, 0, *(0,) * 5)))
-    assert gei.retired == 0  # 1 and 2 are still at 0
-    gei.apply_round(parts({}, (0, 1, 0, *(0,) * 5)))
-    assert gei.retired == 0
-    gei.apply_round(parts({}, (0, 1, -1, *(0,) * 5)))  # one worker is past it, and one is dead
-    assert gei.retired == 1
-    assert gei.history == [(0b11111001,) * 2]
+    retired = gei.apply_round(parts(all_of(*present), (0, 0, 0, *(0,) * 5)))
+    assert (gei.retired, retired) == (0, [])  # 1 and 2 are still at 0
+    retired = gei.apply_round(parts({}, (0, 1, 0, *(0,) * 5)))
+    assert (gei.retired, retired) == (0, [])
+    # One worker is past it, and one is dead.
+    retired = gei.apply_round(parts({}, (0, 1, -1, *(0,) * 5)))
+    assert (gei.retired, retired) == (1, [(0b11111001,) * 2])
 
 
 def test_adopt_takes_rows_and_keeps_own_bits() -> None:
@@ -78,7 +77,7 @@ def test_adopt_takes_rows_and_keeps_own_bits() -> None:
     other.mark_sent(3, 0)
     assert other.retired == 1
     gei.mark_sent(2, 1)
-    gei.adopt(other.copy_applied())
+    gei.adopt(other.state())
     assert (gei.retired, gei.zeta, gei.row(1)) == (1, 3, (1, 1))
     assert (gei.exchanged(2), gei.exchanged(3)) == (1, 0)
     other.apply_round(parts(all_of((1, 5)), (2, *(1,) * 7)))
@@ -99,11 +98,10 @@ def test_rows_returns_masks_by_piece() -> None:
 
 
 def test_with_colayers_clears_rows_and_scales_count() -> None:
-    gei = Gei(2, 2, keep_history=True)
+    gei = Gei(2, 2)
     gei.counted = 2 * 2 * 2 * 5
     gei.mark_sent(3, 1)
     new = gei.with_colayers(3, 5)
     assert (new.retired, new.zeta, new.exchanged(3)) == (5, 5, 0)
     assert new.row(5) == (0, 0, 0)
     assert new.counted == 2 * 2 * 3 * 5
-    assert new.history == [(0, 0)] * 5

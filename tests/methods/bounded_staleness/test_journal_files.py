@@ -12,7 +12,8 @@ import wingbeat
 from helpers.disk import room_for
 from helpers.training import net, on, sgd, train
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.journal import FOLDER, audit, open_journal, read_journal
+from wingbeat.methods.bounded_staleness.journal import FOLDER, open_journal
+from wingbeat_lab.audit import audit, read_journal
 
 BOUND = StalenessBound(1, 1, 2)
 

@@ -7,9 +7,8 @@ import torch
 
 from helpers.pieces import split
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.bounded_staleness.messages import PieceSum
-from wingbeat.methods.bounded_staleness.pieces import Pieces
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.replica import Pieces
 
 W = 3
 
@@ -50,10 +49,16 @@ def rounds(pieces: Pieces, workers: list[list[list[torch.Tensor | None]]]) -> li
     return parts
 
 
+def join(pieces: Pieces, parts: list[PieceSum]) -> list[list[torch.Tensor | None]]:
+    """Return the gradients of a round by colayer."""
+    grads = pieces.join(parts)
+    return [grads[:2], grads[2:]]
+
+
 def test_split_gradients_are_joined() -> None:
     pieces, grads = Pieces(colayers(), W), drawn(1)
     grads[0][1] = None
-    joined = pieces.join(rounds(pieces, [grads]))
+    joined = join(pieces, rounds(pieces, [grads]))
     assert joined[0][1] is None
     assert joined[0][0] is not None
     assert torch.equal(joined[0][0], grads[0][0])  # type: ignore[arg-type]
@@ -62,8 +67,8 @@ def test_split_gradients_are_joined() -> None:
 
 def test_contributions_are_summed_in_given_order() -> None:
     pieces, each = Pieces(colayers(), W), [drawn(seed) for seed in range(3)]
-    joined = pieces.join(rounds(pieces, each))
-    other = pieces.join(rounds(pieces, each[::-1]))
+    joined = join(pieces, rounds(pieces, each))
+    other = join(pieces, rounds(pieces, each[::-1]))
     for z in range(2):
         for i, grad in enumerate(joined[z]):
             a, b, c = (grads[z][i] for grads in each)
@@ -74,7 +79,7 @@ def test_contributions_are_summed_in_given_order() -> None:
 def test_sum_has_gradient_if_any_contribution_has() -> None:
     pieces, mine, other = Pieces(colayers(), W), drawn(1), drawn(2)
     mine[0][0] = other[0][1] = None
-    joined = pieces.join(rounds(pieces, [mine, other]))
+    joined = join(pieces, rounds(pieces, [mine, other]))
     assert torch.equal(joined[0][0], other[0][0])  # type: ignore[arg-type]
     assert torch.equal(joined[0][1], mine[0][1])  # type: ignore[arg-type]
 
@@ -89,14 +94,14 @@ def test_piece_without_gradient_keeps_earlier_ones() -> None:
         without[2],
     ]  # the last contribution was too late for the round
     parts = [PieceSum(0, q, 0, (), (), initial_view(W), total) for q, total in enumerate(sums)]
-    assert all(grad is not None for grad in pieces.join(parts)[0])
+    assert all(grad is not None for grad in join(pieces, parts)[0])
 
 
 def test_gradients_are_scaled_before_sum() -> None:
     pieces, grad = Pieces(colayers(), W), torch.full((1,), 3.0, dtype=torch.float64)
     (part,) = [each for each in split(pieces, 1, [grad], like(1), 0.1) if len(each) > 1]
     total = pieces.sum_contributions(1, 2, {(0, 0): part})
-    (found,) = pieces.join([PieceSum(1, 2, 0, (), (), initial_view(W), total)])[1]
+    (found,) = join(pieces, [PieceSum(1, 2, 0, (), (), initial_view(W), total)])[1]
     assert found is not None
     assert found.item() == 3.0 * 0.1
 
@@ -120,7 +125,7 @@ def test_sum_does_not_change_contributions() -> None:
 def test_sum_of_no_contributions_is_none() -> None:
     pieces = Pieces(colayers(), W)
     assert pieces.sum_contributions(0, 0, {}) is None
-    assert pieces.join([PieceSum(0, 0, 0, (), (), initial_view(W))]) == [[None, None], [None]]
+    assert pieces.join([PieceSum(0, 0, 0, (), (), initial_view(W))]) == [None, None, None]
 
 
 @pytest.mark.parametrize("payload", [None, b"", b"\0" * 21, b"\0" * 23])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from wingbeat.methods.bounded_staleness.messages import PieceSum
+from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
 from wingbeat.methods.bounded_staleness.rounds import ReceivedRounds
-from wingbeat.methods.bounded_staleness.view import initial_view
 
 
 def part(piece: int, number: int, *entries: tuple[int, int]) -> PieceSum:
@@ -37,10 +36,10 @@ def test_watermarks_cover_applied_or_complete_rounds() -> None:
 def test_frozen_rounds_do_not_complete() -> None:
     rounds = ReceivedRounds(2, 1)
     rounds.add_sum(part(0, 0))
-    rounds.freeze()
+    rounds.freeze(True)
     rounds.add_sum(part(1, 0))
     assert rounds.complete == 0
-    rounds.unfreeze()
+    rounds.freeze(False)
     assert rounds.complete == 1
 
 

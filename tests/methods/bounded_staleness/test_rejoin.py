@@ -47,7 +47,7 @@ class Incarnation:
     def _train(self) -> None:
         self._joined = joined = join_workers(
             self._store, self.rank, self.n, namespace="t", interfaces=["lo"],
-            encrypted=self.bound.mode == "BSP", limits=LIMITS, patience=2.0, seconds=20.0,
+            encrypted=self.bound.mode == "BSP", limits=LIMITS, suspect_after=2.0, seconds=20.0,
         )  # fmt: skip
         self.incarnation = joined.incarnation
         machine = Worker(self.rank, self.n, self.bound, combine, incarnation=joined.incarnation)
@@ -62,7 +62,8 @@ class Incarnation:
                 self._die(thread)
             self.began += train(thread, self.n, K, 1)
             time.sleep(0.01)
-        thread.drain()
+        thread.finish()
+        thread.resume()
         self.state, self.pulls = replica.state_bytes(), replica.pulls
         thread.close()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.methods.bounded_staleness.journal import audit
 from wingbeat_lab import lab
+from wingbeat_lab.audit import audit
 
 TRAIN = """if True:
     import logging, os, pathlib, signal, sys, time
@@ -65,12 +65,13 @@ TRAIN = """if True:
         {w for level in range(2) for w in cubes.cube(me, level)} - {me} for me in range(n)
     ]
     joined = join_workers(
-        store, rank, n, namespace="lab", neighbours=neighbours, patience=5.0, seconds=60.0
+        store, rank, n, namespace="lab", neighbours=neighbours, suspect_after=5.0, seconds=60.0
     )
     machine = Worker(rank, n, bound, combine, incarnation=joined.incarnation)
     file = open(f"{sys.argv[1]}/journal{rank}.{joined.incarnation}", "w", buffering=1)
+    replica = NumericReplica(n, 2)  # the thread holds it weakly
     thread = CommunicationThread(
-        machine, joined.mailbox, NumericReplica(n, 2), timeout=60.0,
+        machine, joined.mailbox, replica, timeout=60.0,
         lanes=joined.lanes, membership=joined.membership,
         journal=Journal(file.write, rank, joined.incarnation, n, bound),
     )

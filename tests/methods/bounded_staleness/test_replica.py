@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections import deque
@@ -14,15 +15,19 @@ import torch
 from helpers.pieces import split
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.messages import PieceSum, decode_message, encode_numbers
-from wingbeat.methods.bounded_staleness.pieces import Pieces
+from wingbeat.methods.bounded_staleness.messages import (
+    PieceSum,
+    decode_message,
+    encode_numbers,
+    initial_view,
+)
 from wingbeat.methods.bounded_staleness.replica import (
-    Aggregator,
     AsynchronousReplica,
+    Pieces,
     bound_with_control,
     join_step_counts,
+    sum_piece,
 )
-from wingbeat.methods.bounded_staleness.view import initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 
 K = 2
@@ -60,9 +65,9 @@ class Trainee:
         self.pieces, self.rates = Pieces(named, n), list[float]()
         self.others = [torch.zeros(3)]
         self.replica = AsynchronousReplica(
-            self.params, self.pieces, self.optimizer, self._step, n, others=self.others
+            self.params, self.pieces, self.optimizer, self._step, self.others
         )
-        self.machine = Worker(rank, n, bound, self.replica.aggregator.combine)
+        self.machine = Worker(rank, n, bound, self.replica.combine)
         self.place: int | None = None
 
     def _step(self) -> None:
@@ -251,16 +256,16 @@ def test_options_of_latest_contribution_are_used() -> None:
     for lr in (0.5, 0.25):
         one.optimizer.param_groups[0]["lr"] = lr
         payloads.append(one.replica.control_payloads()[0])
-    found = one.replica.aggregator.combine(K, 0, {(0, 1): payloads[0], (1, 0): payloads[1]})
+    found = one.replica.combine(K, 0, {(0, 1): payloads[0], (1, 0): payloads[1]})
     assert found == payloads[1]
-    assert one.replica.aggregator.combine(K, 1, {(0, 1): None}) is None
-    assert one.replica.aggregator.combine(K, 0, {}) is None
+    assert one.replica.combine(K, 1, {(0, 1): None}) is None
+    assert one.replica.combine(K, 0, {}) is None
 
 
 def test_missing_options_name_sender() -> None:
     one = Trainee(0, 2, bound_with_control(1, 1, K))
     with pytest.raises(PeerError, match="rank 1 sent optimizer options with other than 1 groups"):
-        one.replica.aggregator.combine(K, 0, {(0, 1): None})
+        one.replica.combine(K, 0, {(0, 1): None})
 
 
 def test_optimizer_with_closure_is_rejected() -> None:
@@ -352,10 +357,10 @@ def test_unsupported_optimizer_state_is_named() -> None:
 
 def test_step_counts_are_joined_and_checked() -> None:
     pieces = Pieces([{"a": torch.zeros(2)}], 2)
-    sums = Aggregator(pieces, join_step_counts)
-    assert sums.combine(1, 0, {(0, 0): b"7", (0, 1): b"7"}) == b"0:7 1:7"
-    assert sums.combine(1, 0, {(0, 1): b"12", (0, 0): b"7"}) == b"0:7 1:12"
-    assert sums.combine(1, 1, {(0, 0): None}) is None
+    combine = functools.partial(sum_piece, pieces, join_step_counts)
+    assert combine(1, 0, {(0, 0): b"7", (0, 1): b"7"}) == b"0:7 1:7"
+    assert combine(1, 0, {(0, 1): b"12", (0, 0): b"7"}) == b"0:7 1:12"
+    assert combine(1, 1, {(0, 0): None}) is None
     for payload in (None, b"", b"-1", b"x", b"1" * 21):
         with pytest.raises(PeerError, match=r"^rank 1 sent b'.*' as its number of steps"):
-            sums.combine(1, 0, {(0, 0): b"7", (0, 1): payload})
+            combine(1, 0, {(0, 0): b"7", (0, 1): payload})

@@ -14,8 +14,10 @@ from wingbeat.methods.bounded_staleness.messages import (
     PieceSum,
     Progress,
     PullRequest,
+    View,
+    ViewProposal,
+    initial_view,
 )
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
 from wingbeat.methods.bounded_staleness.worker import Worker
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.bounded_staleness.gei import Gei
 from wingbeat.methods.bounded_staleness.messages import (
     MAX_NUMBER,
     Drained,
+    GeiState,
     MalformedMessage,
     Message,
     Piece,
@@ -20,13 +20,16 @@ from wingbeat.methods.bounded_staleness.messages import (
     Progress,
     PullRequest,
     PullResponse,
+    View,
+    ViewProposal,
     Welcome,
     decode_frames,
     decode_message,
     encode_frame,
     encode_numbers,
+    initial_view,
 )
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal, initial_view
+from wingbeat.methods.bounded_staleness.rounds import Gei
 
 N, K = 3, 2
 VIEW = View((0, 1, 2))
@@ -48,7 +51,7 @@ MESSAGES: list[Message] = [
     ViewProposal(VIEW, -1, WATERMARKS),
     Welcome(2, (7, 8)),
     PullRequest(6, VIEW),
-    PullResponse(6, WATERMARKS, make_gei(), b"parameters"),
+    PullResponse(6, WATERMARKS, make_gei().state(), b"parameters"),
     Drained(9, VIEW),
 ]
 
@@ -82,9 +85,7 @@ def test_message_roundtrip(message: Message, iteration: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 30, 31, 100])
 def test_gei_mask_of_any_length_roundtrip(workers: int) -> None:
-    gei = Gei.from_rows(
-        workers, 1, 4, 9, 7, {9: [[1 << workers - 1] * workers], 5: [[1] * workers]}
-    )
+    gei = GeiState(4, 9, 7, {9: [[1 << workers - 1] * workers], 5: [[1] * workers]})
     message = PullResponse(6, (((-1,) * workers,),) * workers, gei, b"")
     back = decode_message(encode_numbers(message, 0), workers, 1, None)[1]
     assert isinstance(back, PullResponse)

@@ -1,10 +1,9 @@
-"""ShownGradients, and the agreement on a view change."""
+"""Views, and the agreement on a view change."""
 
 from __future__ import annotations
 
-from wingbeat.methods.bounded_staleness.view import (
+from wingbeat.methods.bounded_staleness.messages import (
     View,
-    ViewChange,
     ViewProposal,
     covers,
     initial_view,
@@ -15,6 +14,7 @@ from wingbeat.methods.bounded_staleness.view import (
     with_incarnation,
     without_worker,
 )
+from wingbeat.methods.bounded_staleness.worker import ViewChange
 
 
 def test_ended_incarnation_does_not_return() -> None:

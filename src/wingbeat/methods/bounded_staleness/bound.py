@@ -16,15 +16,11 @@ from dataclasses import dataclass
 from wingbeat.errors import UsageError
 
 IN_FLIGHT = 2
-"""Maximum rounds that a worker is ahead of the sums while another worker is slow: a slow worker
-answers for a round when the fastest is about to be two iterations ahead, and computes one more
-meanwhile.
-"""
+"""Default of ``in_flight``: a slow worker answers for a round when the fastest is about to be two
+iterations ahead, and computes one more meanwhile."""
 
 STRAGGLER_WINDOW = 8
-"""Consecutive complete rounds after which no worker counts as slow. One iteration in this many
-probes whether a worker is slow.
-"""
+"""Complete rounds in a row after which no worker counts as slow, and iterations between probes."""
 
 MAX_BUFFERED_UNBOUNDED = 32
 """Rounds that a worker buffers when staleness is unbounded."""
@@ -35,22 +31,15 @@ class StalenessBound:
     """The thresholds of bounded staleness, and the rules derived from them.
 
     - ``s=0, p=colayers``: BSP. Each iteration starts with the gradients of all earlier ones.
-    - ``s>0, p=colayers``: SSP. A worker waits if another worker would be more than ``s`` iterations
-      behind.
-    - ``p<colayers``: Canary. A worker that is more than ``s`` behind drops its iteration and
-      continues from the fastest worker's, unless it has exchanged ``p`` colayers; the others then
-      wait for the rest.
+    - ``s>0, p=colayers``: SSP. A worker waits if another would be more than ``s`` behind.
+    - ``p<colayers``: Canary. A worker more than ``s`` behind drops its iteration and continues from
+      the fastest worker's, unless it has exchanged ``p`` colayers; then the others wait for it.
     - ``s=None``: ASP. No worker waits for another worker's iteration, and nothing is dropped.
 
-    Attributes:
-        s: iterations that a worker may be behind the fastest; None for no bound.
-        p: colayers that a worker must have exchanged to keep its iteration, 1 to ``colayers``.
-        colayers: colayers of the model, k in the paper.
-        in_flight: rounds that need not be applied when an iteration starts while a worker is slow;
-            one if no worker is slow. None for ``s`` in either case.
-
-    Raises:
-        UsageError: a value is out of range.
+    ``s`` counts iterations behind the fastest worker, ``p`` (1 to ``colayers``) exchanged colayers;
+    ``colayers`` is k in the paper. ``in_flight`` rounds need not be applied when an iteration
+    starts while a worker is slow, one if none is slow; None for ``s`` in either case. Values out of
+    range raise UsageError.
     """
 
     s: int | None
@@ -83,14 +72,11 @@ class StalenessBound:
 
     @property
     def max_buffered(self) -> int:
-        """Maximum number of rounds that a worker buffers, enough for a worker within the bound.
-
-        An iteration starts with all but ``in_flight`` of the earlier rounds applied, and the others
-        get up to ``s`` iterations ahead while it is computed.
-        """
-        if self.s is None:
+        """Maximum number of rounds that a worker buffers, enough for a worker within the bound."""
+        if self.s is None or self.max_ahead is None:
             return MAX_BUFFERED_UNBOUNDED
-        assert self.max_ahead is not None
+        # All but `in_flight` of the earlier rounds are applied when an iteration starts, and the
+        # others get up to `s` iterations ahead while it is computed.
         return self.s + 1 + self.max_ahead
 
     @property
@@ -100,35 +86,27 @@ class StalenessBound:
         return min(bounds, default=None)
 
     def is_outdated(self, staleness: int, exchanged: int) -> bool:
-        """Whether the rest of an iteration is dropped (Pseudocode 1, lines 19 and 22).
-
-        Args:
-            staleness: iterations between this one and the fastest worker's.
-            exchanged: colayers of this iteration that have been sent.
+        """Whether an iteration this far behind the fastest, of which this many colayers were sent,
+        is dropped (Pseudocode 1, lines 19 and 22).
         """
-        return (
-            self.mode == "PGE" and self.s is not None and staleness > self.s and exchanged < self.p
-        )
+        if self.s is None or self.p == self.colayers:
+            return False
+        return staleness > self.s and exchanged < self.p
 
     def last_computed(self, iteration: int, zeta: int) -> int:
-        """Return the last iteration that any worker can compute while one is in ``iteration``.
-
-        ``zeta`` is the fastest worker's iteration; that worker may be waiting in it.
+        """Return the last iteration that any worker can compute while one is in ``iteration`` and
+        the fastest is, or waits, in ``zeta``.
         """
         return zeta if self.s is None else min(zeta, iteration + self.s)
 
     def rounds_required(self, iteration: int, *, stragglers: bool) -> int:
-        """Return how many rounds must be applied before ``iteration`` is computed.
-
-        Args:
-            iteration: the iteration.
-            stragglers: whether a worker is slow. If not, missing rounds wait for links only, and
-                more than one round in flight hides nothing more. Probing iterations start anyway;
-                otherwise a worker that is just in time would never be detected as slow.
-        """
+        """Return how many rounds must be applied before ``iteration`` is computed."""
         ahead = self.max_ahead
         if ahead is None:
             return 0
+        # Without slow workers missing rounds wait for links only, and more than one round in flight
+        # hides nothing more. Probing iterations start anyway: otherwise a worker that is just in
+        # time would never be found slow.
         if not stragglers and self.in_flight is not None and iteration % STRAGGLER_WINDOW:
             ahead = min(ahead, 1)
         return max(iteration - ahead, 0)
@@ -158,10 +136,7 @@ class StragglerDetector:
         return self._even_rounds < STRAGGLER_WINDOW
 
     def observe_round(
-        self,
-        parts: Iterable[Iterable[tuple[int, int]]],
-        number: int,
-        workers: Collection[int],
+        self, parts: Iterable[Iterable[tuple[int, int]]], number: int, workers: Collection[int]
     ) -> None:
         """Record an applied round; an empty one, as after the last iteration, is complete."""
         for entries in parts:

@@ -18,8 +18,7 @@ import json
 import math
 import statistics
 import time
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from wingbeat.engine.gradients.bucket import Bucket
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.methods.bounded_staleness.view import View, members
+from wingbeat.methods.bounded_staleness.messages import View, members
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler
@@ -48,14 +47,9 @@ FIRST_ATTEMPT = 6
 RETRY_AFTER = 50
 """Iterations after which workers try again."""
 
-_POLL_S = 0.05
-"""Interval between reads of the store, in seconds."""
-
-_STORE_S = 10.0
-"""Timeout of a call of the store, in seconds."""
-
+_POLL_S = 0.05  # between reads of the store
+_STORE_S = 10.0  # timeout of a call of the store
 _MAX_MEASURED = 1e6
-
 _VIEW_CHANGED = "a worker came or went"
 
 Buckets = tuple[tuple[int, ...], ...]
@@ -67,8 +61,7 @@ Measurements = tuple[list[float] | None, list[float | None]]
 class LayerProfiler:
     """Measurements of one worker, and the colayers chosen from those of all workers.
 
-    Attributes:
-        passes: measures when backward computes each gradient.
+    ``passes`` measures when backward computes each gradient.
     """
 
     def __init__(self, bucketing: Bucketing, rebucket: Callable[[], object]) -> None:
@@ -87,12 +80,12 @@ class LayerProfiler:
 
     def measurements(self) -> Measurements:
         """Return the medians over this worker's iterations, as values that JSON can represent."""
-        times, order = self.passes, self._bucketing.ready_order
-        ready = dict(zip(order, times.medians(order), strict=True)) if times.totals() else None
-        return (
-            None if ready is None else [ready[slot.index] for slot in self._bucketing.slots],
-            [statistics.median(each) if each else None for each in self._widths],
-        )
+        widths = [statistics.median(each) if each else None for each in self._widths]
+        if not self.passes.totals():
+            return None, widths
+        order = self._bucketing.ready_order
+        ready = dict(zip(order, self.passes.medians(order), strict=True))
+        return [ready[slot.index] for slot in self._bucketing.slots], widths
 
     def choose_colayers(self, measured: Sequence[Any]) -> Buckets | None:
         """Return the tensors of each colayer; None if no worker has measured."""
@@ -160,11 +153,8 @@ def gradient_width(gradient: torch.Tensor) -> float | None:
 class ColayerDecision:
     """A decision about colayers, the same on all workers.
 
-    Attributes:
-        rounds: rounds in the parameters of the worker that decided.
-        buckets: the tensors of each colayer; None to keep the colayers.
-        reason: why they are kept.
-        retry: whether workers try again.
+    ``rounds`` are in the parameters of the worker that decided. ``buckets`` has the tensors of each
+    colayer; None to keep the colayers, for a ``reason``, and ``retry`` or not.
     """
 
     rounds: int
@@ -194,10 +184,8 @@ class ColayerDecision:
 class ColayerChange:
     """One worker's part in the decision; nonblocking, without a thread.
 
-    Attributes:
-        due: the iteration from which workers drain for an attempt; None if there are no more
-            attempts.
-        decision: the last decision that was read.
+    From iteration ``due`` on workers drain for an attempt; None if there are no more attempts.
+    ``decision`` is the last one that was read.
     """
 
     def __init__(
@@ -244,10 +232,10 @@ class ColayerChange:
 
     def _may_poll(self) -> bool:
         now = self._clock()
-        if now < self._polled + _POLL_S:
-            return False
-        self._polled = now
-        return True
+        due = now >= self._polled + _POLL_S
+        if due:
+            self._polled = now
+        return due
 
     def decide(
         self, machine: Worker, lost: Collection[int], measurements: Any
@@ -256,7 +244,9 @@ class ColayerChange:
         view, rounds = machine.view, machine.applied
         if self._view is None:
             self._view = view
-            self._write(json.dumps([view, rounds, measurements]))
+            with self._deciding():
+                text = json.dumps([view, rounds, measurements])
+                self._store.set(f"{self._key}/{self._rank}", text)
         elif not self._may_poll():
             return None
         if self._read_decision():
@@ -280,24 +270,20 @@ class ColayerChange:
         present = () if self._view is None else members(self._view)
         return [w for w in present if not self._store.has(f"{self._key}/{w}")]
 
-    def _write(self, text: str) -> None:
-        try:
-            self._store.set(f"{self._key}/{self._rank}", text)
-        except RuntimeError as error:
-            raise self._store_lost(error) from None
-
     def _claim(self, decision: ColayerDecision) -> ColayerDecision:
-        try:
+        with self._deciding():
             text = self._store.claim(f"{self._key}/decided", decision.to_json())
-        except (TimeoutError, RuntimeError) as error:
-            raise self._store_lost(error) from None
         return self._adopt(text)
 
-    def _store_lost(self, error: Exception) -> PeerError:
-        return PeerError(
-            f"rank {self._rank}: cannot reach the rendezvous store to decide whether colayers "
-            f"change: {error}; start the job again from a checkpoint"
-        )
+    @contextlib.contextmanager
+    def _deciding(self) -> Iterator[None]:
+        try:
+            yield
+        except (TimeoutError, RuntimeError) as error:
+            raise PeerError(
+                f"rank {self._rank}: cannot reach the rendezvous store to decide whether colayers "
+                f"change: {error}; start the job again from a checkpoint"
+            ) from None
 
     def _read_decision(self) -> bool:
         key = f"{self._key}/decided"
@@ -318,14 +304,3 @@ class ColayerChange:
         self._attempt += 1
         self.due = decision.rounds + self._retry_after if decision.retry else None
         return decision
-
-
-def weak_chooser(profiler: LayerProfiler) -> Callable[[Sequence[Any]], Buckets | None]:
-    """Return a profiler's `choose_colayers`, holding the profiler and its model weakly."""
-    reference = weakref.ref(profiler)
-
-    def choose(measured: Sequence[Any]) -> Buckets | None:
-        found = reference()
-        return None if found is None else found.choose_colayers(measured)
-
-    return choose

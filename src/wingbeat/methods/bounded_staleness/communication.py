@@ -11,6 +11,7 @@ import hashlib
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,24 +19,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.lanes import BEGIN, MORE, Lanes, ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.failure_detector import (
+from wingbeat.methods.bounded_staleness.journal import Journal
+from wingbeat.methods.bounded_staleness.membership import (
     FailureDetector,
+    MembershipClient,
     WorkerLost,
     WorkerRejoined,
 )
-from wingbeat.methods.bounded_staleness.journal import Journal
-from wingbeat.methods.bounded_staleness.membership import MembershipClient
 from wingbeat.methods.bounded_staleness.messages import (
     Envelope,
     Frame,
     MalformedMessage,
     Message,
+    View,
+    ViewProposal,
     decode_epoch,
     decode_frames,
     decode_message,
     encode_frame,
 )
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
@@ -44,16 +46,11 @@ from wingbeat.transport.messages.endpoint import Message as Packet
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
 if TYPE_CHECKING:
-    from wingbeat.methods.bounded_staleness.replica import WeakReplica
+    from wingbeat.methods.bounded_staleness.replica import Replica
 
-_POLL_S = 0.1
-"""Interval between checks for lost workers, in seconds."""
-
-_SERVE_POLL_S = 0.02
-"""Interval between checks of whether all workers have finished, in seconds."""
-
-_QUICK_CLOSE_S = 1.0
-"""Timeout for the last messages after a failure, in seconds."""
+_POLL_S = 0.1  # between checks for lost workers
+_SERVE_POLL_S = 0.02  # between checks of whether all workers have finished
+_QUICK_CLOSE_S = 1.0  # timeout for the last messages after a failure
 
 MAX_PAYLOAD = 1 << 36
 """Maximum payload size in bytes."""
@@ -121,18 +118,15 @@ class FrameSender:
     def _send_part(self, worker: int) -> bool:
         """Send the next part to a worker; return False if there is none, or no room."""
         part = self._blocked.pop(worker, None) or self._next_part(worker)
-        if part is None:
-            return False
-        if not self._lanes.send(worker, *part):
-            self._blocked[worker] = part
-            return False
-        return True
+        if part is None or self._lanes.send(worker, *part):
+            return part is not None
+        self._blocked[worker] = part
+        return False
 
     def _next_part(self, worker: int) -> tuple[int, Any] | None:
         rest = self._rest.get(worker)
         if rest is not None:
-            chunk = next(rest, None)
-            if chunk is not None:
+            if (chunk := next(rest, None)) is not None:
                 return MORE, chunk
             del self._rest[worker]
         queue, current = self._queues[worker], self._lanes.incarnation(worker)
@@ -143,7 +137,8 @@ class FrameSender:
         header, payload = queue.popleft().frame
         largest = self._lanes.largest
         if payload and len(header) + len(payload) > largest:
-            self._rest[worker] = _chunks(payload, largest)
+            starts = range(0, len(payload), largest)
+            self._rest[worker] = (payload[start : start + largest] for start in starts)
             return BEGIN, header
         room = largest - len(header) - len(payload)
         together: list[bytes | memoryview] = [header, payload]
@@ -155,11 +150,6 @@ class FrameSender:
             queue.popleft()
             together += header, payload
         return BEGIN, b"".join(together)
-
-
-def _chunks(payload: memoryview, largest: int) -> Iterator[memoryview]:
-    for start in range(0, len(payload), largest):
-        yield payload[start : start + largest]
 
 
 class FrameReceiver:
@@ -229,17 +219,19 @@ class CommunicationThread:
 
     Unless ``tolerates_loss``, training ends on all workers when one is lost, so that the parts of a
     partitioned network do not both continue. Without ``membership`` each worker decides by itself
-    which workers are lost.
+    which workers are lost. The replica is held weakly: the thread does not keep the model alive.
 
     Attributes:
         no_failures: whether no worker was lost, and this one is in its first incarnation.
+        applying_ns: nanoseconds spent applying rounds.
+        replica_released: whether to apply no more rounds to the model.
     """
 
     def __init__(
         self,
         machine: Worker,
         mailbox: Mailbox,
-        replica: WeakReplica,
+        replica: Replica,
         *,
         timeout: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
@@ -249,16 +241,15 @@ class CommunicationThread:
         membership: MembershipClient | None = None,
         journal: Journal | None = None,
     ) -> None:
-        self.machine, self._mailbox, self._replica = machine, mailbox, replica
+        self.machine, self._mailbox = machine, mailbox
+        self._replica, self.replica_released = weakref.ref(replica), False
         self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
         if lanes is None:
             lanes = Lanes(mailbox, machine.rank, machine.workers, begin=timeout, clock=clock)
         self._lanes, self._membership = lanes, membership
-        if journal is None:
-            journal = Journal(
-                None, machine.rank, machine.incarnation, machine.workers, machine.bound
-            )
-        self._journal = journal
+        self._journal = journal or Journal(
+            None, machine.rank, machine.incarnation, machine.workers, machine.bound
+        )
         self._detector = FailureDetector(
             mailbox, lanes, machine, membership, tolerates_loss=tolerates_loss,
             departures=departures or Departures(None, self._me), clock=clock,
@@ -270,10 +261,9 @@ class CommunicationThread:
         self._error: PeerError | None = None
         self._closing = False
         self._events = 0  # a counter, so that training misses no event between two checks
-        self.no_failures = machine.incarnation == 0
-        self._thread = threading.Thread(
-            target=self._run, name="wingbeat-communication", daemon=True
-        )
+        self.no_failures, self.applying_ns = machine.incarnation == 0, 0
+        name = "wingbeat-communication"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # -- called by the training thread ----------------------------------------------------
 
@@ -318,17 +308,14 @@ class CommunicationThread:
             self.machine.end_iteration()
             self._journal.dropped(self.machine.dropped)
 
-    def drain(self) -> None:
-        """Wait until all workers have called this, apply all rounds, and resume."""
-        self.finish()
-        self.resume()
+    def finish(
+        self, log_after_s: float = math.inf, cancelled: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until all workers have called this, and apply all rounds; then `resume` or `close`.
 
-    def finish(self, log_after_s: float = math.inf) -> None:
-        """Do as `drain` without resuming. A worker that then calls `close` is not lost."""
-        self.try_drain(lambda: False, log_after_s)
-
-    def try_drain(self, cancelled: Callable[[], bool], log_after_s: float = math.inf) -> bool:
-        """Do as `finish`; return False if drained workers resume (``cancelled()`` is true)."""
+        A worker that closes then is not lost. Return False if drained workers resume before this
+        one has drained (``cancelled()`` is true).
+        """
         with self._lock_machine():
             self.machine.finish()
 
@@ -340,7 +327,7 @@ class CommunicationThread:
         if self._journal.enabled:
             digest = None
             with contextlib.suppress(UsageError):  # the model may have been garbage-collected
-                digest = hashlib.sha256(self._replica.state_bytes()).hexdigest()
+                digest = hashlib.sha256(self._state_bytes()).hexdigest()
             self._journal.drained(self.machine.applied, digest)
         return True
 
@@ -379,7 +366,7 @@ class CommunicationThread:
                 self._receive(source, receiver.change_colayers(bound.colayers))
 
     def serve_until(self, finished: Callable[[], bool], log_after_s: float = math.inf) -> None:
-        """After `finish`, drain again with workers that resume (`drain`), until ``finished``.
+        """After `finish`, drain again with workers that have resumed, until ``finished``.
 
         Raises PeerError if the others neither trained nor finished in time.
         """
@@ -416,19 +403,33 @@ class CommunicationThread:
         with self._lock_machine():
             pulled = self.machine.take_pulled_state()
         if pulled is not None:
-            self._replica.load_state(pulled)
+            if (replica := self._replica()) is not None:
+                replica.load_state(pulled)
             self._journal.pulled(self.machine.applied)
         while True:
             with self._lock_machine():
                 parts = self.machine.take_round()
             if parts is None:
                 break
-            self._replica.apply_round(parts)
+            if not self.replica_released and (replica := self._replica()) is not None:
+                begin = time.monotonic_ns()
+                replica.apply_round(parts)
+                self.applying_ns += time.monotonic_ns() - begin
+            replica = None  # holds the model no longer than it is used
             self._journal.applied(parts)
         with self._lock_machine():
             for worker in self.machine.take_pull_requests():
-                response = self.machine.pull_response(self._replica.state_bytes())
+                response = self.machine.pull_response(self._state_bytes())
                 self.machine.outbox.append(Envelope((worker,), response))
+
+    def _state_bytes(self) -> bytes:
+        replica = self._replica()
+        if replica is None:
+            raise UsageError(
+                "another worker requests the parameters of a model that is gone here: keep a "
+                "reference to the model until training has ended"
+            )
+        return replica.state_bytes()
 
     def _wait_for(
         self,
@@ -483,8 +484,8 @@ class CommunicationThread:
             raise PeerError(str(self._error))
         if self.machine.expelled:
             raise PeerError(
-                f"{self._me}: removed by the other workers, which did not hear from it; restart "
-                "this worker"
+                f"{self._me}: removed by the other workers, which received nothing from it; "
+                "restart this worker"
             )
         if self.machine.stranded:
             raise PeerError(
@@ -497,7 +498,11 @@ class CommunicationThread:
     def _run(self) -> None:
         try:
             linger_until = math.inf
-            while not self._closing or (self._must_stay(linger_until) and self._error is None):
+            # Until all is sent; other workers may also need this one to forward their messages.
+            while not self._closing or (
+                self._error is None
+                and (self._sender.busy or self._lanes.busy or self._clock() < linger_until)
+            ):
                 self.process(self._mailbox.next(_POLL_S))
                 if self._closing and linger_until == math.inf:
                     linger_until = self._clock() + self._lanes.linger
@@ -511,10 +516,6 @@ class CommunicationThread:
             with contextlib.suppress(PeerError):
                 quick = self._error is not None or self._lanes.cut
                 self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSE_TIMEOUT_S)
-
-    def _must_stay(self, linger_until: float) -> bool:
-        """Whether messages are pending, or other workers may need this worker to forward theirs."""
-        return self._sender.busy or self._lanes.busy or self._clock() < linger_until
 
     def _fail(self, error: PeerError) -> None:
         with self._changed:
@@ -555,7 +556,7 @@ class CommunicationThread:
     def _readmit_worker(self, event: WorkerRejoined) -> None:
         try:
             if event.worker in self._lanes.near:
-                self._mailbox.join(event.worker, event.card)
+                self._mailbox.join(event.worker, event.peer_info)
         except UsageError as error:  # the rejecting worker continues; the restarted one times out
             log.warning(f"{self._me}: cannot accept rank {event.worker} again: {error}")
             return
@@ -564,20 +565,16 @@ class CommunicationThread:
         self._membership.acknowledge(event.worker, event.incarnation)
 
     def _receive_packet(self, packet: Packet) -> None:
+        machine = self.machine
         try:
             for source, kind, part in self._lanes.receive(packet):
-                self._receive_part(source, kind, part)
+                if source not in self._receivers:
+                    self._receivers[source] = FrameReceiver(
+                        machine.workers, machine.colayers, epoch=machine.epoch
+                    )
+                self._receive(source, self._receivers[source].receive_part(kind, part))
         except ProtocolError as error:
             raise self._malformed(packet.peer, error) from None
-
-    def _receive_part(self, source: int, kind: int, part: Any) -> None:
-        receiver = self._receivers.get(source)
-        if receiver is None:
-            machine = self.machine
-            receiver = self._receivers[source] = FrameReceiver(
-                machine.workers, machine.colayers, epoch=machine.epoch
-            )
-        self._receive(source, receiver.receive_part(kind, part))
 
     def _receive(self, source: int, messages: Iterator[tuple[int, Message]]) -> None:
         try:

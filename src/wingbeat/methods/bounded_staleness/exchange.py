@@ -1,41 +1,47 @@
-"""The exchange of bounded staleness: sends buckets in pieces, and applies rounds of sums.
+"""Training under bounded staleness: buckets are sent in pieces, and rounds of sums are applied.
 
 Each bucket is a colayer. The worker's state machine defines the messages, and a communication
-thread sends and receives them.
+thread sends and receives them. Backward sends a worker's own gradients (Canary, section 5.3). All
+workers apply the same rounds in the same order, but at different times: none, one or several in a
+call of ``optimizer.step``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from wingbeat.engine.gradients.views import SentGradients, replaced
+from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.colayers import (
+    Buckets,
     ColayerChange,
     ColayerDecision,
     LayerProfiler,
-    weak_chooser,
 )
 from wingbeat.methods.bounded_staleness.communication import CommunicationThread
+from wingbeat.methods.bounded_staleness.consistency import ConsistencyCheck
 from wingbeat.methods.bounded_staleness.journal import open_journal
-from wingbeat.methods.bounded_staleness.membership import JoinedWorker, join_workers
-from wingbeat.methods.bounded_staleness.pieces import EncodedPieces, Pieces
+from wingbeat.methods.bounded_staleness.membership import join_workers
 from wingbeat.methods.bounded_staleness.replica import (
     AsynchronousReplica,
+    Pieces,
     SynchronousReplica,
-    WeakReplica,
     bound_with_control,
 )
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Cell, Section
-from wingbeat.schedules.events import Operation
+from wingbeat.schedules.events import Operation, Step, UpdateCommand
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.store import AtomicStore
@@ -46,7 +52,7 @@ if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket, StepCounter
     from wingbeat.engine.gradients.compression import Compression
 
-PATIENCE_S = 10.0
+SUSPECT_AFTER_S = 10.0
 """Minimum seconds of silence after which a worker is suspected."""
 
 MAX_SHOWN_BITS = 16
@@ -55,22 +61,10 @@ MAX_SHOWN_BITS = 16
 _LOG_AFTER_S = 5.0
 """Seconds after the end of a script after which a log line states why its process still runs."""
 
+_OTHERS = "or use wingbeat.AllReduce()"
 
-def open_connections(world: World, *, encrypted: bool) -> JoinedWorker:
-    """Connect this worker to the others, or reconnect a restarted one."""
-    store = world.store if world.group_store is None else world.group_store()
-    assert isinstance(store, AtomicStore), "the stores of jobs can claim keys"
-    return join_workers(
-        store,
-        world.rank,
-        world.size,
-        namespace=f"stale{world.serial}",
-        interfaces=("lo",) if world.threads else world.interfaces or None,
-        neighbours=neighbours(world.networks),
-        encrypted=encrypted,
-        patience=min(PATIENCE_S, world.timeout),
-        seconds=world.timeout,
-    )
+_Versions = tuple[tuple[int, int], tuple[tuple[int, int], ...]]
+"""Address and version of a parameter, and of the tensors in its optimizer state."""
 
 
 def neighbours(networks: Sequence[Sequence[str]]) -> list[set[int]] | None:
@@ -96,8 +90,7 @@ class BoundedStalenessExchange:
     ``others`` are the tensors other than parameters that a restarted worker needs.
 
     Attributes:
-        machine: the state machine, from `planned` on; read-only, as the communication thread uses
-            it.
+        machine: the state machine, from `planned` on; only the communication thread changes it.
         replicas_diverge: whether workers may apply a round in different steps.
         synchronous: whether the sums of a round are written to the buckets, as by an all-reduce.
         waited: called in each step with the nanoseconds that training has waited for other workers.
@@ -134,10 +127,14 @@ class BoundedStalenessExchange:
         world = self._world
         assert isinstance(world.store, AtomicStore), "the stores of jobs can claim keys"
         self._profiler = profiler
-        self._change = ColayerChange(
-            world.store, f"stale{world.serial}/colayers", world.rank, profiler.count,
-            weak_chooser(profiler),
-        )  # fmt: skip
+        chooser = weakref.WeakMethod(profiler.choose_colayers)  # does not keep the model alive
+
+        def choose(measured: Sequence[Any]) -> Buckets | None:
+            found = chooser()
+            return None if found is None else found(measured)
+
+        namespace = f"stale{world.serial}/colayers"
+        self._change = ColayerChange(world.store, namespace, world.rank, profiler.count, choose)
         if world.returned:
             self._change.catch_up()
             if (decision := self._change.decision) is not None and decision.buckets:
@@ -155,17 +152,12 @@ class BoundedStalenessExchange:
                 count, p, staleness.s, staleness.in_flight,
             )  # fmt: skip
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
-        wires = [self._compression.encoded(bucket) for bucket in buckets]
-        self._pieces = (
-            EncodedPieces(colayers, world.size, wires)
-            if any(wires)
-            else Pieces(colayers, world.size)
-        )
+        encodings = [self._compression.encoded(bucket) for bucket in buckets]
+        self._pieces = Pieces(colayers, world.size, encodings)
         params = [[slot.param for slot in bucket.slots] for bucket in buckets]
         if self._changing is not None:
             self._replica.set_colayers(params, self._pieces)
-            combine = self._replica.aggregator.combine
-            self._communication.change_colayers(bound, combine, self._changing.view)
+            self._communication.change_colayers(bound, self._replica.combine, self._changing.view)
         else:
             self._connect(bound, params, buckets)
 
@@ -175,38 +167,39 @@ class BoundedStalenessExchange:
         params: Sequence[Sequence[torch.Tensor]],
         buckets: Sequence[Bucket],
     ) -> None:
-        world, common = self._world, (params, self._pieces, self._optimizer, self._step)
+        world = self._world
+        common = params, self._pieces, self._optimizer, self._step, self._others
         self.replicas_diverge = bound.mode != "BSP"
         if self.synchronous:
             self._replica: AsynchronousReplica | SynchronousReplica = SynchronousReplica(
-                *common, world.size, self._others, buckets=buckets, steps=self._steps
+                *common, buckets=buckets, steps=self._steps
             )
         else:
-            self._replica = AsynchronousReplica(*common, world.size, self._others)
-        joined = open_connections(world, encrypted=self._staleness.encrypted)
-        incarnation = joined.incarnation
-        self.machine = Worker(
-            world.rank, world.size, bound, self._replica.aggregator.combine,
-            max_buffered=bound.max_buffered, incarnation=incarnation, epoch=self._epoch,
+            self._replica = AsynchronousReplica(*common)
+        store = world.store if world.group_store is None else world.group_store()
+        assert isinstance(store, AtomicStore), "the stores of jobs can claim keys"
+        joined = join_workers(
+            store, world.rank, world.size, namespace=f"stale{world.serial}",
+            interfaces=("lo",) if world.threads else world.interfaces or None,
+            neighbours=neighbours(world.networks), encrypted=self._staleness.encrypted,
+            suspect_after=min(SUSPECT_AFTER_S, world.timeout), seconds=world.timeout,
         )  # fmt: skip
-        self._weak_replica = WeakReplica(self._replica, world)
+        self.machine = Worker(
+            world.rank, world.size, bound, self._replica.combine, max_buffered=bound.max_buffered,
+            incarnation=joined.incarnation, epoch=self._epoch,
+        )  # fmt: skip
         journal = open_journal(
-            f"training{world.serial}", world.rank, incarnation, world.size, bound
+            f"training{world.serial}", world.rank, joined.incarnation, world.size, bound
         )
+        # Synchronous training ends when a worker is lost, as with DDP.
         self._communication = CommunicationThread(
-            self.machine,
-            joined.mailbox,
-            self._weak_replica,
-            timeout=world.timeout,
-            # Synchronous training ends when a worker is lost, as with DDP.
-            tolerates_loss=self.replicas_diverge,
-            departures=departures_of(world),
-            lanes=joined.lanes,
-            membership=joined.membership,
-            journal=journal,
-        )
+            self.machine, joined.mailbox, self._replica, timeout=world.timeout,
+            tolerates_loss=self.replicas_diverge, departures=departures_of(world),
+            lanes=joined.lanes, membership=joined.membership, journal=journal,
+        )  # fmt: skip
         self._communication.start()
-        world.on_close(_Shutdown(self._communication, self._weak_replica, world, self._change))
+        shut_down = functools.partial(_shut_down, self._communication, world, self._change)
+        world.on_close(shut_down)
         self._communication.begin_iteration(self._refuse_late)
 
     def _refuse_late(self) -> None:
@@ -236,7 +229,7 @@ class BoundedStalenessExchange:
             flat = bucket.flat[: bucket.numel]
             pieces = self._pieces.split(bucket.index, flat, used)
             self._dropped = not self._communication.send_colayer(bucket.index, pieces)
-            if self._dropped and isinstance(self._pieces, EncodedPieces):
+            if self._dropped:
                 self._pieces.undo_split(bucket.index, flat, pieces)
             if self.synchronous:
                 self._buckets_sent += 1
@@ -271,11 +264,12 @@ class BoundedStalenessExchange:
             self._send_control()
         self._communication.end_iteration()
         self._dropped = False
-        begin, before = time.monotonic_ns(), self._weak_replica.spent_ns
+        begin, before = time.monotonic_ns(), self._communication.applying_ns
         try:
             self._communication.begin_iteration()
         finally:
-            self.waited(time.monotonic_ns() - begin - (self._weak_replica.spent_ns - before))
+            applying = self._communication.applying_ns - before
+            self.waited(time.monotonic_ns() - begin - applying)
 
     # -- drains ---------------------------------------------------------------------------
 
@@ -284,7 +278,7 @@ class BoundedStalenessExchange:
         change = self._change
         if change is None or not change.is_due(self.machine.zeta):
             return False
-        if self._communication.try_drain(change.poll_decision):
+        if self._communication.finish(cancelled=change.poll_decision):
             self._decide(change)
         else:
             self._keep_colayers(change.decision)
@@ -441,44 +435,224 @@ class _RoundHandle:
     wait_received = wait
 
 
-class _Shutdown:
-    """Ends a worker when all have finished; until then the others need the sums of its pieces."""
+def _shut_down(
+    communication: CommunicationThread, world: World, change: ColayerChange | None
+) -> None:
+    """End a worker when all have finished; until then the others need the sums of its pieces."""
+    if graceful_shutdown.is_failing():
+        communication.close(quick=True)
+    elif world.threads:
+        # The worlds of one process are closed one after the other.
+        communication.replica_released = True
+        finish = functools.partial(_finish, communication, world, change)
+        threading.Thread(target=finish, name="wingbeat-shutdown").start()
+    else:
+        _finish(communication, world, change)
+
+
+def _finish(communication: CommunicationThread, world: World, change: ColayerChange | None) -> None:
+    quick = True
+    try:
+        if change is not None:
+            change.mark_finished()
+        communication.finish(_LOG_AFTER_S)
+        if communication.no_failures:
+            world.publish("end", None)
+            communication.serve_until(
+                lambda: all(world.has_published("end", peer) for peer in range(world.size)),
+                _LOG_AFTER_S,
+            )
+        quick = False
+    except WingbeatError as error:
+        log.warning("%s", error)
+    with contextlib.suppress(WingbeatError):
+        communication.close(quick=quick)
+
+
+# -- updates ---------------------------------------------------------------------------------
+
+
+class SynchronousUpdate(WholeUpdate):
+    """The optimizer's own step on synchronous rounds; workers drain before they equalize state."""
+
+    def __init__(self, training: Training, exchange: BoundedStalenessExchange) -> None:
+        super().__init__(training)
+        self._exchange = exchange
+        self._drained_at = 0
+
+    def level(self, *, always: bool) -> bool:
+        """Wait for all workers."""
+        made = self._training.steps.count
+        drains, self._drained_at = always or made != self._drained_at, made
+        if drains:
+            self._exchange.drain()
+        return drains
+
+
+class BoundedUpdate(WholeUpdate):
+    """Applies rounds by the optimizer's own step on all parameters, and enters iterations."""
 
     def __init__(
-        self,
-        communication: CommunicationThread,
-        replica: WeakReplica,
-        world: World,
-        change: ColayerChange | None,
+        self, training: Training, views: SentGradients, exchange: BoundedStalenessExchange
     ) -> None:
-        self._communication, self._replica, self._world = communication, replica, world
-        self._change = change
+        super().__init__(training)
+        self._views, self._exchange = views, exchange
+        self._has_stepped = False
+        self._versions: dict[str, _Versions] | None = None  # None if all are equal
+        self._alike = ConsistencyCheck(training, exchange)
+        self._loaded = self._leaving = False
 
-    def __call__(self) -> None:
-        if graceful_shutdown.is_failing():
-            self._communication.close(quick=True)
-        elif self._world.threads:
-            # The worlds of one process are closed one after the other.
-            self._replica.release()
-            threading.Thread(target=self._finish, name="wingbeat-shutdown").start()
-        else:
-            self._finish()
+    def step(self, host: Host, closure: Closure) -> Any:
+        """Apply rounds when the user calls ``optimizer.step``.
 
-    def _finish(self) -> None:
-        quick = True
-        try:
-            if self._change is not None:
-                self._change.mark_finished()
-            self._communication.finish(_LOG_AFTER_S)
-            if self._communication.no_failures:
-                world = self._world
-                world.publish("end", None)
-                self._communication.serve_until(
-                    lambda: all(world.has_published("end", peer) for peer in range(world.size)),
-                    _LOG_AFTER_S,
+        Raises:
+            UsageError: gradients were changed since they were sent, have not been sent, or were
+                used by the previous step; or ``step`` has a closure or other arguments.
+        """
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step(closure) under bounded staleness (Canary): gradients are sent in "
+                "backward, which a closure may repeat; call backward(), then step() without one"
+            )
+        if self._exchange.replicas_diverge:
+            where = "under bounded staleness (Canary)"
+            self._training.stepper.arguments.refuse_others(where, "wingbeat.Canary(s=0)")
+        host.recover()
+        slots, owns = self._training.bucketing.slots, self._training.stepper.owns
+        if not self._views.sent:
+            self._check_nothing_to_step()
+            return None
+        if replaced(slots, owns):
+            raise UsageError(
+                "optimizer.step(): gradients were changed or dropped after backward, when they had "
+                "been sent to the other workers (Canary): leave p.grad alone between backward() "
+                f"and step(), {_OTHERS}"
+            )
+        self._check_unchanged()
+        if self._loaded and self._exchange.replicas_diverge:
+            self._check_equal()
+        self._loaded = False
+        return super().step(host, None)
+
+    def _check_nothing_to_step(self) -> None:
+        slots = self._training.bucketing.slots
+        slot = next((slot for slot in slots if slot.param.grad is not None), None)
+        if slot is not None:
+            raise UsageError(
+                f"optimizer.step(): the gradient of parameter {slot.name!r} has not been sent: "
+                "the last backward before a step has to be outside of no_sync(), and after "
+                "zero_grad() there has to be one"
+            )
+        if self._views.spent:
+            raise UsageError(
+                "a second optimizer.step() after one backward: the first has used its gradients "
+                "(Canary); call step() once after each backward, and zero_grad() before the next, "
+                f"{_OTHERS}"
+            )
+
+    def _check_unchanged(self) -> None:
+        """Raise a `UsageError` if weights or optimizer state were changed since the last step."""
+        if self._versions is None:
+            return
+        for name, now in self._current_versions().items():
+            before = self._versions[name]
+            if now != before:
+                what = "the optimizer's state of " if now[0] == before[0] else ""
+                raise UsageError(
+                    f"{what}parameter {name!r} was changed after optimizer.step(), when workers "
+                    "may have applied different sums (Canary): call model.synchronize() on all "
+                    "ranks first, and change it on all alike; or use Canary(s=0)"
                 )
-            quick = False
-        except WingbeatError as error:
-            log.warning("%s", error)
-        with contextlib.suppress(WingbeatError):
-            self._communication.close(quick=quick)
+
+    def _check_equal(self) -> None:
+        """Raise a `UsageError` if weights or optimizer state differ; log it during ``release``."""
+        found = self._alike.different()
+        if found is None:
+            return
+        text = (
+            f"{found} differs between workers (Canary), because something other than "
+            "optimizer.step() has changed it: a state that each rank has saved for itself and "
+            "loads, or a write between two steps; save, load and write on all ranks alike right "
+            "after model.synchronize(), and load one state on all now; or use Canary(s=0)"
+        )
+        if not self._leaving:
+            raise UsageError(text)
+        log.warning("release(): %s", text)
+
+    @torch.no_grad()
+    def _broadcast_frozen(self) -> None:
+        first = self._alike.of_frozen()
+        if first is not None:
+            for _, param in self._training.bucketing.frozen:
+                values = param.detach().clone(memory_format=torch.contiguous_format)
+                sent = values.view(-1).view(torch.uint8)
+                collectives = self._training.collectives
+                collectives.broadcast(sent, first, label="frozen parameters").wait()
+                param.copy_(values)
+
+    def _current_versions(self) -> dict[str, _Versions]:
+        found: dict[str, _Versions] = {}
+        for slot in self._training.bucketing.slots:
+            state = self._training.optimizer.state.get(slot.param, {}).values()
+            tensors = (value for value in state if isinstance(value, torch.Tensor))
+            versions = tuple((id(tensor), tensor._version) for tensor in tensors)
+            found[slot.name] = (slot.param.data_ptr(), slot.param._version), versions
+        return found
+
+    def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
+        """Apply rounds, the only command."""
+        assert isinstance(command, Step), command
+        self._training.steps.count += 1
+        self._has_stepped = True
+        try:
+            self._exchange.step()
+        finally:
+            self._views.spend()
+            diverge = self._exchange.replicas_diverge
+            self._versions = self._current_versions() if diverge else None
+        if self._exchange.drain_if_due():
+            self._versions = self._current_versions()
+
+    @property
+    def differs(self) -> bool:
+        """Whether other workers may have applied other rounds."""
+        return self._exchange.replicas_diverge and self._has_stepped
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a state dict would be that of this worker only."""
+        return self.differs
+
+    def level(self, *, always: bool) -> bool:
+        """Wait for all workers and apply all sent rounds; UsageError between backward and step."""
+        if self._views.sent:
+            raise UsageError(
+                "synchronize(), load_state_dict() or release() between backward() and step() "
+                "(Canary): the gradients have been sent, and are applied before step(); call it "
+                "first"
+            )
+        drains, self._has_stepped = self._has_stepped or always, False
+        self._loaded = self._loaded or not always  # a state is about to be loaded
+        if drains:
+            self._check_unchanged()
+            self._exchange.drain()
+            self._versions = None
+            if self._exchange.replicas_diverge:
+                self._check_equal()
+                self._broadcast_frozen()
+        return drains
+
+    def before_detach(self) -> None:
+        """End the open iteration when training is released; its gradients were sent."""
+        self._leaving = True
+        if self._views.sent:
+            self.perform(Step(), None)
+        else:
+            self._versions = None
+
+    def refuse_lost(self, what: str) -> NoReturn:
+        """Raise a UsageError: gradients cannot be changed after backward has sent them."""
+        raise UsageError(
+            f"{what}: under bounded staleness (Canary) gradients are sent in backward, and sums of "
+            f"several iterations return; leave it out, {_OTHERS}"
+        )

@@ -1,4 +1,4 @@
-"""The membership log in the rendezvous store, and how a worker joins.
+"""Membership: the log in the rendezvous store, how a worker joins, and failure detection.
 
 The log is an append-only list of views; each entry names its author. The first entry written at an
 index is binding, so one part of a partitioned network continues. A worker writes an entry when
@@ -8,18 +8,21 @@ is lost as well, so the entry names the whole other part. A removed worker ends.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.exchanges.lanes import Lanes
-from wingbeat.methods.bounded_staleness.messages import MAX_NUMBER, MalformedMessage
-from wingbeat.methods.bounded_staleness.view import (
+from wingbeat.methods.bounded_staleness.messages import (
+    MAX_NUMBER,
+    MalformedMessage,
     View,
     initial_view,
     members,
@@ -31,32 +34,33 @@ from wingbeat.transport import interfaces as nic
 from wingbeat.transport.interfaces import listen_interfaces
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.mailbox import Mailbox
+from wingbeat.transport.messages.frames import NEVER
+from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore
 
-_POLL_S = 0.2
-"""Interval between reads of the log, in seconds."""
+if TYPE_CHECKING:
+    from wingbeat.methods.bounded_staleness.worker import Worker
+    from wingbeat.transport.graceful_shutdown import Departures
 
-_CARD_S = 5.0
-"""Seconds to wait for the contact information of an announced worker."""
+_LOG_POLL_S = 0.2  # between reads of the log
+_PEER_INFO_S = 5.0  # timeout for the contact information of an announced worker
+_STORE_S = 10.0  # timeout for the store to decide which workers are lost
+_CLOSED_POLL_S = 0.25  # between checks for closed connections
+
+_ENDED = "has ended without a word"
+_LEFT = "has left"
 
 
 class MembershipChange(NamedTuple):
-    """"""
+    """The end or the start of an incarnation in the log, and how to reach a worker that started."""
 
     worker: int
     incarnation: int
     joined: bool
     author: int
-
-
-class MembershipEvent(NamedTuple):
-    """A change of the log, with the contact information of a worker that has rejoined."""
-
-    change: MembershipChange
-    card: PeerInfo | None
+    peer_info: PeerInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,7 @@ class LogEntry:
 
 
 class MembershipLog:
-    """The entries that have been read.
-
-    Attributes:
-        view: all entries merged.
-    """
+    """The entries that have been read, merged into ``view``."""
 
     def __init__(self, workers: int) -> None:
         self.view = initial_view(workers)
@@ -116,23 +116,26 @@ class MembershipLog:
 
 
 class MembershipClient:
-    """Reads and writes the membership log in a separate thread, because the store may block."""
+    """Reads and writes the membership log of a namespace of the store.
+
+    `register` and `announce` join this worker. Later a thread calls the store, which may block.
+    """
 
     def __init__(
         self,
         store: AtomicStore,
         namespace: str,
         rank: int,
-        log: MembershipLog,
+        workers: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._namespace, self._rank, self.log = store, namespace, rank, log
-        self._clock = clock
+        self._store, self._path, self._rank = store, f"membership/{namespace}", rank
+        self._namespace, self._clock, self.log = namespace, clock, MembershipLog(workers)
         self._proposal: View | None = None
         self._proposed_at: float | None = None
         self._failure = ""
-        self._events: deque[MembershipEvent] = deque()
+        self._changes: deque[MembershipChange] = deque()
         self._acknowledgements: deque[tuple[int, int]] = deque()
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._notify: Callable[[], None] = lambda: None
@@ -140,8 +143,56 @@ class MembershipClient:
             self._run, "wingbeat-membership", died=lambda: self._notify()
         )
 
+    def register(self) -> int:
+        """Register this worker; return its incarnation, counted from 0.
+
+        Raises RendezvousError if the store does not answer, or has a malformed entry.
+        """
+        mine = f"{time.time_ns()}-{id(self)}"
+        with self._joining():
+            if self._store.claim(f"{self._path}/workers/{self._rank}", mine) == mine:
+                return 0
+            while (text := self._read_entry(self.log.length)) is not None:
+                self.log.append(text)
+        return self.log.view[self._rank] // 2 + 1
+
+    def announce(self, incarnation: int, seconds: float) -> dict[int, int]:
+        """Log the start of an incarnation; return the other members once all have acknowledged it.
+
+        Raises RendezvousError if a worker did not acknowledge it, or another process has this rank.
+        """
+        rank, log, deadline = self._rank, self.log, time.monotonic() + seconds
+        with self._joining():
+            while log.view[rank] < 2 * incarnation:
+                log.append(self._claim_entry(with_incarnation(log.view, rank, incarnation)))
+            if log.view[rank] != 2 * incarnation:
+                raise RendezvousError(
+                    f"rank {rank}: another process has joined with this rank; end one of the two"
+                )
+            others = [worker for worker in members(log.view) if worker != rank]
+            ahead = copy.copy(log)  # later entries are read again when the thread runs
+            accepted = f"{self._path}/accepted/{rank}.{incarnation}"
+            while missing := [w for w in others if not self._store.has(f"{accepted}/{w}")]:
+                while (text := self._read_entry(ahead.length)) is not None:
+                    ahead.append(text)
+                others = [worker for worker in others if ahead.view[worker] == log.view[worker]]
+                if time.monotonic() > deadline:
+                    raise RendezvousError(
+                        f"rank {rank}: rank {missing[0]} did not accept the restarted worker "
+                        f"within {seconds:g} s; check that it still trains"
+                    )
+                time.sleep(0.05)
+        return {other: log.view[other] // 2 for other in others}
+
+    @contextlib.contextmanager
+    def _joining(self) -> Iterator[None]:
+        try:
+            yield
+        except (TimeoutError, MalformedMessage) as error:
+            raise RendezvousError(f"rank {self._rank}: cannot join again: {error}") from None
+
     def start(self, notify: Callable[[], None]) -> None:
-        """Start the thread; it calls ``notify`` when there are events or a failure."""
+        """Start the thread; it calls ``notify`` when there are changes or a failure."""
         self._notify = notify
         self._thread.start()
 
@@ -168,14 +219,11 @@ class MembershipClient:
         waited = self._clock() - self._proposed_at
         return f"no answer for {waited:.1f} s" if waited > seconds else ""
 
-    def take_events(self) -> list[MembershipEvent]:
-        """Return the events since the last call; raise PeerError if the thread has failed."""
+    def take_changes(self) -> list[MembershipChange]:
+        """Return the changes since the last call; raise PeerError if the thread has failed."""
         if self._thread.failure:
             raise PeerError(f"rank {self._rank}: {self._thread.failure}")
-        out = []
-        while self._events:
-            out.append(self._events.popleft())
-        return out
+        return [self._changes.popleft() for _ in range(len(self._changes))]
 
     def acknowledge(self, worker: int, incarnation: int) -> None:
         """Acknowledge a rejoined worker: this worker is ready for it."""
@@ -184,7 +232,7 @@ class MembershipClient:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._wake.wait(_POLL_S)
+            self._wake.wait(_LOG_POLL_S)
             self._wake.clear()
             if self._stopped.is_set():
                 return
@@ -193,33 +241,39 @@ class MembershipClient:
                 self._failure = ""
             except (TimeoutError, MalformedMessage, RuntimeError) as error:
                 self._failure = str(error)
-            if self._events or self._failure:
+            if self._changes or self._failure:
                 self._notify()
 
     def synchronize(self) -> None:
         """Read new entries, and write the proposal if the log lacks it."""
         while self._acknowledgements:
             worker, incarnation = self._acknowledgements.popleft()
-            key = _acknowledgement_key(self._namespace, worker, incarnation, self._rank)
-            self._store.set(key, "1")
-        while self._store.has(key := _entry_key(self._namespace, self.log.length)):
-            self._append(self._store.get(key, _CARD_S))
+            self._store.set(f"{self._path}/accepted/{worker}.{incarnation}/{self._rank}", "1")
+        while (text := self._read_entry(self.log.length)) is not None:
+            self._append(text)
         while self._proposal is not None:
             proposal, removed = self._proposal, self.log.view[self._rank] % 2
             if removed or not self.log.lacks(proposal):
                 self._proposal = self._proposed_at = None
                 return
-            text = LogEntry(self._rank, merge_views(self.log.view, proposal)).to_json()
-            key = _entry_key(self._namespace, self.log.length)
-            self._append(self._store.claim(key, text))
+            self._append(self._claim_entry(merge_views(self.log.view, proposal)))
+
+    def _read_entry(self, number: int) -> str | None:
+        key = f"{self._path}/{number}"
+        return self._store.get(key, _PEER_INFO_S) if self._store.has(key) else None
+
+    def _claim_entry(self, view: View) -> str:
+        """Write the next entry; return the one that is binding."""
+        entry = LogEntry(self._rank, view).to_json()
+        return self._store.claim(f"{self._path}/{self.log.length}", entry)
 
     def _append(self, text: str) -> None:
         for change in self.log.append(text):
-            card, worker = None, change.worker
+            found, worker = change, change.worker
             if change.joined and worker != self._rank:
                 try:
-                    card = read_peer_info(
-                        self._store, self._namespace, worker, change.incarnation, _CARD_S
+                    info = read_peer_info(
+                        self._store, self._namespace, worker, change.incarnation, _PEER_INFO_S
                     )
                 except TimeoutError:
                     continue  # the incarnation has ended meanwhile
@@ -228,96 +282,15 @@ class MembershipClient:
                         "rank %d: cannot accept rank %d again: %s", self._rank, worker, error
                     )
                     continue
-            self._events.append(MembershipEvent(change, card))
-
-
-def register_worker(
-    store: AtomicStore, namespace: str, rank: int, workers: int
-) -> tuple[MembershipLog, int]:
-    """Register this worker; return the log, and the worker's incarnation, counted from 0.
-
-    Raises RendezvousError if the store does not answer, or has a malformed entry.
-    """
-    membership_log = MembershipLog(workers)
-    try:
-        mine = f"{time.time_ns()}-{id(membership_log)}"
-        if store.claim(f"membership/{namespace}/workers/{rank}", mine) == mine:
-            return membership_log, 0
-        while store.has(key := _entry_key(namespace, membership_log.length)):
-            membership_log.append(store.get(key, _CARD_S))
-    except (TimeoutError, MalformedMessage) as error:
-        raise RendezvousError(f"rank {rank}: cannot join again: {error}") from None
-    return membership_log, membership_log.view[rank] // 2 + 1
-
-
-def announce_incarnation(
-    store: AtomicStore,
-    namespace: str,
-    rank: int,
-    incarnation: int,
-    membership_log: MembershipLog,
-    seconds: float,
-) -> dict[int, int]:
-    """Log the start of an incarnation; return the other members once all have acknowledged it.
-
-    Raises RendezvousError if a worker did not acknowledge it, or another process has this rank.
-    """
-    deadline = time.monotonic() + seconds
-    try:
-        while membership_log.view[rank] < 2 * incarnation:
-            entry = LogEntry(rank, with_incarnation(membership_log.view, rank, incarnation))
-            key = _entry_key(namespace, membership_log.length)
-            membership_log.append(store.claim(key, entry.to_json()))
-        view = membership_log.view
-        if view[rank] != 2 * incarnation:
-            raise RendezvousError(
-                f"rank {rank}: another process has joined with this rank; end one of the two"
-            )
-        ahead = MembershipLog(len(view))  # `MembershipClient` reads later entries
-        ahead.view, ahead.length = view, membership_log.length
-        others = [worker for worker in members(view) if worker != rank]
-        while missing := _missing(store, namespace, rank, incarnation, others):
-            while store.has(key := _entry_key(namespace, ahead.length)):
-                ahead.append(store.get(key, _CARD_S))
-            others = [worker for worker in others if ahead.view[worker] == view[worker]]
-            if time.monotonic() > deadline:
-                raise RendezvousError(
-                    f"rank {rank}: rank {missing[0]} did not accept the restarted worker within "
-                    f"{seconds:g} s; check that it still trains"
-                )
-            time.sleep(0.05)
-    except (TimeoutError, MalformedMessage) as error:
-        raise RendezvousError(f"rank {rank}: cannot join again: {error}") from None
-    return {other: view[other] // 2 for other in others}
-
-
-def _missing(
-    store: AtomicStore, namespace: str, rank: int, incarnation: int, others: Iterable[int]
-) -> list[int]:
-    return [
-        other
-        for other in others
-        if not store.has(_acknowledgement_key(namespace, rank, incarnation, other))
-    ]
-
-
-def _entry_key(namespace: str, number: int) -> str:
-    return f"membership/{namespace}/{number}"
-
-
-def _acknowledgement_key(namespace: str, worker: int, incarnation: int, by: int) -> str:
-    return f"membership/{namespace}/accepted/{worker}.{incarnation}/{by}"
+                found = change._replace(peer_info=info)
+            self._changes.append(found)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedWorker:
-    """The connections of a worker to the others.
+    """A worker's connections: the mailbox to the workers that its interfaces reach, lanes to all.
 
-    Attributes:
-        mailbox: connects to the workers that its interfaces reach.
-        lanes: connect to all workers.
-        membership: the client of the membership log.
-        incarnation: counted from 0; above 0, parameters must be pulled.
+    ``incarnation`` is counted from 0; above 0, parameters must be pulled.
     """
 
     mailbox: Mailbox
@@ -336,7 +309,7 @@ def join_workers(
     neighbours: Sequence[Collection[int]] | None = None,
     encrypted: bool = True,
     limits: Limits | None = None,
-    patience: float = 10.0,
+    suspect_after: float = 10.0,
     seconds: float = 300.0,
 ) -> JoinedWorker:
     """Join the other workers, or rejoin them if this rank has joined before.
@@ -344,13 +317,14 @@ def join_workers(
     The store must outlive every restarted worker, and should be a separate connection: a pending
     wait of other code would delay failure detection. ``namespace`` separates the trainings of a
     job. ``neighbours`` has by rank the workers that its interfaces reach (see `Lanes`); None if all
-    reach all. A worker is suspected after at least ``patience`` seconds of silence.
+    reach all. A worker is suspected after at least ``suspect_after`` seconds of silence.
     """
-    membership_log, incarnation = register_worker(store, namespace, rank, workers)
+    client = MembershipClient(store, namespace, rank, workers)
+    incarnation = client.register()
     near = range(workers) if neighbours is None else neighbours[rank]
 
     def announce(left: float) -> dict[int, int]:
-        found = announce_incarnation(store, namespace, rank, incarnation, membership_log, left)
+        found = client.announce(incarnation, left)
         return {other: found[other] for other in found if other in near}
 
     mailbox = open_mailbox(
@@ -360,12 +334,194 @@ def join_workers(
         announce=announce if incarnation else None,
     )  # fmt: skip
     names = [interface.name for interface in listen_interfaces(nic.local(), interfaces)]
-    view = membership_log.view
+    view = client.log.view
     lanes = Lanes(
         mailbox, rank, workers, incarnations=[number // 2 for number in view], joined=neighbours,
-        timeout=patience, begin=seconds, interface_name=names.__getitem__,
+        timeout=suspect_after, begin=seconds, interface_name=names.__getitem__,
     )  # fmt: skip
     for lost in set(range(workers)) - set(members(view)):
         lanes.forget(lost)
-    client = MembershipClient(store, namespace, rank, membership_log)
     return JoinedWorker(mailbox, lanes, client, incarnation)
+
+
+# -- failure detection -----------------------------------------------------------------------
+
+
+class WorkerLost(NamedTuple):
+    """An incarnation of a worker has ended; ``needed`` if training still needed it."""
+
+    worker: int
+    incarnation: int
+    needed: bool
+
+
+class WorkerRejoined(NamedTuple):
+    """A worker has joined again."""
+
+    worker: int
+    incarnation: int
+    peer_info: PeerInfo
+
+
+class FailureDetector:
+    """Suspects workers locally, and has them removed by the membership log.
+
+    ``lost`` are the workers that are currently lost. Without ``membership`` each worker decides by
+    itself which are.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        lanes: Lanes,
+        machine: Worker,
+        membership: MembershipClient | None,
+        *,
+        tolerates_loss: bool,
+        departures: Departures,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._mailbox, self._lanes, self._machine = mailbox, lanes, machine
+        self._membership, self._tolerates_loss = membership, tolerates_loss
+        self._departures, self._clock = departures, clock
+        self._me = f"rank {machine.rank}"
+        self._workers = len(lanes.known) + 1
+        self._suspected_at: dict[int, float] = {}
+        self._unneeded: dict[int, int] = {}  # incarnations that ended after all had drained
+        self._polled = float("-inf")
+        self._closed_at: dict[int, float] = {}  # time of closing; NEVER if not reached directly
+        self.lost: set[int] = set()
+        if membership is not None:
+            view = membership.log.view
+            self.lost |= {worker for worker, number in enumerate(view) if number % 2}
+            self._workers = len(view)
+
+    def suspects(self) -> dict[int, str]:
+        """Return the workers that may be lost, each with the reason."""
+        if not self._machine.drained:  # training has resumed and needs them
+            self.lost.difference_update(self._unneeded)
+        found = dict.fromkeys(self._unneeded, _LEFT)
+        found |= dict.fromkeys(self._mailbox.left, _LEFT)
+        found |= self._mailbox.lost
+        found |= self._lanes.silent()
+        found |= dict.fromkeys(self._ended(), _ENDED)
+        return {worker: reason for worker, reason in found.items() if worker not in self.lost}
+
+    def poll(self, suspects: Mapping[int, str]) -> Iterator[WorkerLost | WorkerRejoined]:
+        """Yield the workers that were lost or have rejoined since the last call.
+
+        Take ``suspects`` before the latest messages, so that a worker's last messages count.
+        """
+        if self._membership is None:
+            for worker, reason in suspects.items():
+                yield self._lose(worker, self._machine.incarnation_of(worker), reason)
+            return
+        for change in self._membership.take_changes():
+            worker = change.worker
+            if worker == self._machine.rank:
+                self._check_own(change.joined, change.incarnation, change.author)
+            elif not change.joined:
+                restarted = change.author == worker
+                reported = f"was reported lost by rank {change.author}"
+                reason = suspects.get(worker, "was restarted" if restarted else reported)
+                yield self._lose(worker, change.incarnation, reason)
+            elif change.peer_info is not None:
+                self.lost.discard(worker)
+                self._unneeded.pop(worker, None)
+                self._departures.back(worker)
+                yield WorkerRejoined(worker, change.incarnation, change.peer_info)
+        yield from self._decide({w: r for w, r in suspects.items() if w not in self.lost})
+
+    def _ended(self) -> list[int]:
+        """Return the workers whose connections closed `RECONNECT_S` ago and that are silent since.
+
+        A partition closes connections too, but long after the worker was last reached directly. A
+        worker whose messages arrive through other workers is alive.
+        """
+        now = self._clock()
+        if now >= self._polled + _CLOSED_POLL_S:
+            self._polled, before, reached = now, self._closed_at, self._lanes.reached
+            self._closed_at = {
+                worker: before.get(worker, now - seconds if worker in reached else NEVER)
+                for worker, seconds in self._mailbox.unconnected().items()
+            }
+        return self._closed_and_silent_since(now - RECONNECT_S)
+
+    def _closed_and_silent_since(self, when: float) -> list[int]:
+        return [
+            worker
+            for worker, closed_at in self._closed_at.items()
+            if closed_at < when and not self._lanes.has_sent_since(worker, when)
+        ]
+
+    def _check_own(self, joined: bool, incarnation: int, author: int) -> None:
+        own = self._machine.incarnation
+        if joined and incarnation > own:
+            raise PeerError(
+                f"{self._me}: a second process with this rank was started, and continues"
+            )
+        if not joined and incarnation == own:
+            raise PeerError(
+                f"{self._me}: removed by rank {author}, which received nothing from it; the "
+                "others continue: restart this worker"
+            )
+
+    def _decide(self, suspects: Mapping[int, str]) -> Iterator[WorkerLost]:
+        """Propose a view without the suspects once all other workers have sent a message since."""
+        assert self._membership is not None
+        now = self._clock()
+        self._suspected_at = {worker: self._suspected_at.get(worker, now) for worker in suspects}
+        if self._machine.drained:
+            for worker in suspects:
+                yield self._lose_unneeded(worker)
+            return
+        needed = [w for w in suspects if self._machine.incarnation_of(w) is not None]
+        if needed:
+            self._check_tolerated(suspects, min(needed))
+        since = min((self._suspected_at[worker] for worker in needed), default=now)
+        others = set(self._lanes.known) - set(suspects)
+        # A worker that misses the majority is probably isolated itself; the others propose first.
+        minority = 2 * len(needed) > len(needed) + len(others) + 1
+        due = now >= since + (self._lanes.timeout if minority else 0.0)
+        if needed and due and all(self._lanes.has_sent_since(each, since) for each in others):
+            ended = {worker: 2 * self._incarnation(worker) + 1 for worker in needed}
+            self._membership.propose(View(tuple(ended.get(w, 0) for w in range(self._workers))))
+        if reason := self._membership.unavailable_reason(_STORE_S):
+            names = ", ".join(f"rank {worker}" for worker in sorted(needed))
+            raise PeerError(
+                f"{self._me}: lost {names}, and cannot reach the rendezvous store to decide which "
+                f"workers continue: {reason}; restart this worker when the store is reachable"
+            )
+
+    def _lose(self, worker: int, incarnation: int | None, reason: str) -> WorkerLost:
+        if self._machine.drained:
+            return self._lose_unneeded(worker)
+        needed = incarnation is not None
+        self._unneeded.pop(worker, None)
+        if needed:
+            self._check_tolerated({worker: reason}, worker)
+            self._departures.lost(worker, reason)
+        self.lost.add(worker)
+        own = self._incarnation(worker) if incarnation is None else incarnation
+        return WorkerLost(worker, own, needed)
+
+    def _lose_unneeded(self, worker: int) -> WorkerLost:
+        """Mark a worker as lost that training needs only if it resumes."""
+        incarnation = self._unneeded.setdefault(worker, self._incarnation(worker))
+        self.lost.add(worker)
+        return WorkerLost(worker, incarnation, needed=False)
+
+    def _incarnation(self, worker: int) -> int:
+        return self._unneeded.get(worker, self._lanes.incarnation(worker))
+
+    def _check_tolerated(self, suspects: Mapping[int, str], worker: int) -> None:
+        if self._tolerates_loss:
+            return
+        # A worker that has left may have been the first to miss a worker that is found lost next.
+        ended = self._closed_and_silent_since(self._clock() - RECONNECT_S / 2)
+        worker, reason = (min(ended), _ENDED) if ended else (worker, suspects[worker])
+        failure = self._departures.first_failure() or f"rank {worker} {reason}"
+        raise PeerError(
+            f"{self._me}: lost a worker before training ended: {failure}; "
+            "start the job again from a checkpoint"
+        )

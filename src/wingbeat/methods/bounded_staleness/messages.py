@@ -1,4 +1,4 @@
-"""Messages between workers, and their encoding as frames of integers.
+"""Views of the membership, messages between workers, and their encoding as frames of integers.
 
 Iterations, rounds, colayers (0 has the last layers), pieces and workers are counted from 0. A frame
 is a header, the integers of one message, and its payload (gradients, sums or parameters). Every
@@ -8,17 +8,69 @@ integer is range-checked before use; the receiver of a payload checks its size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NewType
 
-from wingbeat.methods.bounded_staleness.gei import Gei
-from wingbeat.methods.bounded_staleness.view import View, ViewProposal, Watermarks
+# -- views -----------------------------------------------------------------------------------
+
+View = NewType("View", tuple[int, ...])
+"""One number for each worker, even while the worker is alive, in incarnation number / 2, and odd
+when that incarnation has ended. Numbers only grow, so merging two views takes the larger ones."""
+
+
+def initial_view(workers: int) -> View:
+    """Return the view in which a job starts: all workers are alive in their first incarnation."""
+    return View((0,) * workers)
+
+
+def merge_views(a: View, b: View) -> View:
+    """Return the view with all information of both."""
+    return View(tuple(map(max, a, b)))
+
+
+def covers(a: View, b: View) -> bool:
+    """Whether ``a`` contains all information of ``b``."""
+    return all(x >= y for x, y in zip(a, b, strict=True))
+
+
+def without_worker(view: View, worker: int) -> View:
+    """Return the view in which the current incarnation of ``worker`` has ended."""
+    return View((*view[:worker], view[worker] | 1, *view[worker + 1 :]))
+
+
+def with_incarnation(view: View, worker: int, incarnation: int) -> View:
+    """Return the view in which ``worker`` is alive in ``incarnation``, counted from 0."""
+    return View((*view[:worker], max(view[worker], 2 * incarnation), *view[worker + 1 :]))
+
+
+@functools.lru_cache(maxsize=64)
+def members(view: View) -> tuple[int, ...]:
+    """Return the workers that are alive."""
+    return tuple(worker for worker, number in enumerate(view) if number % 2 == 0)
+
+
+def piece_owner(view: View, piece: int) -> int:
+    """Return the worker that sums a piece: the one with its number, or the next living one."""
+    n = len(view)
+    return next(w % n for w in range(piece, piece + n) if view[w % n] % 2 == 0)
+
+
+def is_reassigned(view: View, piece: int) -> bool:
+    """Whether the worker of a piece has ever died; its rounds then restart in each view."""
+    return view[piece] != 0
+
+
+# -- messages --------------------------------------------------------------------------------
 
 Contribution = tuple[int, int]
 """Iteration and worker of the gradients of one colayer."""
+
+Watermarks = tuple[tuple[int, ...], ...]
+"""By colayer and worker: the last iteration of which a piece was summed; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +107,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PieceSum:
-    """The sum of one piece of one colayer in one round, sent by the owner to all workers.
+    """The sum of one piece of one colayer in round ``number``, from the owner to all workers.
 
-    Attributes:
-        number: the round.
-        entries: the contributions in the order of addition; empty for an empty packet.
-        earliest: by worker, the first iteration that later rounds may contain; -1 if it is dead.
+    ``entries`` are the contributions in the order of addition, none in an empty packet.
+    ``earliest`` has by worker the first iteration that later rounds may contain; -1 if it is dead.
     """
 
     colayer: int
@@ -70,6 +120,19 @@ class PieceSum:
     earliest: tuple[int, ...]
     view: View
     payload: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewProposal:
+    """A worker's proposal of a view, with the rounds that the worker has.
+
+    Of ``complete`` rounds it has all pieces of all colayers; -1 if it is joining. ``watermarks``
+    are the contributions in these rounds, by piece.
+    """
+
+    view: View
+    complete: int
+    watermarks: tuple[Watermarks, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +152,22 @@ class PullRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PullResponse:
-    """The answer to a `PullRequest`.
+class GeiState:
+    """What a `Gei` has counted, with its attributes."""
 
-    Attributes:
-        applied: rounds in the parameters.
-        watermarks: the contributions in these rounds, by piece.
-    """
+    retired: int
+    zeta: int
+    counted: int
+    rows: dict[int, list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PullResponse:
+    """Parameters with ``applied`` rounds; ``watermarks`` has their contributions by piece."""
 
     applied: int
     watermarks: tuple[Watermarks, ...]
-    gei: Gei
+    gei: GeiState
     payload: Any = field(default=None, compare=False, repr=False)
 
 
@@ -157,11 +225,9 @@ class Frame(NamedTuple):
 
 
 class ReceivedFrame(NamedTuple):
-    """A decoded frame.
+    """A frame with the integers for `decode_message`.
 
-    Attributes:
-        numbers: the integers; see `decode_message`.
-        payload: the whole payload; empty if it follows in later parts.
+    ``payload`` is the whole payload of ``payload_nbytes``, or empty if it follows in later parts.
     """
 
     numbers: tuple[int, ...]
@@ -185,28 +251,6 @@ def encode_numbers(message: Message, incarnation: int, epoch: int = 0) -> list[i
     out = [epoch, _KINDS.index(kind), incarnation]
     for name in _FIELDS[kind]:
         out += _CODERS[name][0](getattr(message, name))
-    return out
-
-
-def _encode_number(value: int) -> tuple[int]:
-    return (value,)
-
-
-def _encode_entries(entries: Sequence[Contribution]) -> list[int]:
-    return [len(entries), *(number for entry in entries for number in entry)]
-
-
-def _encode_watermarks(watermarks: Iterable[Iterable[Iterable[int]]]) -> list[int]:
-    return [number for piece in watermarks for row in piece for number in row]
-
-
-def _encode_gei(gei: Gei) -> list[int]:
-    rows = gei.rows
-    out = [gei.retired, gei.zeta, gei.counted, len(rows)]
-    for iteration in sorted(rows):
-        out.append(iteration)
-        for mask in (mask for pieces in rows[iteration] for mask in pieces):
-            out += [mask >> bit & (1 << _LIMB) - 1 for bit in range(0, gei.workers, _LIMB)]
     return out
 
 
@@ -259,18 +303,11 @@ def decode_message(
 class _FieldReader:
     def __init__(self, numbers: Sequence[int], workers: int, colayers: int) -> None:
         self._numbers, self._at = numbers, 0
-        self._workers, self._colayers = workers, colayers
+        self.workers, self.colayers = workers, colayers
 
     def check_end(self) -> None:
         if self._at != len(self._numbers):
             raise MalformedMessage(f"{len(self._numbers) - self._at} extra integers")
-
-    def number(self, name: str, least: int = 0, end: int = MAX_NUMBER) -> int:
-        numbers, at = self._numbers, self._at
-        self._at += 1
-        if at >= len(numbers) or not least <= numbers[at] < end:
-            raise MalformedMessage(f"{name} is {numbers[at : self._at]!r:.40}")
-        return numbers[at]
 
     def row(self, name: str, length: int, least: int = 0, end: int = MAX_NUMBER) -> tuple[int, ...]:
         row = tuple(self._numbers[self._at : self._at + length])
@@ -279,31 +316,17 @@ class _FieldReader:
             raise MalformedMessage(f"{name} is {row!r:.40}")
         return row
 
-    def worker(self, name: str) -> int:
-        return self.number(name, end=self._workers)
-
-    def colayer(self, name: str) -> int:
-        return self.number(name, end=self._colayers)
-
-    def number_or_none(self, name: str) -> int:
-        return self.number(name, least=-1)
-
-    def flag(self, name: str) -> bool:
-        return bool(self.number(name, end=2))
-
-    def view(self, name: str) -> View:
-        return View(self.row(name, self._workers))
-
-    def by_colayer(self, name: str) -> tuple[int, ...]:
-        return self.row(name, self._colayers)
-
-    def by_worker(self, name: str) -> tuple[int, ...]:
-        return self.row(name, self._workers, least=-1)
+    def number(self, name: str, least: int = 0, end: int = MAX_NUMBER) -> int:
+        numbers, at = self._numbers, self._at
+        self._at += 1
+        if at >= len(numbers) or not least <= numbers[at] < end:
+            raise MalformedMessage(f"{name} is {numbers[at : self._at]!r:.40}")
+        return numbers[at]
 
     def entries(self, name: str) -> tuple[Contribution, ...]:
         flat = self.row(name, 2 * self.number(name, end=len(self._numbers)))
         out = tuple(zip(flat[::2], flat[1::2], strict=True))
-        if max(flat[1::2], default=0) >= self._workers:
+        if max(flat[1::2], default=0) >= self.workers:
             raise MalformedMessage(f"{name} are {out!r:.40}")
         if any(before >= after for before, after in itertools.pairwise(out)):
             raise MalformedMessage(f"{name} are not strictly increasing")
@@ -311,47 +334,68 @@ class _FieldReader:
 
     def watermarks(self, name: str) -> tuple[Watermarks, ...]:
         return tuple(
-            tuple(self.by_worker(name) for _ in range(self._colayers)) for _ in range(self._workers)
+            tuple(self.row(name, self.workers, -1) for _ in range(self.colayers))
+            for _ in range(self.workers)
         )
 
-    def gei(self, name: str) -> Gei:
+    def gei(self, name: str) -> GeiState:
         retired, zeta = self.number(name), self.number(name, least=-1)
-        counted, rows = self.number(name), dict[int, list[list[int]]]()
-        least = retired
+        counted, rows, least = self.number(name), dict[int, list[list[int]]](), retired
         for _ in range(self.number(name, end=len(self._numbers))):
             iteration = self.number(name, least, zeta + 1)
             least = iteration + 1
             rows[iteration] = [
-                [self._mask(name) for _ in range(self._workers)] for _ in range(self._colayers)
+                [self._mask(name) for _ in range(self.workers)] for _ in range(self.colayers)
             ]
-        return Gei.from_rows(self._workers, self._colayers, retired, zeta, counted, rows)
+        return GeiState(retired, zeta, counted, rows)
 
     def _mask(self, name: str) -> int:
-        limbs = self.row(name, -(-self._workers // _LIMB), end=1 << _LIMB)
+        limbs = self.row(name, -(-self.workers // _LIMB), end=1 << _LIMB)
         mask = sum(limb << _LIMB * place for place, limb in enumerate(limbs))
-        if mask >> self._workers:
+        if mask >> self.workers:
             raise MalformedMessage(f"{name} has a mask {mask:#x}"[:60])
         return mask
 
 
-_NUMBER = _encode_number, _FieldReader.number
-_NUMBER_OR_NONE = _encode_number, _FieldReader.number_or_none
+def _encode_entries(entries: Sequence[Contribution]) -> list[int]:
+    return [len(entries), *(number for entry in entries for number in entry)]
+
+
+def _encode_watermarks(watermarks: Iterable[Iterable[Iterable[int]]]) -> list[int]:
+    return [number for piece in watermarks for row in piece for number in row]
+
+
+def _encode_gei(gei: GeiState) -> list[int]:
+    out = [gei.retired, gei.zeta, gei.counted, len(gei.rows)]
+    for iteration, pieces in sorted(gei.rows.items()):
+        out.append(iteration)
+        for mask in itertools.chain(*pieces):
+            out += [mask >> bit & (1 << _LIMB) - 1 for bit in range(0, len(pieces[0]), _LIMB)]
+    return out
+
+
+def _as_row(number: int) -> tuple[int]:
+    return (number,)
+
+
+_NUMBER = _as_row, _FieldReader.number
+_NUMBER_OR_NONE = _as_row, lambda reader, name: reader.number(name, least=-1)
 _CODERS: Mapping[str, tuple[Callable[[Any], Iterable[int]], Callable[[_FieldReader, str], Any]]] = {
-    "view": (tuple, _FieldReader.view),
-    "earliest": (tuple, _FieldReader.by_worker),
+    "view": (tuple, lambda reader, name: View(reader.row(name, reader.workers))),
+    "earliest": (tuple, lambda reader, name: reader.row(name, reader.workers, -1)),
+    "first_rounds": (tuple, lambda reader, name: reader.row(name, reader.colayers)),
+    "iteration": _NUMBER,
+    "zeta": _NUMBER,
+    "number": _NUMBER,
+    "rounds": _NUMBER,
     "sent_through": _NUMBER_OR_NONE,
     "applied": _NUMBER_OR_NONE,
     "complete": _NUMBER_OR_NONE,
-    "finished": (_encode_number, _FieldReader.flag),
-    "zeta": _NUMBER,
-    "iteration": _NUMBER,
-    "number": _NUMBER,
-    "rounds": _NUMBER,
-    "colayer": (_encode_number, _FieldReader.colayer),
-    "piece": (_encode_number, _FieldReader.worker),
+    "finished": (_as_row, lambda reader, name: bool(reader.number(name, end=2))),
+    "colayer": (_as_row, lambda reader, name: reader.number(name, end=reader.colayers)),
+    "piece": (_as_row, lambda reader, name: reader.number(name, end=reader.workers)),
     "entries": (_encode_entries, _FieldReader.entries),
     "watermarks": (_encode_watermarks, _FieldReader.watermarks),
-    "first_rounds": (tuple, _FieldReader.by_colayer),
     "gei": (_encode_gei, _FieldReader.gei),
 }
 """How each field is encoded and decoded, in every message."""

@@ -1,4 +1,9 @@
-"""A model and its optimizer under bounded staleness: each round is applied as a whole.
+"""A model and its optimizer under bounded staleness: pieces of gradients, and whole rounds of sums.
+
+A piece is a block of a colayer's gradients, one parameter after the other, as dense elements or as
+the payload of a codec, followed by one byte for each parameter of the colayer: 1 if it has a
+gradient. The owner of a piece adds the contributions in the given order (Canary, section 4.4.2).
+Every worker joins the pieces of a round into gradients.
 
 The control colayer has number k, after the k colayers of gradients. It carries the options of the
 optimizer, or the number of steps in synchronous training.
@@ -10,30 +15,39 @@ import contextlib
 import functools
 import hashlib
 import json
-import time
-import weakref
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from wingbeat.codecs import Coding
+from wingbeat.collectives import Encoded
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
 from wingbeat.methods.bounded_staleness.bound import IN_FLIGHT, StalenessBound
 from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
-from wingbeat.methods.bounded_staleness.pieces import Payload, Pieces
+from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket, StepCounter
-    from wingbeat.transport.world import World
+
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+}
+"""The dtypes that can be summed."""
 
 _MAX_DIGITS = 20
 """Maximum digits of a number of steps."""
 
 _SCALARS = (bool, int, float, str, type(None))
 
+Array = np.ndarray[Any, np.dtype[Any]]
+Payload = bytes | bytearray
 Groups = list[dict[str, Any]]
+Tensors = Sequence[torch.Tensor]
 
 
 def bound_with_control(
@@ -49,6 +63,198 @@ def bound_with_control(
     """
     StalenessBound(s, p, colayers, in_flight)
     return StalenessBound(s, p + 1 if p == colayers else p, colayers + 1, in_flight)
+
+
+# -- pieces of gradients ---------------------------------------------------------------------
+
+
+class Pieces:
+    """Splits gradients, adds contributions, and joins sums; holds no parameters.
+
+    ``encodings`` has by colayer the codec and its residual, at least as long as the gradients; None
+    for a dense colayer. A worker encodes its contributions. The owner of a piece decodes them, adds
+    them in float32, and encodes the sum once for all workers including itself, so all workers hold
+    the same bits. One residual keeps the error of this worker's contributions and of the sums of
+    its own piece.
+    """
+
+    def __init__(
+        self,
+        colayers: Sequence[Mapping[str, torch.Tensor]],
+        workers: int,
+        encodings: Sequence[Encoded | None] = (),
+    ) -> None:
+        for colayer in colayers:
+            _check_colayer(colayer)
+        self.workers = workers
+        self._shapes = [[param.shape for param in colayer.values()] for colayer in colayers]
+        self._dtypes = [_DTYPES[next(iter(colayer.values())).dtype] for colayer in colayers]
+        sizes = [sum(shape.numel() for shape in shapes) for shapes in self._shapes]
+        self._spans = [blocks_of(size, workers) for size in sizes]
+        encodings = encodings or [None] * len(colayers)
+        self._residuals = [None if each is None else each.residual for each in encodings]
+        self._codings: list[list[Coding] | None] = [
+            None if each is None else [each.coding.cut(span) for span in spans]
+            for each, spans in zip(encodings, self._spans, strict=True)
+        ]
+        # The communication thread encodes sums while the training thread encodes gradients.
+        self._residual_lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def split(self, colayer: int, flat: torch.Tensor, used: Sequence[bool]) -> list[Payload]:
+        """Return copies of the pieces of this worker's gradients.
+
+        ``flat`` has the gradients of a colayer, one parameter after the other, zeros for parameters
+        without one; ``used`` states for each parameter whether it has a gradient.
+        """
+        values, flags = flat.detach().numpy(), bytes(map(bool, used))
+        return [
+            self._encode(colayer, piece, values[span.start : span.stop], flags)
+            for piece, span in enumerate(self._spans[colayer])
+        ]
+
+    def undo_split(self, colayer: int, flat: torch.Tensor, payloads: Sequence[Payload]) -> None:
+        """Undo the effect of `split` on the residual, for pieces that were not sent.
+
+        The gradients in them are dropped; the residual of earlier gradients is kept.
+        """
+        residual = self._residuals[colayer]
+        if residual is None:
+            return
+        for piece, payload in enumerate(payloads):
+            span = self._spans[colayer][piece]
+            values = np.empty(len(span), np.float32)
+            flags = self._read(colayer, piece, payload, piece, values)
+            back = torch.from_numpy(values) - flat[span.start : span.stop].float()
+            with self._residual_lock:
+                for start, stop in self._ranges(colayer, span, flags.tobytes(), used=True):
+                    residual[span.start + start : span.start + stop] += back[start:stop]
+
+    def sum_contributions(
+        self, colayer: int, piece: int, contributions: Mapping[Contribution, Any]
+    ) -> Payload | None:
+        """Add contributions in their order; return None if there are none."""
+        if not contributions:
+            return None
+        total = np.empty(len(self._spans[colayer][piece]), self._dtypes[colayer])
+        used = np.zeros(len(self._shapes[colayer]), np.uint8)
+        for number, ((_, worker), payload) in enumerate(contributions.items()):
+            used |= self._read(colayer, piece, payload, worker, total, add=number > 0)
+        return self._encode(colayer, piece, total, used.tobytes())
+
+    def join(self, parts: Sequence[PieceSum]) -> list[torch.Tensor | None]:
+        """Return the gradients of a round by parameter; None where there is none.
+
+        Parts of the control colayer are skipped.
+        """
+        flats = [
+            np.zeros(spans[-1].stop, dtype)
+            for spans, dtype in zip(self._spans, self._dtypes, strict=True)
+        ]
+        used = [np.zeros(len(shapes), np.uint8) for shapes in self._shapes]
+        for part in parts:
+            if part.payload is not None and part.colayer < len(self):
+                z, q = part.colayer, part.piece
+                span = self._spans[z][q]
+                out = flats[z][span.start : span.stop]
+                used[z] |= self._read(z, q, part.payload, q, out)
+        grads: list[torch.Tensor | None] = []
+        for shapes, flat, flags in zip(self._shapes, flats, used, strict=True):
+            blocks = torch.from_numpy(flat).split([shape.numel() for shape in shapes])
+            for shape, block, flag in zip(shapes, blocks, flags, strict=True):
+                grads.append(block.view(shape) if flag else None)
+        return grads
+
+    def _read(
+        self, colayer: int, piece: int, payload: Any, worker: int, out: Array, *, add: bool = False
+    ) -> Array:
+        """Write or add the values of a payload; return by parameter whether it has a gradient."""
+        flags = len(self._shapes[colayer])
+        wanted, found = self._nbytes(colayer, piece) + flags, len(payload or b"")
+        if wanted != found:
+            raise PeerError(
+                f"rank {worker} sent {found} bytes for piece {piece} of colayer {colayer}, "
+                f"which has {wanted}; check that it trains the same model"
+            )
+        used = np.frombuffer(payload, np.uint8, offset=wanted - flags)
+        if bool((used > 1).any()):
+            raise PeerError(
+                f"rank {worker} sent piece {piece} of colayer {colayer} with flags other "
+                "than 0 and 1; check that it runs the same version"
+            )
+        self._decode(colayer, piece, payload, out, add=add)
+        return used
+
+    def _nbytes(self, colayer: int, piece: int) -> int:
+        codings, elements = self._codings[colayer], len(self._spans[colayer][piece])
+        if codings is None:
+            return elements * self._dtypes[colayer].itemsize
+        return codings[piece].room(Span(0, elements))
+
+    def _decode(self, colayer: int, piece: int, payload: Any, out: Array, *, add: bool) -> None:
+        codings = self._codings[colayer]
+        if codings is None:
+            values = np.frombuffer(payload, self._dtypes[colayer], count=len(out))
+            if add:
+                out += values
+            else:
+                out[:] = values
+        elif nbytes := self._nbytes(colayer, piece):
+            # Any bytes of this size can be decoded.
+            encoded = torch.frombuffer(payload, dtype=torch.uint8, count=nbytes)
+            span = Span(0, len(out))
+            codings[piece].decode(encoded, torch.from_numpy(out), span, add=add)
+
+    def _encode(self, colayer: int, piece: int, values: Array, flags: bytes) -> Payload:
+        codings = self._codings[colayer]
+        if codings is None:
+            return values.tobytes() + flags
+        span, coding = self._spans[colayer][piece], codings[piece]
+        whole = Span(0, len(span))
+        nbytes = coding.room(whole)
+        out = bytearray(nbytes + len(flags))
+        out[nbytes:] = flags
+        residual = self._residuals[colayer]
+        with self._residual_lock:
+            part = None if residual is None else residual[span.start : span.stop]
+            before = None if part is None or all(flags) else part.clone()
+            if nbytes:
+                payload = torch.frombuffer(out, dtype=torch.uint8, count=nbytes)
+                coding.encode(torch.from_numpy(np.ascontiguousarray(values)), whole, payload, part)
+            if part is not None and before is not None:
+                # Values of parameters without a gradient are not used.
+                for start, stop in self._ranges(colayer, span, flags, used=False):
+                    part[start:stop] = before[start:stop]
+        return out
+
+    def _ranges(
+        self, colayer: int, span: Span, flags: bytes, *, used: bool
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the ranges in a piece of the parameters that have a gradient, or have none."""
+        start = 0
+        for shape, flag in zip(self._shapes[colayer], flags, strict=True):
+            stop = start + shape.numel()
+            first, last = max(start, span.start), min(stop, span.stop)
+            if bool(flag) is used and first < last:
+                yield first - span.start, last - span.start
+            start = stop
+
+
+def _check_colayer(colayer: Mapping[str, torch.Tensor]) -> None:
+    first = next(iter(colayer))
+    for name, param in colayer.items():
+        if param.device.type != "cpu" or param.dtype not in _DTYPES:
+            raise UsageError(
+                f"parameter {name!r} is {param.dtype} on {param.device}: bounded staleness sums "
+                "float32 and float64 on the CPU only; use wingbeat.AllReduce()"
+            )
+        if param.dtype is not colayer[first].dtype:
+            raise UsageError(
+                f"parameters {first!r} ({colayer[first].dtype}) and {name!r} ({param.dtype}) are "
+                "in one colayer, which has one dtype; use a model of one dtype"
+            )
 
 
 # -- options of the optimizer ----------------------------------------------------------------
@@ -178,24 +384,22 @@ def _mismatch(sender: str, what: str) -> PeerError:
     )
 
 
-# -- sums ------------------------------------------------------------------------------------
+# -- the control colayer ---------------------------------------------------------------------
+
+CombineControl = Callable[[Mapping[Contribution, Any]], bytes]
 
 
-class Aggregator:
-    """Computes the sums of owned pieces; holds no parameters and no optimizer."""
-
-    def __init__(
-        self, pieces: Pieces, control: Callable[[Mapping[Contribution, Any]], bytes]
-    ) -> None:
-        self._pieces, self._control = pieces, control
-
-    def combine(
-        self, colayer: int, piece: int, contributions: Mapping[Contribution, Any]
-    ) -> Payload | None:
-        """Add contributions."""
-        if colayer != len(self._pieces):
-            return self._pieces.sum_contributions(colayer, piece, contributions)
-        return None if piece or not contributions else self._control(contributions)
+def sum_piece(
+    pieces: Pieces,
+    combine_control: CombineControl,
+    colayer: int,
+    piece: int,
+    contributions: Mapping[Contribution, Any],
+) -> Payload | None:
+    """Add the contributions to an owned piece."""
+    if colayer != len(pieces):
+        return pieces.sum_contributions(colayer, piece, contributions)
+    return None if piece or not contributions else combine_control(contributions)
 
 
 def latest_options(schema: OptionsSchema, contributions: Mapping[Contribution, Any]) -> bytes:
@@ -226,10 +430,12 @@ def _is_number(text: bytes) -> bool:
     return text.isdigit() and len(text) <= _MAX_DIGITS
 
 
+# -- replicas --------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def _gradients(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-) -> Iterator[None]:
+def _gradients(params: Tensors, grads: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Set the gradients of parameters; restore those of before afterwards."""
     before = [param.grad for param in params]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
@@ -240,55 +446,40 @@ def _gradients(
             param.grad = grad
 
 
-# -- replicas --------------------------------------------------------------------------------
-
-
 class Replica:
     """Parameters and an optimizer; `CommunicationThread` calls it in the training thread.
 
-    ``others`` are buffers and frozen parameters, which are pulled as well.
+    ``others`` are buffers and frozen parameters, which are pulled as well. ``combine`` adds the
+    contributions to owned pieces, and holds no parameters and no optimizer.
     """
 
-    aggregator: Aggregator
+    combine: Callable[[int, int, Mapping[Contribution, Any]], Payload | None]
+    _combine_control: CombineControl
 
     def __init__(
-        self,
-        params: Sequence[Sequence[torch.Tensor]],
-        pieces: Pieces,
-        optimizer: torch.optim.Optimizer,
-        step: Callable[[], Any],
-        workers: int,
-        others: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self._optimizer, self._step, self._workers = optimizer, step, workers
-        self._others = others
+        self, params: Sequence[Tensors], pieces: Pieces, optimizer: torch.optim.Optimizer,
+        step: Callable[[], Any], others: Tensors = (),
+    ) -> None:  # fmt: skip
+        self._optimizer, self._step, self._others = optimizer, step, others
         self.set_colayers(params, pieces)
 
-    def set_colayers(self, params: Sequence[Sequence[torch.Tensor]], pieces: Pieces) -> None:
+    def set_colayers(self, params: Sequence[Tensors], pieces: Pieces) -> None:
         """Use different colayers of the same parameters."""
-        self._pieces = pieces
+        self._pieces, self.control = pieces, len(pieces)
         self._flat = [param for colayer in params for param in colayer]
         self._tensors = [*self._flat, *self._others]
-
-    @property
-    def control(self) -> int:
-        """The number of the control colayer."""
-        return len(self._pieces)
+        self.combine = functools.partial(sum_piece, pieces, self._combine_control)
 
     def _control_payload(self) -> bytes:
         raise NotImplementedError
 
     def control_payloads(self) -> list[bytes | None]:
         """Return the pieces of the control colayer; piece 0 holds its content."""
-        return [self._control_payload(), *[None] * (self._workers - 1)]
+        return [self._control_payload(), *[None] * (self._pieces.workers - 1)]
 
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
         """Apply the sums of a round; a malformed sum raises a PeerError that names the sender."""
         raise NotImplementedError
-
-    def _join(self, parts: Sequence[PieceSum]) -> list[torch.Tensor | None]:
-        joined = self._pieces.join([part for part in parts if part.colayer != self.control])
-        return [grad for grads in joined for grad in grads]
 
     def load_state(self, payload: Any) -> None:
         """Load pulled parameters, optimizer state and other tensors."""
@@ -307,28 +498,19 @@ class AsynchronousReplica(Replica):
     """
 
     def __init__(
-        self,
-        params: Sequence[Sequence[torch.Tensor]],
-        pieces: Pieces,
-        optimizer: torch.optim.Optimizer,
-        step: Callable[[], Any],
-        workers: int,
-        others: Sequence[torch.Tensor] = (),
-    ) -> None:
+        self, params: Sequence[Tensors], pieces: Pieces, optimizer: torch.optim.Optimizer,
+        step: Callable[[], Any], others: Tensors = (),
+    ) -> None:  # fmt: skip
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 "torch.optim.LBFGS evaluates the loss in its step, and bounded staleness applies "
                 "sums that arrive later; use another optimizer, or wingbeat.AllReduce()"
             )
         self._options = OptimizerOptions(optimizer)
-        super().__init__(params, pieces, optimizer, step, workers, others)
-        self._groups: Groups = self._options.schema.parse(self._options.serialize(), "rank 0")
-
-    def set_colayers(self, params: Sequence[Sequence[torch.Tensor]], pieces: Pieces) -> None:
-        """Use different colayers of the same parameters."""
-        super().set_colayers(params, pieces)
-        combine_options = functools.partial(latest_options, self._options.schema)
-        self.aggregator = Aggregator(pieces, combine_options)
+        schema = self._options.schema
+        self._groups: Groups = schema.parse(self._options.serialize(), "rank 0")
+        self._combine_control = functools.partial(latest_options, schema)
+        super().__init__(params, pieces, optimizer, step, others)
 
     def _control_payload(self) -> bytes:
         return self._options.serialize()
@@ -343,21 +525,17 @@ class AsynchronousReplica(Replica):
         for part in parts:
             if part.colayer == self.control and part.piece == 0 and part.payload is not None:
                 self._groups = self._options.schema.parse(part.payload, "rank 0")
-        grads = self._join(parts)
+        grads = self._pieces.join(parts)
         if all(grad is None for grad in grads):
             return
         with _gradients(self._flat, grads), self._options.use(self._groups):
             self._step()
 
     def load_state(self, payload: Any) -> None:
-        """Load pulled parameters, optimizer state and other tensors.
-
-        The optimizer keeps its own options; the next round uses the pulled ones.
-        """
+        """Load pulled state; the optimizer keeps its options, the next round uses the pulled."""
         snapshot = Snapshot(payload, self._tensors, self._flat)
-        groups = self._options.schema.parse(
-            json.dumps(snapshot.extra).encode(), "the fastest worker"
-        )
+        sent = json.dumps(snapshot.extra).encode()
+        groups = self._options.schema.parse(sent, "the fastest worker")
         snapshot.load_into(self._optimizer)
         self._groups = groups
 
@@ -371,29 +549,19 @@ class SynchronousReplica(Replica):
 
     The user's step then applies them, and no options are sent. The control colayer carries the
     number of steps of each worker, which must be equal. A worker that has run out of batches
-    applies the rounds of the others by additional steps.
-
-    Attributes:
-        in_iteration: whether the next round belongs to this worker's current iteration.
-        own_steps: rounds that were applied by additional steps.
+    applies the rounds of the others by additional steps, counted by ``own_steps``. ``in_iteration``
+    is whether the next round belongs to this worker's current iteration.
     """
 
     def __init__(
-        self,
-        params: Sequence[Sequence[torch.Tensor]],
-        pieces: Pieces,
-        optimizer: torch.optim.Optimizer,
-        step: Callable[[], Any],
-        workers: int,
-        others: Sequence[torch.Tensor] = (),
-        *,
-        buckets: Sequence[Bucket],
-        steps: StepCounter,
-    ) -> None:
-        super().__init__(params, pieces, optimizer, step, workers, others)
+        self, params: Sequence[Tensors], pieces: Pieces, optimizer: torch.optim.Optimizer,
+        step: Callable[[], Any], others: Tensors = (), *,
+        buckets: Sequence[Bucket], steps: StepCounter,
+    ) -> None:  # fmt: skip
+        self._combine_control = join_step_counts
+        super().__init__(params, pieces, optimizer, step, others)
         self._buckets, self._steps = buckets, steps
         self.in_iteration, self.own_steps = False, 0
-        self.aggregator = Aggregator(pieces, join_step_counts)
 
     def _control_payload(self) -> bytes:
         return b"%d" % self._steps.count
@@ -401,15 +569,16 @@ class SynchronousReplica(Replica):
     @torch.no_grad()
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
         """Write the sums of a round to the buckets, or make a step on them."""
+        grads = self._pieces.join(parts)
         if not self.in_iteration:
-            self._step_alone(self._join(parts))
+            self._step_alone(grads)
             return
         for part in parts:
             if (part.colayer, part.piece) == (self.control, 0):
                 self._check_steps(part)
-        grads = iter(self._join(parts))
+        remaining = iter(grads)
         for bucket in self._buckets:
-            for place, (slot, grad) in enumerate(zip(bucket.slots, grads, strict=False)):
+            for place, (slot, grad) in enumerate(zip(bucket.slots, remaining, strict=False)):
                 bucket.flags[place] = grad is not None
                 if grad is None:
                     slot.view.zero_()
@@ -420,7 +589,7 @@ class SynchronousReplica(Replica):
         counts: dict[int, int] = {}
         for text in bytes(part.payload or b"").split() or [b""]:
             rank, _, count = text.partition(b":")
-            if not (_is_number(rank) and _is_number(count) and int(rank) < self._workers):
+            if not (_is_number(rank) and _is_number(count) and int(rank) < self._pieces.workers):
                 raise PeerError(
                     f"a worker sent {text[:_MAX_DIGITS]!r} as its number of steps; check that "
                     "all workers run the same version"
@@ -443,45 +612,3 @@ class SynchronousReplica(Replica):
         for param in self._flat:
             found.update(param.detach().contiguous().numpy().tobytes())
         return found.hexdigest()
-
-
-class WeakReplica:
-    """Holds a weak reference to a replica, so that the communication thread does not keep the model
-    alive.
-
-    Attributes:
-        spent_ns: nanoseconds spent applying rounds.
-    """
-
-    def __init__(self, replica: Replica, world: World) -> None:
-        self._replica, self._world = weakref.ref(replica), world
-        self._released = False
-        self.spent_ns = 0
-
-    def release(self) -> None:
-        """Apply no more rounds."""
-        self._released = True
-
-    def apply_round(self, parts: Sequence[PieceSum]) -> None:
-        """Do as `Replica.apply_round` while the replica exists."""
-        replica = self._replica()
-        if replica is not None and not self._released:
-            begin = time.monotonic_ns()
-            replica.apply_round(parts)
-            self.spent_ns += time.monotonic_ns() - begin
-
-    def load_state(self, payload: Any) -> None:
-        """Do as `Replica.load_state` while the replica exists."""
-        replica = self._replica()
-        if replica is not None:
-            replica.load_state(payload)
-
-    def state_bytes(self) -> bytes:
-        """Do as `Replica.state_bytes`; raise UsageError if the replica no longer exists."""
-        replica = self._replica()
-        if replica is None:
-            raise UsageError(
-                "another worker requests the parameters of a model that is gone here: keep a "
-                "reference to the model until training has ended"
-            )
-        return replica.state_bytes()

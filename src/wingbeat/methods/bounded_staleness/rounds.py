@@ -1,4 +1,4 @@
-"""Rounds: contributions are kept, summed by the owner of a piece, and applied in order.
+"""Rounds: contributions are kept, summed by the owner of a piece, applied in order, and indexed.
 
 Only the owner of a piece decides which contributions a round has (Canary, section 4.4.2). So every
 worker adds the same sums in the same order, and all replicas hold the same bits.
@@ -6,12 +6,19 @@ worker adds the same sums in the same order, and all replicas hold the same bits
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
-from wingbeat.methods.bounded_staleness.view import Watermarks
+from wingbeat.methods.bounded_staleness.messages import (
+    Contribution,
+    GeiState,
+    PieceSum,
+    Watermarks,
+)
 
 Table = list[list[list[int]]]
 
@@ -22,12 +29,9 @@ class ReceivedRounds:
     A round is complete when all pieces of all colayers have arrived. It is applied as a whole, so
     any optimizer makes one step per round on the same gradients on every worker.
 
-    Attributes:
-        complete: number of rounds that are complete or applied.
-        applied: number of rounds in the parameters.
-        pull_target: number of rounds that pulled parameters must have, because earlier rounds can
-            no longer be received; None if no parameters are needed, or while some first rounds are
-            unknown.
+    ``applied`` rounds are in the parameters, ``complete`` ones complete or applied. If earlier
+    rounds can no longer be received, pulled parameters must have ``pull_target`` rounds; None if no
+    parameters are needed, or while some first rounds are unknown.
     """
 
     def __init__(self, workers: int, colayers: int, first: int = 0) -> None:
@@ -53,13 +57,9 @@ class ReceivedRounds:
         numbers = self._next[part.piece]
         return numbers is not None and numbers[part.colayer] == part.number
 
-    def freeze(self) -> None:
-        """Complete no rounds: during a view change they must be those of the proposal."""
-        self._frozen = True
-
-    def unfreeze(self) -> None:
-        """Complete rounds again."""
-        self._frozen = False
+    def freeze(self, frozen: bool) -> None:
+        """Complete no rounds while frozen: in a view change they must be those of the proposal."""
+        self._frozen = frozen
         self._update_complete()
 
     def add_sum(self, part: PieceSum) -> None:
@@ -72,17 +72,13 @@ class ReceivedRounds:
         self._update_complete()
 
     def _update_complete(self) -> None:
-        if self._frozen:
-            return
         whole = self._workers * self._colayers
-        while len(self._received.get(self.complete, ())) == whole:
+        while not self._frozen and len(self._received.get(self.complete, ())) == whole:
             self.complete += 1
 
     def restart_piece(self, piece: int, number: int) -> None:
-        """Discard the rounds of a piece from ``number`` on, which its new owner sums again.
-
-        All earlier rounds are complete on some worker, and no later one has been applied here.
-        """
+        """Discard the rounds of a piece from ``number`` on, which its new owner sums again."""
+        # All earlier rounds are complete on some worker, and no later one has been applied here.
         self._next[piece] = [number] * self._colayers
         for later in (n for n in self._received if n >= number):
             for colayer in range(self._colayers):
@@ -139,8 +135,7 @@ class ReceivedRounds:
         self._update_pull_target()
 
     def _discard_before(self, end: int) -> None:
-        for number in [number for number in self._received if number < end]:
-            del self._received[number]
+        self._received = {n: parts for n, parts in self._received.items() if n >= end}
 
     def last_fully_applied(self, colayer: int, worker: int) -> int:
         """Return the last iteration of a worker of which all pieces are in the parameters."""
@@ -170,10 +165,8 @@ class OwnedPiece:
     """Collects the contributions to one piece of all colayers, and decides what a round has.
 
     A round closes when each worker has sent its contribution to it, or has reported that it has
-    none. A later contribution joins a later round.
-
-    Attributes:
-        next_rounds: by colayer, the round that closes next.
+    none. A later contribution joins a later round. ``next_rounds`` has by colayer the round that
+    closes next.
     """
 
     def __init__(self, workers: int, colayers: int, first: int) -> None:
@@ -212,7 +205,7 @@ class OwnedPiece:
         return min(pending, default=iteration)
 
     def close_rounds(
-        self, members: Iterable[int]
+        self, members: tuple[int, ...]
     ) -> Iterator[tuple[int, int, dict[Contribution, Any]]]:
         """Yield colayer, number and contributions of each round that can close now.
 
@@ -220,7 +213,6 @@ class OwnedPiece:
         bits, and all those of one iteration give the synchronous sum. A contribution of an
         iteration later than the round waits for its own round.
         """
-        members = tuple(members)
         if members != self._members:
             self._members = members
             self._changed.update(range(len(self.next_rounds)))
@@ -257,3 +249,106 @@ class SentContributions:
         for colayer, kept in enumerate(self._kept):
             while kept and kept[0][0] <= last_applied(colayer):
                 kept.popleft()
+
+
+class Gei:
+    """The gradient exchange index: which contributions are in the parameters (section 5.2).
+
+    The matrix Q has a row of k integers for each iteration that any worker has entered; bit i of an
+    integer is set when all pieces of worker i's colayer have arrived. The paper sets a bit as
+    pieces arrive. Here a worker sets its own bits when it sends, because they decide whether its
+    iteration is dropped, and the others' bits when a round is applied: a piece that has arrived may
+    be summed again if its owner dies, and the index would otherwise differ between workers.
+
+    Attributes:
+        retired: number of complete rows that were removed.
+        zeta: the last row, the iteration of the fastest worker; -1 before the first.
+        counted: number of contributions of all workers in the parameters, counted by piece.
+        rows: by iteration, colayer and piece: a mask of the workers whose pieces were applied.
+    """
+
+    def __init__(self, workers: int, colayers: int) -> None:
+        self._workers, self._colayers = workers, colayers
+        self.retired = self.counted = 0
+        self.zeta = -1
+        self.rows: dict[int, list[list[int]]] = {}
+        self._own: dict[int, int] = {}  # by iteration: mask of sent colayers
+
+    def enter(self, iteration: int) -> None:
+        """Add the rows up to this iteration, which a worker has entered."""
+        self.zeta = max(self.zeta, iteration)
+
+    def mark_sent(self, iteration: int, colayer: int) -> None:
+        """Set this worker's own bit: all pieces of the colayer were sent."""
+        self.enter(iteration)
+        self._own[iteration] = self._own.get(iteration, 0) | 1 << colayer
+
+    def exchanged(self, iteration: int) -> int:
+        """Return p_i: the number of colayers of which this worker has sent its pieces."""
+        return self._own.get(iteration, 0).bit_count()
+
+    def row(self, iteration: int, own: int | None = None) -> tuple[int, ...]:
+        """Return the row vector r of a row that has not been retired.
+
+        The sent colayers of worker ``own`` count too; with None, only applied ones count.
+        """
+        pieces = self.rows.get(iteration) or [[0]] * self._colayers
+        out = [functools.reduce(operator.and_, masks) for masks in pieces]
+        if own is not None:
+            sent = self._own.get(iteration, 0)
+            out = [mask | (sent >> colayer & 1) << own for colayer, mask in enumerate(out)]
+        return tuple(out)
+
+    def apply_round(self, parts: Sequence[PieceSum]) -> list[tuple[int, ...]]:
+        """Count the contributions of a round, given all of its parts; return the retired rows.
+
+        A row is retired when the bit of each worker is set or the worker is past this iteration.
+        The round contains both facts, so all workers retire rows at the same round.
+        """
+        retired = []
+        for part in parts:
+            self.counted += len(part.entries)
+            for iteration, worker in part.entries:
+                self.enter(iteration)
+                self._pieces(iteration)[part.colayer][part.piece] |= 1 << worker
+        while self.retired <= self.zeta and self._is_complete(self.retired, parts):
+            retired.append(self.row(self.retired))
+            self.rows.pop(self.retired, None)
+            self._own.pop(self.retired, None)
+            self.retired += 1
+        return retired
+
+    def _is_complete(self, iteration: int, parts: Sequence[PieceSum]) -> bool:
+        pieces = self._pieces(iteration)
+        for part in parts:
+            mask = pieces[part.colayer][part.piece]
+            for worker, earliest in enumerate(part.earliest):
+                if 0 <= earliest <= iteration and not mask >> worker & 1:
+                    return False
+        return True
+
+    def _pieces(self, iteration: int) -> list[list[int]]:
+        if iteration not in self.rows:
+            self.rows[iteration] = [[0] * self._workers for _ in range(self._colayers)]
+        return self.rows[iteration]
+
+    def state(self) -> GeiState:
+        """Return a copy for a worker that pulls parameters; it has no own bits."""
+        return GeiState(self.retired, self.zeta, self.counted, copy.deepcopy(self.rows))
+
+    def adopt(self, state: GeiState) -> None:
+        """Continue from the state that came with pulled parameters; keep own bits."""
+        self.retired, self.counted, self.rows = state.retired, state.counted, state.rows
+        self._own = {i: mask for i, mask in self._own.items() if i >= self.retired}
+        self.enter(state.zeta)
+
+    def with_colayers(self, colayers: int, first: int) -> Gei:
+        """Return the matrix with which training continues with a different number of colayers.
+
+        Rows before ``first`` are complete. ``counted`` is scaled in proportion and rounded.
+        """
+        out = Gei(self._workers, colayers)
+        out.counted = round(self.counted * colayers / self._colayers)
+        out.retired = first
+        out.enter(first)
+        return out

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from wingbeat.methods.bounded_staleness.bound import StalenessBound, StragglerDetector
-from wingbeat.methods.bounded_staleness.gei import Gei
 from wingbeat.methods.bounded_staleness.messages import (
     Contribution,
     Drained,
@@ -22,106 +22,76 @@ from wingbeat.methods.bounded_staleness.messages import (
     Progress,
     PullRequest,
     PullResponse,
-    Welcome,
-)
-from wingbeat.methods.bounded_staleness.rounds import (
-    OwnedPiece,
-    ReceivedRounds,
-    SentContributions,
-)
-from wingbeat.methods.bounded_staleness.view import (
-    CommittedView,
     View,
-    ViewChange,
     ViewProposal,
+    Welcome,
     covers,
     initial_view,
     is_reassigned,
     members,
+    merge_views,
     piece_owner,
     with_incarnation,
     without_worker,
+)
+from wingbeat.methods.bounded_staleness.rounds import (
+    Gei,
+    OwnedPiece,
+    ReceivedRounds,
+    SentContributions,
 )
 
 Combine = Callable[[int, int, dict[Contribution, Any]], Any]
 """Maps colayer, piece and the contributions in order of addition to the payload of their sum."""
 
 
-class PeerProgress:
-    """The latest `Progress` of each other worker."""
+@dataclass(frozen=True, slots=True)
+class CommittedView:
+    """A view, and the proposal with the most complete rounds; the lowest rank breaks ties."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._latest: dict[int, Progress] = {}
+    view: View
+    best: ViewProposal
 
-    def update(self, worker: int, progress: Progress) -> None:
-        """Record the latest message of a worker."""
-        self._latest[worker] = progress
 
-    def remove_worker(self, worker: int) -> None:
-        """Discard the progress of an ended incarnation."""
-        self._latest.pop(worker, None)
+class ViewChange:
+    """One worker's part in the agreement on a view.
 
-    def peers(self, view: View) -> tuple[int, ...]:
-        """Return the other members."""
-        return tuple(worker for worker in members(view) if worker != self._rank)
+    Each worker sends all others its proposal: the largest view that it has received, and its
+    rounds. A worker that receives a larger view merges it and sends its proposal again. A view
+    commits when every member has proposed exactly this view. All members have then stopped
+    accepting rounds of workers that died, and compute the same result from the same proposals.
+    """
 
-    def _known(self, view: View) -> Iterable[Progress | None]:
-        return (self._latest.get(worker) for worker in self.peers(view))
+    def __init__(self, view: View, *, joining: bool = False) -> None:
+        self.proposed = view
+        self.view = View((-1,) * len(view)) if joining else view
+        self._proposals: dict[int, ViewProposal] = {}
 
-    def behind(self, view: View, iteration: int) -> tuple[int, ...]:
-        """Return the peers that are, or may be, before ``iteration`` and have not finished."""
-        latest = ((worker, self._latest.get(worker)) for worker in self.peers(view))
-        return tuple(
-            w for w, p in latest if p is None or not (p.finished or p.iteration >= iteration)
-        )
+    @property
+    def in_progress(self) -> bool:
+        """Whether a view has been proposed and is not committed."""
+        return self.proposed != self.view
 
-    def training(self, view: View) -> tuple[int, ...]:
-        """Return the peers that are not known to have finished."""
-        return tuple(
-            w for w in self.peers(view) if w not in self._latest or not self._latest[w].finished
-        )
+    def propose(self, view: View) -> bool:
+        """Merge ``view`` into the proposal; return whether the proposal has changed."""
+        before, self.proposed = self.proposed, merge_views(self.proposed, view)
+        if self.proposed == before:
+            return False
+        self._proposals = {}
+        return True
 
-    def all_finished(self, view: View) -> bool:
-        """Whether all peers have finished."""
-        return all(progress is not None and progress.finished for progress in self._known(view))
+    def add_proposal(self, worker: int, proposal: ViewProposal) -> None:
+        """Record a worker's proposal; ignore one for another view, which will be sent again."""
+        if proposal.view == self.proposed:
+            self._proposals[worker] = proposal
 
-    def iteration_of(self, view: View, worker: int) -> int:
-        """Return the iteration of a worker; 0 if it is unknown, -1 if the worker is dead."""
-        if view[worker] % 2:
-            return -1
-        progress = self._latest.get(worker)
-        return 0 if progress is None else progress.iteration
-
-    def fastest(self, view: View) -> int | None:
-        """Return the peer with the most applied rounds that needs no pull; None if there is none.
-
-        Messages of earlier views do not count, because they may be outdated.
-        """
-        latest = ((w, self._latest.get(w)) for w in self.peers(view))
-        known = [(p.applied, -w) for w, p in latest if p is not None and p.view == view]
-        most, worker = max(known, default=(-1, 0))
-        return -worker if most >= 0 else None
-
-    def can_be_pulled(self, view: View, worker: int) -> bool:
-        """Whether a worker has reported in this view that it does not have to pull parameters."""
-        progress = self._latest.get(worker)
-        return progress is not None and progress.view == view and progress.applied >= 0
-
-    def all_must_pull(self, view: View) -> bool:
-        """Whether all peers have reported that they have to pull parameters."""
-        known = tuple(self._known(view))
-        return all(p is not None and p.view == view and p.applied < 0 for p in known)
-
-    def replicated_rounds(self, view: View) -> int:
-        """Return how many rounds two peers have applied, or one peer if it is the only one.
-
-        These rounds survive the death of one more worker.
-        """
-        known = sorted(
-            (p.applied if p is not None else -1 for p in self._known(view)), reverse=True
-        )
-        return known[min(1, len(known) - 1)] if known else 0
+    def commit(self) -> CommittedView | None:
+        """Commit the proposed view; return None while proposals of members are missing."""
+        if not self.in_progress or any(w not in self._proposals for w in members(self.proposed)):
+            return None
+        self.view = self.proposed
+        _, best = min(self._proposals.items(), key=lambda item: (-item[1].complete, item[0]))
+        return CommittedView(self.view, best)
 
 
 class Worker:
@@ -135,20 +105,19 @@ class Worker:
 
     If parameters can be pulled from another worker, at most ``max_buffered`` rounds are buffered
     (None: no limit). ``incarnation`` is 0, or larger than all earlier ones if the worker was
-    restarted. With ``history`` the GEI keeps retired rows.
+    restarted.
 
     Attributes:
         outbox: the messages to send, oldest first.
         iteration: the current or next iteration.
         zeta: the latest iteration that any worker has entered.
         gei: the contributions in the parameters.
-        dropped: iterations that the bound has dropped, each with the number of colayers that were
-            sent and therefore count.
+        dropped: iterations dropped by the bound, each with the number of colayers sent before.
         pulls: how often parameters were pulled.
+        joining: whether this worker was restarted and has no parameters yet.
         expelled: whether the other workers have removed this one; it must be restarted.
         finished: whether this worker begins no iterations until all have finished.
-        epoch: how often colayers have changed. Messages of other epochs must not reach this
-            machine.
+        epoch: how often colayers have changed; messages of other epochs must not be received.
     """
 
     def __init__(
@@ -160,38 +129,37 @@ class Worker:
         *,
         max_buffered: int | None = None,
         incarnation: int = 0,
-        history: bool = False,
         epoch: int = 0,
     ) -> None:
         self.rank, self.workers, self.incarnation = rank, workers, incarnation
         self.epoch, self._max_buffered = epoch, max_buffered
-        self.gei = Gei(workers, bound.colayers, keep_history=history)
+        self.gei = Gei(workers, bound.colayers)
         self.dropped: list[tuple[int, int]] = []
         self.pulls = self.zeta = 0
         self.expelled = False
         self._stragglers = StragglerDetector()
-        self._joining = incarnation > 0
-        self._start(bound, combine, 0)
+        self.joining = incarnation > 0
+        self._reset(bound, combine, 0)
         view = with_incarnation(initial_view(workers), rank, incarnation)
-        self._view_change = ViewChange(view, joining=self._joining)
-        if self._joining:
+        self._view_change = ViewChange(view, joining=self.joining)
+        if self.joining:
             self._out = True
             self._rounds.clear_expected()
             self._send_proposal()
         else:
-            self._own_piece(rank, 0)
+            self._owned[rank] = OwnedPiece(workers, bound.colayers, 0)
         self.gei.enter(0)
         self._advance()
 
-    def _start(self, bound: StalenessBound, combine: Combine, first: int) -> None:
-        """Reset the state of the current colayers."""
+    def _reset(self, bound: StalenessBound, combine: Combine, first: int) -> None:
+        """Reset the state of the current colayers, whose first round is ``first``."""
         self.bound, self.colayers, self._combine = bound, bound.colayers, combine
         self.outbox: deque[Envelope] = deque()
         self.iteration = first
         self.finished = self._computing = self._inside = self._out = False
         self._rounds = ReceivedRounds(self.workers, bound.colayers, first)
         self._sent = SentContributions(bound.colayers)
-        self._peers = PeerProgress(self.rank)
+        self._latest: dict[int, Progress] = {}  # by other worker
         self._owned: dict[int, OwnedPiece] = {}
         self._pull_requests: dict[int, int] = {}
         self._drained: dict[int, int] = {}
@@ -199,9 +167,6 @@ class Worker:
         self._last_progress: Progress | None = None
         self._requested: tuple[int, int] | None = None  # worker, and number of rounds
         self._pulled: PullResponse | None = None
-
-    def _own_piece(self, piece: int, first: int) -> None:
-        self._owned[piece] = OwnedPiece(self.workers, self.colayers, first)
 
     # -- state ----------------------------------------------------------------------------
 
@@ -223,20 +188,17 @@ class Worker:
     @property
     def pull_target(self) -> int | None:
         """Number of rounds that pulled parameters must have; None if none are needed."""
-        if self._joining:
+        if self.joining:
             return self._rounds.pull_target or self._rounds.applied
         return self._rounds.pull_target
 
     @property
-    def joining(self) -> bool:
-        """Whether this worker was restarted and has no parameters yet."""
-        return self._joining
-
-    @property
     def stranded(self) -> bool:
         """Whether no living worker has all parameters, so that none can continue."""
-        must_pull = self.pull_target is not None and not self.view_changing
-        return must_pull and self._peers.all_must_pull(self.view)
+        if self.pull_target is None or self.view_changing:
+            return False
+        applied = self._applied_by_peer()
+        return all(applied.get(worker, 0) < 0 for worker in self._peers())
 
     @property
     def buffered_rounds(self) -> int:
@@ -266,27 +228,27 @@ class Worker:
         if self.pull_target is not None:
             return False
         if self._out and self.bound.mode == "BSP":  # the others wait for it from here on
-            self.iteration, self._out = self.next_iteration, False
-            self._enter(self.iteration)
-            self._advance()
+            self._enter_next()
         wanted, s = self.next_iteration, self.bound.s
         required = self.bound.rounds_required(wanted, stragglers=self._stragglers.found)
         if self._rounds.applied < required:
             return False
-        return s is None or not self._peers.behind(self.view, wanted - s)
+        return s is None or not self._behind(wanted - s)
 
     def lagging_peers(self) -> tuple[int, ...]:
         """Return the workers that this one may have to wait for."""
-        most = 1 << 62 if self.finished else self.next_iteration
-        return self._peers.behind(self.view, most)
+        return self._behind(float("inf") if self.finished else self.next_iteration)
 
     def begin_iteration(self) -> int:
         """Enter the next iteration, and return its number."""
-        self.iteration, self._out = self.next_iteration, False
         self._computing = self._inside = True
+        self._enter_next()
+        return self.iteration
+
+    def _enter_next(self) -> None:
+        self.iteration, self._out = self.next_iteration, False
         self._enter(self.iteration)
         self._advance()
-        return self.iteration
 
     def send_colayer(self, colayer: int, payloads: Sequence[Any]) -> bool:
         """Send the pieces of a colayer, one to each worker; False if the iteration was dropped."""
@@ -313,9 +275,9 @@ class Worker:
         parts = self._rounds.take_round()
         if parts is not None:
             self.gei.apply_round(parts)
-            workers = (self.rank, *self._peers.training(self.view))
+            training = (w for w in self._peers() if not self._has_finished(w))
             entries = (part.entries for part in parts)
-            self._stragglers.observe_round(entries, parts[0].number, workers)
+            self._stragglers.observe_round(entries, parts[0].number, (self.rank, *training))
             self._release_applied()
             self._advance()
         return parts
@@ -332,7 +294,7 @@ class Worker:
         """Whether all workers have finished and received all that was sent; take rounds before."""
         mine = self._drained.get(self.rank)
         return mine is not None and all(
-            self._drained.get(worker) == mine for worker in self._peers.peers(self.view)
+            self._drained.get(worker) == mine for worker in self._peers()
         )
 
     @property
@@ -351,8 +313,7 @@ class Worker:
         """Resume after all were drained, with the same iteration on all workers."""
         # If the view has changed meanwhile, this worker is about to drain again.
         self.iteration = self._drained.get(self.rank, self._rounds.applied)
-        self._drained = {}
-        self.finished = False
+        self.finished, self._drained = False, {}
         self._enter(self.iteration)
         self._advance()
 
@@ -370,11 +331,11 @@ class Worker:
         known, first = self._view_change.proposed, self._rounds.applied
         self.epoch += 1
         self.gei = self.gei.with_colayers(bound.colayers, first)
-        self._start(bound, combine, first)
+        self._reset(bound, combine, first)
         self._view_change = ViewChange(view)
         for piece in range(self.workers):
             if piece_owner(view, piece) == self.rank:
-                self._own_piece(piece, first)
+                self._owned[piece] = OwnedPiece(self.workers, self.colayers, first)
         self._enter(first)
         for worker in members(view):
             if known[worker] != view[worker]:
@@ -395,7 +356,7 @@ class Worker:
     def pull_response(self, payload: Any) -> PullResponse:
         """Return the message with these parameters."""
         watermarks = self._rounds.watermarks(complete=False)
-        return PullResponse(self._rounds.applied, watermarks, self.gei.copy_applied(), payload)
+        return PullResponse(self._rounds.applied, watermarks, self.gei.state(), payload)
 
     def take_pulled_state(self) -> Any:
         """Return the payload of a `PullResponse` to load now; None if there is none."""
@@ -408,10 +369,41 @@ class Worker:
         self._rounds.skip_to(response.applied, response.watermarks)
         self.gei.adopt(response.gei)
         self._release_applied()
-        self._joining, self._requested = False, None
+        self.joining, self._requested = False, None
         self.pulls += 1
         self._advance()
         return response.payload
+
+    # -- peers ----------------------------------------------------------------------------
+
+    def _peers(self) -> tuple[int, ...]:
+        return tuple(worker for worker in members(self.view) if worker != self.rank)
+
+    def _has_finished(self, peer: int) -> bool:
+        progress = self._latest.get(peer)
+        return progress is not None and progress.finished
+
+    def _iteration_of(self, worker: int) -> int:
+        """Return the iteration of a worker; 0 if it is unknown, -1 if the worker is dead."""
+        if worker == self.rank:
+            return self.iteration
+        if self.view[worker] % 2:
+            return -1
+        progress = self._latest.get(worker)
+        return 0 if progress is None else progress.iteration
+
+    def _behind(self, iteration: float) -> tuple[int, ...]:
+        """Return the peers that are, or may be, before ``iteration`` and have not finished."""
+        latest = ((peer, self._latest.get(peer)) for peer in self._peers())
+        return tuple(
+            w for w, p in latest if p is None or not (p.finished or p.iteration >= iteration)
+        )
+
+    def _applied_by_peer(self) -> dict[int, int]:
+        """Return the rounds in the parameters of each peer, -1 if it has to pull them."""
+        # Messages of earlier views do not count, because they may be outdated.
+        latest = ((peer, self._latest.get(peer)) for peer in self._peers())
+        return {w: p.applied for w, p in latest if p is not None and p.view == self.view}
 
     # -- messages -------------------------------------------------------------------------
 
@@ -456,7 +448,7 @@ class Worker:
                 self._drained[sender] = rounds
 
     def _receive_progress(self, sender: int, progress: Progress) -> None:
-        self._peers.update(sender, progress)
+        self._latest[sender] = progress
         self._enter(max(progress.zeta, progress.iteration))
         for piece, owned in self._owned.items():
             if self._is_valid_for(piece, progress.view):
@@ -482,12 +474,19 @@ class Worker:
             self._rounds.add_sum(message)
 
     def _send(self, to: Iterable[int], message: Message) -> None:
-        receivers = tuple(to)
-        if receivers:
+        if receivers := tuple(to):
             self.outbox.append(Envelope(receivers, message))
 
     def _send_to_peers(self, message: Message) -> None:
-        self._send(self._peers.peers(self.view), message)
+        self._send(self._peers(), message)
+
+    def _send_piece(self, iteration: int, colayer: int, piece: int, payload: Any) -> None:
+        message = Piece(iteration, colayer, piece, self.view, payload)
+        owner = piece_owner(self.view, piece)
+        if owner == self.rank:
+            self._receive_piece(self.rank, message)
+        else:
+            self._send((owner,), message)
 
     # -- view changes ---------------------------------------------------------------------
 
@@ -501,8 +500,8 @@ class Worker:
         """Send the proposal to all members, and to the workers that were just removed."""
         view = self._view_change.proposed
         self.expelled = view[self.rank] != 2 * self.incarnation
-        self._rounds.freeze()
-        complete = -1 if self._joining else self._rounds.complete
+        self._rounds.freeze(True)
+        complete = -1 if self.joining else self._rounds.complete
         proposal = ViewProposal(view, complete, self._rounds.watermarks(complete=True))
         self._view_change.add_proposal(self.rank, proposal)
         self._send(sorted((changed | set(members(view))) - {self.rank}), proposal)
@@ -512,9 +511,8 @@ class Worker:
         view, first = committed.view, max(committed.best.complete, 0)
         changed = [w for w in range(self.workers) if view[w] != before[w] and w != self.rank]
         for worker in changed:
-            self._peers.remove_worker(worker)
-            self._pull_requests.pop(worker, None)
-            self._drained.pop(worker, None)
+            for kept in (self._latest, self._pull_requests, self._drained):
+                kept.pop(worker, None)
             for owned in self._owned.values():
                 owned.remove_worker(worker)
         for piece in range(self.workers):
@@ -524,7 +522,7 @@ class Worker:
         if joined and not is_reassigned(view, self.rank):
             first_rounds = tuple(self._owned[self.rank].next_rounds)
             self._send(joined, Welcome(self.rank, first_rounds))
-        self._rounds.unfreeze()
+        self._rounds.freeze(False)
         self._requested = self._last_progress = self._pulled = None
         self._drained.pop(self.rank, None)  # so that a joining worker receives it as well
 
@@ -532,7 +530,7 @@ class Worker:
         self._rounds.restart_piece(piece, first)
         self._owned.pop(piece, None)
         if piece_owner(committed.view, piece) == self.rank:
-            self._own_piece(piece, first)
+            self._owned[piece] = OwnedPiece(self.workers, self.colayers, first)
         watermarks = [row[self.rank] for row in committed.best.watermarks[piece]]
         for colayer, iteration, payload in self._sent.after(piece, watermarks):
             self._send_piece(iteration, colayer, piece, payload)
@@ -549,7 +547,7 @@ class Worker:
             for sender, incarnation, message in deferred:
                 if self._is_current(sender, incarnation):
                     self._deliver(sender, incarnation, message)
-        if self.expelled or (self._joining and self.view_changing):
+        if self.expelled or (self.joining and self.view_changing):
             return
         self._apply_bound()
         self._send_progress()
@@ -564,8 +562,8 @@ class Worker:
 
     def _apply_bound(self) -> None:
         """Drop the iteration if it is outdated (Pseudocode 1)."""
-        exchanged = self.gei.exchanged(self.iteration)
         if not self._out and not self.finished:
+            exchanged = self.gei.exchanged(self.iteration)
             self._out = self.bound.is_outdated(self.zeta - self.iteration, exchanged)
             if self._out and self._computing:
                 self.dropped.append((self.iteration, exchanged))
@@ -574,16 +572,13 @@ class Worker:
             self.iteration = self.zeta
 
     def _sent_through(self) -> int:
-        """Return the round up to which this worker has sent all that it has.
-
-        It does not answer for later rounds while no worker is more than one iteration ahead. So
-        workers of about equal speed are summed together, whatever the order of arrival.
-        """
+        """Return the round up to which this worker has sent all that it has."""
         if self.finished:  # once all have finished: no more until it resumes, even if others did
-            rounds = self._drained.get(self.rank)
-            return self._last_round if rounds is None else rounds - 1
+            return self._drained.get(self.rank, self.zeta + 2) - 1
         if self._out:  # rounds that closed before this worker joined need no answer
             return max(self.zeta, (self.pull_target or 0) - 1)
+        # It does not answer for later rounds while no worker is more than one iteration ahead. So
+        # workers of about equal speed are summed together, whatever the order of arrival.
         last = self.bound.last_computed(self.iteration, self.zeta)
         return last if last > self.iteration + 1 else self.iteration - 1
 
@@ -613,60 +608,41 @@ class Worker:
                 self._send_to_peers(part)
                 self._receive_sum(self.rank, self.incarnation, part)
 
-    def _iteration_of(self, worker: int) -> int:
-        if worker == self.rank:
-            return self.iteration
-        return self._peers.iteration_of(self.view, worker)
-
-    @property
-    def _last_round(self) -> int:
-        """Return the round after all iterations, which takes late contributions."""
-        return self.zeta + 1
-
     def _check_drained(self) -> None:
-        all_finished = self.finished and self._peers.all_finished(self.view)
-        if all_finished and self._rounds.complete > self._last_round:
-            rounds = self._last_round + 1
-            if self._drained.get(self.rank) != rounds:
-                self._drained[self.rank] = rounds
-                self._send_to_peers(Drained(rounds, self.view))
+        rounds = self.zeta + 2  # the round after all iterations takes late contributions
+        if not self.finished or self._rounds.complete < rounds:
+            return
+        if self._drained.get(self.rank) != rounds and all(map(self._has_finished, self._peers())):
+            self._drained[self.rank] = rounds
+            self._send_to_peers(Drained(rounds, self.view))
 
     def _discard_buffered(self) -> None:
-        """Discard buffered rounds if their parameters can be pulled from another worker.
-
-        Only within an iteration: between two, missing rounds and parameters may still arrive.
-        """
+        """Discard buffered rounds if their parameters can be pulled from another worker."""
+        # Only within an iteration: between two, missing rounds and parameters may still arrive.
         exceeds = self._max_buffered is not None and self._rounds.buffered > self._max_buffered
         if exceeds and self._inside and not self.view_changing:
-            end = self._peers.replicated_rounds(self.view)
+            latest = (self._latest.get(worker) for worker in self._peers())
+            known = sorted((-1 if p is None else p.applied for p in latest), reverse=True)
+            # What two peers have, or the only one, survives the death of one more worker.
+            end = known[min(1, len(known) - 1)] if known else 0
             if end > self._rounds.applied:
                 self._rounds.drop_before(end)
 
     def _request_pull(self) -> None:
-        """Request parameters from the fastest worker if some rounds can no longer arrive.
-
-        Not within an iteration: the parameters could not be loaded, and would soon be outdated.
-        """
+        """Request parameters from the fastest worker if some rounds can no longer arrive."""
+        # Not within an iteration: the parameters could not be loaded, and would soon be outdated.
         target = self.pull_target
         if target is None or self._inside or not self._rounds.knows_first_rounds:
             return
+        applied = self._applied_by_peer()
         if self._requested is not None:
             source, least = self._requested
-            if least >= target and self._peers.can_be_pulled(self.view, source):
+            if least >= target and applied.get(source, -1) >= 0:
                 return
-        fastest = self._peers.fastest(self.view)
-        if fastest is not None:
+        fastest = max(applied, key=lambda worker: (applied[worker], -worker), default=None)
+        if fastest is not None and applied[fastest] >= 0:
             self._requested = fastest, target
             self._send((fastest,), PullRequest(target, self.view))
 
-    def _send_piece(self, iteration: int, colayer: int, piece: int, payload: Any) -> None:
-        message = Piece(iteration, colayer, piece, self.view, payload)
-        owner = piece_owner(self.view, piece)
-        if owner == self.rank:
-            self._receive_piece(self.rank, message)
-        else:
-            self._send((owner,), message)
-
     def _release_applied(self) -> None:
-        """Discard own contributions that are in the parameters."""
         self._sent.release(lambda colayer: self._rounds.last_fully_applied(colayer, self.rank))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.staleness_simulation import Simulation
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.journal import applied_delays
+from wingbeat_lab.audit import applied_delays
 
 
 def simulate(bound: StalenessBound, kills: int = 0) -> Simulation:

@@ -1,4 +1,4 @@
-"""Sizes of what couriers carry in virtual time, beside what a courier makes of the same message."""
+"""Sizes of frames in virtual time, beside what a real sender makes of the same message."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import pytest
 from helpers.one_lane import OneLane
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import FrameSender
-from wingbeat.methods.bounded_staleness.messages import Envelope, Message, Piece, PieceSum, Progress
-from wingbeat.methods.bounded_staleness.view import initial_view
+from wingbeat.methods.bounded_staleness.messages import (
+    Envelope,
+    Message,
+    Piece,
+    PieceSum,
+    Progress,
+    initial_view,
+)
+from wingbeat.methods.bounded_staleness.simulated import Bundled, FrameSizes
 from wingbeat.methods.bounded_staleness.worker import Worker
-from wingbeat.simulator.colayers import Bundled, Coding, Letters
+from wingbeat.simulator.coding import Coding
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.transport.messages.frames import HEADER_BYTES
 
@@ -36,20 +43,20 @@ def real(message: Message, nbytes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("ratio", [1.0, 0.25])
 @pytest.mark.parametrize("colayer", [0, 1])
-def test_a_letter_is_as_long_as_the_real_one(colayer: int, ratio: float) -> None:
-    letters = Letters(MODEL, WORKERS, Coding(ratio=ratio))
+def test_frame_is_as_long_as_the_real_one(colayer: int, ratio: float) -> None:
+    sizes = FrameSizes(MODEL, WORKERS, Coding(ratio=ratio))
     payload = int(4 * ratio * -(-MODEL.numel[colayer] // WORKERS)) + MODEL.tensors[colayer]
     piece = Piece(100, colayer, 3, VIEW)
     entries = tuple((100, worker) for worker in range(WORKERS))
     some, none = (PieceSum(colayer, 3, 100, e, (100,) * WORKERS, VIEW) for e in (entries, ()))
     here = Progress(100, 100, 100, False, 100, VIEW)
     for message, nbytes in ((piece, payload), (some, payload), (none, 0), (here, 0)):
-        found, wanted = letters.of(message), real(message, nbytes)
+        found, wanted = sizes.of(message), real(message, nbytes)
         assert found.parts == wanted[1]
         assert found.nbytes == wanted[0]
 
 
 def test_words_grow_with_the_workers() -> None:
-    few, many = (Letters(MODEL, workers, Coding()) for workers in (10, 1000))
+    few, many = (FrameSizes(MODEL, workers, Coding()) for workers in (10, 1000))
     assert many.round(1, 1000).nbytes > 50 * few.round(1, 10).nbytes / 10
-    assert many.here.nbytes > 10 * few.here.nbytes
+    assert many.progress.nbytes > 10 * few.progress.nbytes

@@ -1,0 +1,458 @@
+"""Training under bounded staleness in virtual time: two threads of a worker, sizes, and the result.
+
+`wingbeat.simulator` has the clock, the network and the run; the state machines are those of a real
+run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.messages import (
+    Envelope,
+    Message,
+    Piece,
+    PieceSum,
+    Progress,
+    encode_frame,
+    initial_view,
+)
+from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.planning import plans
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cards import Cards, Stream
+from wingbeat.simulator.cluster import Work
+from wingbeat.simulator.coding import Coding
+from wingbeat.simulator.cores import Busy, Cores
+from wingbeat.simulator.mailbox import LIMITS
+from wingbeat.simulator.model import ITEMSIZE, Model
+from wingbeat.simulator.worker import Sleeps
+from wingbeat.transport.messages.frames import HEADER_BYTES
+from wingbeat.types import Fusion
+
+_TYPICAL = 100
+"""Number of a typical iteration."""
+
+
+# -- the result ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StaleRun:
+    """A run until all replicas have applied the requested number of contributions.
+
+    A contribution is the gradients of one worker in one iteration; if only some colayers were sent,
+    it counts for these.
+
+    Attributes:
+        seconds: until the last replica had applied them.
+        iterations: by worker, iterations begun.
+        dropped: by worker, iterations that ended by the rule before all colayers were sent.
+        lost: contributions that these have not sent.
+        rounds: rounds applied by worker 0: steps of its optimizer.
+        waited_s: by worker, seconds for which its training waited for others.
+        lags: histogram of the iterations by which the fastest known worker is ahead at the end of
+            an iteration that was not dropped.
+        delays: histogram of staleness in steps: of contributions that worker 0 applied, the steps
+            by which its parameters were ahead of those used to compute them. 0 in BSP.
+        begun: by worker and begun iteration, its time, and the contributions applied by then, in
+            iterations of all workers.
+    """
+
+    seconds: float
+    iterations: tuple[int, ...]
+    dropped: tuple[int, ...]
+    lost: float
+    rounds: int
+    waited_s: tuple[float, ...]
+    lags: Mapping[int, int]
+    delays: Mapping[int, float]
+    begun: tuple[tuple[tuple[float, float], ...], ...] = ()
+
+
+class RunRecorder:
+    """Records the progress of workers, and stops the agenda at ``target`` contributions."""
+
+    def __init__(self, agenda: Agenda, workers: int, colayers: int, target: float) -> None:
+        self._agenda, self._colayers, self._target = agenda, colayers, target
+        self.iterations = [0] * workers
+        self.rounds = [0] * workers
+        self.waited_s = [0.0] * workers
+        self._applied = [0] * workers  # in entries: a piece of a colayer of a contribution
+        self._reached = [False] * workers
+        self._lags: Counter[int] = Counter()
+        self._delays: Counter[int] = Counter()
+        self._begun: dict[tuple[int, int], int] = {}
+        self._moments: list[list[tuple[float, int]]] = [[] for _ in range(workers)]
+        self._pieces = 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether all replicas have applied the requested contributions."""
+        return all(self._reached)
+
+    def began(self, worker: int, iteration: int) -> None:
+        """Record the begin of an iteration."""
+        self.iterations[worker] += 1
+        self._begun[iteration, worker] = self.rounds[worker]
+        self._moments[worker].append((self._agenda.now, self._applied[worker]))
+
+    def ended(self, lag: int) -> None:
+        """Record the end of an iteration, ``lag`` iterations behind the fastest."""
+        self._lags[lag] += 1
+
+    def applied(self, worker: int, parts: Sequence[PieceSum]) -> None:
+        """Record an applied round."""
+        self._pieces = len(parts) // self._colayers
+        self._applied[worker] += sum(len(part.entries) for part in parts)
+        if worker == 0:
+            number = self.rounds[0]
+            for part in parts:
+                for entry in part.entries:
+                    self._delays[number - self._begun[entry]] += 1
+        self.rounds[worker] += 1
+        unit = self._colayers * self._pieces
+        if not self._reached[worker] and self._applied[worker] >= self._target * unit:
+            self._reached[worker] = True
+            if self.whole:
+                self._agenda.stop()
+
+    def run(self, dropped: Sequence[Sequence[tuple[int, int]]]) -> StaleRun:
+        """Return the result; ``dropped`` has iterations and their colayers sent, by worker."""
+        k = self._colayers
+        unit = k * self._pieces
+        return StaleRun(
+            self._agenda.now,
+            tuple(self.iterations),
+            tuple(map(len, dropped)),
+            sum(k - sent for each in dropped for _, sent in each) / k,
+            self.rounds[0],
+            tuple(self.waited_s),
+            dict(sorted(self._lags.items())),
+            {delay: count / unit for delay, count in sorted(self._delays.items())},
+            tuple(
+                tuple((when, applied / unit / len(self.rounds)) for when, applied in each)
+                for each in self._moments
+            ),
+        )
+
+
+# -- colayers and sizes of frames ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bundled:
+    """A model in colayers, the last layers first; times in seconds for one batch.
+
+    ``backward_s`` is by colayer, from the end of the previous one; ``rest_s`` is backward after the
+    last. ``numel`` and ``tensors`` count elements and parameters by colayer.
+    """
+
+    forward_s: float
+    backward_s: tuple[float, ...]
+    rest_s: float
+    numel: tuple[int, ...]
+    tensors: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration without waiting."""
+        return self.forward_s + sum(self.backward_s) + self.rest_s
+
+
+def bundled(model: Model, count: int, *, measured: bool = False) -> Bundled:
+    """Group a model's layers into ``count`` colayers as training does.
+
+    Raises:
+        UsageError: the model has fewer layers with parameters.
+    """
+    plan = plans.make_plan(
+        Fusion(kind="colayers", layers=count),
+        model.tensors,
+        model.ready_order,
+        model.measured if measured else None,
+    )
+    tensors = [bucket.tensors for bucket in plan.buckets]
+    if len(tensors) < count:
+        raise UsageError(
+            f"colayers={count}; allowed: up to {len(tensors)}, as many as the model has layers"
+        )
+    last = {each[-1] for each in tensors}
+    seconds, ends = 0.0, []
+    for layer in reversed(model.layers):
+        seconds += layer.backward_s
+        if last.intersection(layer.tensors):
+            ends.append(seconds)
+            seconds = 0.0
+    return Bundled(
+        sum(layer.forward_s for layer in model.layers),
+        tuple(ends),
+        seconds,
+        tuple(sum(model.tensors[t].numel for t in each) for each in tensors),
+        tuple(map(len, tensors)),
+    )
+
+
+class FrameSize(NamedTuple):
+    """The size of a message in bytes, headers included, and in messages of the message layer."""
+
+    nbytes: int
+    parts: int
+
+    def handled_s(self, work: Work) -> float:
+        """Return the seconds in which a communication thread sends or receives it."""
+        return self.parts * work.message_s + self.nbytes * work.message_s_per_byte
+
+
+class FrameSizes:
+    """Sizes of the messages that a communication thread sends.
+
+    ``numel`` and ``pieces`` are elements and size of a `Piece` by colayer, ``progress`` the size of
+    a `Progress`.
+    """
+
+    def __init__(self, model: Bundled, workers: int, coding: Coding) -> None:
+        self.numel = tuple(-(-numel // workers) for numel in model.numel)
+        self._flags, self._ratio = model.tensors, coding.ratio
+        view, first = initial_view(workers), (_TYPICAL,) * workers
+        number = _TYPICAL
+        self.progress = _frame_size(
+            _words(Progress(number, number, number, False, number, view)), 0
+        )
+        words = _words(Piece(number, 0, workers - 1, view))
+        self.pieces = tuple(_frame_size(words, self._payload(z)) for z in range(len(self.numel)))
+
+        def length(entries: Sequence[tuple[int, int]]) -> int:
+            return _words(PieceSum(0, workers - 1, number, tuple(entries), first, view))
+
+        entry = number, workers - 1
+        self._entry = length([entry, entry]) - length([entry])
+        self._empty = length([entry]) - self._entry
+
+    def of(self, message: Message) -> FrameSize:
+        """Return the size of a message."""
+        match message:
+            case PieceSum():
+                return self.round(message.colayer, len(message.entries))
+            case Piece():
+                return self.pieces[message.colayer]
+        return self.progress
+
+    def round(self, colayer: int, entries: int) -> FrameSize:
+        """Return the size of the sum of ``entries`` contributions."""
+        payload = self._payload(colayer) if entries else 0
+        return _frame_size(self._empty + entries * self._entry, payload)
+
+    def _payload(self, colayer: int) -> int:
+        return int(self.numel[colayer] * ITEMSIZE * self._ratio) + self._flags[colayer]
+
+
+def _words(message: Message) -> int:
+    return len(encode_frame(message, 0).header)
+
+
+def _frame_size(words: int, payload: int) -> FrameSize:
+    parts = 1
+    if words + payload > LIMITS.message:
+        parts += -(-payload // LIMITS.message)
+    return FrameSize(words + payload + HEADER_BYTES * parts, parts)
+
+
+# -- the threads of a worker -----------------------------------------------------------------
+
+
+class SimulatedThread:
+    """Receives all arrived messages, then sends all pending ones, as the real thread does.
+
+    Messages and sums take time, during which the thread processes no events.
+    """
+
+    def __init__(
+        self,
+        machine: Worker,
+        sizes: FrameSizes,
+        coding: Coding,
+        work: Work,
+        agenda: Agenda,
+        cores: Cores,
+        nics: Cards,
+        threads: Sequence[SimulatedThread],
+    ) -> None:
+        self.machine, self._sizes, self._work = machine, sizes, work
+        self._agenda, self._cores, self._nics, self._threads = agenda, cores, nics, threads
+        self._add_s = tuple(
+            numel * ITEMSIZE * (work.add_s_per_byte + coding.decode_s_per_byte)
+            for numel in sizes.numel
+        )
+        self._encode_s = tuple(n * ITEMSIZE * coding.encode_s_per_byte for n in sizes.numel)
+        self._arrived: deque[tuple[int, Message, FrameSize]] = deque()
+        self._resting = True
+        self._thread = self._run()
+        self.received: Callable[[], None] = lambda: None
+
+    def wake(self) -> None:
+        """Wake the thread to process pending work."""
+        if self._resting and (self._arrived or self.machine.outbox):
+            self._resting = False
+            self._agenda.at(self._agenda.now, self._go)
+
+    def _go(self) -> None:
+        for seconds in self._thread:
+            if seconds is None:
+                self._resting = True
+                return
+            if seconds > 0:
+                self._cores.work(seconds, self._go)
+                return
+
+    def _run(self) -> Iterator[float | None]:
+        while True:
+            while self._arrived:
+                sender, message, size = self._arrived.popleft()
+                yield size.handled_s(self._work)
+                self.machine.receive(sender, 0, message)
+                self.received()
+            while self.machine.outbox:
+                yield from self._send(self.machine.outbox.popleft())
+            if not self._arrived:
+                yield None
+
+    def _send(self, post: Envelope) -> Iterator[float]:
+        message = post.message
+        size = self._sizes.of(message)
+        if isinstance(message, PieceSum) and message.entries:
+            z = message.colayer
+            yield len(message.entries) * self._add_s[z] + self._encode_s[z]
+        for to in post.to:
+            yield size.handled_s(self._work)
+            self._carry(to, message, size)
+
+    def _carry(self, to: int, message: Message, size: FrameSize) -> None:
+        other, me = self._threads[to], self.machine.rank
+
+        def arrived() -> None:
+            other._arrived.append((me, message, size))
+            other.wake()
+
+        self._nics.carry(Stream(me, to, 0), size.nbytes, arrived)
+
+
+class TrainedMachine(Protocol):
+    """The methods of `wingbeat.methods.bounded_staleness.worker.Worker` that training calls.
+
+    ``iteration`` is the current or requested iteration, ``zeta`` the latest that any worker has
+    entered. ``dropped`` has iterations ended by the rule, and the number of their colayers that
+    were sent.
+    """
+
+    iteration: int
+    zeta: int
+    dropped: list[tuple[int, int]]
+
+    def can_begin(self) -> bool:
+        """Whether the requested iteration may be computed."""
+
+    def begin_iteration(self) -> int:
+        """Enter the requested iteration and return it."""
+
+    def send_colayer(self, colayer: int, payloads: Sequence[Any]) -> bool:
+        """Send the pieces of a colayer; return whether they were sent."""
+
+    def end_iteration(self) -> None:
+        """End the iteration."""
+
+    def take_round(self) -> tuple[PieceSum, ...] | None:
+        """Return the next round to apply."""
+
+
+class SimulatedTraining:
+    """Runs iterations as the machine permits.
+
+    The backward of a dropped iteration runs to its end, because autograd cannot be stopped.
+    ``cores`` run the copying of gradients and the updates; the model itself runs on a device.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        machine: TrainedMachine,
+        sent: Callable[[], None],
+        model: Bundled,
+        coding: Coding,
+        workers: int,
+        work: Work,
+        agenda: Agenda,
+        cores: Cores,
+        log: RunRecorder,
+        sleeps: Sleeps,
+    ) -> None:
+        self._cores = cores
+        self._rank, self._machine, self._sent = rank, machine, sent
+        self._model, self._agenda, self._log, self._sleeps = model, agenda, log, sleeps
+        self._payloads = (None,) * workers
+        fill_s = work.fill_s_per_byte + coding.encode_s_per_byte
+        self._fill_s = tuple(Busy(numel * ITEMSIZE * fill_s) for numel in model.numel)
+        step_s = work.update_s_per_byte + coding.decode_s_per_byte
+        self._step_s = Busy(sum(model.numel) * ITEMSIZE * step_s)
+        self._since: float | None = None
+        self._thread = self._train()
+        agenda.at(agenda.now, self._go)
+
+    def received(self) -> None:
+        """Check again whether a waiting iteration may begin."""
+        if self._since is not None:
+            self._log.waited_s[self._rank] += self._agenda.now - self._since
+            self._since = None
+            self._go()
+
+    def _go(self) -> None:
+        for seconds in self._thread:
+            if seconds is None:
+                self._since = self._agenda.now
+                return
+            if isinstance(seconds, Busy) and seconds > 0:
+                self._cores.work(seconds, self._go)
+                return
+            if seconds > 0:
+                self._agenda.at(self._agenda.now + seconds, self._go)
+                return
+
+    def _train(self) -> Iterator[float | None]:
+        count = 0
+        while True:
+            count += 1
+            yield from self._between()
+            self._log.began(self._rank, self._machine.begin_iteration())
+            self._sent()
+            yield self._sleeps(self._rank, count)
+            yield self._model.forward_s
+            yield from self._backward()
+
+    def _between(self) -> Iterator[float | None]:
+        """Apply arrived rounds, and wait until the staleness bound permits the next iteration."""
+        while True:
+            while (parts := self._machine.take_round()) is not None:
+                yield self._step_s
+                self._log.applied(self._rank, parts)
+                self._sent()
+            if self._machine.can_begin():
+                return
+            yield None
+
+    def _backward(self) -> Iterator[float]:
+        sends = True
+        for colayer, seconds in enumerate(self._model.backward_s):
+            yield seconds
+            if sends:
+                yield self._fill_s[colayer]
+            sends = self._machine.send_colayer(colayer, self._payloads)
+            self._sent()
+        yield self._model.rest_s
+        if sends:
+            self._log.ended(self._machine.zeta - self._machine.iteration)
+        self._machine.end_iteration()
+        self._sent()
