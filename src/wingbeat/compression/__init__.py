@@ -18,11 +18,14 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.settings import READ, Named, Settings, is_number, kinds_of, named, read_options
 from wingbeat.traits import WHOLE, Part
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # `typing` has it from Python 3.11 on
 
 SPLITS = ("error", "count")
 LEVELS = ("mean", "ends")
@@ -39,6 +42,7 @@ class CodecOptions(Part, Settings):
 
     Attributes:
         gathers: whether all-reduces during backward send each worker's payload to all others.
+        momentum: factor of momentum correction.
     """
 
     @property
@@ -48,6 +52,7 @@ class CodecOptions(Part, Settings):
 
     exact: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
+    momentum: float = 0.0
 
     @property
     def keeps(self) -> bool:
@@ -58,6 +63,28 @@ class CodecOptions(Part, Settings):
     def ends_after(self) -> int | None:
         """Number of iterations after which gradients are dense; None: never."""
         return None
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of first steps in which more is sent than later."""
+        return 0
+
+    @property
+    def selective(self) -> bool:
+        """Whether it is not used for all parameters alike, or not in all iterations."""
+        return False
+
+    def for_differences(self) -> Self:
+        """Return the options for differences of models, of workers that are not in lockstep."""
+        return replace(self, auto_disable=False)  # type: ignore[type-var]
+
+    def check_differences(self, where: str) -> None:
+        """Raise a `UsageError` for options that apply to gradients only."""
+        if self.ends_after is not None:
+            raise UsageError(
+                f"{where}, compression={self!r}): iterations are not counted by averages; leave "
+                "share out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -143,6 +170,11 @@ class _SketchOptions(CodecOptions):
     def ends_after(self) -> int | None:
         """Number of iterations after which gradients are dense; None: never."""
         return None if self.share == 1 else round(self.share * self.total)
+
+    @property
+    def selective(self) -> bool:
+        """Whether there are groups, or a share of iterations."""
+        return self.ends_after is not None or bool(self.groups)
 
     def of_groups(self) -> list[tuple[str, str | Coded]]:
         """Return every pattern and the compression of its group; the last is ``*``."""
@@ -237,6 +269,28 @@ class TopK(CodecOptions):
     def needs(self) -> frozenset[str]:
         """Momentum correction requires undivided buckets on each worker."""
         return frozenset({WHOLE} if self.momentum else ())
+
+    @property
+    def warmup_steps(self) -> int:
+        """Number of steps in which the density decreases."""
+        return self.warmup
+
+    def for_differences(self) -> Self:
+        """Return the options for differences of models, which travel at one density."""
+        return replace(self, auto_disable=False, warmup=0)
+
+    def check_differences(self, where: str) -> None:
+        """Raise a `UsageError` for options that apply to gradients only."""
+        if self.momentum:
+            raise UsageError(
+                f"{where}, compression={self!r}): momentum correction is of gradients, and here "
+                "the outer optimizer has momentum; write momentum=0, and Outer(momentum=...)"
+            )
+        if self.warmup not in (0, TopK.warmup):
+            raise UsageError(
+                f"{where}, compression={self!r}): differences of many steps travel at one density "
+                "from the first on; leave warmup out"
+            )
 
     def density_of(self, name: str) -> float:
         """Return the density of the parameter ``name``.

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -30,16 +30,14 @@ from wingbeat.engine.upgrade import (
     upgrade,
 )
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
-from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.methods.model_averaging.build import check_modules
 from wingbeat.monitor import launch
 from wingbeat.monitor.place import job_name
 from wingbeat.monitor.reporter import Place, Reporter
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
+from wingbeat.parts.strategy import Strategy
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
-from wingbeat.types import Choices
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -48,17 +46,10 @@ _INSIDE = ("optimizer", "_optimizer")
 """Attributes in which wrapper optimizers keep the wrapped one."""
 
 
-class HasChoices(Protocol):
-    """A strategy."""
-
-    def choices(self) -> Choices:
-        """Return its choices."""
-
-
 def distribute(
     model: ModelT,
     optimizer: OptimizerT,
-    strategy: HasChoices,
+    strategy: Strategy,
     *,
     world: World | None = None,
 ) -> tuple[ModelT, OptimizerT]:
@@ -86,22 +77,21 @@ def distribute(
     _refuse_scaler_around(optimizer, inner)
     world = whole = world or current()
     check_monitor_variables(whole)
-    choices = strategy.choices()
     given, optimizer = optimizer, cast(OptimizerT, inner)
-    check_momentum(choices, optimizer)
-    check_complex(model, choices, repr(strategy))
-    check_sparse(model, choices, repr(strategy))
-    check_modules(model, choices.averaging)
-    _check_returned(world, choices, strategy)
+    check_momentum(strategy, optimizer)
+    check_complex(model, strategy)
+    check_sparse(model, strategy)
+    strategy.exchange.check_model(model)
+    _check_returned(world, strategy)
     if world.size > 1:
         if not world.returned:
             _check_same_model(model, optimizer, world, strategy)
         # Several models of one process launch their buckets in different orders.
         world = world.open_channel()
-    collectives = Collectives(world, choices.topology)
+    collectives = Collectives(world, strategy.topology)
     if world.size > 1 and not world.returned:
         _broadcast_from_rank_zero(model, collectives)
-    engine = Engine(model, optimizer, choices, collectives, type(optimizer).step)
+    engine = Engine(model, optimizer, strategy, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
     claim_parameters(engine, engine.trained)
@@ -110,8 +100,8 @@ def distribute(
     return model, given
 
 
-def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> None:
-    if world.returned and not choices.returns:
+def _check_returned(world: World, strategy: Strategy) -> None:
+    if world.returned and not strategy.exchange.readmits:
         raise UsageError(
             f"rank {world.rank} was started again while the others go on, which {strategy!r} "
             "cannot let in: train with wingbeat.Canary(), Ripples(), LocalSGD() or DiLoCo(), or "
@@ -171,13 +161,6 @@ def join(
     """
     options = divide_by_initial_world_size, enable, throw_on_early_termination
     return joined(_engine_of(model, "join"), *options)
-
-
-def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
-    """Return the exchange of a model under bounded staleness; None under other strategies."""
-    engine = engine_of(model)
-    exchange = None if engine is None else engine.runtime.exchange
-    return exchange if isinstance(exchange, BoundedStalenessExchange) else None
 
 
 def synchronize(model: torch.nn.Module) -> None:
@@ -257,7 +240,7 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
         raise UsageError(
             f"distribute(optimizer={type(optimizer).__name__}): pass a torch.optim.Optimizer"
         )
-    if isinstance(strategy, type) or not hasattr(strategy, "choices"):
+    if not isinstance(strategy, Strategy):
         raise UsageError(
             f"distribute(strategy={strategy!r}): pass an instance, such as wingbeat.DeAR()"
         )
@@ -307,7 +290,7 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _check_same_model(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: HasChoices
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: Strategy
 ) -> None:
     left_out = ignored(model)
     tensors = [

@@ -22,12 +22,9 @@ import torch
 
 from wingbeat.codecs.feedback import check_tensors
 from wingbeat.engine.engine import Engine
-from wingbeat.engine.updates.local import LocalUpdate
+from wingbeat.engine.updates.local import SHARED, START, VELOCITY, LocalUpdate
 from wingbeat.engine.updates.stepper import State
 from wingbeat.errors import UsageError
-from wingbeat.methods.bounded_staleness.update import BoundedUpdate
-from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
-from wingbeat.observe.log import log
 from wingbeat.types import Span
 
 SHARD_FORMAT = "wingbeat optimizer shard, version 1"
@@ -322,8 +319,7 @@ def export_extra(engine: Engine) -> dict[str, Any]:
     update = engine.update
     if isinstance(update, LocalUpdate) and update.keeps:
         state[AVERAGES] = {"format": AVERAGES_FORMAT, "steps": update.steps, **update.tensors()}
-    several = engine.world.size > 1
-    if several and isinstance(update, (LocalUpdate, BoundedUpdate)) and update.is_own:
+    if engine.world.size > 1 and update.is_own:
         state[SAVED] = [engine.world.rank, engine.world.size, update.differs]
     return state
 
@@ -344,7 +340,7 @@ def check_extra(engine: Engine, state: Any) -> None:
             f"{_WHERE}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
             "number of steps"
         )
-    if isinstance(update, OuterUpdate):
+    if update.shapes is not None:
         for kind in _kinds(averages):
             _check_names(kind, averages[kind], update.shapes)
             check_tensors(averages[kind], update.shapes, f"{_WHERE}: {kind!r}")
@@ -372,25 +368,7 @@ def _log_missing(engine: Engine, state: Any) -> None:
             pass
         case _:
             return
-    update, world = engine.update, engine.world
-    if isinstance(update, BoundedUpdate):
-        if differed and world.rank == 0:
-            log.warning(
-                "load_state_dict(): this state was saved between two calls of model.synchronize(), "
-                "with rounds of gradients under way, which are in no state: training goes on "
-                "without them; call model.synchronize() on all ranks before you save"
-            )
-    elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
-        own = "its optimizer's own state"
-        if differed:
-            own += " and what its model had moved since wingbeat.synchronize() are"
-        else:
-            own += " is"
-        log.warning(
-            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to go on as without "
-            "a stop, save and load model and optimizer on every rank",
-            world.rank, saver, own,
-        )  # fmt: skip
+    engine.update.log_lost(saver, size, differed)
 
 
 def merge_extra(states: Sequence[Any]) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import Collectives, Encoded
-from wingbeat.compression import TopK
 from wingbeat.schedules.events import Operation
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class CollectiveExchange:
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
         """As `Exchange.start`."""
         begin, number, wire = self._collectives, bucket.index, bucket.wire
-        blocks = bucket.blocks
+        blocks, coded = bucket.blocks, self._compression.coded
         if isinstance(wire, Factors) and operation is not Operation.ALL_GATHER_PARAMETERS:
             if operation is not Operation.ALL_GATHER:  # the first half has reduced the whole bucket
                 bucket.handle = begin.all_reduce_factors(bucket.flat, wire, bucket=number)
@@ -51,7 +50,7 @@ class CollectiveExchange:
             )
         elif operation is Operation.ALL_GATHER_PARAMETERS:
             bucket.handle = begin.all_gather(bucket.flat, bucket=number, blocks=blocks)
-        elif isinstance(wire, Encoded) and isinstance(self._compression.coded, TopK):
+        elif isinstance(wire, Encoded) and coded is not None and coded.gathers:
             velocity = self._compression.velocity(bucket)
             bucket.handle = begin.all_gather_sum(
                 bucket.flat, wire=wire, bucket=number, velocity=velocity, beside=True

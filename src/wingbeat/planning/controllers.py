@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.parameter_server.slicing import layer_positions
 from wingbeat.observe.log import log
+from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import bucket_size, files, thresholds
 from wingbeat.planning.bucket_size import (
     BucketSizeResult,
@@ -34,7 +34,7 @@ from wingbeat.planning.thresholds import (
 from wingbeat.planning.trials import LedTrial, Rows, compression_trial
 from wingbeat.settings import is_number
 from wingbeat.transport.world import World
-from wingbeat.types import Choices, Serving, ThresholdTuning, Tuning
+from wingbeat.types import Tuning
 
 FIRST_WINDOWS = 2
 """Consecutive windows with drift before sizes are tuned again; doubled each time."""
@@ -131,16 +131,16 @@ class BucketSizeController:
     """
 
     def __init__(
-        self, tuning: Tuning, choices: Choices, bucketing: Bucketing, collectives: Collectives
+        self, tuning: Tuning, strategy: Strategy, bucketing: Bucketing, collectives: Collectives
     ) -> None:
         self._bucketing = bucketing
         self._collectives = collectives
         self._file = tuning.file
         self._fusion = bucketing.fusion
-        topologies = _possible_topologies(tuning, choices, collectives)
+        topologies = _possible_topologies(tuning, strategy, collectives)
         self._tuning = replace(tuning, topologies=topologies)
-        self.topology = choices.topology if topologies else ""
-        self._key = bucket_size_key(bucketing, collectives, choices, topologies)
+        self.topology = strategy.topology if topologies else ""
+        self._key = bucket_size_key(bucketing, collectives, strategy, topologies)
         self._seconds = 0.0
         known = self._known_setting() if tuning.file else None
         self.done = known is not None
@@ -288,17 +288,17 @@ class BucketSizeController:
 
 
 def _possible_topologies(
-    tuning: Tuning, choices: Choices, collectives: Collectives
+    tuning: Tuning, strategy: Strategy, collectives: Collectives
 ) -> tuple[str, ...]:
     """Return the topologies that can be tuned; empty if the strategy's own is the only one."""
     if not tuning.topologies:
         return ()
-    names = dict.fromkeys((choices.topology, *tuning.topologies))
+    names = dict.fromkeys((strategy.topology, *tuning.topologies))
     found = tuple(name for name in names if collectives.fits(name))
     why = ""
-    if choices.servers is not None or choices.partitions is not None:
+    if not strategy.exchange.collective:
         why = "gradients do not go through collectives of all"
-    elif choices.wire and not isinstance(choices.wire, str):
+    elif strategy.codec is not None:
         why = "a codec goes along its own"
     elif len(found) < 2 or collectives.world.size < 3:
         why = f"{collectives.world.size} workers on these links have one"
@@ -317,6 +317,20 @@ class Prioritized(Protocol):
         """Change the thresholds between the classes."""
 
 
+class TunedThresholds(Protocol):
+    """The options of an exchange part with `ExchangePart.tuned`, such as `wingbeat.parts.Servers`.
+
+    Attributes:
+        levels: the initial thresholds.
+        steps: iterations for which each is tried.
+        file: file in which rank 0 stores the result; empty: none.
+    """
+
+    levels: tuple[float, ...]
+    steps: int
+    file: str
+
+
 class ThresholdController:
     """Sets the thresholds between the priority classes of an exchange by a trial (Geryon, III-C).
 
@@ -326,22 +340,20 @@ class ThresholdController:
 
     def __init__(
         self,
-        choices: Choices,
-        serving: Serving,
-        tuning: ThresholdTuning,
+        strategy: Strategy,
         bucketing: Bucketing,
         collectives: Collectives,
         exchange: Prioritized,
     ) -> None:
         self._bucketing, self._collectives, self._exchange = bucketing, collectives, exchange
-        self._tuning = tuning
-        self._key = threshold_key(bucketing, collectives, choices, serving)
+        self._tuning = tuning = cast(TunedThresholds, strategy.exchange)
+        self._key = threshold_key(bucketing, collectives, strategy)
         self._trial: LedTrial[Cuts, ThresholdResult] | None = None
         self._untuned: ThresholdResult | None = None
         self._layers = 1
         self._seconds = 0.0
         self.done = False
-        self.thresholds = serving.thresholds
+        self.thresholds = tuning.levels
         known = self._known_thresholds() if tuning.file else None
         if known is not None:
             self.decide(known)
@@ -388,10 +400,8 @@ class ThresholdController:
         if self._bucketing.learning or self._bucketing.stale:
             return
         world, buckets = self._collectives.world, self._bucketing.buckets
-        layers = (
-            layer_positions([bucket.names for bucket in buckets]).layers if len(buckets) > 1 else 1
-        )
-        self._layers = layers
+        names = {name.rpartition(".")[0] for bucket in buckets for name in bucket.names}
+        self._layers = layers = len(names) if len(buckets) > 1 else 1
         if layers > 1:
             steps = self._tuning.steps
             self._trial = threshold_trial(layers, self.thresholds, steps, world.rank, world.size)
@@ -429,48 +439,43 @@ class ThresholdController:
 # -- keys ----------------------------------------------------------------------------------------
 
 
-def _common_key(bucketing: Bucketing, collectives: Collectives, choices: Choices) -> dict[str, Any]:
+def _common_key(
+    bucketing: Bucketing, collectives: Collectives, strategy: Strategy
+) -> dict[str, Any]:
+    wire = strategy.wire
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
     return {
-        **({"server_updates": True} if choices.server_updates else {}),
+        **({"server_updates": True} if strategy.update_part.on_servers else {}),
         "parameters": files.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),
-        "schedule": choices.schedule,
-        "wire": str(choices.wire) if choices.wire else "as computed",
+        **strategy.exchange.key(),
+        "schedule": strategy.schedule.machine,
+        "wire": str(wire) if wire else "as computed",
     }
 
 
 def bucket_size_key(
     bucketing: Bucketing,
     collectives: Collectives,
-    choices: Choices,
+    strategy: Strategy,
     topologies: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the model, cluster and strategy for which a bucket size is valid."""
     return {
-        **_common_key(bucketing, collectives, choices),
-        **({} if choices.partitions is None else {"partitions": choices.partitions}),
+        **_common_key(bucketing, collectives, strategy),
         **({"topologies": list(topologies)} if topologies else {}),
-        "topology": choices.topology,
-        "shard_optimizer": choices.shard_optimizer,
+        "topology": strategy.topology,
+        "shard_optimizer": strategy.update_part.shards,
     }
 
 
 def threshold_key(
-    bucketing: Bucketing, collectives: Collectives, choices: Choices, serving: Serving
+    bucketing: Bucketing, collectives: Collectives, strategy: Strategy
 ) -> dict[str, Any]:
     """Return the model, cluster and strategy for which thresholds are valid."""
-    fusion = choices.fusion
+    fusion = strategy.plan.fusion()
     return {
-        **_common_key(bucketing, collectives, choices),
-        "back": "dense" if serving.dense else "wire",
-        "encrypted": serving.encrypted,
-        "servers": serving.count,
-        "classes": serving.classes,
-        "order": serving.order,
-        "slice": serving.slice,
-        "placement": "whole" if serving.whole else "sharded",
-        "pushes": serving.pushes,
+        **_common_key(bucketing, collectives, strategy),
         "buckets": f"{fusion.kind} {fusion.bucket_bytes}",
     }

@@ -298,7 +298,7 @@ def _bucket_operation(
         start = _reduction(collectives, collective, buffer, encoded)
         return Operation(start, nbytes, buffers.fill)
     velocity = None
-    if isinstance(wire, TopK) and wire.momentum:
+    if not isinstance(wire, str) and wire.momentum:
         velocity = buffers.float32("velocity")
 
     def gather() -> Handle:

@@ -19,12 +19,14 @@ import torch
 
 from wingbeat import schedules
 from wingbeat.collectives import Collectives
-from wingbeat.compression import Coded, TopK
+from wingbeat.compression import Coded
 from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
+from wingbeat.parts.plan import Merged
+from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import controllers, measure, merge
 from wingbeat.planning.backward import BackwardProfiler, combine
 from wingbeat.planning.costs import Workload
@@ -35,7 +37,7 @@ from wingbeat.planning.measure import Samples, fit_samples, key_of, payload_byte
 from wingbeat.planning.merge.selection import TRIED, Candidate, candidates
 from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
 from wingbeat.planning.trials import Rows, Trial, plan_trial
-from wingbeat.types import Choices, Merging, Plan
+from wingbeat.types import Plan
 
 MISPREDICTED = 0.1
 """Relative error above which a prediction is reported."""
@@ -110,8 +112,8 @@ class LayerMerging:
 
     def __init__(
         self,
-        rule: Merging,
-        choices: Choices,
+        rule: Merged,
+        strategy: Strategy,
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
@@ -121,10 +123,10 @@ class LayerMerging:
         self._compression = compression
         self._bucketing = bucketing
         self._world = collectives.world
-        self._planner = Planner(choices, bucketing, compression, collectives)
+        self._planner = Planner(strategy, bucketing, compression, collectives)
         # Collectives of a GPU library do not report their completion.
         native = bucketing.device.type in collectives.world.nccl_devices
-        later = not schedules.BY_NAME[choices.schedule].whole_after_backward
+        later = not schedules.BY_NAME[strategy.schedule.machine].whole_after_backward
         self.passes = BackwardProfiler(
             len(bucketing.slots), bucketing.device, asynchronous=later and not native
         )
@@ -367,12 +369,12 @@ class Planner:
 
     def __init__(
         self,
-        choices: Choices,
+        strategy: Strategy,
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
     ) -> None:
-        self._choices = choices
+        self._strategy = strategy
         self._bucketing = bucketing
         self._compression = compression
         self._collectives = collectives
@@ -380,7 +382,7 @@ class Planner:
     @property
     def wire(self) -> str | Coded:
         """The encoding of gradients; fp32 where a trial has disabled compression."""
-        return self._choices.wire if self._compression.on or not self._compression.coded else ""
+        return self._strategy.wire if self._compression.on or not self._compression.coded else ""
 
     @property
     def collective(self) -> str:
@@ -388,9 +390,11 @@ class Planner:
 
         The second phase competes with the next forward and is measured separately.
         """
-        if self._choices.schedule == "dear":
+        if self._strategy.schedule.machine == "dear":
             return "reduce-scatter"
-        return "payload all-gather" if isinstance(self.wire, TopK) else "all-reduce"
+        wire = self.wire
+        gathers = not isinstance(wire, str) and wire.gathers
+        return "payload all-gather" if gathers else "all-reduce"
 
     def key(self) -> dict[str, Any]:
         """Return the model and cluster for which a probe is valid."""
@@ -446,7 +450,7 @@ class Planner:
             ),
             encode=encode,
             exchange=exchange,
-            interfaces=measure.measure_links(self._collectives, topology=self._choices.topology),
+            interfaces=measure.measure_links(self._collectives, topology=self._strategy.topology),
             rest_s=rest_s,
             cpu=best_fit(samples.cpu) if samples.cpu else None,
             gather=gather,
@@ -469,11 +473,11 @@ class Planner:
         The all-gathers of a sharded optimizer carry uncompressed parameters. Factors are summed
         whole.
         """
-        wire = "" if self._choices.shard_optimizer else self.wire
+        wire = "" if self._strategy.update_part.shards else self.wire
         if not isinstance(wire, str) and wire.summed:
             return None
         samples = self._measure_wire(wire, measure.SECOND_PHASE)
-        if not self._choices.shard_optimizer:
+        if not self._strategy.update_part.shards:
             return fit_samples(samples, wire)[1]
         # The cost model counts the bytes of a bucket's gradients.
         specs = self._bucketing.specs

@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
-from wingbeat.compression import TopK
+from wingbeat.parts import Servers
 from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
@@ -157,21 +158,23 @@ def _deciding(contender: Contender, nbytes: int) -> int:
     """Iterations until a row has tuned itself, for so many bytes of gradients."""
     if contender.strategy is None:
         return 0
-    choices = contender.strategy.choices()
-    tried = not isinstance(choices.wire, str) and choices.wire.auto_disable
-    count = TRIAL if tried else 0
-    if choices.tuning is not None:
-        tuning = choices.tuning
+    plan, wire, exchange = (
+        contender.strategy.plan,
+        contender.strategy.wire,
+        contender.strategy.exchange,
+    )
+    count = TRIAL if not isinstance(wire, str) and wire.auto_disable else 0
+    if (tuning := plan.tuning()) is not None:
         # A model within the smallest size has only one plan, known after the first iteration.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
-    if choices.servers is not None and choices.servers.tuning is not None:
-        trial = WARMUP + choices.servers.tuning.steps + LAG
-        count += LAG + typical_blocks(choices.servers.classes) * trial
-    if choices.merging is not None:
-        count += 2 * (choices.merging.steps + 2)
-        if choices.merging.rule == "tried":
+    if exchange.tuned:
+        servers = cast(Servers, exchange)
+        count += LAG + typical_blocks(servers.classes) * (WARMUP + servers.steps + LAG)
+    if (merged := plan.merging()) is not None:
+        count += 2 * (merged.steps + 2)
+        if merged.rule == "tried":
             # Plans are compared at the final density.
-            count += PLANS + (choices.wire.warmup if isinstance(choices.wire, TopK) else 0)
+            count += PLANS + (0 if isinstance(wire, str) else wire.warmup_steps)
     return count
 
 

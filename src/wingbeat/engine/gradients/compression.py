@@ -19,7 +19,6 @@ from wingbeat.compression import (
     Coded,
     Half,
     LowRank,
-    TopK,
     for_parameter,
     matrix_of,
     unmatched_patterns,
@@ -27,7 +26,8 @@ from wingbeat.compression import (
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
-from wingbeat.types import Choices, Span
+from wingbeat.parts.strategy import Strategy
+from wingbeat.types import Span
 
 
 class Compression:
@@ -87,12 +87,12 @@ class Compression:
     def settled(self) -> bool:
         """Whether the codec's warm-up is over."""
         wire = self.coded if self.on else None
-        return not isinstance(wire, TopK) or self._step > wire.warmup
+        return wire is None or not wire.gathers or self._step > wire.warmup_steps
 
     @property
     def momentum(self) -> float:
         """The factor of momentum correction; 0 for none."""
-        return self.coded.momentum if isinstance(self.coded, TopK) else 0.0
+        return 0.0 if self.coded is None else self.coded.momentum
 
     # -- buckets --------------------------------------------------------------------------
 
@@ -179,10 +179,10 @@ class Compression:
         """Return the encoding; None if all the bucket's parameters are sent unencoded."""
         assert self.coded is not None
         step = max(0, self._step)
-        if isinstance(self.coded, TopK):
-            step = min(step, self.coded.warmup)
+        if self.coded.gathers:  # its density is constant after the warm-up
+            step = min(step, self.coded.warmup_steps)
         known = self._made.get(bucket)
-        if known is None or (known[0] != step and isinstance(self.coded, TopK)):
+        if known is None or (known[0] != step and self.coded.gathers):
             known = self._made[bucket] = (step, self._make(bucket, self.coded, step))
         return known[1]
 
@@ -294,12 +294,12 @@ def no_residuals(call: str) -> UsageError:
     )
 
 
-def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
+def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
     """Raise a `UsageError` where momentum correction is not possible."""
-    wire = choices.wire
-    if not isinstance(wire, TopK) or wire.momentum == 0:
+    wire = strategy.codec
+    if wire is None or wire.momentum == 0:
         return
-    if choices.schedule != "wfbp":
+    if strategy.schedule.machine != "wfbp":
         raise UsageError(
             f"{wire}: momentum correction needs whole buckets on each worker, which "
             "wingbeat.AllReduce has; use AllReduce(compression=...) or momentum=0"

@@ -33,6 +33,15 @@ _FORWARDS, _CHANGES = 3, 3
 _SAMPLE = 8
 """Elements of each parameter that are sampled."""
 
+SHARED = "shared"
+"""The shared model."""
+
+VELOCITY = "velocity"
+"""The momentum buffer."""
+
+START = "start"
+"""The model from which inner steps start, if parameters are narrower than the shared model."""
+
 
 class Averager(Protocol):
     """Averages one flat buffer with other workers', in the background or between steps.
@@ -168,6 +177,27 @@ class LocalUpdate(WholeUpdate):
     def is_own(self) -> bool:
         """Whether a state dict contains state of this worker only."""
         return self._moved or not self._model.with_state
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size] | None:
+        """The shapes of `tensors`, by parameter name; None without an outer optimizer."""
+        return None
+
+    def log_lost(self, saver: int, size: int, differed: bool) -> None:
+        """Log once, on one rank, what a state lacks that rank ``saver`` of ``size`` has saved."""
+        rank = self._training.collectives.world.rank
+        if self._training.collectives.world.size == 1 or rank != (saver + 1) % size:
+            return
+        own = "its optimizer's own state"
+        if differed:
+            own += " and what its model had moved since wingbeat.synchronize() are"
+        else:
+            own += " is"
+        log.warning(
+            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to go on as without "
+            "a stop, save and load model and optimizer on every rank",
+            rank, saver, own,
+        )  # fmt: skip
 
     @property
     def steps(self) -> int:

@@ -71,6 +71,19 @@ class Update:
     option: ClassVar[str] = ""
     shards: Shards | None = None
 
+    @property
+    def differs(self) -> bool:
+        """Whether this worker's model may differ from the others'."""
+        return False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a state dict contains state of this worker only."""
+        return False
+
+    def log_lost(self, saver: int, size: int, differed: bool) -> None:
+        """Log once, on one rank, what a state lacks that rank ``saver`` of ``size`` has saved."""
+
     def __init__(self, training: Training) -> None:
         self._training = training
 

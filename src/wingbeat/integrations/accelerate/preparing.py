@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wingbeat.engine.api import HasChoices, distribute, unwrapped
+from wingbeat.engine.api import distribute, unwrapped
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
@@ -19,6 +19,7 @@ from wingbeat.integrations.accelerate.refusing import (
     refuse_setup,
     warn_of_one,
 )
+from wingbeat.parts.strategy import Strategy
 from wingbeat.transport import init
 from wingbeat.transport.world import World, current
 
@@ -26,7 +27,7 @@ from wingbeat.transport.world import World, current
 def prepare(
     accelerator: Any,
     *objects: Any,
-    strategy: HasChoices | None = None,
+    strategy: Strategy | None = None,
     device_placement: Sequence[bool | None] | None = None,
 ) -> Any:
     """Prepare objects for training, as ``accelerator.prepare``, with wingbeat in place of DDP.
@@ -97,7 +98,7 @@ def _prepared_model(
     accelerator: Any,
     model: nn.Module,
     optimizer: Any,
-    strategy: HasChoices,
+    strategy: Strategy,
     place: bool | None,
     world: World,
 ) -> nn.Module:
@@ -114,7 +115,7 @@ def _prepared_model(
     return ready
 
 
-def _check_again(model: nn.Module, engine: Engine, strategy: HasChoices) -> None:
+def _check_again(model: nn.Module, engine: Engine, strategy: Strategy) -> None:
     compiled = getattr(engine.model, "_orig_mod", None)
     if model not in (engine.model, compiled) or engine.meter.strategy != repr(strategy):
         raise UsageError(

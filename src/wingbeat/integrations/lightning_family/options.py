@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from wingbeat.errors import UsageError, unknown
-from wingbeat.strategies import PRESETS, DeAR, parse
+from wingbeat.strategies import PRESETS, DeAR, Strategy, parse
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds that a wait may take, as in Lightning: rank 0 may work alone for long."""
@@ -59,7 +59,7 @@ def strategy_of(given: Any) -> Any:
         return DeAR()
     if isinstance(given, str):
         return parse(given)
-    if isinstance(given, type) or not hasattr(given, "choices"):
+    if not isinstance(given, Strategy):
         raise UsageError(
             f"WingbeatStrategy({given!r}): pass one of wingbeat's strategies, such as "
             "wingbeat.DeAR(), or its name, such as 'dear:mb=10'"

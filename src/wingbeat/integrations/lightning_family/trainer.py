@@ -16,7 +16,6 @@ import torch
 from wingbeat.engine.api import (
     abandon,
     begin_step,
-    bounded_exchange,
     distribute,
     no_sync,
     release,
@@ -24,6 +23,8 @@ from wingbeat.engine.api import (
 )
 from wingbeat.errors import UsageError
 from wingbeat.integrations.lightning_family import changing, names, options, workers
+from wingbeat.methods.bounded_staleness.build import bounded_exchange
+from wingbeat.parts import PartnersPart
 
 
 class TrainerStrategy:
@@ -232,14 +233,16 @@ class TrainerStrategy:
 
         Raises UsageError inside a training step, where workers may wait for this one.
         """
-        averaging = self.wingbeat_strategy.choices().averaging
-        if averaging is None or averaging.partners == "all" or self._wingbeat_optimizer is None:
+        exchange = self.wingbeat_strategy.exchange
+        if not isinstance(exchange, PartnersPart) or exchange.everyone:
+            return
+        if self._wingbeat_optimizer is None:
             return
         if self._wingbeat_stepping and not self._wingbeat_failed:
             # In pairwise averaging a worker also answers while it waits between its steps. It does
             # not inside a step, where LBFGS evaluates the loss.
             within = isinstance(self._wingbeat_optimizer, torch.optim.LBFGS)
-            if averaging.partners == "pairs" and not within:
+            if not exchange.waits and not within:
                 return
             raise UsageError(
                 "self.log(sync_dist=True), all_gather or a barrier in training_step waits for all "

@@ -26,6 +26,7 @@ from wingbeat.methods.bounded_staleness.colayers import (
 from wingbeat.methods.bounded_staleness.communication import CommunicationThread
 from wingbeat.methods.bounded_staleness.journal import open_journal
 from wingbeat.methods.bounded_staleness.membership import JoinedWorker, join_workers
+from wingbeat.methods.bounded_staleness.options import Bounded
 from wingbeat.methods.bounded_staleness.pieces import EncodedPieces, Pieces
 from wingbeat.methods.bounded_staleness.replica import (
     AsynchronousReplica,
@@ -40,7 +41,6 @@ from wingbeat.schedules.events import Operation
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.world import World
-from wingbeat.types import Staleness
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket, StepCounter
@@ -109,7 +109,7 @@ class BoundedStalenessExchange:
     def __init__(
         self,
         world: World,
-        staleness: Staleness,
+        bounded: Bounded,
         compression: Compression,
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
@@ -117,14 +117,14 @@ class BoundedStalenessExchange:
         others: Sequence[torch.Tensor] = (),
     ) -> None:
         self._steps, self._buckets_sent, self._control_sent = steps, 0, False
-        self._world, self._staleness, self._compression = world, staleness, compression
+        self._world, self._bounded, self._compression = world, bounded, compression
         self._optimizer, self._step, self._others = optimizer, step, others
         self._dropped = self.replicas_diverge = False
         self._profiler: LayerProfiler | None = None
         self._change: ColayerChange | None = None
         self._changing: ColayerDecision | None = None
         self._epoch = 0
-        self.synchronous = staleness.synchronous
+        self.synchronous = bounded.exact
         self.waited: Callable[[int], None] = lambda _: None
 
     # -- connections and colayers ---------------------------------------------------------
@@ -146,13 +146,13 @@ class BoundedStalenessExchange:
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
         """Use these buckets as colayers, and connect the workers if they are not connected."""
-        world, staleness, count = self._world, self._staleness, len(buckets)
-        p = staleness.exchanged(count)
-        bound = bound_with_control(staleness.s, p, count, staleness.in_flight)
+        world, bounded, count = self._world, self._bounded, len(buckets)
+        p = bounded.exchanged(count)
+        bound = bound_with_control(bounded.s, p, count, bounded.in_flight)
         if world.rank == 0:
             log.debug(
                 "%d colayers: p=%d, s=%s, in_flight=%s",
-                count, p, staleness.s, staleness.in_flight,
+                count, p, bounded.s, bounded.in_flight,
             )  # fmt: skip
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
         wires = [self._compression.encoded(bucket) for bucket in buckets]
@@ -183,7 +183,7 @@ class BoundedStalenessExchange:
             )
         else:
             self._replica = AsynchronousReplica(*common, world.size, self._others)
-        joined = open_connections(world, encrypted=self._staleness.encrypted)
+        joined = open_connections(world, encrypted=self._bounded.encrypted)
         incarnation = joined.incarnation
         self.machine = Worker(
             world.rank, world.size, bound, self._replica.aggregator.combine,

@@ -177,6 +177,15 @@ class BoundedUpdate(WholeUpdate):
         """Whether other workers may have applied other rounds."""
         return self._exchange.replicas_diverge and self._has_stepped
 
+    def log_lost(self, saver: int, size: int, differed: bool) -> None:  # noqa: ARG002
+        """Log once, on one rank, that a state lacks rounds that were under way."""
+        if differed and self._training.collectives.world.rank == 0:
+            log.warning(
+                "load_state_dict(): this state was saved between two calls of model.synchronize(), "
+                "with rounds of gradients under way, which are in no state: training goes on "
+                "without them; call model.synchronize() on all ranks before you save"
+            )
+
     @property
     def is_own(self) -> bool:
         """Whether a state dict would be that of this worker only."""

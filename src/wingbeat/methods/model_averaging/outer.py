@@ -8,22 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from wingbeat.engine.updates.flat import FlatModel
-from wingbeat.engine.updates.local import Averager, LocalUpdate, Tensors
+from wingbeat.engine.updates.local import SHARED, START, VELOCITY, Averager, LocalUpdate, Tensors
 from wingbeat.engine.updates.update import Closure, Host, Training
 from wingbeat.errors import UsageError
 from wingbeat.schedules.local import Local
 from wingbeat.transport.world import World
 
 # Kinds of the outer optimizer's tensors.
-SHARED = "shared"
-"""The shared model."""
-
-VELOCITY = "velocity"
-"""The momentum buffer."""
-
-START = "start"
-"""The model from which inner steps start, if parameters are narrower than the shared model."""
-
 _FIRST_SHARED = "first shared model"
 """Key under which workers publish a checksum of their first shared model."""
 

@@ -21,6 +21,7 @@ from wingbeat.methods.parameter_server.aggregator import sum_dtype
 from wingbeat.methods.parameter_server.client import Client, SliceFormat, Transfer
 from wingbeat.methods.parameter_server.coded_aggregator import CODED, bytes_tensor
 from wingbeat.methods.parameter_server.launch import ServerGroup
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import MAX_HEADER_BYTES, Kind, Piece, pack_header
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
 from wingbeat.methods.parameter_server.slicing import (
@@ -34,7 +35,7 @@ from wingbeat.observe.log import log
 from wingbeat.observe.meter import Section
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.world import World
-from wingbeat.types import Serving, Span
+from wingbeat.types import Span
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket, Slot
@@ -181,21 +182,21 @@ class ServerExchange:
     def __init__(
         self,
         world: World,
-        serving: Serving,
+        servers: Servers,
         nbytes: int,
         wire: str | Coded = "",
         optimizer: str = "",
         max_update_bytes: int = 0,
     ) -> None:
-        self._servers = ServerGroup(world, serving, nbytes, wire, optimizer, max_update_bytes)
+        self._servers = ServerGroup(world, servers, nbytes, wire, optimizer, max_update_bytes)
         self._client: Client = self._servers.client
         self._planner = RequestPlanner(
-            serving, self._servers.count, world.rank, self._servers.weights
+            servers, self._servers.count, world.rank, self._servers.weights
         )
         self._rank, self._workers = world.rank, world.size
-        self._wire, self._dense = wire, bool(serving.dense and wire)
+        self._wire, self._dense = wire, bool(servers.dense and wire)
         self._buckets: list[Bucket] = []
-        self._coarse, self._warned = serving.coarse, world.rank != 0
+        self._coarse, self._warned = servers.coarse, world.rank != 0
         self._codings: dict[int, SliceCoding] = {}
         self._residuals: dict[int, torch.Tensor] = {}
         self._uncollected: set[int] = set()

@@ -14,12 +14,12 @@ from wingbeat.collectives import Handle
 from wingbeat.collectives.nccl import NcclJob
 from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.slicing import BucketPriorities, layer_positions
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.messages.carrier import tos_of
 from wingbeat.transport.nccl import NcclGroup
 from wingbeat.transport.world import World
-from wingbeat.types import Serving
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket
@@ -42,24 +42,23 @@ class GpuServerExchange:
         UsageError: NCCL does not support an option.
     """
 
-    def __init__(self, world: World, serving: Serving, wire: str | Coded = "") -> None:
+    def __init__(self, world: World, servers: Servers, wire: str | Coded = "") -> None:
         if wire:
             raise UsageError(
                 f"compression={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in "
                 "their own dtype only; use compression='fp32', or this one with wingbeat.AllReduce "
                 "or DeAR"
             )
-        usual = Serving()
-        if serving.count or serving.whole or serving.order != usual.order or serving.shuffled:
+        if servers.count or servers.whole or servers.order != Servers.order:
             raise UsageError(
                 "parameters on a GPU: each GPU serves its block of every bucket, in the order in "
                 "which they are ready; use servers=0, placement='sharded' and order='ready', as "
                 "wingbeat.Geryon() does, or keep the model on the CPU"
             )
         self._world = world
-        self._serving = serving
+        self._servers = servers
         self._positions: dict[int, int] = {}
-        self._priorities = BucketPriorities(serving)
+        self._priorities = BucketPriorities(servers)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Replace the buckets; ``forward`` has them in forward order.
@@ -98,5 +97,5 @@ class GpuServerExchange:
         return ()
 
     def _group(self, urgency: int) -> NcclGroup:
-        classes = self._serving.classes
+        classes = self._servers.classes
         return self._world.nccl_in(None if classes == 1 else tos_of(urgency, classes))

@@ -15,6 +15,7 @@ from wingbeat.exchanges.departures import departures_of
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
 from wingbeat.methods.parameter_server.client import Client
 from wingbeat.methods.parameter_server.failures import FailureNotice
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import MAX_LINKS
 from wingbeat.methods.parameter_server.send_queue import Order
 from wingbeat.methods.parameter_server.server import ServerConfig
@@ -23,7 +24,6 @@ from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
-from wingbeat.types import Serving
 
 MEMORY_FACTOR = 8
 """A server's memory limit as a multiple of the gradients' size. Two sums of each slice are kept, in
@@ -56,14 +56,14 @@ class ServerGroup:
     def __init__(
         self,
         world: World,
-        serving: Serving,
+        servers: Servers,
         nbytes: int,
         wire: str | Coded = "",
         optimizer: str = "",
         max_update_bytes: int = 0,
     ) -> None:
         identity = json.dumps(interfaces.local().identity)
-        hosts = place_servers(world.exchange("server hosts", identity), serving.count)
+        hosts = place_servers(world.exchange("server hosts", identity), servers.count)
         self._world = world
         self.count = len(hosts)
         self.weights = _network_weights(world)
@@ -75,13 +75,13 @@ class ServerGroup:
             workers=world.size,
             hosts=hosts,
             interfaces=("lo",) if world.threads else tuple(link.name for link in world.links),
-            classes=serving.classes,
-            encrypted=serving.encrypted,
+            classes=servers.classes,
+            encrypted=servers.encrypted,
             timeout=world.timeout,
             max_sum_bytes=max_sum_bytes,
-            order=serving.order,
+            order=servers.sending,
             wire=None if isinstance(wire, str) else wire,
-            dense=bool(serving.dense and wire),
+            dense=bool(servers.dense and wire),
             optimizer=optimizer,
             max_update_bytes=max_update_bytes + _SPARE_BYTES,
         )
