@@ -177,7 +177,7 @@ def parse(text: str, warmup: int | None) -> Contender:
 
 def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strategy:
     """The strategy with its codec always on, and the requested warm-up of top-k's density."""
-    wire = strategy.choices().wire
+    wire = strategy.wire
     if isinstance(wire, str):
         return strategy
     wire = dataclasses.replace(wire, auto_disable=False)
@@ -298,7 +298,7 @@ def left(runs: Sequence[tuple[str, ...]], lengths: Sequence[int], seconds: dict[
 
 def judged(contender: Contender) -> bool:
     """Whether the rule applies to this row, with the warm-up that it trained with."""
-    wire = "" if contender.strategy is None else contender.strategy.choices().wire
+    wire = "" if contender.strategy is None else contender.strategy.wire
     if isinstance(wire, Sketch):
         return wire.bits == 8
     if isinstance(wire, TopK):

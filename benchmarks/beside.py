@@ -16,9 +16,8 @@ from typing import Any
 
 from common import show
 
-from wingbeat import simulator
+from wingbeat import Strategy, simulator
 from wingbeat.errors import UsageError
-from wingbeat.types import Choices
 from wingbeat_lab import paced
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.contenders import Contender
@@ -215,10 +214,10 @@ def _off(row: dict[str, float] | None) -> float:
     return -1.0 if row is None else max(abs(row["off"]), abs(row.get("bytes_off", 0.0)))
 
 
-def choices_of(row: Contender) -> Choices:
-    """Return the options of a row that is wingbeat's."""
+def strategy_of(row: Contender) -> Strategy:
+    """Return the strategy of a row that is wingbeat's."""
     assert row.strategy is not None, "it was asked for"
-    return row.strategy.choices()
+    return row.strategy
 
 
 def model_of(checked: Checked) -> simulator.Model:
@@ -240,7 +239,7 @@ def in_lockstep(checked: Checked, row: Contender, **options: Any) -> Predicted |
     """Predict a row whose workers are in lockstep; None if it cannot be simulated."""
     try:
         run = simulator.simulate(
-            model_of(checked), choices_of(row), checked.workers, links_of(checked), **options
+            model_of(checked), strategy_of(row), checked.workers, links_of(checked), **options
         )
     except UsageError as error:
         print(f"{row.text}: {error}", file=sys.stderr)

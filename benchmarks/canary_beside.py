@@ -30,10 +30,10 @@ from typing import Any
 import beside
 from common import run_and_judge, write
 
-from wingbeat import simulator
+from wingbeat import Strategy, simulator
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat.parts import Bounded, ExchangePart
 from wingbeat.simulator.worker import Sleeps
-from wingbeat.types import Choices
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
@@ -69,19 +69,19 @@ def fill(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> beside.Predicted | None:
     """Predict a row; None if it cannot be simulated."""
-    choices, sleeps = beside.choices_of(row), sleeps_of(checked)
-    work = work_of(args, choices)
-    if choices.staleness is None:
+    strategy, sleeps = beside.strategy_of(row), sleeps_of(checked)
+    work = work_of(args, strategy.exchange)
+    if not isinstance(strategy.exchange, Bounded):
         count = checked.config.iterations
         return beside.in_lockstep(checked, row, work=work, sleeps=sleeps, iterations=count)
     lead, count = min(1, checked.config.warmup), checked.config.share(0)
     workers, links = checked.workers, beside.links_of(checked)
     traffic = simulator.Traffic(SPAN_S)
     run = simulator.simulate_bounded(
-        beside.model_of(checked), bound_of_row(choices), workers, links,
+        beside.model_of(checked), bound_of_row(strategy), workers, links,
         gradients=(lead + count + AFTER) * workers,
         network="bcube" if checked.lab.kind == "bcube" else "star",
-        coding=simulator.coding_of(choices.wire), work=work, sleeps=sleeps, traffic=traffic,
+        coding=simulator.coding_of(strategy.wire), work=work, sleeps=sleeps, traffic=traffic,
         cores=args.cores,
     )  # fmt: skip
     begin, end = timed(run.begun, lead, count)
@@ -110,21 +110,21 @@ def timed(
     return max(when for when, _ in begins), max(ends)
 
 
-def bound_of_row(choices: Choices) -> StalenessBound:
+def bound_of_row(strategy: Strategy) -> StalenessBound:
     """Return the row's thresholds."""
-    staleness, colayers = choices.staleness, choices.fusion.layers
-    assert staleness is not None, "it was asked for"
-    p = staleness.exchanged(colayers)
-    return StalenessBound(staleness.s, p, colayers, staleness.in_flight)
+    bounded, colayers = strategy.exchange, strategy.plan.fusion().layers
+    assert isinstance(bounded, Bounded), "it was asked for"
+    p = bounded.exchanged(colayers)
+    return StalenessBound(bounded.s, p, colayers, bounded.in_flight)
 
 
-def work_of(args: argparse.Namespace, choices: Choices) -> simulator.Work:
+def work_of(args: argparse.Namespace, exchange: ExchangePart) -> simulator.Work:
     """Return the CPU costs of communication, encrypted if the row is."""
     work = simulator.Work()
-    bounded = choices.staleness is not None
+    bounded = isinstance(exchange, Bounded)
     if bounded and args.message is not None:
         work = replace(work, message_s=args.message * 1e-6)
-    if choices.staleness is not None and choices.staleness.encrypted:
+    if isinstance(exchange, Bounded) and exchange.encrypted:
         per_byte = work.message_s_per_byte + work.encrypt_s_per_byte
         work = replace(work, message_s_per_byte=per_byte)
     return work

@@ -120,7 +120,7 @@ def work(home: Path, row: str, life: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat.engine.api import bounded_exchange
+    from wingbeat.methods.bounded_staleness.build import bounded_exchange
     from wingbeat_lab.bench import models
 
     torch.set_num_threads(1)

@@ -160,7 +160,7 @@ def work(home: Path, row: str, mb: float, ahead: int) -> None:
     import torch
 
     import wingbeat
-    from wingbeat.engine.api import bounded_exchange
+    from wingbeat.methods.bounded_staleness.build import bounded_exchange
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=300.0)

@@ -42,7 +42,7 @@ def seconds(model: str, way: str, workers: int, latency_s: float) -> float:
     links = simulator.Links(bytes_per_s=10e9 / 8 * GOODPUT, latency_s=latency_s)
     run = simulator.simulate(
         paced.simulator_model(paced.load_profile(model)),
-        WAYS[way].choices(),
+        WAYS[way],
         workers,
         links,
         work=WORK,

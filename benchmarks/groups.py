@@ -118,7 +118,7 @@ def slow_of(layout: Layout, slowed: str) -> Mapping[int, float]:
 def baseline(model: Model, text: str, layout: Layout, links: Links, slowed: str) -> dict[str, Any]:
     run = simulate(
         model,
-        baselines.parse(text).choices(),
+        baselines.parse(text),
         layout.workers,
         links,
         layout=layout,

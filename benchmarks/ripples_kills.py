@@ -41,6 +41,7 @@ from killing import (
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.group_all_reduce import GRACE_S
 from wingbeat.methods.model_averaging.service import FACTOR, MIN_TIMEOUT_S
+from wingbeat.parts import Groups
 from wingbeat.transport.messages.mailbox import RECONNECT_S
 from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.table import Printed
@@ -61,8 +62,8 @@ def main() -> int:
 
 def check_returns(row: str) -> None:
     """Refuse a row that no worker can rejoin."""
-    averaging = baselines.parse(row).choices().averaging
-    if averaging is None or averaging.partners in ("pairs", "static"):
+    exchange = baselines.parse(row).exchange
+    if not isinstance(exchange, Groups) or not exchange.readmits:
         raise UsageError(
             f"--row {row}: nobody comes back to it; allowed are ripples, localsgd and diloco with "
             "groups that a generator makes"

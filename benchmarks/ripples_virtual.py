@@ -22,10 +22,10 @@ from typing import Any
 import beside
 from common import run_and_judge
 
-from wingbeat import simulator
+from wingbeat import Strategy, simulator
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import Layout, rules_of
-from wingbeat.types import Choices
+from wingbeat.parts import Groups, Local, Outer, PartnersPart
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
 
@@ -58,26 +58,26 @@ def called(factor: str) -> str:
 
 def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> beside.Predicted | None:
     """Predict a row in virtual time; None if it cannot be simulated."""
-    choices = beside.choices_of(row)
-    if choices.averaging is None:
+    strategy = beside.strategy_of(row)
+    if not isinstance(strategy.exchange, PartnersPart):
         return beside.in_lockstep(checked, row, layout=_layout(checked), slow=_slow(checked))
-    return _in_groups(checked, choices, args)
+    return _in_groups(checked, strategy, args)
 
 
 def _in_groups(
-    checked: Checked, choices: Choices, args: argparse.Namespace
+    checked: Checked, strategy: Strategy, args: argparse.Namespace
 ) -> beside.Predicted | None:
-    averaging = choices.averaging
-    assert averaging is not None, "it was asked for"
-    if averaging.partners == "pairs" or averaging.outer is not None:
+    groups, local = strategy.exchange, strategy.schedule
+    if not isinstance(groups, Groups) or isinstance(strategy.update_part, Outer):
         return None
+    assert isinstance(local, Local), "the strategy has checked it"
     rules = None
-    if averaging.partners != "static":
-        rules = rules_of(averaging.partners, averaging.size, averaging.threshold)
+    if groups.policy != "static":
+        rules = rules_of(groups.policy, groups.size, groups.threshold)
     run = simulator.simulate_groups(
         beside.model_of(checked), rules, _layout(checked), beside.links_of(checked),
-        slow=_slow(checked), jitter=args.jitter, overlap=averaging.delay > 0,
-        every=averaging.every, iterations=args.iterations, seed=averaging.seed,
+        slow=_slow(checked), jitter=args.jitter, overlap=local.delay > 0,
+        every=local.every, iterations=args.iterations, seed=groups.seed,
     )  # fmt: skip
     return beside.Predicted(run.iteration_s)
 

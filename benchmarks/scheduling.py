@@ -27,6 +27,7 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
+from wingbeat import Strategy
 from wingbeat.methods.parameter_server.protocol import (
     Flow,
     Order,
@@ -35,8 +36,8 @@ from wingbeat.methods.parameter_server.protocol import (
     urgency_of,
 )
 from wingbeat.methods.parameter_server.slicing import RequestPlanner, SliceRequest
+from wingbeat.parts import Servers
 from wingbeat.simulator.model import buckets_of
-from wingbeat.types import Choices
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.table import Printed
@@ -56,14 +57,15 @@ class Side:
         held: maximum number of arrivals for which a sum was held back.
     """
 
-    def __init__(self, choices: Choices) -> None:
-        assert choices.servers is not None
+    def __init__(self, strategy: Strategy) -> None:
+        servers = strategy.exchange
+        assert isinstance(servers, Servers)
         model = paced.simulator_model(paced.load_profile("vgg19_k40"))
-        buckets = buckets_of(model, choices.fusion)
-        self.planner = RequestPlanner(choices.servers, WORKERS, seed=0)
+        buckets = buckets_of(model, strategy.plan.fusion())
+        self.planner = RequestPlanner(servers, WORKERS, seed=0)
         kinds = buckets.fully_connected
         self.planner.set_buckets(buckets.numel, buckets.forward, kinds, buckets.places, LARGEST)
-        self.order = Order(choices.servers.order)
+        self.order = Order(servers.sending)
         self.buckets = range(len(buckets.numel))
         self.forward = buckets.forward
         self.held = 0
@@ -141,9 +143,7 @@ def measured(iterations: int) -> list[dict[str, Any]]:
     found = []
     for elements in SLICES:
         sides = {
-            name: Side(
-                baselines.parse(f"{row}{',' if ':' in row else ':'}slice={elements}").choices()
-            )
+            name: Side(baselines.parse(f"{row}{',' if ':' in row else ':'}slice={elements}"))
             for name, row in ROWS.items()
         }
         samples: dict[str, list[float]] = {name: [] for name in sides}

@@ -81,16 +81,16 @@ class Setting:
         return simulator.Links(bytes_per_s=10e9 / 8 * GOODPUT)
 
     def efficiency(self, text: str) -> float:
-        choices = baselines.parse(text).choices()
+        strategy = baselines.parse(text)
         run = simulator.simulate(
-            self.model, choices, WORKERS, self.links, work=WORK, iterations=self.iterations
+            self.model, strategy, WORKERS, self.links, work=WORK, iterations=self.iterations
         )
         return self.alone_s / run.median_s
 
     def tuned(self, classes: int, points: int) -> dict[str, Any]:
         """The tuner's result and, for two classes, a sweep of thresholds and all its trials."""
-        choices = baselines.parse(TUNED.format(classes)).choices()
-        thresholds = simulator.Thresholds(self.model, choices, WORKERS, self.links, work=WORK)
+        strategy = baselines.parse(TUNED.format(classes))
+        thresholds = simulator.Thresholds(self.model, strategy, WORKERS, self.links, work=WORK)
         result = thresholds.tuned()
         seconds = result.seconds(result.chosen)
         found = {

@@ -35,8 +35,8 @@ from common import refuse_unwritable, show, write
 
 from wingbeat.methods.parameter_server.protocol import Kind, pack_route
 from wingbeat.methods.parameter_server.server import ServerConfig, limits_of
+from wingbeat.parts import Servers
 from wingbeat.transport.services import PipeStore, answer_request
-from wingbeat.types import Serving
 from wingbeat_lab.bench.table import Printed
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ LATE = 2.0
 
 def slices_of(mib: int) -> list[tuple[int, int]]:
     """Return start and stop of each slice, in bytes; the last of each class is small."""
-    size, found, start = 4 * Serving().slice, [], 0
+    size, found, start = 4 * Servers().slice, [], 0
     for each in [size] * max(CLASSES, mib * MIB // size) + [SMALL] * CLASSES:
         found.append((start, start + each))
         start += each
@@ -296,7 +296,7 @@ def _payloads(dtype: Any, workers: int) -> list[Any]:
     import torch
 
     chance = torch.Generator().manual_seed(0)
-    return [torch.randn(Serving().slice, generator=chance).to(dtype) for _ in range(workers)]
+    return [torch.randn(Servers().slice, generator=chance).to(dtype) for _ in range(workers)]
 
 
 def _timed(nbytes: int, work: Callable[[], object]) -> float:

@@ -26,6 +26,7 @@ from typing import Any
 from common import show, write
 
 from wingbeat.errors import UsageError, WingbeatError
+from wingbeat.parts import Servers
 from wingbeat_lab.bench import contenders, machine, runner, simulated
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.table import Printed
@@ -73,7 +74,7 @@ def arguments() -> argparse.Namespace:
 def compared(args: argparse.Namespace, model: str, rate: str) -> dict[str, Any]:
     """Measure and simulate one model at one rate."""
     served = any(
-        contender.strategy is not None and contender.strategy.choices().servers is not None
+        contender.strategy is not None and isinstance(contender.strategy.exchange, Servers)
         for contender in map(contenders.parse, args.strategies)
     )
     config = BenchConfig(

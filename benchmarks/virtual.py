@@ -16,6 +16,7 @@ from typing import Any
 from wingbeat import simulator
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.simulated import bundled
+from wingbeat.parts import Servers
 from wingbeat.simulator.worker import Sleeps
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import slow
@@ -190,13 +191,13 @@ def baseline(setting: Setting, name: str, rounds: int, *, span_s: float = 0.5) -
     Servers have one interface, as in the paper's tree; the others all of them.
     """
     traffic, began = simulator.Traffic(span_s), time.perf_counter()
-    choices = baselines.parse(BASELINES[name]).choices()
+    strategy = baselines.parse(BASELINES[name])
     iterations = rounds
     run = simulator.simulate(
         setting.model,
-        choices,
+        strategy,
         setting.workers,
-        setting.links(1 if choices.servers is not None else None),
+        setting.links(1 if isinstance(strategy.exchange, Servers) else None),
         work=setting.work,
         sleeps=setting.sleeps,
         iterations=iterations,

@@ -27,7 +27,7 @@ def test_its_program_says_what_the_text_says(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("text", STRATEGIES)
 def test_its_strategies_can_be_made(text: str) -> None:
     assert len(STRATEGIES) > 10
-    eval(f"wingbeat.{text}", {"wingbeat": wingbeat}).compose()
+    eval(f"wingbeat.{text}", {"wingbeat": wingbeat})
 
 
 def test_its_command_is_right() -> None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from wingbeat.arguments import check_count, check_tensor, number, numbers, pair
 from wingbeat.collectives import Collectives
-from wingbeat.engine.api import bounded_exchange
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.build import bounded_exchange
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.topologies import BCube, Ring
 from wingbeat.transport.world import World, current

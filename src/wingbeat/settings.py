@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +31,39 @@ _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
 
 
+class OptionError(UsageError):
+    """An option of a part or a preset is invalid.
+
+    Attributes:
+        options: the options concerned, with their values.
+        reason: what is wrong, and what is allowed; unused with ``names``.
+        names: the allowed names, if the option is an unknown one.
+    """
+
+    options: Mapping[str, Any]
+    reason: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, owner: str, options: Mapping[str, Any], reason: str = "", names: Iterable[str] = ()
+    ) -> Self:
+        """Return the error of ``owner``, the class or the preset with these options."""
+        if names:
+            ((key, value),) = options.items()
+            error = cls(str(unknown(f"{owner} {key}", str(value), names)))
+        else:
+            shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            error = cls(f"{owner}({shown}): {reason}")
+        error.options, error.reason, error.names = options, reason, tuple(names)
+        return error
+
+    def renamed(self, owner: str, keys: Mapping[str, str]) -> Self:
+        """Return the same error of another owner, with other keys for some options."""
+        options = {keys.get(key, key): value for key, value in self.options.items()}
+        return self.of(owner, options, self.reason, self.names)
+
+
 class Settings:
     """A frozen dataclass of keyword-only options.
 
@@ -38,13 +73,7 @@ class Settings:
 
     def __new__(cls, *unnamed: Any, **options: Any) -> Self:
         """Raise a `UsageError` in place of the dataclass's `TypeError`, which names no option."""
-        known = {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
-        if unnamed:
-            raise _unnamed(cls.__name__, unnamed[0], known)
-        for key, value in options.items():
-            if key not in known:
-                where = f"{cls.__name__}({key}={_short(value)})"
-                raise unknown("option", key, known, where=where)
+        check_call(cls.__name__, unnamed, options, defaults_of(cls.__init__))
         return super().__new__(cls)
 
     def __repr__(self) -> str:
@@ -62,16 +91,18 @@ class Settings:
         scaled = {f.name: _scaled(getattr(self, f.name), factor, f.default) for f in sizes}
         return replace(self, **scaled)  # type: ignore[type-var]
 
-    def _refuse(self, key: str, allowed: str) -> UsageError:
-        return UsageError(
-            f"{type(self).__name__}({key}={getattr(self, key)!r}): allowed are {allowed}"
-        )
+    def refusal(self, reason: str, *keys: str) -> OptionError:
+        """Return the error for the values of the options ``keys``."""
+        return OptionError.of(type(self).__name__, {k: getattr(self, k) for k in keys}, reason)
+
+    def _refuse(self, key: str, allowed: str) -> OptionError:
+        return self.refusal(f"allowed are {allowed}", key)
 
     def check_name(self, key: str, allowed: tuple[str, ...]) -> None:
         """Raise a `UsageError` unless the option is one of ``allowed``."""
         value = getattr(self, key)
         if value not in allowed:
-            raise unknown(f"{type(self).__name__} {key}", str(value), allowed)
+            raise OptionError.of(type(self).__name__, {key: value}, names=allowed)
 
     def check_count(self, key: str, low: int, high: int) -> None:
         """Raise a `UsageError` unless the option is an integer from ``low`` to ``high``."""
@@ -115,6 +146,13 @@ class Settings:
             raise self._refuse(key, "names of files")
 
 
+@functools.cache
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the keyword-only parameters of ``function`` with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
 @dataclass(frozen=True, slots=True)
 class Named(Generic[T_co]):
     """An entry of a table of names.
@@ -156,9 +194,29 @@ def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterab
     return entry.make(**{entry.option: converted})
 
 
+def check_call(
+    name: str, unnamed: tuple[Any, ...], options: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    """Raise a `UsageError` in place of a `TypeError`, which suggests no option."""
+    if unnamed:
+        raise _unnamed(name, unnamed[0], known)
+    for key, value in options.items():
+        if key not in known:
+            raise unknown("option", key, known, where=f"{name}({key}={_short(value)})")
+
+
 def kinds_of(cls: Any) -> dict[str, Callable[..., Any]]:
     """Return the parser of each option."""
     return {f.name: f.metadata.get(READ, type(f.default)) for f in fields(cls)}
+
+
+def count_of(text: str) -> int | None:
+    """Parse a number, or ``none``.
+
+    >>> count_of("18"), count_of("none")
+    (18, None)
+    """
+    return None if text.lower() == "none" else int(text)
 
 
 def read_options(text: str, kinds: dict[str, Any], *, where: str) -> dict[str, Any]:
@@ -207,7 +265,7 @@ def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-def _unnamed(name: str, value: Any, known: dict[str, Any]) -> UsageError:
+def _unnamed(name: str, value: Any, known: Mapping[str, Any]) -> UsageError:
     """Return the error for a positional value; its example is an option of the same type."""
     if not known:
         return UsageError(f"{name}({_short(value)}): there are no options; write {name}()")

@@ -6,7 +6,16 @@ Benchmarks and tests read them, such as `Traits.bound` and `Traits.exact`, inste
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self  # `typing` has it from Python 3.11 on
+
+    from wingbeat.compression import Coded
+    from wingbeat.engine.context import BuildContext
+    from wingbeat.engine.runtime import Runtime
+    from wingbeat.parts.strategy import Strategy
 
 WHOLE = "whole all-reduces"
 """All-reduces run during backward; gradients are complete on every worker when it returns."""
@@ -55,6 +64,63 @@ class Part:
     def needs(self) -> frozenset[str]:
         """What another part must provide."""
         return frozenset()
+
+
+class ExchangePart(Part):
+    """How gradients or models are exchanged: along a topology, or by a method's own means.
+
+    Attributes:
+        bound: the lower bound of an iteration, as `Traits.bound`; empty: the schedule's.
+        lockstep: whether all workers run the same iterations, so that each may wait for all.
+        collective: whether collectives of all workers sum whole buckets.
+        topology: name of the topology of other collectives, such as a broadcast.
+        partitions: each worker sends one of this many parts of a bucket per iteration; 0: the
+            number of workers; None: all of them.
+    """
+
+    __slots__ = ()
+
+    bound: str = ""
+    lockstep: ClassVar[bool] = True
+    collective: ClassVar[bool] = False
+    topology: str = "ring"
+    partitions: int | None = None
+
+    @property
+    def tuned(self) -> bool:
+        """Whether thresholds between its traffic classes are tuned during training."""
+        return False
+
+    @property
+    def readmits(self) -> bool:
+        """Whether a worker that is restarted alone may rejoin."""
+        return False
+
+    def key(self) -> dict[str, Any]:
+        """Return the options for which sizes and thresholds in a plan file are valid."""
+        return {}
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise a `UsageError` for parts of ``strategy`` that the exchange does not support."""
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Raise a `UsageError` for a model that the exchange does not support."""
+
+    def wire(self, wire: str | Coded) -> str | Coded:
+        """Return how it encodes what it sends, for a strategy's compression."""
+        return wire
+
+    def gradient_wire(self, wire: str | Coded, workers: int) -> str | Coded:  # noqa: ARG002
+        """Return how it encodes gradients, for the result of `wire`."""
+        return wire
+
+    def scaled(self, factor: float) -> Self:  # noqa: ARG002
+        """Return the exchange for a model of ``factor`` times the size."""
+        return self
+
+    def build(self, context: BuildContext) -> Runtime:
+        """Make the runtime of two workers or more; not called for a single one."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

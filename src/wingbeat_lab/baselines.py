@@ -9,76 +9,71 @@ P3(mb=2.0)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from wingbeat import parts, strategies
-from wingbeat.compression import Compression
+from wingbeat.compression import Compression, TopK
+from wingbeat.settings import OptionError
 from wingbeat.strategies import OMGS, ParameterServer, Preset, Strategy
+from wingbeat.strategies.preset import preset, variant
+
+_UNMEASURED = {"steps": 10, "drift": 1.5, "plan_file": ""}
+_NO_SIZE = {**_UNMEASURED, "elements": 8192}
+_DENSE = {**_NO_SIZE, "density": TopK.density, "warmup": TopK.warmup}
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class PSGD(OMGS):
+@variant(OMGS, {**_DENSE, "merge": "none"}, compression="fp32")
+def PSGD(**_: Any) -> None:
     """P-SGD: dense gradients, each tensor all-reduced alone (OMGS-SGD, section II-B).
 
     Exact: the weights equal DDP's.
     """
 
-    merge: str = "none"
-    compression: Compression = "fp32"
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TopKSGD(OMGS):
+@variant(OMGS, {**_NO_SIZE, "merge": "one"})
+def TopKSGD(**_: Any) -> None:
     """TopK-SGD: the largest of all gradients, sent after backward (OMGS-SGD, section II-C)."""
 
-    merge: str = "one"
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class LAGS(OMGS):
+@variant(OMGS, {**_NO_SIZE, "merge": "none"})
+def LAGS(**_: Any) -> None:
     """LAGS-SGD: the largest gradients of each tensor (OMGS-SGD, section II-D)."""
 
-    merge: str = "none"
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class MGS(OMGS):
+@variant(OMGS, {**_UNMEASURED, "merge": "size"})
+def MGS(**_: Any) -> None:
     """MGS-SGD: layers merged up to a size of 8192 elements (OMGS-SGD, section V-D)."""
 
-    merge: str = "size"
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class VanillaPS(ParameterServer):
+@variant(ParameterServer, {"placement": "whole", "pull": "start", "order": "random"})
+def VanillaPS(**_: Any) -> None:
     """Whole tensors on one server each, pulled in random order, as in TensorFlow (Fig. 3a)."""
 
-    placement: str = "whole"
-    pull: str = "start"
-    order: str = "random"
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class PartitionedPS(ParameterServer):
+@variant(ParameterServer)
+def PartitionedPS(**_: Any) -> None:
     """Parameters are divided among the servers, sliced, and sent when ready (section IV)."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TicTac(ParameterServer):
+@variant(ParameterServer, {"pull": "start", "order": "forward"})
+def TicTac(**_: Any) -> None:
     """TICTAC: servers send strictly in forward order."""
 
-    pull: str = "start"
-    order: str = "forward"
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class P3(ParameterServer):
+@variant(ParameterServer, {"order": "urgent"})
+def P3(**_: Any) -> None:
     """P3: senders have a priority queue by urgency, with few bytes in flight."""
 
-    order: str = "urgent"
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Ako(Preset):
+@preset()
+def Ako(
+    *,
+    partitions: int = 0,
+    mb: float = 25.0,
+    first_mb: float = 1.0,
+    compression: Compression = "fp32",
+    topology: str = "mesh",
+) -> Strategy:
     """Partial gradient exchange: each worker sends a part of its gradients per iteration, in turn.
 
     Ako (Watcharapichat et al., SoCC 2016), in lockstep, as compared in the Canary paper (section
@@ -99,44 +94,21 @@ class Ako(Preset):
     Raises:
         UsageError: a value is out of range.
     """
-
-    partitions: int = 0
-    mb: float = 25.0
-    first_mb: float = 1.0
-    compression: Compression = "fp32"
-    topology: str = "mesh"
-
-    def __post_init__(self) -> None:
-        self.check_count("partitions", 0, 4096)
-        self.check_size("mb")
-        self.check_size("first_mb")
-        self.compose()
-
-    def compose(self) -> Strategy:
-        """Return the strategy's parts."""
-        return Strategy(
-            plan=parts.FixedBuckets(mb=self.mb, first_mb=self.first_mb),
-            compression=self.compression,
-            exchange=parts.Partial(partitions=self.partitions, topology=self.topology),
-            schedule=parts.WaitFree(),
-        )
+    if not first_mb:
+        raise OptionError.of("", {"first_mb": first_mb}, "allowed are sizes above 0 up to 4096 MB")
+    return Strategy(
+        plan=parts.FixedBuckets(mb=mb, first_mb=first_mb),
+        compression=compression,
+        exchange=parts.Partial(partitions=partitions, topology=topology),
+        schedule=parts.WaitFree(),
+    )
 
 
-PRESETS: Mapping[str, type[Preset]] = {
+PRESETS: Mapping[str, Preset] = {
     **strategies.PRESETS,
     **{
-        cls.__name__.lower(): cls
-        for cls in (
-            PSGD,
-            TopKSGD,
-            LAGS,
-            MGS,
-            VanillaPS,
-            PartitionedPS,
-            TicTac,
-            P3,
-            Ako,
-        )
+        made.__name__.lower(): made
+        for made in (PSGD, TopKSGD, LAGS, MGS, VanillaPS, PartitionedPS, TicTac, P3, Ako)
     },
 }
 """The presets of wingbeat and of this module, by their names on the command line."""
@@ -147,6 +119,6 @@ def names() -> list[str]:
     return strategies.names(PRESETS)
 
 
-def parse(text: str) -> Preset | Strategy:
+def parse(text: str) -> Strategy:
     """Parse as `wingbeat.strategies.parse`, with these presets too; raises its `UsageError`."""
     return strategies.parse(text, PRESETS)

@@ -106,7 +106,7 @@ def overflow_is_seen() -> None:
     wingbeat.shutdown()
 
 
-def trained(strategy: wingbeat.DeAR | wingbeat.AllReduce, over_steps: bool) -> torch.Tensor:
+def trained(strategy: wingbeat.Strategy, over_steps: bool) -> torch.Tensor:
     world = wingbeat.init(timeout=20) if over_steps else native_world()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))

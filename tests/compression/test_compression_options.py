@@ -43,9 +43,9 @@ from wingbeat_lab import baselines
 def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
     assert compression.parse(text) == meant
     for name in ("allreduce", "dear"):
-        assert baselines.parse(f"{name}:compression={text}").choices().wire == meant
+        assert baselines.parse(f"{name}:compression={text}").wire == meant
     if not isinstance(meant, str):
-        assert wingbeat.AllReduce(compression=meant).choices().wire == meant
+        assert wingbeat.AllReduce(compression=meant).wire == meant
 
 
 @pytest.mark.parametrize(

@@ -461,7 +461,7 @@ TARGETS = [
     Target(
         "bench messages",
         TEXTS,
-        lambda t: protocol.hear(protocol.MARK + t),
+        lambda t: protocol.parse_message(protocol.MARK + t),
         ('{"kind": "x", "a": 1}',),
     ),
     Target(

@@ -15,6 +15,7 @@ import torch
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, Job, JobSimulation
 from wingbeat.methods.parameter_server.client import Transfer
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import Kind, Order, pack_numbers
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
@@ -22,7 +23,6 @@ from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.methods.parameter_server.shard_updates import ShardUpdates
 from wingbeat.methods.parameter_server.slicing import KIND_OF, LayerPositions, RequestPlanner
 from wingbeat.schedules.events import Operation
-from wingbeat.types import Serving
 
 SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
 SETTINGS = {k: v for k, v in SGD.param_groups[0].items() if k != "params"}
@@ -81,13 +81,13 @@ class UpdateJobSimulation(JobSimulation):
             for _ in range(job.rounds)
         ]
         self.expected = list(self.trained())
-        serving = Serving(
+        options = Servers(
             slice=chance.choice([4, 9, 30]),
-            thresholds=(0.5,) * (job.classes - 1),
-            shuffled=chance.random() < 0.3,
+            classes=job.classes,
+            order="random" if chance.random() < 0.3 else "ready",
         )
         self.requests = [
-            RequestPlanner(serving, job.servers, rank, job.weights) for rank in range(job.workers)
+            RequestPlanner(options, job.servers, rank, job.weights) for rank in range(job.workers)
         ]
         self.remotes = [
             RemoteOptimizer(
@@ -150,9 +150,7 @@ class UpdateJobSimulation(JobSimulation):
                 request = remote.request_state(old, slices)
                 yield request.done
                 state = self.joined(slices, request)
-                requests._serving = Serving(
-                    slice=turn.slice, thresholds=requests._serving.thresholds
-                )
+                requests._options = Servers(slice=turn.slice, classes=self.job.classes)
                 requests.set_buckets(self.job.sizes, buckets, connected, places, LARGEST // 4)
                 self.hold(rank, state)
             for bucket in self.shuffled(buckets):

@@ -10,7 +10,7 @@ import pytest
 
 from wingbeat import compression, parts, schedules, topologies
 from wingbeat.errors import UsageError
-from wingbeat.parts import plan, schedule, update
+from wingbeat.parts import names
 from wingbeat.settings import Settings, named
 from wingbeat.traits import Part
 from wingbeat_lab.bench.bound import BOUNDS
@@ -26,6 +26,7 @@ CONCRETE = [
         parts.SchedulePart,
         parts.UpdatePart,
         parts.PartnersPart,
+        parts.ExchangePart,
     )
 ]
 
@@ -113,7 +114,7 @@ def test_a_part_is_a_value(make: Any) -> None:
     ],
 )
 def test_a_plan_has_a_name(text: str, meant: Any) -> None:
-    assert named("plan", text, plan.BY_NAME) == meant
+    assert named("plan", text, names.PLANS) == meant
 
 
 @pytest.mark.parametrize(
@@ -127,11 +128,11 @@ def test_a_plan_has_a_name(text: str, meant: Any) -> None:
     ],
 )
 def test_a_name_that_cannot_work_is_refused(text: str, words: str) -> None:
-    assert words in wrong(named, "plan", text, plan.BY_NAME)
+    assert words in wrong(named, "plan", text, names.PLANS)
 
 
 def test_every_plan_has_a_name_and_a_rule() -> None:
-    made = [entry.make() for entry in plan.BY_NAME.values()]
+    made = [entry.make() for entry in names.PLANS.values()]
     assert {type(one) for one in made} == {
         cls for cls in CONCRETE if issubclass(cls, parts.PlanPart)
     }
@@ -142,11 +143,11 @@ def test_every_plan_has_a_name_and_a_rule() -> None:
 
 def test_every_schedule_names_its_machine_and_its_bound() -> None:
     # Updates of parts of the optimizer bring machines of their own.
-    machines = {entry.make().machine for entry in schedule.BY_NAME.values()}
-    machines.add(schedule.Served(pull="start").machine)
+    machines = {entry.make().machine for entry in names.SCHEDULES.values()}
+    machines.add(parts.Served(pull="start").machine)
     served = {name.replace("served", "served_updates") for name in machines if "served" in name}
     assert {*machines, *served, "sharded"} == {*schedules.BY_NAME}
-    for name, entry in schedule.BY_NAME.items():
+    for name, entry in names.SCHEDULES.items():
         made = entry.make()
         assert made.name == name
         assert made.bound in BOUNDS
@@ -154,8 +155,8 @@ def test_every_schedule_names_its_machine_and_its_bound() -> None:
 
 
 def test_updates_need_what_some_schedule_has() -> None:
-    offered = parts.Servers.has.union(*(e.make().has for e in schedule.BY_NAME.values()))
-    for entry in update.BY_NAME.values():
+    offered = parts.Servers.has.union(*(e.make().has for e in names.SCHEDULES.values()))
+    for entry in names.UPDATES.values():
         assert entry.make().needs <= offered
 
 

@@ -450,7 +450,7 @@ def test_bucket_size_key_differs_for_partial_exchange() -> None:
     collectives: Any = SimpleNamespace(world=SimpleNamespace(size=2, links=(None,)))
     plan = parts.TunedBuckets()
     keys = [
-        bucket_size_key(bucketing, collectives, Strategy(plan=plan, exchange=exchange).choices())
+        bucket_size_key(bucketing, collectives, Strategy(plan=plan, exchange=exchange))
         for exchange in ("mesh", "partial", "partial@4")
     ]
     assert keys[0] != keys[1] != keys[2] != keys[0]

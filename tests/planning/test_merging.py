@@ -236,7 +236,7 @@ def test_merging_plan_follows_cost_of_links(most: int) -> None:
         wingbeat_lab.PSGD(),
         MGWFBP(steps=STEPS),
     ],
-    ids=lambda strategy: type(strategy).__name__,
+    ids=lambda strategy: repr(strategy).partition("(")[0],
 )
 def test_merging_table_one_with_full_density_equals_ddp(strategy: Any) -> None:
     expected = _on(2, wingbeat.AllReduce())[0][0]
@@ -247,7 +247,7 @@ def test_merging_table_one_with_full_density_equals_ddp(strategy: Any) -> None:
 def test_merging_table_one_has_expected_buckets() -> None:
     tensors = len(list(net().parameters()))
     counts = {
-        type(strategy).__name__: _on(2, strategy, 2)[0][1][-1]
+        repr(strategy).partition("(")[0]: _on(2, strategy, 2)[0][1][-1]
         for strategy in (
             wingbeat_lab.TopKSGD(),
             wingbeat_lab.LAGS(),
@@ -407,7 +407,8 @@ def test_checked_plans_valid_plans_are_returned() -> None:
 def test_merging_group_densities_travel_in_one_bucket() -> None:
     def kept(world: Any) -> dict[str, int]:
         groups = {"head.*": 1.0, "first.weight": 0.25}
-        strategy = wingbeat_lab.TopKSGD(density=0.01, warmup=0, groups=groups)
+        wire = wingbeat.TopK(density=0.01, warmup=0, groups=groups, auto_disable=False)
+        strategy = wingbeat_lab.TopKSGD(compression=wire)
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)

@@ -73,7 +73,7 @@ def many_are_best(buckets: int) -> float:
     return 3.0 if buckets == 1 else 2.0 / buckets
 
 
-def omgs(**options: Any) -> wingbeat.OMGS:
+def omgs(**options: Any) -> wingbeat.Strategy:
     return wingbeat.OMGS(**{"density": 0.1, "warmup": 0, "steps": STEPS, **options})
 
 
@@ -186,7 +186,12 @@ def test_merging_trial_residuals_stay_with_parameters(
         wingbeat.DeAR(plan="merged", steps=STEPS, shard_optimizer=True),
         wingbeat.Strategy(plan=wingbeat.parts.Merged(steps=STEPS), exchange="mesh"),
         omgs(density=1.0),
-        omgs(density=1.0, momentum=0.0, groups={"head.*": 1.0}),
+        wingbeat.OMGS(
+            compression=wingbeat.TopK(
+                density=1.0, warmup=0, groups={"head.*": 1.0}, auto_disable=False
+            ),
+            steps=STEPS,
+        ),
     ],
     ids=str,
 )

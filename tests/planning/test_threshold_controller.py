@@ -164,9 +164,8 @@ def test_threshold_key_differs_for_other_options(options: dict[str, Any]) -> Non
     specs = [TensorSpec("weight", (3,), "float32", 4)]
 
     def key(**given: Any) -> dict[str, Any]:
-        choices = geryon(**given).choices()
         around: Any = SimpleNamespace(specs=specs), SimpleNamespace(world=world)
-        return threshold_key(*around, choices, choices.servers)
+        return threshold_key(*around, geryon(**given))
 
     assert key() == key(steps=7, plan_file="x.json")
     assert key() != key(**options)

@@ -29,9 +29,9 @@ def small() -> Model:
 
 
 def run(strategy: str, model: Model | None = None, workers: int = 4, **options: object) -> Run:
-    choices = baselines.parse(strategy).choices()
+    made = baselines.parse(strategy)
     links = options.pop("links", GBIT)
-    return simulate(model or small(), choices, workers, links, **options)  # type: ignore[arg-type]
+    return simulate(model or small(), made, workers, links, **options)  # type: ignore[arg-type]
 
 
 def fingerprint(made: Run) -> str:
@@ -105,7 +105,7 @@ def test_no_iteration_is_shorter_than_the_bound(layers, kind, workers, gbit) -> 
 
 def test_every_bucket_is_exchanged_and_updated_once_in_each_iteration() -> None:
     model = small()
-    buckets = len(buckets_of(model, baselines.parse(KINDS["dear"]).choices().fusion).forward)
+    buckets = len(buckets_of(model, baselines.parse(KINDS["dear"]).plan.fusion()).forward)
     assert buckets > 3
     trace = run(KINDS["dear"], model, iterations=3).trace
     for what in ("reduce_scatter", "all_gather", "update"):

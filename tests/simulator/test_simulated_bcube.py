@@ -20,9 +20,9 @@ def one_layer(mb: float) -> Model:
 
 
 def seconds(strategy: str, workers: int, interfaces: int, mb: float = 36.0) -> float:
-    choices = strategies.parse(strategy).choices()
+    made = strategies.parse(strategy)
     links = Links(bytes_per_s=BYTES_PER_S, count=interfaces)
-    return simulate(one_layer(mb), choices, workers, links, iterations=3).median_s
+    return simulate(one_layer(mb), made, workers, links, iterations=3).median_s
 
 
 @pytest.mark.parametrize("mb", [5.0, 36.0, 100.0, 400.0])

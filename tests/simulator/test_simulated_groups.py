@@ -173,17 +173,17 @@ def test_each_random_request_makes_a_group_of_three() -> None:
 
 
 def test_an_all_reduce_is_slower_where_workers_share_a_card() -> None:
-    choices = AllReduce().choices()
-    own = simulate(MODEL, choices, 4, LINKS, work=FREE).median_s
+    made = AllReduce()
+    own = simulate(MODEL, made, 4, LINKS, work=FREE).median_s
     layout = Layout([0, 1, 0, 1])
-    shared = simulate(MODEL, choices, 4, LINKS, work=FREE, layout=layout, local=NEAR).median_s
-    near = simulate(MODEL, choices, 4, LINKS, work=FREE, layout=Layout.even(1, 4), local=NEAR)
+    shared = simulate(MODEL, made, 4, LINKS, work=FREE, layout=layout, local=NEAR).median_s
+    near = simulate(MODEL, made, 4, LINKS, work=FREE, layout=Layout.even(1, 4), local=NEAR)
     assert near.median_s == pytest.approx(1.0, rel=1e-3)
     # Each of a ring's hops crosses to the other host, two over each card. Who is done first
     # computes while others still receive.
     assert 1.5 * (own - 1.0) < shared - 1.0 < 2.1 * (own - 1.0)
     with pytest.raises(UsageError, match="layout has 4; give as many"):
-        simulate(MODEL, choices, 3, LINKS, layout=layout)
+        simulate(MODEL, made, 3, LINKS, layout=layout)
 
 
 @pytest.mark.parametrize("wrong", [{"iterations": 0}, {"warmup": -1}, {"jitter": -0.1}])

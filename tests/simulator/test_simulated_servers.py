@@ -45,8 +45,8 @@ def model_of(rows: list[tuple[float, float, int]]) -> Model:
 
 
 def run(strategy: str, model: Model, workers: int, links: Links, **options: object) -> Run:
-    choices = baselines.parse(strategy).choices()
-    return simulate(model, choices, workers, links, **options)  # type: ignore[arg-type]
+    made = baselines.parse(strategy)
+    return simulate(model, made, workers, links, **options)  # type: ignore[arg-type]
 
 
 NUMEL, RATE, LATENCY = 4096, 1e6, 0.5e-3
@@ -163,7 +163,7 @@ def test_every_round_ends_and_no_byte_is_carried_for_free(
     links = Links(bytes_per_s=gbit * 125e6, latency_s=0.0)
     spelled = f"{strategy}{',' if ':' in strategy else ':'}mb=0.1,servers={servers}"
     made = run(spelled, model, workers, links, work=FREE, slow=slow, iterations=3)
-    fusion = baselines.parse(spelled).choices().fusion
+    fusion = baselines.parse(spelled).plan.fusion()
     buckets = len(buckets_of(model, fusion).forward)
     for rank in range(workers):
         for what in ("all_reduce", "push", "update"):
@@ -209,9 +209,12 @@ def test_vgg19_on_eight_k40_is_ordered_as_in_the_paper() -> None:
     links = Links(bytes_per_s=0.25 * 1.17e9)
     work = Work(fill_s_per_byte=0.0, update_s_per_byte=0.0)
     efficiency = {
-        name: alone / run(f"{name},encrypted=false", model, 8, links, work=work).median_s
+        name: alone
+        / run(
+            f"{name}{',' if ':' in name else ':'}encrypted=false", model, 8, links, work=work
+        ).median_s
         for name in (
-            "vanillaps:pull=start",
+            "vanillaps",
             "partitionedps:pull=start,order=random",
             "geryon:pull=start",
         )

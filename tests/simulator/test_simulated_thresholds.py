@@ -23,7 +23,7 @@ MODEL = Model(
 
 
 def made(text: str = "geryon:pull=start,mb=0.5") -> Thresholds:
-    return Thresholds(MODEL, baselines.parse(text).choices(), 3, LINKS, work=WORK)
+    return Thresholds(MODEL, baselines.parse(text), 3, LINKS, work=WORK)
 
 
 def test_a_sweep_is_what_runs_with_these_thresholds_take() -> None:
@@ -31,17 +31,17 @@ def test_a_sweep_is_what_runs_with_these_thresholds_take() -> None:
     assert (levels.layers, levels.classes) == (6, 2)
     found = levels.sweep((0.9, 0.5, 0.1))
     for level, seconds in found.items():
-        choices = baselines.parse(f"geryon:pull=start,mb=0.5,threshold={level}").choices()
-        assert seconds == simulate(MODEL, choices, 3, LINKS, work=WORK, iterations=3).median_s
+        strategy = baselines.parse(f"geryon:pull=start,mb=0.5,threshold={level}")
+        assert seconds == simulate(MODEL, strategy, 3, LINKS, work=WORK, iterations=3).median_s
     assert len(set(found.values())) == 3
 
 
 def test_each_division_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[float, ...]] = []
 
-    def counted(model, choices, *args, **options):
-        ran.append(choices.servers.thresholds)
-        return simulate(model, choices, *args, **options)
+    def counted(model, strategy, *args, **options):
+        ran.append(strategy.exchange.levels)
+        return simulate(model, strategy, *args, **options)
 
     monkeypatch.setattr(thresholds, "simulate", counted)
     levels = made()
@@ -70,7 +70,7 @@ def test_more_classes_are_never_worse() -> None:
 
 
 def test_coarse_is_the_threshold_between_the_kinds_of_layers() -> None:
-    coarse = baselines.parse("geryon:pull=start,mb=0.5,threshold=coarse").choices()
+    coarse = baselines.parse("geryon:pull=start,mb=0.5,threshold=coarse")
     run = simulate(MODEL, coarse, 3, LINKS, work=WORK, iterations=3)
     assert run.median_s == made().seconds(thresholds_from_cuts((4,), 6, 2))
     layers = tuple(replace(layer, fully_connected=False) for layer in MODEL.layers)
@@ -81,7 +81,7 @@ def test_coarse_is_the_threshold_between_the_kinds_of_layers() -> None:
 @pytest.mark.parametrize("text", ["dear:plan=fixed", "partitionedps", "geryon:threshold=coarse"])
 def test_what_has_no_thresholds_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="no thresholds divide"):
-        Thresholds(MODEL, baselines.parse(text).choices(), 3, LINKS)
+        Thresholds(MODEL, baselines.parse(text), 3, LINKS)
 
 
 def test_one_bucket_is_not_divided() -> None:
@@ -89,6 +89,6 @@ def test_one_bucket_is_not_divided() -> None:
 
 
 def test_a_run_does_not_tune() -> None:
-    choices = baselines.parse("geryon:threshold=tuned").choices()
+    strategy = baselines.parse("geryon:threshold=tuned")
     with pytest.raises(UsageError, match=r"simulator\.Thresholds"):
-        simulate(MODEL, choices, 3, LINKS)
+        simulate(MODEL, strategy, 3, LINKS)

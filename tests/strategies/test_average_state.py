@@ -19,7 +19,7 @@ from wingbeat.errors import MismatchError, UsageError
 STEPS = 7
 
 
-def local(every: int = 1, **options: Any) -> wingbeat.LocalSGD:
+def local(every: int = 1, **options: Any) -> wingbeat.Strategy:
     return wingbeat.LocalSGD(every=every, average_state=True, encrypted=False, **options)
 
 

@@ -17,18 +17,18 @@ from wingbeat.transport.world import World
 
 def test_bml_is_allreduce_along_a_bcube() -> None:
     bml = wingbeat.BML(mb=3, first_mb=2)
-    assert bml.compose() == wingbeat.AllReduce(mb=3, first_mb=2, topology="bcube").compose()
-    assert bml.compose().exchange == parts.BCube()
+    assert bml == wingbeat.AllReduce(mb=3, first_mb=2, topology="bcube")
+    assert bml.exchange == parts.BCube()
     assert (bml.traits.exact, bml.traits.synchronous) == (True, True)
-    assert wingbeat.BML().choices().topology == "bcube"
+    assert wingbeat.BML().topology == "bcube"
     assert strategies.parse("bml:mb=3,first_mb=2") == bml
 
 
 @pytest.mark.parametrize("preset", [wingbeat.BML, wingbeat.AllReduce, wingbeat.DeAR, wingbeat.OMGS])
 def test_every_preset_takes_a_size(preset: Any) -> None:
     made = preset(topology="bcube@3x2")
-    assert made.choices().topology == "bcube@3x2"
-    assert made.compose().exchange == parts.BCube(3, 2)
+    assert made.topology == "bcube@3x2"
+    assert made.exchange == parts.BCube(3, 2)
     assert strategies.parse(f"{preset.__name__.lower()}:topology=bcube@3x2") == made
     for wrong in ("bcube@", "bcube@3", "bcube@0x2", "bcube@1x2", "bcubes@3x2", "ring@3x2"):
         with pytest.raises(UsageError) as caught:
@@ -39,7 +39,7 @@ def test_every_preset_takes_a_size(preset: Any) -> None:
 def test_a_composition_takes_a_value_or_a_name() -> None:
     for exchange in ("bcube@3x2", parts.BCube(3, 2)):
         made = Strategy(exchange=exchange)
-        assert made.choices().topology == "bcube@3x2"
+        assert made.topology == "bcube@3x2"
         assert made == strategies.parse("strategy:exchange=bcube@3x2")
         assert eval(repr(made), {"Strategy": Strategy, "BCube": parts.BCube}) == made
     with pytest.raises(UsageError, match=r"bcube@x: allowed are PORTSxLEVELS, such as bcube@3x2"):
@@ -60,12 +60,12 @@ def test_a_codec_that_would_go_another_way_is_refused(wire: str) -> None:
     ):
         with pytest.raises(UsageError, match=r"most are no neighbours there; allowed: \"bf16\""):
             make(compression=wire)
-    assert wingbeat.AllReduce(compression=wire).choices().topology == "ring"
+    assert wingbeat.AllReduce(compression=wire).topology == "ring"
 
 
 def test_payloads_that_all_gather_go_along_it() -> None:
-    assert wingbeat.BML(compression=TopK()).choices().wire == TopK()
-    assert wingbeat.BML(compression="bf16").choices().wire == "bfloat16"
+    assert wingbeat.BML(compression=TopK()).wire == TopK()
+    assert wingbeat.BML(compression="bf16").wire == "bfloat16"
     with pytest.raises(UsageError, match="most are no neighbours"):
         wingbeat.DeAR(topology="bcube", compression="topk")
 

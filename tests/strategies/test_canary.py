@@ -25,7 +25,7 @@ SIZE = 4
 PLAIN: dict[str, Any] = {"s": 2, "p": None, "compression": "fp32", "encrypted": False}
 
 
-def canary(**options: Any) -> wingbeat.Canary:
+def canary(**options: Any) -> wingbeat.Strategy:
     return wingbeat.Canary(**{**PLAIN, **options})
 
 
@@ -329,7 +329,9 @@ def held_up_and_failing(strategy: Any, colayers_before: int) -> list[Any]:
 
             model.before = wait
             left = "rank 1: lost a worker before training ended: rank 0 has left"
-            ends = pytest.raises(PeerError, match=left) if strategy.s == 0 else nullcontext()
+            ends = (
+                pytest.raises(PeerError, match=left) if strategy.exchange.s == 0 else nullcontext()
+            )
             with ends:
                 repeat(model, optimizer, 3)
             return None

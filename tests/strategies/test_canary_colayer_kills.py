@@ -12,7 +12,7 @@ SCRIPT = """if True:
     from torch import nn
     from wingbeat_lab.bench import models
     from wingbeat.methods.bounded_staleness.colayers import LayerProfiler
-    from wingbeat.engine.api import bounded_exchange
+    from wingbeat.methods.bounded_staleness.build import bounded_exchange
     torch.set_num_threads(1)
     dies, moment = sys.argv[2], {"said": "measurements", "decided": "set_colayers"}.get(sys.argv[2])
     world = wingbeat.init(timeout=60)

@@ -245,4 +245,4 @@ def test_invalid_measured_options_are_rejected() -> None:
         wingbeat.Canary(colayers="auto", measured=True, p=11)
     with pytest.raises(UsageError, match="needs sums in rounds"):
         wingbeat.Strategy(plan=wingbeat.parts.Colayers(measured=True))
-    assert wingbeat.Canary(colayers="auto", measured=True, p=7).compose().plan.fusion().least == 7
+    assert wingbeat.Canary(colayers="auto", measured=True, p=7).plan.fusion().least == 7

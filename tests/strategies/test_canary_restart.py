@@ -11,7 +11,7 @@ SCRIPT = """if True:
     import sys, time, torch, wingbeat
     from torch import nn
     from wingbeat_lab.bench import models
-    from wingbeat.engine.api import bounded_exchange
+    from wingbeat.methods.bounded_staleness.build import bounded_exchange
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=60)
     model = models.network(world.rank if world.returned else 0)  # replaced by pulled ones

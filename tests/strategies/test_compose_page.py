@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from wingbeat import compression, parts
-from wingbeat.parts import exchange, partners, plan, schedule, update
-from wingbeat.strategies import strategy
+from wingbeat.parts import names
 from wingbeat.traits import Part
 from wingbeat_lab import baselines
 
@@ -38,11 +37,11 @@ def run(example: str) -> None:
 def named() -> dict[str, type]:
     """Every name of the code, and what it makes; the names of dtypes make nothing."""
     tables = (
-        plan.BY_NAME,
+        names.PLANS,
         compression.BY_NAME,
-        strategy._EXCHANGES,
-        schedule.BY_NAME,
-        update.BY_NAME,
+        names.EXCHANGES,
+        names.SCHEDULES,
+        names.UPDATES,
     )
     return {name: type(entry.make()) for table in tables for name, entry in table.items()}
 
@@ -70,8 +69,8 @@ def test_what_is_typed_there_is_answered_so() -> None:
 
 def test_every_part_stands_there_by_its_name() -> None:
     shown: dict[str, str] = {}
-    for _, part, names, _ in (row for row in ROWS if len(row) == 4 and row[0] != "question"):
-        for name in re.findall(r"`([^`@]+)(?:@[^`]+)?`", names):
+    for _, part, shown_names, _ in (row for row in ROWS if len(row) == 4 and row[0] != "question"):
+        for name in re.findall(r"`([^`@]+)(?:@[^`]+)?`", shown_names):
             shown[name] = part.strip("`")
     assert shown == {
         **{name: cls.__name__ for name, cls in named().items()},
@@ -81,8 +80,8 @@ def test_every_part_stands_there_by_its_name() -> None:
 
 def test_values_shown_with_names_are_the_defaults() -> None:
     for name, value in re.findall(r"`(\w+)@([\w.]+)` \|", TEXT):
-        tables = (plan.BY_NAME, compression.BY_NAME, schedule.BY_NAME, exchange.BY_NAME)
-        tables = (*tables, partners.BY_NAME, update.BY_NAME)
+        tables = (names.PLANS, compression.BY_NAME, names.SCHEDULES, names.EXCHANGES)
+        tables = (*tables, names.UPDATES)
         entry = next(table[name] for table in tables if name in table)
         assert getattr(entry.make(), entry.option) == entry.convert(value)
 
@@ -90,12 +89,12 @@ def test_values_shown_with_names_are_the_defaults() -> None:
 def test_the_table_of_presets_is_what_their_traits_say() -> None:
     yes = {True: "yes", False: "no"}
     expected = []
-    for cls in baselines.PRESETS.values():
-        made = cls().compose()
+    for preset in baselines.PRESETS.values():
+        made = preset()
         traits = made.traits
         coded = made.compression
         wire = coded if isinstance(coded, str) else type(coded).__name__
-        cells = [f"`{cls.__name__}`", f"`{made.plan!r}`", f"`{wire}`"]
+        cells = [f"`{preset.__name__}`", f"`{made.plan!r}`", f"`{wire}`"]
         cells += [f"`{type(made.schedule).__name__}`", yes[traits.exact], yes[traits.synchronous]]
         expected.append([*cells, traits.bound])
     found = [row for row in ROWS if len(row) == 7 and row[0] != "preset"]

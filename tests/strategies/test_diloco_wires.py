@@ -157,10 +157,8 @@ def test_single_worker_ignores_residuals_of_others() -> None:
 
 
 def test_command_line_accepts_codecs() -> None:
-    made = parse("diloco:every=30,compression=topk@0.02:bits=2").compose()
-    assert (
-        made == wingbeat.DiLoCo(every=30, compression=wingbeat.TopK(density=0.02, bits=2)).compose()
-    )
+    made = parse("diloco:every=30,compression=topk@0.02:bits=2")
+    assert made == wingbeat.DiLoCo(every=30, compression=wingbeat.TopK(density=0.02, bits=2))
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,18 @@ import pytest
 import wingbeat
 import wingbeat_lab
 from wingbeat import Strategy
-from wingbeat.parts.plan import BY_NAME
+from wingbeat.parts import Servers
+from wingbeat.parts.names import PLANS
 from wingbeat.planning import plans
 from wingbeat.types import Plan, TensorSpec
 from wingbeat_lab import baselines
 
 COMPOSED: dict[str, Strategy] = {
-    **{name: preset().compose() for name, preset in baselines.PRESETS.items()},
-    **{f"plan={name}": Strategy(plan=name) for name in BY_NAME},
-    "allreduce:mb=7": wingbeat.AllReduce(mb=7.0, first_mb=0.25).compose(),
-    "dear:mb=9": wingbeat.DeAR(mb=9.0, edge_mb=2.0, min_mb=0.5, max_mb=30.0).compose(),
-    "mgs:elements=99999": wingbeat_lab.MGS(elements=99_999).compose(),
+    **{name: preset() for name, preset in baselines.PRESETS.items()},
+    **{f"plan={name}": Strategy(plan=name) for name in PLANS},
+    "allreduce:mb=7": wingbeat.AllReduce(mb=7.0, first_mb=0.25),
+    "dear:mb=9": wingbeat.DeAR(mb=9.0, edge_mb=2.0, min_mb=0.5, max_mb=30.0),
+    "mgs:elements=99999": wingbeat_lab.MGS(elements=99_999),
 }
 
 
@@ -33,11 +34,11 @@ def specs(scale: float) -> list[TensorSpec]:
 
 def plans_of(strategy: Strategy, scale: float) -> list[Plan]:
     """The plan that training begins with, and those of the sizes at both ends of a tuning."""
-    choices = strategy.scaled(scale).choices()
-    fusions = [choices.fusion]
-    if choices.tuning is not None:
-        ends = (choices.tuning.low_bytes, choices.tuning.high_bytes)
-        fusions += [dataclasses.replace(choices.fusion, bucket_bytes=size) for size in ends]
+    made = strategy.scaled(scale)
+    fusions = [made.plan.fusion()]
+    if made.plan.tuning() is not None:
+        ends = (made.plan.tuning().low_bytes, made.plan.tuning().high_bytes)
+        fusions += [dataclasses.replace(made.plan.fusion(), bucket_bytes=size) for size in ends]
     tensors = specs(scale)
     return [plans.make_plan(fusion, tensors, range(len(tensors))[::-1]) for fusion in fusions]
 
@@ -49,10 +50,10 @@ def test_a_scaled_model_has_the_same_buckets(name: str) -> None:
 
 def test_slices_follow_the_model_and_none_stays_none() -> None:
     def elements(strategy: Strategy) -> int:
-        servers = strategy.scaled(0.05).choices().servers
-        assert servers is not None
+        servers = strategy.scaled(0.05).exchange
+        assert isinstance(servers, Servers)
         return servers.slice
 
-    assert elements(wingbeat.Geryon().compose()) == 52_429
-    assert elements(wingbeat.Geryon(slice=8).compose()) == 1
-    assert elements(wingbeat.Geryon(slice=0).compose()) == 0
+    assert elements(wingbeat.Geryon()) == 52_429
+    assert elements(wingbeat.Geryon(slice=8)) == 1
+    assert elements(wingbeat.Geryon(slice=0)) == 0

@@ -72,7 +72,7 @@ def test_when_all_is_sent_all_have_the_sum_of_all(strategy: Any, interfaces: int
     for _, after in found:
         assert_same(after, wanted)
     apart = [before for before, _ in found if not torch.equal(before["a"], found[0][0]["a"])]
-    assert bool(apart) == (strategy.choices().partitions != 1)
+    assert bool(apart) == (strategy.exchange.partitions != 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -41,6 +41,7 @@ class CodecOptions(Part, Settings):
     Attributes:
         gathers: whether all-reduces during backward send each worker's payload to all others.
         rounded_bytes: bytes of an element if values are only rounded; 0 for other codecs.
+        momentum: factor of momentum correction.
     """
 
     exact: ClassVar[bool] = False
@@ -81,6 +82,23 @@ class CodecOptions(Part, Settings):
     def without_trial(self) -> Self:
         """Return the same options with ``auto_disable=False``."""
         return replace(self, auto_disable=False)  # type: ignore[call-arg]
+
+    @property
+    def selective(self) -> bool:
+        """Whether it is not used for all parameters alike, or not in all iterations."""
+        return False
+
+    def for_differences(self) -> Self:
+        """Return the options for differences of models, of workers that are not in lockstep."""
+        return self.without_trial()
+
+    def check_differences(self, where: str) -> None:
+        """Raise a `UsageError` for options that apply to gradients only."""
+        if self.ends_after is not None:
+            raise UsageError(
+                f"{where}, compression={self!r}): iterations are not counted by averages; leave "
+                "share out"
+            )
 
     def of_parameter(self, name: str) -> str | CodecOptions:  # noqa: ARG002
         """Return the options for a parameter, without groups; empty for its own dtype."""
@@ -187,6 +205,11 @@ class _SketchOptions(CodecOptions):
         """Number of iterations after which gradients are dense; None: never."""
         return None if self.share == 1 else round(self.share * self.total)
 
+    @property
+    def selective(self) -> bool:
+        """Whether there are groups, or a share of iterations."""
+        return self.ends_after is not None or bool(self.groups)
+
     def of_groups(self) -> list[tuple[str, str | CodecOptions]]:
         """As `CodecOptions.of_groups`."""
         each = [(pattern, self._own("", value)) for pattern, value in self.groups]
@@ -257,8 +280,6 @@ class TopK(CodecOptions):
 
     density: float = 0.01
     warmup: int = 400
-    momentum: float = 0.0
-    bits: int = 32
     groups: Any = ()
     auto_disable: bool = True
 
@@ -286,6 +307,23 @@ class TopK(CodecOptions):
     def warmup_steps(self) -> int:
         """Number of steps in which the density decreases."""
         return self.warmup
+
+    def for_differences(self) -> Self:
+        """Return the options for differences of models, which travel at one density."""
+        return replace(self, auto_disable=False, warmup=0)
+
+    def check_differences(self, where: str) -> None:
+        """Raise a `UsageError` for options that apply to gradients only."""
+        if self.momentum:
+            raise UsageError(
+                f"{where}, compression={self!r}): momentum correction is of gradients, and here "
+                "the outer optimizer has momentum; write momentum=0, and Outer(momentum=...)"
+            )
+        if self.warmup not in (0, TopK.warmup):
+            raise UsageError(
+                f"{where}, compression={self!r}): differences of many steps travel at one density "
+                "from the first on; leave warmup out"
+            )
 
     @property
     def fixed_density(self) -> float:

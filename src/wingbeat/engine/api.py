@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -29,8 +29,6 @@ from wingbeat.engine.upgrade import (
     upgrade,
 )
 from wingbeat.errors import MismatchError, UsageError, WingbeatError
-from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.methods.model_averaging.build import check_modules
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import Meter
 from wingbeat.observe.reporter import (
@@ -40,9 +38,9 @@ from wingbeat.observe.reporter import (
     job_name,
     places,
 )
+from wingbeat.parts.strategy import Strategy
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
-from wingbeat.types import Choices
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -51,17 +49,10 @@ _INSIDE = ("optimizer", "_optimizer")
 """Attributes in which wrapper optimizers keep the wrapped one."""
 
 
-class HasChoices(Protocol):
-    """A strategy."""
-
-    def choices(self) -> Choices:
-        """Return its choices."""
-
-
 def distribute(
     model: ModelT,
     optimizer: OptimizerT,
-    strategy: HasChoices,
+    strategy: Strategy,
     *,
     world: World | None = None,
 ) -> tuple[ModelT, OptimizerT]:
@@ -89,25 +80,24 @@ def distribute(
     _refuse_scaler_around(given, optimizer)
     world = whole = world or current()
     check_monitor_variables(whole)
-    choices = strategy.choices()
-    check_momentum(choices, optimizer)
-    check_complex(model, choices, repr(strategy))
-    check_sparse(model, choices, repr(strategy))
-    check_modules(model, choices.averaging)
-    _check_returned(world, choices, strategy)
+    check_momentum(strategy, optimizer)
+    check_complex(model, strategy)
+    check_sparse(model, strategy)
+    strategy.exchange.check_model(model)
+    _check_returned(world, strategy)
     alike = world.size > 1 and not world.returned
     if alike:
         _check_same_model(model, optimizer, world, strategy)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
         world = world.open_channel()
-    collectives = Collectives(world, choices.topology)
+    collectives = Collectives(world, strategy.topology)
     if alike:
         left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
         with torch.no_grad():
             tensors = [tensor.detach() for name, tensor in named if name not in left_out]
             broadcast_now(tensors, collectives, root=0)
-    engine = Engine(model, optimizer, choices, collectives, type(optimizer).step)
+    engine = Engine(model, optimizer, strategy, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
     upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
     claim_parameters(engine, engine.trained)
@@ -116,8 +106,8 @@ def distribute(
     return model, given
 
 
-def _check_returned(world: World, choices: Choices, strategy: HasChoices) -> None:
-    if world.returned and not choices.returns:
+def _check_returned(world: World, strategy: Strategy) -> None:
+    if world.returned and not strategy.exchange.readmits:
         raise UsageError(
             f"rank {world.rank} was started again while the others continue, which {strategy!r} "
             "cannot let in: train with wingbeat.Canary(), Ripples(), LocalSGD() or DiLoCo(), or "
@@ -161,13 +151,6 @@ def join(
     """Equivalent of ``model.join()``, also if the model defines that attribute."""
     options = divide_by_initial_world_size, enable, throw_on_early_termination
     return joined(_engine_of(model, "join"), *options)
-
-
-def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
-    """Return the exchange of a model under bounded staleness; None under other strategies."""
-    engine = engine_of(model)
-    exchange = None if engine is None else engine.runtime.exchange
-    return exchange if isinstance(exchange, BoundedStalenessExchange) else None
 
 
 def synchronize(model: torch.nn.Module) -> None:
@@ -243,7 +226,7 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
         raise UsageError(
             f"distribute(optimizer={type(optimizer).__name__}): pass a torch.optim.Optimizer"
         )
-    if isinstance(strategy, type) or not hasattr(strategy, "choices"):
+    if not isinstance(strategy, Strategy):
         raise UsageError(
             f"distribute(strategy={strategy!r}): pass an instance, such as wingbeat.DeAR()"
         )
@@ -293,7 +276,7 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _check_same_model(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: HasChoices
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: Strategy
 ) -> None:
     left_out, sparse = ignored(model), sparse_parameters(model)
     tensors = [

@@ -22,11 +22,8 @@ from wingbeat.codecs.feedback import check_tensors
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.updates.stepper import State
+from wingbeat.engine.updates.update import SHARED, START, VELOCITY
 from wingbeat.errors import UsageError
-from wingbeat.methods.bounded_staleness.exchange import BoundedUpdate
-from wingbeat.methods.model_averaging.local import LocalUpdate
-from wingbeat.methods.model_averaging.outer import SHARED, START, VELOCITY, OuterUpdate
-from wingbeat.observe.log import log
 from wingbeat.types import Span
 
 SHARD_FORMAT = "wingbeat optimizer shard, version 1"
@@ -298,10 +295,9 @@ def export_extra(engine: Engine) -> dict[str, Any]:
     """Return copies of the extra state; empty if there is none."""
     state = dict(engine.compression.state_dict() or {})
     update = engine.update
-    if isinstance(update, LocalUpdate) and update.keeps:
-        state[AVERAGES] = {"format": AVERAGES_FORMAT, "steps": update.steps, **update.tensors()}
-    several = engine.world.size > 1
-    if several and isinstance(update, (LocalUpdate, BoundedUpdate)) and update.is_own:
+    if averages := update.averages():
+        state[AVERAGES] = {"format": AVERAGES_FORMAT, **averages}
+    if engine.world.size > 1 and update.is_own:
         state[SAVED] = [engine.world.rank, engine.world.size, update.differs]
     return state
 
@@ -314,7 +310,7 @@ def check_extra(engine: Engine, state: Any) -> None:
     else:
         engine.compression.check_parts(parts, "load_state_dict")
     averages, update = _averages(state), engine.update
-    if averages is None or not isinstance(update, LocalUpdate):
+    if averages is None or not update.averaging:
         return
     steps = averages.get("steps")
     if averages.get("format") != AVERAGES_FORMAT or type(steps) is not int or steps < 0:
@@ -322,7 +318,7 @@ def check_extra(engine: Engine, state: Any) -> None:
             f"{_WHERE}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
             "number of steps"
         )
-    if isinstance(update, OuterUpdate):
+    if update.shapes is not None:
         for kind in _kinds(averages):
             _check_names(kind, averages[kind], update.shapes)
             check_tensors(averages[kind], update.shapes, f"{_WHERE}: {kind!r}")
@@ -337,7 +333,7 @@ def load_extra(engine: Engine, state: Any) -> None:
     else:
         engine.compression.load_parts(parts)
     update = engine.update
-    if isinstance(update, LocalUpdate):
+    if update.averaging:
         averages = _averages(state) or {}
         tensors = {kind: averages[kind] for kind in _kinds(averages)}
         update.resume(averages.get("steps", 0), tensors)
@@ -350,22 +346,7 @@ def _log_missing(engine: Engine, state: Any) -> None:
             pass
         case _:
             return
-    update, world = engine.update, engine.world
-    if isinstance(update, BoundedUpdate):
-        if differed and world.rank == 0:
-            log.warning(
-                "load_state_dict(): this state was saved between two calls of model.synchronize(), "
-                "with rounds of gradients under way, which are in no state: training continues "
-                "without them; call model.synchronize() on all ranks before you save"
-            )
-    elif isinstance(update, LocalUpdate) and world.size > 1 and world.rank == (saver + 1) % size:
-        moved = " and what its model had moved since wingbeat.synchronize() are"
-        own = "its optimizer's own state" + (moved if differed else " is")
-        log.warning(
-            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to continue as "
-            "without a stop, save and load model and optimizer on every rank",
-            world.rank, saver, own,
-        )  # fmt: skip
+    engine.update.log_lost(saver, size, differed)
 
 
 def merge_extra(states: Sequence[Any]) -> dict[str, Any] | None:

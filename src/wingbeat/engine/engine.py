@@ -37,10 +37,11 @@ from typing import Any, NoReturn
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.engine import build
 from wingbeat.engine.buffers import BufferSync
+from wingbeat.engine.context import BuildContext
 from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind
 from wingbeat.engine.gradients.bucketing import Bucketing, ignored, synchronised
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.engine.gradients.views import (
     PendingGradient,
@@ -69,14 +70,15 @@ from wingbeat.engine.updates.stepper import StepArguments, Stepper
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.meter import Meter
+from wingbeat.parts.strategy import Strategy
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.control import Control
 from wingbeat.planning.merging import LayerMerging
 from wingbeat.schedules import events
 from wingbeat.schedules.events import Phase
 from wingbeat.schedules.intents import Intent
+from wingbeat.traits import KEPT, MEANS
 from wingbeat.transport import graceful_shutdown
-from wingbeat.types import Choices
 
 _GONE = "an exception cut its backward short; call optimizer.zero_grad() and run the backward again"
 
@@ -104,7 +106,7 @@ class Engine:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        choices: Choices,
+        strategy: Strategy,
         collectives: Collectives,
         plain_step: Callable[[torch.optim.Optimizer], Any],
     ) -> None:
@@ -113,7 +115,7 @@ class Engine:
         self.optimizer = optimizer
         self.world = world
         self.collectives = collectives
-        self.choices = choices
+        self.strategy = strategy
         self.sync = True
         self.lock = threading.RLock()
         self.buffer_root = 0
@@ -126,11 +128,19 @@ class Engine:
         self._shadowing = False
         self._next = 0
         self.stepper = Stepper(optimizer, plain_step)
-        lockstep = choices.lockstep or world.size == 1
+        lockstep = strategy.exchange.lockstep or world.size == 1
         self.buffer_sync = BufferSync(model, ignored(model), collectives, lockstep=lockstep)
-        sparse = sparse_parameters(model) if world.size > 1 and gathers_sparse(choices) else {}
-        self.bucketing = Bucketing(model, choices.fusion, world, lockstep=lockstep, sparse=sparse)
-        self.compression = build.make_compression(choices, self.bucketing.slots, collectives)
+        sparse = sparse_parameters(model) if world.size > 1 and gathers_sparse(strategy) else {}
+        self.bucketing = Bucketing(
+            model, strategy.plan.fusion(), world, lockstep=lockstep, sparse=sparse
+        )
+        exchange = strategy.exchange
+        self.compression = Compression(
+            exchange.gradient_wire(strategy.wire, world.size),
+            self.bucketing.slots,
+            collectives,
+            sums=exchange.collective,
+        )
         self.steps_made = StepCounter(world.rank)
         self.sparse = SparseGradients(sparse, collectives, self.steps_made)
         self.control: Control | None = None
@@ -142,8 +152,8 @@ class Engine:
         self._single_worker_hook: Any = None
         # Parts of parameters are slices of a flat buffer, and codecs read matrices in order.
         flat = self.compression.coded is not None or not lockstep
-        self.bucketing.strided = not choices.divides and not flat
-        if flat and not choices.shard_optimizer:
+        self.bucketing.strided = not strategy.update_part.divides and not flat
+        if flat and not strategy.update_part.shards:
             refuse_fused_layouts(optimizer)
         self._frozen = [p for _, p in synchronised(model) if not p.requires_grad]
         self._parameter_check = ParameterCheck(model, optimizer)
@@ -152,13 +162,21 @@ class Engine:
             optimizer, self.stepper, self.steps_made, self.bucketing, collectives, refresh
         )
         # Pending updates are applied before the exchange, which is made next, is closed.
-        if world.size > 1 and (choices.shard_optimizer or choices.servers is not None):
+        if world.size > 1 and (strategy.update_part.shards or KEPT in exchange.has):
             world.on_close(WeakCall(self.flush_on_close))
-        buffers = self.buffer_sync.tensors
-        self.runtime = build.make_runtime(choices, training, self.compression, self, buffers)
+        context = BuildContext(
+            strategy,
+            training,
+            self.compression,
+            gatherer=self,
+            buffers=self.buffer_sync.tensors,
+            rebucket=WeakCall(self.rebucket),
+        )
+        self.runtime = exchange.build(context) if world.size > 1 else context.single_worker()
+        self.compression = context.compression
         self.meter = self.runtime.meter = Meter(type(model).__name__)
         self.meter.show(self.runtime.exchange.sections)
-        self.bundling = build.make_bundling(choices, self.runtime, WeakCall(self.rebucket))
+        self.bundling = self.runtime.profiler
         self.views = self.runtime.views
         self.update = self.runtime.update
         self.dispatch = self.runtime.dispatch
@@ -174,9 +192,9 @@ class Engine:
 
     def _start(self) -> None:
         exchange, links = self.runtime.exchange, self.collectives
-        if self.choices.lockstep:
-            self.control = Control(self.choices, self.bucketing, self.compression, links, exchange)
-        local = self.choices.averaging is not None
+        if self.strategy.exchange.lockstep:
+            self.control = Control(self.strategy, self.bucketing, self.compression, links, exchange)
+        local = MEANS in self.strategy.exchange.has
         if not local:
             self.bucketing.build()
         self._adopt_buckets()
@@ -578,7 +596,9 @@ class Engine:
 
     def flush_on_close(self) -> None:
         """Apply deferred updates before the world is closed, unless an operation has failed."""
-        if self.hooks is None or (self.choices.servers and graceful_shutdown.is_failing()):
+        if self.hooks is None or (
+            KEPT in self.strategy.exchange.has and graceful_shutdown.is_failing()
+        ):
             return  # no update is pending; or peers may never push their gradients
         if self.steps_made.diverged:
             return  # already raised
@@ -687,7 +707,7 @@ class Engine:
     def between_steps(self) -> None:
         """Raise `SystemExit` before the first forward of a step if SIGTERM has stopped the job."""
         if not self.stepper.stepping:
-            graceful_shutdown.stop_if_due(lockstep=self.choices.lockstep)
+            graceful_shutdown.stop_if_due(lockstep=self.strategy.exchange.lockstep)
 
     def visible_state(self) -> Any:
         """Return the optimizer's state after all updates; inside its own step, unchanged."""

@@ -17,6 +17,7 @@ from wingbeat.engine.updates.json_values import dtype_of
 from wingbeat.engine.updates.stepper import State, recording
 from wingbeat.errors import PeerError, UnevenBatchesError, UsageError
 from wingbeat.schedules.events import Phase
+from wingbeat.traits import MEANS
 from wingbeat.transport import graceful_shutdown
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def joined(
     if engine.world.size == 1 or not enable:
         yield
         return
-    if engine.choices.averaging is not None:
+    if MEANS in engine.strategy.exchange.has:
         if throw:
             raise UsageError(
                 "join(throw_on_early_termination=True) where models are averaged: the other "
@@ -140,7 +141,7 @@ def joined(
         yield
         engine.level()  # the others continue without this worker, and finish later
         return
-    if not engine.choices.lockstep:
+    if not engine.strategy.exchange.lockstep:
         raise UsageError(
             "join() under bounded staleness (Canary): workers may have different numbers of "
             "batches as it is; leave it out, and call model.synchronize() on all when each has "

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.errors import UsageError
-from wingbeat.types import Choices
+from wingbeat.parts.strategy import Strategy
+from wingbeat.traits import KEPT
 
 # -- wrappers -----------------------------------------------------------------------------
 
@@ -227,14 +228,15 @@ def refuse_assignment(prefix: str, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def check_complex(model: torch.nn.Module, choices: Choices, strategy: str) -> None:
+def check_complex(model: torch.nn.Module, strategy: Strategy) -> None:
     """Raise a `UsageError` for complex parameters if ``strategy`` does more than add gradients."""
-    if not choices.lockstep or choices.divides or choices.partitions is not None:
-        what = "where each worker has gradients or parameters of its own, or a part of them"
-    elif choices.servers is not None:
+    exchange = strategy.exchange
+    if KEPT in exchange.has and not strategy.update_part.divides:
         what = "with parameter servers"
-    elif not isinstance(choices.wire, str):
-        what = f"with compression={str(choices.wire)!r}"
+    elif not exchange.collective or strategy.update_part.divides:
+        what = "where each worker has gradients or parameters of its own, or a part of them"
+    elif strategy.codec is not None:
+        what = f"with compression={str(strategy.wire)!r}"
     else:
         return
     found = next((name for name, p in model.named_parameters() if p.is_complex()), None)

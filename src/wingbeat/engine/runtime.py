@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from wingbeat.collectives import Collectives, Handle
-from wingbeat.engine.gradients.bucket import StepCounter
+from wingbeat.engine.gradients.bucket import Bucket, StepCounter
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.updates.update import Closure, Update
@@ -18,6 +18,7 @@ from wingbeat.errors import PeerError
 from wingbeat.exchanges.collective import Exchange
 from wingbeat.observe.events import stream
 from wingbeat.observe.meter import Meter
+from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.schedules.events import (
     Announce,
     Await,
@@ -71,6 +72,15 @@ class IntentExchange:
         return Answer(tuple(Intent(head) for head in heads), used)
 
 
+class LayerMeasurements(Protocol):
+    """Measurements of layers in the first iterations, by which they are bundled again."""
+
+    passes: BackwardProfiler
+
+    def measure_widths(self, bucket: Bucket) -> None:
+        """Measure the widths of a bucket's gradients."""
+
+
 @dataclass
 class Runtime:
     """Passes each command to the part that performs it, before the schedule yields the next.
@@ -78,6 +88,7 @@ class Runtime:
     Attributes:
         checked: whether step counts have been compared in the current iteration.
         meter: measures the time that the training thread is blocked.
+        profiler: measures layers to bundle them again; None where buckets do not change so.
     """
 
     schedule: Schedule
@@ -89,6 +100,7 @@ class Runtime:
     steps: StepCounter
     checked: bool = False
     meter: Meter = field(default_factory=lambda: Meter(""))
+    profiler: LayerMeasurements | None = None
 
     def dispatch(self, event: Event, closure: Closure = None) -> Any:
         """Perform the schedule's commands for ``event``; return the result of a whole step."""

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.compression import Compression
-from wingbeat.engine.api import HasChoices, distribute, join, no_sync, synchronize, unwrapped
+from wingbeat.engine.api import distribute, join, no_sync, synchronize, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import check_names, library
@@ -38,7 +38,7 @@ from wingbeat.integrations.checkpoint import (
 )
 from wingbeat.integrations.ddp import WireState, wire_hook
 from wingbeat.observe.log import log
-from wingbeat.strategies import DeAR
+from wingbeat.strategies import DeAR, Strategy
 from wingbeat.transport import init
 from wingbeat.transport.world import World, current
 
@@ -65,7 +65,7 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 def prepare(
     accelerator: Any,
     *objects: Any,
-    strategy: HasChoices | None = None,
+    strategy: Strategy | None = None,
     device_placement: Sequence[bool | None] | None = None,
 ) -> Any:
     """Prepare objects for training, as ``accelerator.prepare``, with wingbeat in place of DDP.
@@ -137,7 +137,7 @@ def _prepared_model(
     accelerator: Any,
     model: nn.Module,
     optimizer: Any,
-    strategy: HasChoices,
+    strategy: Strategy,
     place: bool | None,
     world: World,
 ) -> nn.Module:

@@ -32,7 +32,6 @@ from wingbeat.engine.model_checks import refuse_loading
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.methods.model_averaging.local import LocalUpdate
 from wingbeat.observe.log import log
 
 __all__ = ["load", "state"]
@@ -65,7 +64,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     part: dict[str, Any] = {"beside": checkpoint.export_extra(engine)}
     if engine.update.shards is not None:
         part["shard"] = optimizer.shard_state_dict()  # type: ignore[attr-defined]
-    elif isinstance(engine.update, LocalUpdate):
+    elif engine.update.averaging:
         # torch lets any worker write a replicated tensor, and these differ between workers.
         part["own"] = whole.get_optimizer_state_dict(model, optimizer)
     else:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from wingbeat.engine.api import (
     abandon,
     begin_step,
-    bounded_exchange,
     distribute,
     no_sync,
     release,
@@ -32,7 +31,9 @@ from wingbeat.engine.checkpoint import PARTS
 from wingbeat.engine.upgrade import EXTRA, engine_of
 from wingbeat.errors import UsageError, unknown
 from wingbeat.integrations import check_names, library
-from wingbeat.strategies import PRESETS, DeAR, parse
+from wingbeat.methods.bounded_staleness.build import bounded_exchange
+from wingbeat.parts import PartnersPart
+from wingbeat.strategies import PRESETS, DeAR, Strategy, parse
 from wingbeat.transport import current, init
 
 # -- the names of Lightning that are overridden or used, and their check --------------------------
@@ -161,7 +162,7 @@ def strategy_of(given: Any) -> Any:
         return DeAR()
     if isinstance(given, str):
         return parse(given)
-    if isinstance(given, type) or not hasattr(given, "choices"):
+    if not isinstance(given, Strategy):
         raise UsageError(
             f"WingbeatStrategy({given!r}): pass one of wingbeat's strategies, such as "
             "wingbeat.DeAR(), or its name, such as 'dear:mb=10'"
@@ -479,14 +480,16 @@ class TrainerStrategy(WingbeatMixin):
 
         Raises UsageError inside a training step, where workers may wait for this one.
         """
-        averaging = self.wingbeat_strategy.choices().averaging
-        if averaging is None or averaging.partners == "all" or self._wingbeat_optimizer is None:
+        exchange = self.wingbeat_strategy.exchange
+        if not isinstance(exchange, PartnersPart) or exchange.everyone:
+            return
+        if self._wingbeat_optimizer is None:
             return
         if self._wingbeat_stepping and not self._wingbeat_failed:
             # In pairwise averaging a worker also answers while it waits between its steps. It does
             # not inside a step, where LBFGS evaluates the loss.
             within = isinstance(self._wingbeat_optimizer, torch.optim.LBFGS)
-            if averaging.partners == "pairs" and not within:
+            if not exchange.waits and not within:
                 return
             raise UsageError(
                 "self.log(sync_dist=True), all_gather or a barrier in training_step waits for all "

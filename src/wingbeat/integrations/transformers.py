@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from wingbeat.engine.api import HasChoices, release, synchronize, unwrapped
+from wingbeat.engine.api import release, synchronize, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import check_names, library
 from wingbeat.integrations.accelerate import prepare
 from wingbeat.integrations.checkpoint import load_residuals, save_residuals
-from wingbeat.strategies import DeAR
+from wingbeat.strategies import DeAR, Strategy
 
 __all__ = ["WingbeatTrainer", "WingbeatTrainerMixin"]
 
@@ -57,8 +57,8 @@ class WingbeatTrainerMixin:
         UsageError: the Trainer uses another parallelism, or its release lacks a name that is used.
     """
 
-    def __init__(self, *args: Any, strategy: HasChoices | None = None, **kwargs: Any) -> None:
-        if isinstance(strategy, type) or not (strategy is None or hasattr(strategy, "choices")):
+    def __init__(self, *args: Any, strategy: Strategy | None = None, **kwargs: Any) -> None:
+        if not isinstance(strategy, Strategy | None):
             raise UsageError(
                 f"{type(self).__name__}(strategy={strategy!r}): pass an instance, such as "
                 "wingbeat.DeAR()"
@@ -68,7 +68,7 @@ class WingbeatTrainerMixin:
         check_names(title, {_transformers.Trainer: PRIVATE, self: USED})
         _refuse_setup(self)
         self._counts: dict[Any, int] = {}
-        self.strategy: HasChoices = DeAR() if strategy is None else strategy
+        self.strategy: Strategy = DeAR() if strategy is None else strategy
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; all workers then have the same model."""
@@ -138,7 +138,7 @@ def _synchronize(trainer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _preparing(accelerator: Any, strategy: HasChoices) -> Iterator[None]:
+def _preparing(accelerator: Any, strategy: Strategy) -> Iterator[None]:
     """Make ``accelerator.prepare(model, optimizer)`` prepare them with wingbeat."""
 
     def instead(*objects: Any, **kwargs: Any) -> Any:

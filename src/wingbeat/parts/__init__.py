@@ -3,13 +3,16 @@
 >>> from wingbeat import Strategy, parts
 >>> Strategy(plan=parts.Merged(), compression=parts.Sketch(bits=4), schedule=parts.Decoupled())
 Strategy(plan=Merged(), compression=Sketch(bits=4), schedule=Decoupled())
+
+The parts of a method are defined in its folder, and loaded on first use.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from wingbeat.compression import Half, LowRank, Sketch, TopK
-from wingbeat.parts.exchange import Bounded, Partial, Servers
-from wingbeat.parts.partners import Groups, Pairs, PartnersPart
 from wingbeat.parts.plan import (
     Colayers,
     Elements,
@@ -21,19 +24,31 @@ from wingbeat.parts.plan import (
     PlanPart,
     TunedBuckets,
 )
-from wingbeat.parts.schedule import Decoupled, Local, SchedulePart, Served, Stale, WaitFree
-from wingbeat.parts.update import (
-    Averaged,
-    Deferred,
-    InRounds,
-    OnServers,
-    Outer,
-    Sharded,
-    UpdatePart,
-    Whole,
-)
+from wingbeat.parts.schedule import Decoupled, SchedulePart, WaitFree
+from wingbeat.parts.update import Deferred, Sharded, UpdatePart, Whole
 from wingbeat.topologies import BCube, Doubling, Mesh, Ring
-from wingbeat.traits import Part, Traits
+from wingbeat.traits import ExchangePart, Part, Traits
+
+if TYPE_CHECKING:
+    from wingbeat.exchanges.options import Partial
+    from wingbeat.methods.bounded_staleness.options import Bounded, InRounds, Stale
+    from wingbeat.methods.model_averaging.options import (
+        Averaged,
+        Groups,
+        Local,
+        Outer,
+        Pairs,
+        PartnersPart,
+    )
+    from wingbeat.methods.parameter_server.options import OnServers, Served, Servers
+
+_METHODS = {
+    "exchanges": ("Partial",),
+    "methods.bounded_staleness": ("Bounded", "InRounds", "Stale"),
+    "methods.model_averaging": ("Averaged", "Groups", "Local", "Outer", "Pairs", "PartnersPart"),
+    "methods.parameter_server": ("OnServers", "Served", "Servers"),
+}
+_HOME = {name: f"wingbeat.{home}.options" for home, names in _METHODS.items() for name in names}
 
 __all__ = [
     "Averaged",
@@ -44,6 +59,7 @@ __all__ = [
     "Deferred",
     "Doubling",
     "Elements",
+    "ExchangePart",
     "FixedBuckets",
     "Groups",
     "Half",
@@ -76,3 +92,11 @@ __all__ = [
     "WaitFree",
     "Whole",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -6,14 +6,11 @@ Sizes are in MB of 2**20 bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
-from wingbeat.errors import UsageError
-from wingbeat.settings import SIZE, Named, Settings
+from wingbeat.settings import SIZE, Settings
 from wingbeat.traits import ROUNDS, Part
-from wingbeat.types import Fusion, Merging, Tuning
+from wingbeat.types import Fusion, Tuning
 
 SEARCHES = ("bo", "random", "grid")
 TOPOLOGIES = ("ring", "mesh", "doubling")
@@ -33,8 +30,8 @@ class PlanPart(Part, Settings, ABC):
         """Return how bucket sizes are tuned; None if they are not."""
         return None
 
-    def merging(self) -> Merging | None:
-        """Return how layers are merged by measured costs; None if they are not."""
+    def merging(self) -> Merged | None:
+        """Return the plan itself if layers are merged by measured costs, else None."""
         return None
 
 
@@ -262,9 +259,9 @@ class Merged(PlanPart):
         """Return one bucket, so that no exchange disturbs the measurement of backward."""
         return Fusion(kind="one")
 
-    def merging(self) -> Merging:
-        """Return how layers are merged by measured costs."""
-        return Merging(rule=self.rule, steps=self.steps, drift=self.drift, file=self.file)
+    def merging(self) -> Merged:
+        """Return the plan itself."""
+        return self
 
 
 def in_bytes(mb: float) -> int:
@@ -285,19 +282,4 @@ def check_range(tuned: Settings) -> None:
     """Raise a `UsageError` unless ``min_mb`` is below ``max_mb``."""
     low, high = getattr(tuned, "min_mb"), getattr(tuned, "max_mb")  # noqa: B009 - two classes
     if not low < high:
-        raise UsageError(
-            f"{type(tuned).__name__}(min_mb={low!r}, max_mb={high!r}): min_mb must be the smaller"
-        )
-
-
-BY_NAME: Mapping[str, Named[PlanPart]] = {
-    "fixed": Named(FixedBuckets, "mb"),
-    **{search: Named(partial(TunedBuckets, search=search)) for search in SEARCHES},
-    "layers": Named(Layers, "count", int),
-    "elements": Named(Elements, "count", int),
-    "colayers": Named(Colayers, "count", int),
-    "none": Named(PerTensor),
-    "one": Named(OneBucket),
-    "merged": Named(Merged, "rule", str),
-}
-"""Plans by name; ``@`` and a value may follow, which sets the option given here."""
+        raise tuned.refusal("min_mb must be the smaller", "min_mb", "max_mb")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from wingbeat.settings import Named, Settings
-from wingbeat.traits import HALVES, KEPT, LATE, LOCAL, OWN, WHOLE, Part
+from wingbeat.settings import Settings
+from wingbeat.traits import HALVES, LATE, WHOLE, Part
+
+if TYPE_CHECKING:
+    from wingbeat.engine.context import BuildContext
+    from wingbeat.engine.gradients.views import ShownGradients
+    from wingbeat.engine.updates.update import Update
+    from wingbeat.schedules.events import Schedule
 
 
 class UpdatePart(Part, Settings):
@@ -23,6 +28,19 @@ class UpdatePart(Part, Settings):
     shards: ClassVar[bool] = False
     on_servers: ClassVar[bool] = False
 
+    @property
+    def divides(self) -> bool:
+        """Whether no worker has the complete optimizer."""
+        return self.shards or self.on_servers
+
+    def machine(self, schedule: str) -> str:
+        """Return the name of the state machine of ``schedule`` with this update."""
+        return schedule
+
+    def build(self, context: BuildContext, schedule: Schedule, views: ShownGradients) -> Update:
+        """Make the update of an exchange in lockstep; methods with an own one build it there."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Whole(UpdatePart):
@@ -35,6 +53,15 @@ class Whole(UpdatePart):
         """Gradients that are complete when ``step()`` is called."""
         return frozenset({WHOLE})
 
+    def build(
+        self,
+        context: BuildContext,
+        schedule: Schedule,  # noqa: ARG002
+        views: ShownGradients,  # noqa: ARG002
+    ) -> Update:
+        """Make the update of all parameters."""
+        return context.whole_update()
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Deferred(UpdatePart):
@@ -44,6 +71,15 @@ class Deferred(UpdatePart):
     def needs(self) -> frozenset[str]:
         """Sums that may arrive after the next forward has begun."""
         return frozenset({LATE})
+
+    def build(
+        self,
+        context: BuildContext,
+        schedule: Schedule,  # noqa: ARG002
+        views: ShownGradients,  # noqa: ARG002
+    ) -> Update:
+        """Make the update of single buckets."""
+        return context.deferred_update()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -60,97 +96,10 @@ class Sharded(UpdatePart):
         """Blocks of the sum that each worker owns."""
         return frozenset({HALVES})
 
+    def machine(self, schedule: str) -> str:  # noqa: ARG002
+        """Return the machine that gathers parameters in place of gradients."""
+        return "sharded"
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class OnServers(UpdatePart):
-    """Servers apply the optimizer to their slices and hold its state (Geryon, section II-A)."""
-
-    on_servers: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Servers, and parameters that may arrive after the next forward has begun."""
-        return frozenset({KEPT, LATE})
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class InRounds(UpdatePart):
-    """``step()`` applies the sums that have arrived, one round at a time, on every worker."""
-
-    in_parts: ClassVar[bool] = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Steps that do not wait for all workers."""
-        return frozenset({OWN})
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Averaged(UpdatePart):
-    """The averages replace the parameters (Ripples, section 3.2; local SGD).
-
-    Args:
-        state: average the optimizer's state per element (momentum, the two moments of Adam)
-            together with the parameters; otherwise each worker keeps its own.
-
-    Raises:
-        UsageError: ``state`` is neither True nor False.
-    """
-
-    in_parts: ClassVar[bool] = False
-
-    state: bool = False
-
-    def __post_init__(self) -> None:
-        self.check_flag("state")
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Local steps between averages."""
-        return frozenset({LOCAL})
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Outer(UpdatePart):
-    """The average change of the models since the last average is an outer optimizer's gradient.
-
-    DiLoCo (Douillard et al., 2023): SGD with Nesterov momentum. ``Outer(lr=1, momentum=0)`` applies
-    the average unchanged.
-
-    Args:
-        lr: the outer learning rate.
-        momentum: the Nesterov momentum; 0: none.
-
-    Raises:
-        UsageError: a number is out of range.
-    """
-
-    in_parts: ClassVar[bool] = False
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_outer(self)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Local steps between averages."""
-        return frozenset({LOCAL})
-
-
-def check_outer(options: Any, prefix: str = "") -> None:
-    """Raise a `UsageError` unless ``lr`` and ``momentum`` are in range."""
-    options.check_number(f"{prefix}lr", "numbers above 0", lambda value: value > 0)
-    options.check_number(f"{prefix}momentum", "0 to below 1", lambda value: 0 <= value < 1)
-
-
-BY_NAME: Mapping[str, Named[UpdatePart]] = {
-    "whole": Named(Whole),
-    "deferred": Named(Deferred),
-    "sharded": Named(Sharded),
-    "servers": Named(OnServers),
-    "rounds": Named(InRounds),
-    "averaged": Named(Averaged),
-    "outer": Named(Outer, "lr", float),
-}
+    def build(self, context: BuildContext, schedule: Schedule, views: ShownGradients) -> Update:
+        """Make the update of a worker's own blocks."""
+        return context.sharded_update(schedule, views)

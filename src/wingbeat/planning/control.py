@@ -19,6 +19,7 @@ from wingbeat.collectives import Collectives, Rows
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import UsageError
+from wingbeat.parts.strategy import Strategy
 from wingbeat.planning.controllers import (
     BucketSizeController,
     CompressionController,
@@ -27,7 +28,6 @@ from wingbeat.planning.controllers import (
 )
 from wingbeat.planning.merging import LayerMerging
 from wingbeat.planning.probe import Probe
-from wingbeat.types import Choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Control:
 
     def __init__(
         self,
-        choices: Choices,
+        strategy: Strategy,
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
@@ -135,21 +135,20 @@ class Control:
         coded = compression.coded
         if coded is not None and coded.auto_disable:
             self.trial = CompressionController(compression, world.rank, world.size)
-        if choices.tuning is not None:
-            self.tuning = BucketSizeController(choices.tuning, choices, bucketing, collectives)
-        if choices.merging is not None:
+        tuning, merging = strategy.plan.tuning(), strategy.plan.merging()
+        if tuning is not None:
+            self.tuning = BucketSizeController(tuning, strategy, bucketing, collectives)
+        if merging is not None:
             self.merging = LayerMerging(
-                choices.merging, choices, bucketing, compression, collectives, self.trial is None
+                merging, strategy, bucketing, compression, collectives, self.trial is None
             )
-        if choices.servers is not None and choices.servers.tuning is not None:
+        if strategy.exchange.tuned:
             if not isinstance(exchange, Prioritized):
                 raise UsageError(
                     f'threshold="tuned": {type(exchange).__name__} has no traffic classes; use '
                     "wingbeat.Geryon(), or leave threshold out"
                 )
-            self.thresholds = ThresholdController(
-                choices, choices.servers, choices.servers.tuning, bucketing, collectives, exchange
-            )
+            self.thresholds = ThresholdController(strategy, bucketing, collectives, exchange)
         self._compression, self._collectives = compression, collectives
         self._timer = IterationTimer(bucketing.device)
         self._seconds = 0.0

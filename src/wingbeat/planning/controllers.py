@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.parameter_server.slicing import layer_positions
 from wingbeat.observe.log import log
+from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import bucket_size, files, thresholds
 from wingbeat.planning.bucket_size import (
     BucketSizeResult,
@@ -36,7 +36,7 @@ from wingbeat.planning.thresholds import (
 from wingbeat.planning.trials import DriftDetector, LedTrial, Rows, compression_trial
 from wingbeat.settings import is_number
 from wingbeat.transport.world import World
-from wingbeat.types import Choices, Serving, ThresholdTuning, Tuning
+from wingbeat.types import Tuning
 
 FIRST_WINDOWS = 2
 """Consecutive windows with drift before sizes are tuned again; doubled each time."""
@@ -178,14 +178,14 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
     """
 
     def __init__(
-        self, tuning: Tuning, choices: Choices, bucketing: Bucketing, collectives: Collectives
+        self, tuning: Tuning, strategy: Strategy, bucketing: Bucketing, collectives: Collectives
     ) -> None:
-        topologies = _possible_topologies(tuning, choices, collectives)
-        key = bucket_size_key(bucketing, collectives, choices, topologies)
+        topologies = _possible_topologies(tuning, strategy, collectives)
+        key = bucket_size_key(bucketing, collectives, strategy, topologies)
         super().__init__(bucketing, collectives, tuning.file, key)
         self._fusion = bucketing.fusion
         self._tuning = replace(tuning, topologies=topologies)
-        self.topology = choices.topology if topologies else ""
+        self.topology = strategy.topology if topologies else ""
         self._windows = FIRST_WINDOWS
         self._drift = self._new_detector()
         self._order_known = self.single_plan = False
@@ -308,17 +308,17 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
 
 
 def _possible_topologies(
-    tuning: Tuning, choices: Choices, collectives: Collectives
+    tuning: Tuning, strategy: Strategy, collectives: Collectives
 ) -> tuple[str, ...]:
     """Return the topologies that can be tuned; empty if the strategy's own is the only one."""
     if not tuning.topologies:
         return ()
-    names = dict.fromkeys((choices.topology, *tuning.topologies))
+    names = dict.fromkeys((strategy.topology, *tuning.topologies))
     found = tuple(name for name in names if collectives.fits(name))
     why = ""
-    if choices.servers is not None or choices.partitions is not None:
+    if not strategy.exchange.collective:
         why = "gradients do not go through collectives of all"
-    elif choices.wire and not isinstance(choices.wire, str):
+    elif strategy.codec is not None:
         why = "a codec goes along its own"
     elif len(found) < 2 or collectives.world.size < 3:
         why = f"{collectives.world.size} workers on these links have one"
@@ -337,6 +337,20 @@ class Prioritized(Protocol):
         """Change the thresholds between the classes."""
 
 
+class TunedThresholds(Protocol):
+    """The options of an exchange part with `ExchangePart.tuned`, such as `wingbeat.parts.Servers`.
+
+    Attributes:
+        levels: the initial thresholds.
+        steps: iterations for which each is tried.
+        file: file in which rank 0 stores the result; empty: none.
+    """
+
+    levels: tuple[float, ...]
+    steps: int
+    file: str
+
+
 class ThresholdController(_LedController[Cuts, ThresholdResult]):
     """Sets the thresholds between the priority classes of an exchange by a trial (Geryon, III-C).
 
@@ -346,18 +360,17 @@ class ThresholdController(_LedController[Cuts, ThresholdResult]):
 
     def __init__(
         self,
-        choices: Choices,
-        serving: Serving,
-        tuning: ThresholdTuning,
+        strategy: Strategy,
         bucketing: Bucketing,
         collectives: Collectives,
         exchange: Prioritized,
     ) -> None:
-        key = threshold_key(bucketing, collectives, choices, serving)
+        tuning = cast(TunedThresholds, strategy.exchange)
+        key = threshold_key(bucketing, collectives, strategy)
         super().__init__(bucketing, collectives, tuning.file, key)
         self._exchange, self._steps = exchange, tuning.steps
         self._layers = 1
-        self.thresholds = serving.thresholds
+        self.thresholds = tuning.levels
         known = self._known_thresholds() if tuning.file else None
         if known is not None:
             self.decide(known)
@@ -382,8 +395,8 @@ class ThresholdController(_LedController[Cuts, ThresholdResult]):
     def _begin(self) -> None:
         """Start the trial once the buckets are final; on all workers before the same backward."""
         world, buckets = self._collectives.world, self._bucketing.buckets
-        names = [bucket.names for bucket in buckets]
-        self._layers = layer_positions(names).layers if len(buckets) > 1 else 1
+        layers = {name.rpartition(".")[0] for bucket in buckets for name in bucket.names}
+        self._layers = len(layers) if len(buckets) > 1 else 1
         if self._layers > 1:
             self._trial = threshold_trial(
                 self._layers, self.thresholds, self._steps, world.rank, world.size
@@ -414,48 +427,43 @@ class ThresholdController(_LedController[Cuts, ThresholdResult]):
 # -- keys ----------------------------------------------------------------------------------------
 
 
-def _common_key(bucketing: Bucketing, collectives: Collectives, choices: Choices) -> dict[str, Any]:
+def _common_key(
+    bucketing: Bucketing, collectives: Collectives, strategy: Strategy
+) -> dict[str, Any]:
+    wire = strategy.wire
     shapes = [[spec.name, list(spec.shape), spec.dtype] for spec in bucketing.specs]
     return {
-        **({"server_updates": True} if choices.server_updates else {}),
+        **({"server_updates": True} if strategy.update_part.on_servers else {}),
         "parameters": files.digest(shapes),
         "workers": collectives.world.size,
         "links": len(collectives.world.links),
-        "schedule": choices.schedule,
-        "wire": str(choices.wire) if choices.wire else "as computed",
+        **strategy.exchange.key(),
+        "schedule": strategy.schedule.machine,
+        "wire": str(wire) if wire else "as computed",
     }
 
 
 def bucket_size_key(
     bucketing: Bucketing,
     collectives: Collectives,
-    choices: Choices,
+    strategy: Strategy,
     topologies: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the model, cluster and strategy for which a bucket size is valid."""
     return {
-        **_common_key(bucketing, collectives, choices),
-        **({} if choices.partitions is None else {"partitions": choices.partitions}),
+        **_common_key(bucketing, collectives, strategy),
         **({"topologies": list(topologies)} if topologies else {}),
-        "topology": choices.topology,
-        "shard_optimizer": choices.shard_optimizer,
+        "topology": strategy.topology,
+        "shard_optimizer": strategy.update_part.shards,
     }
 
 
 def threshold_key(
-    bucketing: Bucketing, collectives: Collectives, choices: Choices, serving: Serving
+    bucketing: Bucketing, collectives: Collectives, strategy: Strategy
 ) -> dict[str, Any]:
     """Return the model, cluster and strategy for which thresholds are valid."""
-    fusion = choices.fusion
+    fusion = strategy.plan.fusion()
     return {
-        **_common_key(bucketing, collectives, choices),
-        "back": "dense" if serving.dense else "wire",
-        "encrypted": serving.encrypted,
-        "servers": serving.count,
-        "classes": serving.classes,
-        "order": serving.order,
-        "slice": serving.slice,
-        "placement": "whole" if serving.whole else "sharded",
-        "pushes": serving.pushes,
+        **_common_key(bucketing, collectives, strategy),
         "buckets": f"{fusion.kind} {fusion.bucket_bytes}",
     }

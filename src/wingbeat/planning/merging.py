@@ -25,6 +25,8 @@ from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
+from wingbeat.parts.plan import Merged
+from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import controllers, measure, merge
 from wingbeat.planning.backward import BackwardProfiler, combine
 from wingbeat.planning.costs import Fit, Workload, best_fit
@@ -33,7 +35,7 @@ from wingbeat.planning.measure import Samples, fit_samples, key_of, payload_byte
 from wingbeat.planning.merge import TRIED, Candidate
 from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
 from wingbeat.planning.trials import DriftDetector, Rows, Trial, plan_trial
-from wingbeat.types import Choices, Merging, Plan
+from wingbeat.types import Plan
 
 MISPREDICTED = 0.1
 """Relative error above which a prediction is reported."""
@@ -63,12 +65,12 @@ class CostProbe:
 
     def __init__(
         self,
-        choices: Choices,
+        strategy: Strategy,
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
     ) -> None:
-        self._choices = choices
+        self._strategy = strategy
         self._bucketing = bucketing
         self._compression = compression
         self._collectives = collectives
@@ -76,7 +78,7 @@ class CostProbe:
     @property
     def wire(self) -> str | Coded:
         """The encoding of gradients; fp32 where a trial has disabled compression."""
-        return self._choices.wire if self._compression.on or not self._compression.coded else ""
+        return self._strategy.wire if self._compression.on or not self._compression.coded else ""
 
     @property
     def collective(self) -> str:
@@ -84,7 +86,7 @@ class CostProbe:
 
         The second phase competes with the next forward and is measured separately.
         """
-        if self._choices.schedule == "dear":
+        if self._strategy.schedule.machine == "dear":
             return "reduce-scatter"
         return "payload all-gather" if options_of(self.wire).gathers else "all-reduce"
 
@@ -132,7 +134,7 @@ class CostProbe:
             ),
             encode=encode,
             exchange=exchange,
-            interfaces=measure.measure_links(self._collectives, topology=self._choices.topology),
+            interfaces=measure.measure_links(self._collectives, topology=self._strategy.topology),
             rest_s=rest_s,
             cpu=best_fit(samples.cpu) if samples.cpu else None,
             gather=gather,
@@ -155,11 +157,11 @@ class CostProbe:
         The all-gathers of a sharded optimizer carry uncompressed parameters. Factors are summed
         whole.
         """
-        wire = "" if self._choices.shard_optimizer else self.wire
+        wire = "" if self._strategy.update_part.shards else self.wire
         if not isinstance(wire, str) and wire.summed:
             return None
         samples = self._measure_wire(wire, measure.SECOND_PHASE)
-        if not self._choices.shard_optimizer:
+        if not self._strategy.update_part.shards:
             return fit_samples(samples, wire)[1]
         # The cost model counts the bytes of a bucket's gradients.
         specs = self._bucketing.specs
@@ -185,8 +187,8 @@ class LayerMerging:
 
     def __init__(
         self,
-        rule: Merging,
-        choices: Choices,
+        rule: Merged,
+        strategy: Strategy,
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
@@ -196,10 +198,10 @@ class LayerMerging:
         self._compression = compression
         self._bucketing = bucketing
         self._world = collectives.world
-        self._costs = CostProbe(choices, bucketing, compression, collectives)
+        self._costs = CostProbe(strategy, bucketing, compression, collectives)
         # Collectives of a GPU library do not report their completion.
         native = bucketing.device.type in collectives.world.nccl_devices
-        later = not schedules.BY_NAME[choices.schedule].whole_after_backward
+        later = not schedules.BY_NAME[strategy.schedule.machine].whole_after_backward
         self.passes = BackwardProfiler(
             len(bucketing.slots), bucketing.device, asynchronous=later and not native
         )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from wingbeat import schedules, topologies
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import Layout
+from wingbeat.methods.parameter_server.options import Servers
+from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import Schedule
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
@@ -22,7 +24,7 @@ from wingbeat.simulator.network import Carrier, Network
 from wingbeat.simulator.serving import hire
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.simulator.worker import Sleeps, Worker
-from wingbeat.types import Choices
+from wingbeat.traits import KEPT
 
 Moment = tuple[float, int, str, int]
 """Time, rank, action, and bucket (-1: none)."""
@@ -51,7 +53,7 @@ class Run:
 
 def simulate(
     model: Model,
-    choices: Choices,
+    strategy: Strategy,
     workers: int,
     links: Links,
     *,
@@ -71,7 +73,7 @@ def simulate(
 
     Args:
         model: layers and their times.
-        choices: choices of a strategy. Codecs are simulated for gradients to servers only.
+        strategy: the strategy. Codecs are simulated for gradients to servers only.
         workers: number of workers.
         links: network interfaces.
         work: cost of communication in processor time.
@@ -81,13 +83,13 @@ def simulate(
         sleeps: by rank and iteration, counted from 1, seconds for which a worker sleeps before it;
             all workers are then simulated.
         iterations: number of iterations, at least 1.
-        schedule: creates a worker's schedule; by default the one that ``choices`` names.
+        schedule: creates a worker's schedule; by default the strategy's.
         traffic: records the bytes that simulated workers, and servers on their hosts, send.
         layout: hosts of the workers, which share interfaces; by default one host for each worker.
         local: connections between workers of a host, with ``layout``. Servers on the same host are
             reached without delay.
-        coding: encoding of gradients to servers and its cost; by default the wire of ``choices`` on
-            one core.
+        coding: encoding of gradients to servers and its cost; by default the strategy's on one
+            core.
 
     Raises:
         UsageError: a number is out of range, or the strategy cannot be simulated.
@@ -100,13 +102,14 @@ def simulate(
         raise UsageError(
             "simulate(layout=, traffic=): what shared cards send is not noted; give one of them"
         )
-    if not choices.lockstep:
+    if not strategy.exchange.lockstep:
         raise UsageError(
             "simulate(): workers that make iterations of their own (Bounded, Canary) are another "
             "simulation: simulate_bounded()"
         )
-    served = choices.servers is not None
-    if (choices.wire and not served) or choices.divides or choices.merging is not None:
+    served = KEPT in strategy.exchange.has
+    coded, divides = strategy.wire and not served, strategy.update_part.divides
+    if coded or divides or strategy.plan.merging() is not None:
         raise UsageError(
             "simulate(): strategies with a compression (but to servers), a divided optimizer "
             '(shard_optimizer, update="server") or measured merging are not simulated yet; '
@@ -114,19 +117,19 @@ def simulate(
         )
     if coding is not None and not served:
         raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")
-    if choices.servers is not None and choices.servers.tuning is not None:
+    if strategy.exchange.tuned:
         raise UsageError(
             "simulate(): thresholds are not tuned within a run; use "
             "simulator.Thresholds(...).tuned(), or threshold=NUMBER"
         )
     work = work or Work()
-    make = schedule or schedules.BY_NAME[choices.schedule]
+    make = schedule or schedules.BY_NAME[strategy.schedule.machine]
     agenda = Agenda()
     trace: list[Moment] = []
-    buckets = buckets_of(model, choices.fusion)
+    buckets = buckets_of(model, strategy.plan.fusion())
     network = Hosts(agenda, layout, links, local) if layout else Network(agenda, links, traffic)
     exchanges, room = _exchanges(
-        choices, layout or Layout.even(workers, 1), buckets, links, work, agenda, network,
+        strategy, layout or Layout.even(workers, 1), buckets, links, work, agenda, network,
         alike=not slow and sleeps is None and layout is None, traffic=traffic, coding=coding,
     )  # fmt: skip
     crew = [
@@ -155,7 +158,7 @@ def simulate(
 
 
 def _exchanges(
-    choices: Choices,
+    strategy: Strategy,
     layout: Layout,
     buckets: Buckets,
     links: Links,
@@ -167,11 +170,12 @@ def _exchanges(
     coding: Coding | None,
 ) -> tuple[Sequence[Exchange], Room | None]:
     """Return the exchange of each simulated worker, and the mailboxes."""
-    if choices.servers is not None:
-        coding = coding or coding_of(choices.wire)
-        return hire(choices.servers, layout, buckets, links, work, agenda, traffic, coding)
+    exchange = strategy.exchange
+    if isinstance(exchange, Servers):
+        coding = coding or coding_of(strategy.wire)
+        return hire(exchange, layout, buckets, links, work, agenda, traffic, coding)
     workers = layout.workers
-    topology = topologies.get(choices.topology).fitted(workers, links.count)
+    topology = topologies.get(strategy.topology).fitted(workers, links.count)
     # Identical workers act as rank 0 does, so rank 0 represents all.
     alike = topology.symmetric and alike
     crew = [
@@ -185,7 +189,7 @@ def _exchanges(
             agenda,
             network,
             alike,
-            choices.partitions,
+            exchange.partitions,
         )
         for rank in range(1 if alike else workers)
     ]

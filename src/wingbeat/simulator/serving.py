@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.methods.parameter_server.coding import MAX_HEADER_BYTES
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import Kind, Order
 from wingbeat.methods.parameter_server.slicing import KIND_OF, RequestPlanner, Slice
 from wingbeat.schedules.events import Operation
@@ -22,7 +23,6 @@ from wingbeat.simulator.mailbox import LIMITS, Room
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.server import Server
 from wingbeat.simulator.traffic import Traffic
-from wingbeat.types import Serving
 
 
 class ServerExchange:
@@ -35,7 +35,7 @@ class ServerExchange:
         self,
         rank: int,
         workers: int,
-        serving: Serving,
+        options: Servers,
         servers: int,
         buckets: Buckets,
         client: Client,
@@ -43,8 +43,8 @@ class ServerExchange:
         coding: Coding,
     ) -> None:
         self._workers, self._client = workers, client
-        self._coding, self._dense = coding, serving.dense
-        self._planner = RequestPlanner(serving, servers, rank, (1 / links,) * links)
+        self._coding, self._dense = coding, options.dense
+        self._planner = RequestPlanner(options, servers, rank, (1 / links,) * links)
         largest = LIMITS.message // ITEMSIZE
         if coding.ratio < 1:  # a header is added, and sums may be dense
             largest = (LIMITS.message - MAX_HEADER_BYTES) // ITEMSIZE
@@ -89,7 +89,7 @@ class ServerExchange:
 
 
 def hire(
-    serving: Serving,
+    options: Servers,
     layout: Layout,
     buckets: Buckets,
     links: Links,
@@ -100,20 +100,20 @@ def hire(
 ) -> tuple[list[ServerExchange], Room]:
     """Start the servers in host order, and connect every worker to them."""
     workers = layout.workers
-    servers = serving.count or workers
+    servers = options.count or workers
     # Servers share the workers' hosts in turn.
     cards = Cards(agenda, links, lambda number: layout.host_of[number % workers], traffic=traffic)
-    room = Room(agenda, cards, serving.classes, links.count)
+    room = Room(agenda, cards, options.classes, links.count)
     coding = coding or Coding()
     numbers = range(workers, workers + servers)
-    order = Order(serving.order)
-    byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * serving.encrypted
+    order = Order(options.sending)
+    byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * options.encrypted
     exchanges = []
     for rank in range(workers):
         pushes = Order.URGENT if order is Order.URGENT else Order.READY
         client = Client(agenda, room.open(rank, numbers), work, pushes, byte_s, coding)
         exchanges.append(
-            ServerExchange(rank, workers, serving, servers, buckets, client, links.count, coding)
+            ServerExchange(rank, workers, options, servers, buckets, client, links.count, coding)
         )
     sizes = exchanges[0].sizes()
     for number in numbers:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import cache
 
 from wingbeat.errors import UsageError
+from wingbeat.methods.parameter_server.options import Servers
+from wingbeat.parts.strategy import Strategy
 from wingbeat.planning.thresholds import (
     Cuts,
     ThresholdResult,
@@ -18,7 +20,6 @@ from wingbeat.planning.thresholds import (
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.model import Model, buckets_of
 from wingbeat.simulator.run import simulate
-from wingbeat.types import Choices
 
 
 class Thresholds:
@@ -28,7 +29,7 @@ class Thresholds:
 
     Args:
         model: layers and their times.
-        choices: choices of a strategy; the number of its classes matters, its thresholds do not.
+        strategy: with servers; the number of its classes matters, its thresholds do not.
         workers: number of workers.
         links: network interfaces.
         work: cost of communication in processor time.
@@ -45,26 +46,26 @@ class Thresholds:
     def __init__(
         self,
         model: Model,
-        choices: Choices,
+        strategy: Strategy,
         workers: int,
         links: Links,
         *,
         work: Work | None = None,
         iterations: int = 3,
     ) -> None:
-        serving = choices.servers
-        if serving is None or not serving.thresholds:
+        servers = strategy.exchange
+        if not isinstance(servers, Servers) or not servers.levels:
             raise UsageError(
                 "simulator.Thresholds(): no thresholds divide the classes of this strategy; use "
                 "Geryon() or another ParameterServer with classes=2 or more"
             )
-        buckets = buckets_of(model, choices.fusion)
+        buckets = buckets_of(model, strategy.plan.fusion())
         self.layers = buckets.places.layers if len(buckets.forward) > 1 else 1
-        self.classes = serving.classes
+        self.classes = servers.classes
 
         def simulated(cuts: Cuts) -> float:
             levels = thresholds_from_cuts(cuts, self.layers, self.classes)
-            own = replace(choices, servers=replace(serving, thresholds=levels, tuning=None))
+            own = replace(strategy, exchange=replace(servers, threshold=levels, file=""))
             run = simulate(model, own, workers, links, work=work, iterations=iterations)
             return run.median_s
 

@@ -1,27 +1,94 @@
-"""Base class of all presets."""
+"""What all presets share: they are functions of named options that return a `Strategy`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, cast
 
-from wingbeat.settings import Settings
-from wingbeat.strategies.strategy import Strategy
-from wingbeat.traits import Traits
-from wingbeat.types import Choices
+from wingbeat.parts.strategy import Strategy
+from wingbeat.settings import OptionError, check_call, defaults_of
+
+P = ParamSpec("P")
+
+Preset = Callable[..., Strategy]
+Readers = Mapping[str, Callable[[str], Any]]
 
 
-class Preset(Settings, ABC):
-    """A named strategy with its own options."""
+def preset(
+    *, readers: Readers | None = None, keys: Mapping[str, str] | None = None
+) -> Callable[[Callable[P, Strategy]], Callable[P, Strategy]]:
+    """Make a function of keyword-only options a preset.
 
-    @abstractmethod
-    def compose(self) -> Strategy:
-        """Return the strategy's parts."""
+    Its strategies have the repr of the call. An error about an option of a part names the preset
+    and its own option.
 
-    @property
-    def traits(self) -> Traits:
-        """The strategy's guarantees with these options."""
-        return self.compose().traits
+    Args:
+        readers: by option, the parser of its textual form, if its default's type cannot parse it.
+        keys: the preset's name for options of parts, where it differs.
+    """
 
-    def choices(self) -> Choices:
-        """Return the strategy in the form that the engine reads."""
-        return self.compose().choices()
+    def decorate(make: Callable[P, Strategy]) -> Callable[P, Strategy]:
+        known, name = defaults_of(make), make.__name__
+
+        @functools.wraps(make)
+        def made(*unnamed: P.args, **options: P.kwargs) -> Strategy:
+            check_call(name, unnamed, options, known)
+            try:
+                strategy = make(*unnamed, **options)
+            except OptionError as error:
+                own, given = error.renamed(name, keys or {}), {**known, **options}
+                # Else the option is one of a part that was given, or a fixed one.
+                mine = all(repr(given.get(k)) == repr(v) for k, v in own.options.items())
+                raise (own if mine else error) from None
+            shown = [f"{k}={v!r}" for k, v in options.items() if v != known[k]]
+            object.__setattr__(strategy, "_call", f"{name}({', '.join(shown)})")
+            return strategy
+
+        made.preset = readers or {}, keys or {}  # type: ignore[attr-defined]
+        return made
+
+    return decorate
+
+
+def variant(
+    base: Callable[P, Strategy], fixed: Mapping[str, Any] | None = None, **defaults: Any
+) -> Callable[[Callable[..., object]], Callable[P, Strategy]]:
+    """Make a preset of another one with other ``defaults``; ``fixed`` are no options of it.
+
+    The decorated function has the name and the docstring, and may check the options.
+    """
+    readers, keys = base.preset  # type: ignore[attr-defined]
+    make: Callable[..., Strategy] = base.__wrapped__  # type: ignore[attr-defined]
+    signature = inspect.signature(make)
+    parameters = [
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in signature.parameters.items()
+        if name not in (fixed or {})
+    ]
+
+    def decorate(described: Callable[..., object]) -> Callable[P, Strategy]:
+        @functools.wraps(described)
+        def own(**options: Any) -> Strategy:
+            described(**options)
+            return make(**{**defaults, **options, **(fixed or {})})
+
+        own.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        del own.__wrapped__
+        return preset(readers=readers, keys=keys)(cast("Callable[P, Strategy]", own))
+
+    return decorate
+
+
+def kinds_of(made: Preset) -> dict[str, Callable[[str], Any]]:
+    """Return the parser of each option's textual form."""
+    readers: Readers = made.preset[0]  # type: ignore[attr-defined]
+    return {key: readers.get(key, type(value)) for key, value in defaults_of(made).items()}
+
+
+def check_flags(**flags: object) -> None:
+    """Raise a `UsageError` unless all are True or False."""
+    for key, value in flags.items():
+        if not isinstance(value, bool):
+            raise OptionError.of("", {key: value}, "allowed are True and False")

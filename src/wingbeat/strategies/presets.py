@@ -1,47 +1,114 @@
-"""The presets: frozen, keyword-only dataclasses whose ``compose()`` returns a `Strategy`."""
+"""The presets: functions that return a `Strategy`, each with the options of its paper."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any
 
-from wingbeat import compression, parts, topologies
-from wingbeat.compression import Compression, TopK
-from wingbeat.errors import UsageError
-from wingbeat.parts import plan as plans
-from wingbeat.parts.plan import PlanPart
-from wingbeat.strategies.bucketed import Bucketed
-from wingbeat.strategies.canary import Canary
-from wingbeat.strategies.local import ADPSGD, DiLoCo, LocalSGD, Ripples
-from wingbeat.strategies.preset import Preset
-from wingbeat.strategies.served import Geryon, ParameterServer
-from wingbeat.strategies.strategy import Strategy
-
-TOPOLOGIES = tuple(topologies.BY_NAME)
-
-
-def check_topology(preset: AllReduce | DeAR | OMGS) -> None:
-    """Raise a `UsageError` unless ``topology`` is a topology's name, optionally with its size."""
-    if str(preset.topology).startswith("bcube@"):
-        topologies.get(str(preset.topology))
-    else:
-        preset.check_name("topology", TOPOLOGIES)
+from wingbeat import compression as codecs
+from wingbeat import parts, topologies
+from wingbeat.compression import DTYPES, Compression, TopK
+from wingbeat.methods.bounded_staleness.options import AUTO, bundles_of, colayers_of
+from wingbeat.methods.model_averaging.rules import GROUP_SIZE, THRESHOLD
+from wingbeat.methods.parameter_server import options as servers_options
+from wingbeat.methods.parameter_server.options import STEPS, Threshold, threshold_of
+from wingbeat.parts import names
+from wingbeat.parts.plan import RULES, SEARCHES, PlanPart
+from wingbeat.parts.strategy import Strategy
+from wingbeat.planning.plans import DEFAULT_COUNT, MIN_COUNT
+from wingbeat.settings import OptionError, count_of, defaults_of, named
+from wingbeat.strategies.preset import Preset, check_flags, preset, variant
+from wingbeat.topologies import Topology
 
 
-_UNMEASURED = ("size", "none", "one")
-_TOPK_OPTIONS = {f.name: f.default for f in fields(TopK) if f.name not in ("auto_disable", "bits")}
+def _refusal(reason: str, **options: Any) -> OptionError:
+    """Return the error for these options of the preset that is called."""
+    return OptionError.of("", options, reason)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class AllReduce(Bucketed):
+def _along(topology: str) -> Topology:
+    """Return the topology of this name, optionally with its size."""
+    if topology not in topologies.BY_NAME and not str(topology).startswith("bcube@"):
+        raise OptionError.of("", {"topology": topology}, names=topologies.BY_NAME)
+    return topologies.get(topology)
+
+
+# -- all-reduces -----------------------------------------------------------------------------------
+
+_MEASURED = (*SEARCHES, "merged")
+
+
+def _bucket_plan(preset: Preset, plan: str | PlanPart, **options: Any) -> PlanPart:
+    """Return the plan of a preset that takes any, with ``options`` for plans by their name alone.
+
+    ``edge_mb``, or ``first_mb`` alone, are the sizes of the first and the last bucket.
+    """
+    mb, file, edge = options["mb"], options["plan_file"], options.get("edge_mb", 0.0)
+    measuring = {"steps": options["steps"], "drift": options["drift"], "file": file}
+    edges = {"first_mb": options.get("first_mb", edge), "last_mb": edge}
+    searching = {key: options[key] for key in ("min_mb", "max_mb", "trials")}
+    check_flags(tune_topology=options["tune_topology"])
+    if not options.get("first_mb", 1):
+        raise _refusal("allowed are sizes above 0 up to 4096 MB", first_mb=options["first_mb"])
+    # All are made, so that an option of another plan is checked too.
+    by_name: dict[str, PlanPart] = {
+        "fixed": parts.FixedBuckets(mb=mb, **edges),
+        "merged": parts.Merged(**measuring),
+    }
+    search = plan if plan in SEARCHES else "bo"
+    by_name[search] = parts.TunedBuckets(
+        search=search, mb=mb, **edges, **searching, **measuring, topology=options["tune_topology"]
+    )
+    if options["tune_topology"] and plan not in SEARCHES:
+        raise _refusal(
+            "only plans that are tuned by trials can tune it; allowed are " + ", ".join(SEARCHES),
+            plan=plan,
+            tune_topology=True,
+        )
+    if isinstance(plan, PlanPart) or "@" in str(plan):
+        usual = defaults_of(preset)
+        for key, value in options.items():
+            if value != usual[key]:
+                raise _refusal(
+                    f"{key} is an option for a plan by its name alone; leave it out, or write it "
+                    "into the plan",
+                    plan=plan,
+                    **{key: value},
+                )
+    elif file and plan not in _MEASURED:
+        raise _refusal(
+            f"only a measured plan has a file; allowed are {', '.join(_MEASURED)}",
+            plan=plan,
+            plan_file=file,
+        )
+    if isinstance(plan, PlanPart):
+        return plan
+    return by_name[plan] if plan in by_name else named("plan", str(plan), names.PLANS)
+
+
+@preset(keys={"file": "plan_file"})
+def AllReduce(
+    *,
+    plan: str | PlanPart = "fixed",
+    mb: float = 25.0,
+    first_mb: float = 1.0,
+    min_mb: float = 1.0,
+    max_mb: float = 100.0,
+    trials: int = 10,
+    steps: int = 10,
+    drift: float = 1.5,
+    tune_topology: bool = False,
+    plan_file: str = "",
+    compression: Compression = "fp32",
+    topology: str = "ring",
+) -> Strategy:
     """Wait-free backpropagation: buckets are all-reduced during backward, as in DDP.
 
     Gradients are complete when ``backward()`` returns. Exact: the weights equal DDP's.
 
     Args:
         plan: the rule for buckets. ``"fixed"``: up to a size, as in DDP. ``"bo"``, ``"random"``,
-            ``"grid"``: the size is tuned during training, as in `DeAR`. ``"layers"``: ``layers``
+            ``"grid"``: the size is tuned during training, as in `DeAR`. ``"layers@4"``: so many
             adjacent layers each. ``"none"``: one tensor each. ``"merged"``: layers are merged by
             measured costs, as in `MGWFBP`. Or a plan of `wingbeat.parts`.
         mb: bucket size, or initial size of tuning, in MB (1 MB = 2**20 bytes); a larger parameter
@@ -50,7 +117,6 @@ class AllReduce(Bucketed):
             early.
         min_mb: smallest size that tuning tries, in MB.
         max_mb: largest size that tuning tries, in MB.
-        layers: adjacent layers in a bucket, with ``plan="layers"``.
         trials: number of sizes that tuning tries.
         steps: iterations of a trial, or of the measurement of backward.
         drift: tune or measure again when iterations become slower or faster by this factor.
@@ -68,42 +134,33 @@ class AllReduce(Bucketed):
     Raises:
         UsageError: a value is out of range.
     """
-
-    edges: ClassVar[tuple[str, ...]] = ("first_mb",)
-
-    first_mb: float = 1.0
-    compression: Compression = "fp32"
-    topology: str = "ring"
-
-    def __post_init__(self) -> None:
-        self.check_size("first_mb")
-        self.check_buckets()
-        check_topology(self)
-        self.compose()
-
-    def edge_sizes(self) -> Mapping[str, float]:
-        """Return ``first_mb``; the last bucket has no size of its own."""
-        return {"first_mb": self.first_mb, "last_mb": 0.0}
-
-    def compose(self) -> Strategy:
-        """Return the strategy's parts."""
-        return Strategy(
-            plan=self.plan_part(),
-            compression=self.compression,
-            exchange=self.topology,
-            schedule=parts.WaitFree(),
-        )
+    made = _bucket_plan(
+        AllReduce,
+        plan,
+        mb=mb,
+        first_mb=first_mb,
+        min_mb=min_mb,
+        max_mb=max_mb,
+        trials=trials,
+        steps=steps,
+        drift=drift,
+        tune_topology=tune_topology,
+        plan_file=plan_file,
+    )
+    return Strategy(
+        plan=made, compression=compression, exchange=_along(topology), schedule=parts.WaitFree()
+    )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class BML(AllReduce):
+@variant(AllReduce, topology="bcube")
+def BML(**options: Any) -> None:
     """BML: all-reduces over all interfaces of a BCube at once (Wang et al., NeurIPS 2018).
 
     `AllReduce` with ``topology="bcube"``. Exact: the weights equal DDP's.
 
     Args:
-        plan, mb, first_mb, min_mb, max_mb, layers, trials, steps, drift, tune_topology, plan_file:
-            as for `AllReduce`.
+        plan, mb, first_mb, min_mb, max_mb, trials, steps, drift, tune_topology, plan_file: as for
+            `AllReduce`.
         compression: ``"fp32"`` (the gradients' own dtype), ``"bf16"``, or top-k.
         topology: ``"bcube"``, sized by the workers and their network interfaces, or with its size:
             ``"bcube@3x2"`` has switches of 3 ports, 2 levels and 9 workers.
@@ -111,20 +168,30 @@ class BML(AllReduce):
     Raises:
         UsageError: a value is out of range, or the topology is not a BCube.
     """
-
-    topology: str = "bcube"
-
-    def __post_init__(self) -> None:
-        AllReduce.__post_init__(self)
-        if self.topology.partition("@")[0] != "bcube":
-            raise UsageError(
-                f"BML(topology={self.topology!r}): BML has bcube, or bcube@3x2 with its size; "
-                "AllReduce has others"
-            )
+    topology = options.get("topology", "bcube")
+    if str(topology).partition("@")[0] != "bcube":
+        raise _refusal(
+            "BML has bcube, or bcube@3x2 with its size; AllReduce has others", topology=topology
+        )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class DeAR(Bucketed):
+@preset(keys={"file": "plan_file", "first_mb": "edge_mb"})
+def DeAR(
+    *,
+    plan: str | PlanPart = "bo",
+    mb: float = 25.0,
+    edge_mb: float = 0.0,
+    min_mb: float = 1.0,
+    max_mb: float = 100.0,
+    trials: int = 10,
+    steps: int = 10,
+    drift: float = 1.5,
+    tune_topology: bool = False,
+    plan_file: str = "",
+    compression: Compression = "fp32",
+    shard_optimizer: bool = False,
+    topology: str = "ring",
+) -> Strategy:
     """All-reduce in two halves: reduce-scatter during backward, all-gather during the next forward.
 
     DeAR (Zhang et al., 2023), section III: BackPipe starts a bucket's reduce-scatter as soon as its
@@ -134,8 +201,8 @@ class DeAR(Bucketed):
     Args:
         plan: the rule for buckets. ``"bo"``: the size is tuned during training by Bayesian
             optimisation (DeAR-BO, section IV-B); ``"random"`` and ``"grid"``: by these searches.
-            ``"fixed"``: up to a size (DeAR-FB). ``"layers"``: ``layers`` adjacent layers each
-            (DeAR-NL). ``"none"``: one tensor each. ``"merged"``: layers are merged by measured
+            ``"fixed"``: up to a size (DeAR-FB). ``"layers@4"``: so many adjacent layers
+            each (DeAR-NL). ``"none"``: one tensor each. ``"merged"``: layers are merged by measured
             costs. Or a plan of `wingbeat.parts`.
         mb: bucket size in MB (1 MB = 2**20 bytes); the initial size of tuning, as in the paper.
         edge_mb: size in MB of the buckets that are ready first and last; sizes double towards the
@@ -143,7 +210,6 @@ class DeAR(Bucketed):
             buckets, 1 is a few per cent faster; with many workers or a tuned size it is not.
         min_mb: smallest size that tuning tries, in MB.
         max_mb: largest size that tuning tries, in MB.
-        layers: adjacent layers in a bucket, with ``plan="layers"``.
         trials: number of sizes that tuning tries.
         steps: iterations of a trial, or of the measurement of backward.
         drift: tune or measure again when iterations become slower or faster by this factor.
@@ -164,39 +230,47 @@ class DeAR(Bucketed):
     Raises:
         UsageError: a value is out of range.
     """
-
-    edges: ClassVar[tuple[str, ...]] = ("edge_mb",)
-
-    plan: str | PlanPart = "bo"
-    edge_mb: float = 0.0
-    compression: Compression = "fp32"
-    shard_optimizer: bool = False
-    topology: str = "ring"
-
-    def __post_init__(self) -> None:
-        self.check_size("edge_mb", zero=True)
-        self.check_buckets()
-        self.check_flag("shard_optimizer")
-        check_topology(self)
-        self.compose()
-
-    def edge_sizes(self) -> Mapping[str, float]:
-        """Return ``edge_mb`` for both edges."""
-        return {"first_mb": self.edge_mb, "last_mb": self.edge_mb}
-
-    def compose(self) -> Strategy:
-        """Return the strategy's parts."""
-        return Strategy(
-            plan=self.plan_part(),
-            compression=self.compression,
-            exchange=self.topology,
-            schedule=parts.Decoupled(),
-            update=parts.Sharded() if self.shard_optimizer else "",
-        )
+    check_flags(shard_optimizer=shard_optimizer)
+    made = _bucket_plan(
+        DeAR,
+        plan,
+        mb=mb,
+        edge_mb=edge_mb,
+        min_mb=min_mb,
+        max_mb=max_mb,
+        trials=trials,
+        steps=steps,
+        drift=drift,
+        tune_topology=tune_topology,
+        plan_file=plan_file,
+    )
+    return Strategy(
+        plan=made,
+        compression=compression,
+        exchange=_along(topology),
+        schedule=parts.Decoupled(),
+        update=parts.Sharded() if shard_optimizer else "",
+    )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class OMGS(Preset):
+# -- merged layers ---------------------------------------------------------------------------------
+
+_UNMEASURED = ("size", "none", "one")
+
+
+@preset(keys={"file": "plan_file", "rule": "merge", "count": "elements"})
+def OMGS(
+    *,
+    merge: str = "tried",
+    compression: Compression = "topk",
+    density: float = TopK.density,
+    warmup: int = TopK.warmup,
+    elements: int = 8192,
+    steps: int = 10,
+    drift: float = 1.5,
+    plan_file: str = "",
+    topology: str = "ring",
+) -> Strategy:
     """Top-k gradients of layers that are merged by measured costs.
 
     OMGS-SGD (Shi et al., INFOCOM 2020): each merged layer is sparsified when its last gradient is
@@ -213,12 +287,11 @@ class OMGS(Preset):
             implements. ``"printed"``: Algorithm 1 line by line. ``"wfbp"``: MG-WFBP, which ignores
             the codec. ``"size"``: up to ``elements`` elements. ``"none"``: no layers. ``"one"``:
             all layers.
-        compression: encoding of gradients; every codec can be used.
+        compression: encoding of gradients; every codec can be used, such as
+            ``TopK(density=0.01, groups={"embedding.*": 0.1}, auto_disable=False)``.
         density: fraction of the gradients that is sent, with ``compression="topk"``; the paper's is
             0.001.
         warmup: steps in which the density falls from 0.25 to ``density``; the paper has none.
-        momentum: momentum correction; replaces the optimizer's momentum.
-        groups: densities of parameters by name pattern, such as ``{"embedding.*": 0.01}``.
         elements: least number of elements of a merged layer, with ``merge="size"``.
         steps: iterations in which backward is measured.
         drift: measure and merge again when iterations become slower or faster than after planning
@@ -231,88 +304,475 @@ class OMGS(Preset):
     Raises:
         UsageError: a value is out of range, or an option of top-k is set for another compression.
     """
-
-    merge: str = "tried"
-    compression: Compression = "topk"
-    density: float = TopK.density
-    warmup: int = TopK.warmup
-    momentum: float = TopK.momentum
-    groups: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
-    elements: int = 8192
-    steps: int = 10
-    drift: float = 1.5
-    plan_file: str = ""
-    topology: str = "ring"
-
-    def __post_init__(self) -> None:
-        self.check_name("merge", (*plans.RULES, *_UNMEASURED))
-        name, usual = type(self).__name__, type(self).merge
-        if type(self) is not OMGS and self.merge != usual:
-            raise UsageError(f"{name}(merge={self.merge!r}): {name} has {usual!r}; OMGS has others")
-        self.check_count("elements", 1, 2**40)
-        self.check_count("steps", 1, 10_000)
-        plans.check_drift(self)
-        check_topology(self)
-        self.check_file("plan_file")
-        object.__setattr__(self, "groups", compression.density_groups(self.groups))
-        self.compose()
-
-    def compose(self) -> Strategy:
-        """Return the strategy's parts."""
-        return Strategy(
-            plan=self._plan(),
-            compression=self._coded(),
-            exchange=self.topology,
-            schedule=parts.WaitFree(),
+    if merge not in (*RULES, *_UNMEASURED):
+        raise OptionError.of("", {"merge": merge}, names=(*RULES, *_UNMEASURED))
+    measured = parts.Merged(
+        rule=merge if merge in RULES else "tried", steps=steps, drift=drift, file=plan_file
+    )
+    plans: dict[str, PlanPart] = {
+        "size": parts.Elements(count=elements),
+        "none": parts.PerTensor(),
+        "one": parts.OneBucket(),
+    }
+    if plan_file and merge in plans:
+        raise _refusal(
+            f"only a measured plan has a file; allowed are {', '.join(RULES)}",
+            merge=merge,
+            plan_file=plan_file,
         )
+    return Strategy(
+        plan=plans.get(merge, measured),
+        compression=_merged_codec(compression, density=density, warmup=warmup),
+        exchange=_along(topology),
+        schedule=parts.WaitFree(),
+    )
 
-    def _plan(self) -> PlanPart:
-        if self.merge in plans.RULES:
-            return parts.Merged(
-                rule=self.merge, steps=self.steps, drift=self.drift, file=self.plan_file
+
+def _merged_codec(compression: Compression, **topk: Any) -> Compression:
+    """Return the codec with the options of top-k; merging by its costs presumes it."""
+    if compression == "topk":
+        return TopK(**topk, auto_disable=False)
+    for key, value in topk.items():
+        if value != getattr(TopK, key):
+            raise _refusal(
+                f'{key} is an option of compression="topk"; leave it out, or write it into the '
+                "compression",
+                compression=compression,
+                **{key: value},
             )
-        if self.plan_file:
-            raise UsageError(
-                f"{type(self).__name__}(merge={self.merge!r}, plan_file={self.plan_file!r}): only "
-                f"a measured plan has a file; allowed are {', '.join(plans.RULES)}"
-            )
-        if self.merge == "size":
-            return parts.Elements(count=self.elements)
-        return parts.OneBucket() if self.merge == "one" else parts.PerTensor()
-
-    def _coded(self) -> Compression:
-        """Return the compression with the options of top-k."""
-        given = {key: getattr(self, key) for key in _TOPK_OPTIONS}
-        if self.compression == "topk":
-            return TopK(**given, auto_disable=False)
-        for key, value in given.items():
-            if value != _TOPK_OPTIONS[key]:
-                raise UsageError(
-                    f"{type(self).__name__}(compression={self.compression!r}, {key}={value!r}): "
-                    f'{key} is an option of compression="topk"; leave it out, or write it into the '
-                    "compression"
-                )
-        coded = compression.parse(self.compression)
-        if isinstance(coded, str) or not isinstance(self.compression, str):
-            return self.compression
-        # Merging by a codec's costs presumes the codec, so it must not disable itself.
-        return coded.without_trial()
+    if not isinstance(compression, str):
+        return compression
+    coded = codecs.parse(compression)
+    return compression if isinstance(coded, str) else coded.without_trial()
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class MGWFBP(OMGS):
+@variant(
+    OMGS,
+    {"merge": "wfbp", "density": TopK.density, "warmup": TopK.warmup, "elements": 8192},
+    compression="fp32",
+)
+def MGWFBP(**_: Any) -> None:
     """MG-WFBP: dense gradients, merged by network costs (Shi et al., INFOCOM 2019).
 
     Exact: the weights equal DDP's.
+
+    Args:
+        compression: encoding of gradients; all but ``"fp32"`` are not exact.
+        steps: iterations in which backward is measured.
+        drift: as for `OMGS`.
+        plan_file: as for `OMGS`.
+        topology: as for `OMGS`.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
-    merge: str = "wfbp"
-    compression: Compression = "fp32"
+
+# -- parameter servers -----------------------------------------------------------------------------
+
+_UPDATES = ("worker", "server")
+_SERVER_KEYS = {"count": "servers", "file": "plan_file"}
 
 
-PRESETS: dict[str, type[Preset]] = {
-    cls.__name__.lower(): cls
-    for cls in (
+@preset(readers={"threshold": threshold_of}, keys=_SERVER_KEYS)
+def Geryon(
+    *,
+    servers: int = 0,
+    placement: str = "sharded",
+    slice: int = 1 << 20,
+    update: str = "worker",
+    pull: str = "ready",
+    classes: int = 2,
+    threshold: Threshold = servers_options.THRESHOLD,
+    steps: int = STEPS,
+    plan_file: str = "",
+    pushes: bool = True,
+    order: str = "ready",
+    mb: float = 1.0,
+    compression: Compression = "fp32",
+    back: str = "wire",
+    encrypted: bool = True,
+) -> Strategy:
+    """Parameter servers whose urgent sums are sent in prioritised network flows.
+
+    Geryon (Wang et al., 2020), section III. wingbeat starts the servers next to the workers and
+    stops them with the job. Parameters of a layer are updated just before the layer runs, by each
+    worker or by the servers. Exact with ``compression="fp32"``: the weights equal DDP's.
+
+    Args:
+        servers: number of servers; 0: one on each host.
+        placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``, each bucket
+            on one server.
+        slice: largest number of elements that a server sums at a time; 0: shards are not cut. Whole
+            buckets are not cut either.
+        update: where the optimizer runs. ``"worker"``: on each worker, for the parameters that it
+            needs next. ``"server"``, as in the paper: on the servers, which hold its state and
+            return parameters in place of sums; for element-wise optimizers.
+        pull: when a sum is sent to the workers: ``"ready"``, as soon as it is complete; or
+            ``"start"``, when the next iteration starts, as in the paper.
+        classes: number of traffic classes that the network distinguishes (DSCP), 1 to 4; 1: no
+            priorities.
+        threshold: a bucket is sent in a more urgent class if the urgency of its first layer,
+            ``1 - l/L`` for the ``l``-th of ``L`` layers in forward order, exceeds this; decreasing
+            numbers for several classes. ``"tuned"``: tuned during training. ``"coarse"``: fully
+            connected layers in the second of two classes, all others in the first.
+        steps: iterations for which each threshold is tried, with ``threshold="tuned"``.
+        plan_file: file in which rank 0 stores tuned thresholds; a run that finds the file does not
+            tune.
+        pushes: send gradients to the servers in these classes too.
+        order: which sum is sent first: ``"ready"``, ``"urgent"``, and with ``pull="start"`` also
+            ``"forward"`` or ``"random"``; see `wingbeat.parts.Servers`.
+        mb: bucket size in MB (1 MB = 2**20 bytes); a larger parameter is sent alone.
+        compression: encoding of gradients: ``"fp32"`` (their own dtype), ``"bf16"``, ``"fp16"``,
+            ``"sketch"`` or ``"lowrank"``, or a codec's settings, such as
+            ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
+        back: encoding of the sums: ``"wire"``, as the gradients; or ``"dense"``, float32. With
+            ``update="server"`` parameters are returned, always in their own dtype.
+        encrypted: encrypt all messages between workers and servers.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    if update not in _UPDATES:
+        raise OptionError.of("", {"update": update}, names=_UPDATES)
+    return Strategy(
+        plan=parts.FixedBuckets(mb=mb, first_mb=0.0),
+        compression=compression,
+        exchange=parts.Servers(
+            count=servers,
+            placement=placement,
+            slice=slice,
+            classes=classes,
+            threshold=threshold,
+            steps=steps,
+            file=plan_file,
+            pushes=pushes,
+            order=order,
+            back=back,
+            encrypted=encrypted,
+        ),
+        schedule=parts.Served(pull=pull),
+        update=parts.OnServers() if update == "server" else "",
+    )
+
+
+_NO_CLASSES = {
+    "classes": 1,
+    "threshold": servers_options.THRESHOLD,
+    "steps": STEPS,
+    "plan_file": "",
+    "pushes": True,
+}
+
+
+@variant(Geryon, _NO_CLASSES)
+def ParameterServer(**_: Any) -> None:
+    """Servers sum the gradients and return the sums before the layers that need them run.
+
+    Geryon (Wang et al., 2020). wingbeat starts the servers next to the workers and stops them with
+    the job. Parameters of a layer are updated just before the layer runs, by each worker or by the
+    servers. Exact with ``compression="fp32"``: the weights equal DDP's.
+
+    Args:
+        servers: number of servers; 0: one on each host.
+        placement: ``"sharded"``, a part of every bucket on each server; or ``"whole"``, each bucket
+            on one server.
+        slice: largest number of elements that a server sums at a time; 0: shards are not cut. Whole
+            buckets are not cut either.
+        update: where the optimizer runs. ``"worker"``: on each worker, for the parameters that it
+            needs next. ``"server"``, as in the paper: on the servers, which hold its state and
+            return parameters in place of sums; for element-wise optimizers.
+        pull: when a sum is sent to the workers: ``"ready"``, as soon as it is complete; or
+            ``"start"``, when the next iteration starts, as in the paper.
+        order: which sum is sent first: ``"ready"``, ``"urgent"``, and with ``pull="start"`` also
+            ``"forward"`` or ``"random"``; see `wingbeat.parts.Servers`.
+        mb: bucket size in MB (1 MB = 2**20 bytes); a larger parameter is sent alone.
+        compression: encoding of gradients: ``"fp32"`` (their own dtype), ``"bf16"``, ``"fp16"``,
+            ``"sketch"`` or ``"lowrank"``, or a codec's settings, such as
+            ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
+        back: encoding of the sums: ``"wire"``, as the gradients; or ``"dense"``, float32. With
+            ``update="server"`` parameters are returned, always in their own dtype.
+        encrypted: encrypt all messages between workers and servers.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+
+# -- bounded staleness -----------------------------------------------------------------------------
+
+
+@preset(
+    readers={"s": count_of, "p": colayers_of, "colayers": bundles_of, "in_flight": count_of},
+    keys={"count": "colayers"},
+)
+def Canary(
+    *,
+    s: int | None = 18,
+    p: int | str | None = AUTO,
+    colayers: int | str = DEFAULT_COUNT,
+    measured: bool = False,
+    compression: Compression = AUTO,
+    encrypted: bool = True,
+    in_flight: int | None = 2,
+) -> Strategy:
+    """Bounded staleness: workers run their own iterations and exchange gradients in pieces.
+
+    Canary (Zhou et al., 2023), sections 4.3 to 5.3. When the backward of a colayer is complete, its
+    gradients are sent in pieces. Each worker sums one piece of the gradients that have arrived, and
+    all workers apply these sums in the same order. ``s`` and ``p`` bound how far a slow worker may
+    fall behind before the others wait:
+
+    - ``s=0``: no worker runs ahead (BSP). Exact: the weights equal DDP's. Gradients are complete
+      when backward returns, so any optimizer and any code that changes gradients works as with
+      `AllReduce`.
+    - ``s=2, p=None``: a worker waits if it is more than 2 iterations ahead of the slowest (SSP).
+    - ``s=18, p=6``, the defaults, as in the paper: a worker that is more than 18 iterations behind
+      drops its iteration and continues from the fastest worker's, unless it has already sent 6 of
+      its colayers.
+    - ``s=None``: workers never wait for a slow worker, and nothing is dropped (ASP).
+
+    Replicas differ by the rounds that they have applied, until `wingbeat.synchronize`.
+
+    Args:
+        s: iterations that a worker may be behind the fastest. None (``none`` on the command line):
+            no bound.
+        p: colayers that a worker must have sent for its iteration to be kept. ``"auto"``: 6 of 10,
+            in proportion for other counts, if ``s`` is 1 or more. None (``none``): nothing is
+            dropped, and the others wait.
+        colayers: number of bundles of layers, k; a model with fewer layers has one per layer.
+            ``"auto"``: 10 at first, then 4 to 10 as ``measured``.
+        measured: bundle layers again, once, by the backward time of each parameter and the width of
+            the distribution of its gradients, measured in the first iterations. All workers use the
+            same bundles. Not allowed with ``s=0``.
+        compression: encoding of the pieces: ``"fp32"`` (the gradients' own dtype), ``"sketch"``,
+            ``"lowrank"`` or ``"fp16"``, or their settings, such as ``wingbeat.Sketch(bits=4)``.
+            Whether it is faster is not measured. All but fp32 are not exact. ``"auto"``: the 8-bit
+            sketch, as in the paper; ``"fp32"`` with ``s=0``.
+        encrypted: encrypt messages between workers: gradients, and the model that a rejoining
+            worker copies. Without encryption, anyone on the network can read and forge them. For
+            its cost, see ``docs/how-to/staleness.md``.
+        in_flight: rounds of sums that may be outstanding when an iteration begins while another
+            worker is slow, at most ``s``. If no worker is slow, one round may be outstanding, so
+            that slow connections do not delay gradients. None (``none``): as many as ``s``, as in
+            the paper; with ``s=None`` the amount of unsent data is then unbounded.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    check_flags(measured=measured)
+    if colayers == AUTO and not measured:
+        raise _refusal("allowed are whole numbers; 'auto' with measured=True", colayers=colayers)
+    count = DEFAULT_COUNT if colayers == AUTO else colayers
+    least = 0
+    if colayers == AUTO:
+        least = max(MIN_COUNT, p) if isinstance(p, int) else MIN_COUNT
+    plan = parts.Colayers(count=count, measured=measured)  # type: ignore[arg-type]
+    if p not in (None, AUTO, *range(1, plan.count + 1)) or isinstance(p, bool):
+        most = f"whole numbers, 1 to {plan.count} (colayers), None and 'auto'"
+        raise _refusal(f"allowed are {most}", p=p)
+    exchange = parts.Bounded(
+        s=s,
+        # None means all colayers, also in a model with fewer.
+        p=None if p == plan.count else p,
+        encrypted=encrypted,
+        in_flight=in_flight,
+    )
+    if compression == AUTO:
+        compression = "fp32" if exchange.exact else "sketch"
+    return Strategy(
+        plan=replace(plan, least=least),
+        compression=compression,
+        exchange=exchange,
+        schedule=parts.Stale(),
+    )
+
+
+# -- averages of models ----------------------------------------------------------------------------
+
+
+@preset(readers={"threshold": count_of})
+def Ripples(
+    *,
+    policy: str = "smart",
+    size: int = GROUP_SIZE,
+    threshold: int | None = THRESHOLD,
+    every: int = 1,
+    overlap: bool = False,
+    compression: Compression = "fp32",
+    average_state: bool = False,
+    encrypted: bool = True,
+) -> Strategy:
+    """Partial all-reduce: after a local step, models are averaged within dynamic groups.
+
+    Ripples (Luo et al., 2020). Each worker updates its model with its own gradients and requests a
+    group from the group generator, so that slow workers do not delay the others. Not exact: models
+    differ until `wingbeat.synchronize`.
+
+    Args:
+        policy: ``"smart"``, the paper's smart groups (section 5) with corrections. ``"paper"``, the
+            same exactly as published: a worker that has fallen behind once stays excluded, and
+            subsets of workers may train without exchanging models with the rest. ``"random"``, the
+            paper's random groups (section 4.1). ``"buffered"`` (+ Group Buffer), ``"divided"`` (+
+            Global Division) and ``"inter-intra"`` each add one step from ``"random"`` to
+            ``"smart"``. ``"static"``, a schedule without a generator (section 4.2).
+        size: number of members of a random group.
+        threshold: C_thres of the slowdown filter (section 5.3), for ``"smart"`` and ``"paper"``.
+            None (``none`` on the command line): no filter.
+        every: steps from one average to the next.
+        overlap: compute an average during the next forward and backward and apply it in the next
+            step; otherwise each step waits for its average.
+        compression: encoding of parameters: ``"fp32"`` (unchanged) or ``"bf16"``.
+        average_state: average the optimizer's state per element (momentum, the two moments of Adam)
+            together with the parameters; otherwise each worker keeps its own.
+        encrypted: encrypt messages to and from the generator. Parameters are sent over connections
+            that are neither authenticated nor encrypted. No effect with ``"static"``.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    check_flags(overlap=overlap, average_state=average_state)
+    return Strategy(
+        plan=parts.OneBucket(),
+        compression=compression,
+        exchange=parts.Groups(policy=policy, size=size, threshold=threshold, encrypted=encrypted),
+        schedule=parts.Local(every=every, delay=int(overlap)),
+        update=parts.Averaged(state=average_state),
+    )
+
+
+@preset()
+def ADPSGD(
+    *,
+    overlap: bool = True,
+    compression: Compression = "fp32",
+    average_state: bool = False,
+    encrypted: bool = True,
+) -> Strategy:
+    """Asynchronous decentralised SGD: after a local step, a worker averages with one other worker.
+
+    AD-PSGD (Lian et al., 2018), as compared in the Ripples paper (sections 2.3 and 7). A worker of
+    even rank selects a random worker of odd rank, which averages at once, independent of its
+    computation; without these two halves there are deadlocks (Fig. 2a). For pairs without halves,
+    use ``Ripples(policy="random", size=2)``. Not exact: models differ until
+    `wingbeat.synchronize`.
+
+    Args:
+        overlap: compute averages during the next forward and backward.
+        compression: encoding of parameters: ``"fp32"`` (unchanged) or ``"bf16"``.
+        average_state: average the optimizer's state per element (momentum, the two moments of Adam)
+            together with the parameters; otherwise each worker keeps its own.
+        encrypted: encrypt messages between workers, including parameters. `wingbeat.synchronize` is
+            not encrypted: it uses the connections of collectives.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    check_flags(overlap=overlap, average_state=average_state)
+    return Strategy(
+        plan=parts.OneBucket(),
+        compression=compression,
+        exchange=parts.Pairs(encrypted=encrypted),
+        schedule=parts.Local(delay=int(overlap)),
+        update=parts.Averaged(state=average_state),
+    )
+
+
+@preset()
+def LocalSGD(
+    *,
+    every: int = 8,
+    overlap: bool = False,
+    compression: Compression = "fp32",
+    average_state: bool = False,
+    encrypted: bool = True,
+) -> Strategy:
+    """Local steps; all models are averaged periodically.
+
+    Local SGD (Stich, 2019). With ``every=1`` and SGD, with or without momentum, the weights equal
+    DDP's. Otherwise not exact.
+
+    Args:
+        every: steps from one average to the next, H.
+        overlap: compute an average during the next forward and backward and apply it in the next
+            step; otherwise the step waits for it.
+        compression: encoding of parameters: ``"fp32"`` (unchanged), ``"bf16"``, or a codec. A codec
+            encodes each worker's change since the last average and adds its error to the next
+            change.
+        average_state: average the optimizer's state per element (momentum, the two moments of Adam)
+            together with the parameters; otherwise each worker keeps its own.
+        encrypted: encrypt messages to and from the generator, which tracks the membership.
+            Parameters are sent over connections that are neither authenticated nor encrypted.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    check_flags(overlap=overlap, average_state=average_state)
+    update: parts.UpdatePart = parts.Averaged(state=average_state)
+    if compression not in DTYPES:
+        if average_state:
+            raise _refusal(
+                "differences of parameters go through a codec, and the optimizer's state does not; "
+                'allowed: compression="fp32", or average_state=False',
+                compression=compression,
+                average_state=True,
+            )
+        update = parts.Outer(lr=1.0, momentum=0.0)
+    return Strategy(
+        plan=parts.OneBucket(),
+        compression=compression,
+        exchange=parts.Groups(policy="all", encrypted=encrypted),
+        schedule=parts.Local(every=every, delay=int(overlap)),
+        update=update,
+    )
+
+
+@preset(keys={"lr": "outer_lr", "momentum": "outer_momentum", "count": "fragments"})
+def DiLoCo(
+    *,
+    every: int = 30,
+    fragments: int = 1,
+    delay: int = 0,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    compression: Compression = "fp32",
+    encrypted: bool = True,
+) -> Strategy:
+    """Local steps; the average change of the models is the gradient of an outer optimizer.
+
+    DiLoCo (Douillard et al., 2023). With ``fragments`` and ``delay`` it is Streaming DiLoCo
+    (Douillard et al., 2025): fragments of the model are averaged in turn, each during training. Any
+    inner optimizer can be used. Not exact.
+
+    Args:
+        every: steps from one average of a fragment to its next, H.
+        fragments: number of fragments into which the model's layers are divided.
+        delay: steps during which an average is computed before it is applied; 0: the step waits for
+            it.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: Nesterov momentum of the outer optimizer.
+        compression: encoding of the changes: ``"fp32"`` (unchanged), ``"bf16"``, or a codec, such
+            as ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al., 2025),
+            whose error is added to the next change.
+        encrypted: encrypt messages to and from the generator, which tracks the membership.
+            Parameters are sent over connections that are neither authenticated nor encrypted.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    pieces = parts.Colayers(count=fragments)
+    return Strategy(
+        plan=parts.OneBucket() if fragments == 1 else pieces,
+        compression=compression,
+        exchange=parts.Groups(policy="all", encrypted=encrypted),
+        schedule=parts.Local(every=every, delay=delay),
+        update=parts.Outer(lr=outer_lr, momentum=outer_momentum),
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    made.__name__.lower(): made
+    for made in (
         AllReduce,
         BML,
         DeAR,

@@ -1,6 +1,6 @@
 """The textual form of strategies: ``name`` or ``name:key=value,key=value``.
 
-The name is that of the class in lower case, and the keys are its fields. ``strategy`` is a custom
+The name is that of the preset in lower case, and the keys are its options. ``strategy`` is a custom
 composition:
 
 >>> parse("dear:mb=10")
@@ -12,23 +12,22 @@ Strategy(plan=Merged(), compression=Sketch(bits=4), schedule=Decoupled())
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from wingbeat.errors import unknown
-from wingbeat.settings import kinds_of, read_options
-from wingbeat.strategies.preset import Preset
+from wingbeat.parts.strategy import Strategy
+from wingbeat.settings import defaults_of, read_options
+from wingbeat.strategies.preset import Preset, kinds_of
 from wingbeat.strategies.presets import PRESETS
-from wingbeat.strategies.strategy import Strategy
 
-Presets = Mapping[str, type[Preset]]
+_OWN = "strategy"
 
 
-def names(presets: Presets = PRESETS) -> list[str]:
+def names(presets: Mapping[str, Preset] = PRESETS) -> list[str]:
     """Return the names of all strategies on the command line."""
-    return list(_classes(presets))
+    return [*presets, _OWN]
 
 
-def parse(text: str, presets: Presets = PRESETS) -> Preset | Strategy:
+def parse(text: str, presets: Mapping[str, Preset] = PRESETS) -> Strategy:
     """Convert ``name`` or ``name:key=value,key=value`` to a strategy.
 
     Args:
@@ -39,13 +38,10 @@ def parse(text: str, presets: Presets = PRESETS) -> Preset | Strategy:
         UsageError: an unknown name or key, or a value of the wrong type; gives the nearest match.
     """
     name, _, rest = text.partition(":")
-    classes = _classes(presets)
-    if name.lower() not in classes:
-        raise unknown("strategy", name, classes)
-    cls = classes[name.lower()]
-    made: Preset | Strategy = cls(**read_options(rest, kinds_of(cls), where=text))
-    return made
-
-
-def _classes(presets: Presets) -> dict[str, Any]:
-    return {**presets, "strategy": Strategy}
+    if name.lower() == _OWN:
+        parts = dict.fromkeys(defaults_of(Strategy.__init__), str)
+        return Strategy(**read_options(rest, parts, where=text))
+    if name.lower() not in presets:
+        raise unknown("strategy", name, names(presets))
+    make = presets[name.lower()]
+    return make(**read_options(rest, kinds_of(make), where=text))

@@ -5,14 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from wingbeat.traits import Part
+from wingbeat.errors import UsageError
+from wingbeat.traits import ExchangePart
 from wingbeat.types import Recv, Round, Send, Span
+
+if TYPE_CHECKING:
+    from wingbeat.engine.context import BuildContext
+    from wingbeat.engine.runtime import Runtime
+    from wingbeat.parts.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Topology(Part, ABC):
+class Topology(ExchangePart, ABC):
     """The connections over which the blocks of a buffer are sent.
 
     Implementations are frozen dataclasses, so that they can be compared and hashed, with pure
@@ -25,6 +31,7 @@ class Topology(Part, ABC):
     does not change until it has arrived; otherwise copies are sent.
     """
 
+    collective: ClassVar[bool] = True
     spans_links: ClassVar[bool] = False
     symmetric: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
@@ -42,6 +49,22 @@ class Topology(Part, ABC):
 
         ``networks`` has the subnet of each interface, for each rank.
         """
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise a `UsageError` for a codec whose payloads cannot be sent along the topology."""
+        codec = strategy.codec
+        encoded = codec is not None and not codec.summed and not strategy.traits.gathered
+        if self.spans_links and encoded:
+            raise UsageError(
+                f"Strategy(exchange={self!r}, compression={strategy.compression!r}): what is "
+                "encoded goes straight to the worker that sums it, and most are no neighbours "
+                'there; allowed: "bf16", "fp32", TopK() with whole all-reduces, or '
+                'exchange="mesh"'
+            )
+
+    def build(self, context: BuildContext) -> Runtime:
+        """Make a runtime that sums buckets by collectives along this topology."""
+        return context.runtime(context.collective_exchange)
 
     @abstractmethod
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:

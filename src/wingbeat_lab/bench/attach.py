@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat.engine.api import abandon, bounded_exchange, distribute, release
+from wingbeat.engine.api import abandon, distribute, release
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.upgrade import engine_of
+from wingbeat.methods.bounded_staleness.build import bounded_exchange
 from wingbeat.planning.control import Control, Decisions
 from wingbeat_lab.bench import tracing
 from wingbeat_lab.bench.contenders import Contender

@@ -214,7 +214,7 @@ class BenchConfig:
         """Refuse a topology that does not fit the number of workers or interfaces."""
         if row.strategy is not None:
             interfaces = spec.rails if spec.hosts > 1 else 1  # a single host uses its loopback
-            topology = topologies.get(row.strategy.choices().topology)
+            topology = topologies.get(row.strategy.topology)
             topology.fitted(spec.hosts * self.per_host, interfaces)
 
     def share(self, round_: int) -> int:

@@ -119,7 +119,7 @@ class Contender:
     @property
     def wire(self) -> str | compression.Coded:
         """The encoding of gradients; empty for their own dtype."""
-        return "" if self.strategy is None else self.strategy.choices().wire
+        return "" if self.strategy is None else self.strategy.wire
 
     def wire_bytes(
         self, shapes: Sequence[Sequence[int]], itemsize: int = 4, names: Sequence[str] = ()
@@ -148,10 +148,10 @@ class Contender:
         """Whether it tunes itself by measuring, before it can be timed."""
         if self.strategy is None:
             return False
-        choices = self.strategy.choices()
-        tried = compression.options_of(choices.wire).auto_disable
-        parts = choices.tuning, choices.merging, choices.servers and choices.servers.tuning
-        return tried or any(part is not None for part in parts)
+        plan, wire = self.strategy.plan, self.strategy.wire
+        tried = compression.options_of(wire).auto_disable
+        tunes = plan.tuning() or plan.merging() or self.strategy.exchange.tuned
+        return tried or bool(tunes)
 
     @property
     def averages(self) -> bool:
@@ -191,7 +191,7 @@ def parse(text: str) -> Contender:
     name, _, rest = text.partition(":")
     name = name.lower()
     if name in baselines.names():
-        strategy = baselines.parse(text).compose()
+        strategy = baselines.parse(text)
         return Contender(text, name, strategy.traits, {}, strategy)
     if name not in BASELINES:
         raise unknown("strategy", name, names())

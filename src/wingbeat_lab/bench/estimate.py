@@ -14,12 +14,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from wingbeat.compression import options_of
+from wingbeat.parts import Servers
 from wingbeat.planning.thresholds import LAG, WARMUP, typical_blocks
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.bound import floor
@@ -162,21 +164,23 @@ def _deciding(contender: Contender, nbytes: int) -> int:
     """Iterations until a row has tuned itself, for so many bytes of gradients."""
     if contender.strategy is None:
         return 0
-    choices = contender.strategy.choices()
-    tried = not isinstance(choices.wire, str) and choices.wire.auto_disable
-    count = TRIAL if tried else 0
-    if choices.tuning is not None:
-        tuning = choices.tuning
+    plan, wire, exchange = (
+        contender.strategy.plan,
+        contender.strategy.wire,
+        contender.strategy.exchange,
+    )
+    count = TRIAL if not isinstance(wire, str) and wire.auto_disable else 0
+    if (tuning := plan.tuning()) is not None:
         # A model within the smallest size has only one plan, known after the first iteration.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
-    if choices.servers is not None and choices.servers.tuning is not None:
-        trial = WARMUP + choices.servers.tuning.steps + LAG
-        count += LAG + typical_blocks(choices.servers.classes) * trial
-    if choices.merging is not None:
-        count += 2 * (choices.merging.steps + 2)
-        if choices.merging.rule == "tried":
+    if exchange.tuned:
+        servers = cast(Servers, exchange)
+        count += LAG + typical_blocks(servers.classes) * (WARMUP + servers.steps + LAG)
+    if (merged := plan.merging()) is not None:
+        count += 2 * (merged.steps + 2)
+        if merged.rule == "tried":
             # Plans are compared at the final density.
-            count += PLANS + options_of(choices.wire).warmup_steps
+            count += PLANS + options_of(wire).warmup_steps
     return count
 
 

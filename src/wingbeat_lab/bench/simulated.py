@@ -35,4 +35,4 @@ def median_s(checked: Checked, row: Contender) -> float:
         priorities=checked.lab.prio > 0,
     )
     model = paced.simulator_model(checked.model.profile, checked.model.stretch)
-    return simulator.simulate(model, row.strategy.choices(), checked.workers, links).median_s
+    return simulator.simulate(model, row.strategy, checked.workers, links).median_s

@@ -583,7 +583,7 @@ def _record(worker: Worker, contender: Contender, own: Training, count: int) -> 
 
 def _topology(contender: Contender) -> str:
     assert contender.strategy is not None
-    return contender.strategy.choices().topology
+    return contender.strategy.topology
 
 
 def _bench(worker: Worker) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_a_step_uses_the_gradients_up() -> None:
 def test_going_on_after_a_refused_step() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         train(model, optimizer, range(3))
-        if engine(model).choices.shard_optimizer:
+        if engine(model).strategy.update_part.shards:
             backward(model, rank, 77)
             with pytest.raises(UsageError):
                 optimizer.step()
@@ -176,7 +176,7 @@ def test_gradients_read_on_one_rank_are_whole(reader: int) -> None:
             optimizer.zero_grad()
             backward(model, rank, step)
             # Without shards all must read, or clipping would not match.
-            if rank == reader or not engine(model).choices.shard_optimizer:
+            if rank == reader or not engine(model).strategy.update_part.shards:
                 assert sum(p.grad.norm() for p in model.parameters() if p.grad is not None) > 0
             if step % 4 == 1:
                 optimizer.clip_grad_norm_(0.05)

@@ -185,7 +185,7 @@ def test_an_optimizer_that_comes_with_state_is_divided_too() -> None:
         return made
 
     def body(model: Any, optimizer: Any, rank: int) -> None:
-        assert not engine(model).choices.shard_optimizer or len(vars(optimizer)["state"]) == 0
+        assert not engine(model).strategy.update_part.shards or len(vars(optimizer)["state"]) == 0
         model.load_state_dict(saved[0])
         train(model, optimizer, range(3))
 

@@ -32,7 +32,7 @@ STEPS, EVERY = 13, 4
 MOMENTUM, LR = 0.9, 0.7
 
 
-def diloco(**options: Any) -> wingbeat.DiLoCo:
+def diloco(**options: Any) -> wingbeat.Strategy:
     given = {"every": EVERY, "outer_lr": LR, "outer_momentum": MOMENTUM, "encrypted": False}
     return wingbeat.DiLoCo(**(given | options))
 

@@ -16,9 +16,9 @@ from helpers.pool import Pool
 from wingbeat import transport
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.exchange import GpuServerExchange
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.nccl import NcclGroup, nccl_group
-from wingbeat.types import Serving
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ class Recorded:
         return begin
 
 
-def exchange(serving: Serving) -> tuple[GpuServerExchange, list[Any], list[tuple[str, int | None]]]:
+def exchange(servers: Servers) -> tuple[GpuServerExchange, list[Any], list[tuple[str, int | None]]]:
     log: list[tuple[str, int | None]] = []
     world = transport.World(0, 1, (), (), 1.0, dist.HashStore())
     world.make_nccl_group = lambda traffic_class: Recorded(log, traffic_class)  # type: ignore[assignment,return-value]
@@ -104,14 +104,14 @@ def exchange(serving: Serving) -> tuple[GpuServerExchange, list[Any], list[tuple
         SimpleNamespace(index=i, flat=flat, handle=None, slots=[], names=[f"layer{i}.weight"])
         for i in range(4)
     ]
-    made = GpuServerExchange(world, serving)
+    made = GpuServerExchange(world, servers)
     made.planned(buckets, buckets)
     return made, buckets, log
 
 
 @pytest.mark.parametrize(("pushes", "pushed"), [(True, 0xB8), (False, 0)])
 def test_start_uses_group_of_class(pushes: bool, pushed: int) -> None:
-    made, (first, *_, last), log = exchange(Serving(pushes=pushes))
+    made, (first, *_, last), log = exchange(Servers(pushes=pushes))
     made.start(Operation.PUSH, first)
     made.start(Operation.PULL, first)
     made.start(Operation.ALL_REDUCE, last)
@@ -124,22 +124,27 @@ def test_start_uses_group_of_class(pushes: bool, pushed: int) -> None:
 
 
 def test_start_without_classes_uses_default_group() -> None:
-    made, (first, *_), log = exchange(Serving(thresholds=()))
+    made, (first, *_), log = exchange(Servers(classes=1))
     made.start(Operation.ALL_REDUCE, first)
     assert log == [("all_reduce", None)]
 
 
 @pytest.mark.parametrize(
-    "serving",
-    [Serving(count=2), Serving(whole=True), Serving(order="forward"), Serving(shuffled=True)],
+    "servers",
+    [
+        Servers(count=2),
+        Servers(placement="whole"),
+        Servers(order="forward"),
+        Servers(order="random"),
+    ],
 )
-def test_unsupported_option_raises(serving: Serving) -> None:
+def test_unsupported_option_raises(servers: Servers) -> None:
     with pytest.raises(UsageError, match="each GPU serves its block"):
-        exchange(serving)
+        exchange(servers)
 
 
 def test_planned_with_parameters_on_two_devices_raises() -> None:
-    made, _, _ = exchange(Serving())
+    made, _, _ = exchange(Servers())
     slot = SimpleNamespace(name="far")
     there: Any = SimpleNamespace(index=0, flat=torch.zeros(1, device="meta"), slots=[slot])
     with pytest.raises(UsageError, match="'far' is on meta and others are on a GPU"):

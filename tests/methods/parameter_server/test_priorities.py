@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.slicing import (
     BucketPriorities,
     LayerPositions,
@@ -16,7 +17,6 @@ from wingbeat.methods.parameter_server.slicing import (
     priority_classes,
     urgency_level,
 )
-from wingbeat.types import Serving
 from wingbeat_lab.pull_order import classes_by_urgency
 
 LEVELS = st.builds(lambda n, d: min(n, d) / d, st.integers(0, 60), st.integers(1, 60)) | st.floats(
@@ -62,7 +62,7 @@ def test_priority_classes_depend_on_layers() -> None:
 
 
 def test_set_thresholds_changes_classes() -> None:
-    priorities = BucketPriorities(Serving(thresholds=(0.5,)))
+    priorities = BucketPriorities(Servers(threshold=0.5))
     priorities.set_buckets((False,) * 4, each_its_own(4))
     assert priorities.classes == (0, 1, 1, 1)
     priorities.set_thresholds([0.2])
@@ -76,7 +76,7 @@ def test_set_thresholds_changes_classes() -> None:
 def test_set_thresholds_with_invalid_levels_raises(levels: list[float]) -> None:
     count = len(levels)
     start = (0.5, 0.2)[:count]
-    priorities = BucketPriorities(Serving(thresholds=start))
+    priorities = BucketPriorities(Servers(classes=count + 1, threshold=start))
     priorities.set_buckets((False,) * 4, each_its_own(4))
     before = priorities.classes
     with pytest.raises(UsageError, match="allowed are falling numbers from 1 to 0"):

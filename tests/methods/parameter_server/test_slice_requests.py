@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from wingbeat.errors import UsageError
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import position_of, urgency_of
 from wingbeat.methods.parameter_server.slicing import LayerPositions, RequestPlanner
 from wingbeat.schedules.events import Operation
-from wingbeat.types import Serving
 
 FORWARD = [3, 2, 1, 0]
 SIZES = [40, 30, 20, 10]
@@ -16,7 +16,7 @@ PLACES = LayerPositions((1, 2, 3, 4), 4)
 
 
 def requests(fully_connected: tuple[bool, ...] = (False,) * 4, **options: object) -> RequestPlanner:
-    made = RequestPlanner(Serving(**options), 2, seed=0)  # type: ignore[arg-type]
+    made = RequestPlanner(Servers(**options), 2, seed=0)  # type: ignore[arg-type]
     made.set_buckets(SIZES, FORWARD, fully_connected, PLACES, 100)
     return made
 
@@ -30,7 +30,7 @@ def classes(made: RequestPlanner) -> list[int]:
 
 
 def test_pull_after_threshold_change_uses_new_class() -> None:
-    made = requests(thresholds=(0.5,))
+    made = requests(threshold=0.5)
     for bucket in range(4):
         made.begin(Operation.PUSH, bucket)
     pushed = [made.requests(bucket) for bucket in range(4)]
@@ -45,7 +45,7 @@ def test_pull_after_threshold_change_uses_new_class() -> None:
 
 
 def test_set_buckets_keeps_thresholds() -> None:
-    made = requests(thresholds=(0.5,))
+    made = requests(threshold=0.5)
     made.priorities.set_thresholds((0.1,))
     made.set_buckets(SIZES, FORWARD, (False,) * 4, PLACES, 100)
     assert classes(made) == [1, 0, 0, 0]
@@ -53,7 +53,7 @@ def test_set_buckets_keeps_thresholds() -> None:
 
 @pytest.mark.parametrize("levels", [(), (0.5, 0.2), (1.2,), (0.2, 0.5, 0.1)])
 def test_set_thresholds_of_wrong_count_raises(levels: tuple[float, ...]) -> None:
-    made = requests(thresholds=(0.5,))
+    made = requests(threshold=0.5)
     with pytest.raises(UsageError, match="thresholds="):
         made.priorities.set_thresholds(levels)
     made.set_buckets(SIZES, FORWARD, (False,) * 4, PLACES, 100)
@@ -61,7 +61,7 @@ def test_set_thresholds_of_wrong_count_raises(levels: tuple[float, ...]) -> None
 
 
 def test_coarse_classes_put_fully_connected_buckets_last() -> None:
-    made = requests((True, False, True, False), thresholds=(), coarse=True)
+    made = requests((True, False, True, False), threshold="coarse")
     assert classes(made) == [1, 0, 1, 0]
     with pytest.raises(UsageError, match="by kind of layer"):
         made.priorities.set_thresholds(())
@@ -71,7 +71,7 @@ def test_coarse_classes_put_fully_connected_buckets_last() -> None:
 
 @pytest.mark.parametrize("coarse", [False, True])
 def test_push_class_is_own_or_last(coarse: bool) -> None:
-    options = {"thresholds": () if coarse else (0.5,), "coarse": coarse}
+    options = {"threshold": "coarse" if coarse else 0.5}
     kinds = (True, True, True, False)
     both = requests(kinds, **options)
     assert [both.requests(bucket)[0].urgency for bucket in range(4)] == [1, 1, 1, 0]

@@ -15,8 +15,8 @@ from helpers.server_update_simulation import UpdateJobSimulation
 from wingbeat.methods.parameter_server.protocol import Kind
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
 from wingbeat.methods.parameter_server.slicing import LayerPositions, RequestPlanner
+from wingbeat.parts import Servers
 from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.types import Serving
 
 GAMES = 400
 
@@ -55,7 +55,7 @@ def test_step_is_sent_only_to_servers_with_slices() -> None:
     def submit(kind: Kind, _dtype: str, transfers: Any, _description: str) -> None:
         submitted.extend((kind, each.server) for each in transfers)
 
-    planner = RequestPlanner(Serving(), servers=3, seed=0)
+    planner = RequestPlanner(Servers(), servers=3, seed=0)
     servers: Any = SimpleNamespace(
         count=3, numbers=range(2, 5), client=SimpleNamespace(submit=submit)
     )

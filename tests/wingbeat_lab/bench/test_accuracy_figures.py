@@ -76,7 +76,11 @@ def test_coarser_rows_are_shown_and_not_judged(accuracy: ModuleType, name: str) 
 def test_a_warm_up_for_all_rows_leaves_those_that_have_one(accuracy: ModuleType) -> None:
     assert accuracy.parse("omgs:warmup=1000", 200).strategy.compression.warmup == 1000
     assert accuracy.parse("omgs", 200).strategy.compression.warmup == 200
-    assert accuracy.parse("omgs", None).strategy.compression.warmup == wingbeat.OMGS().warmup == 400
+    assert (
+        accuracy.parse("omgs", None).strategy.compression.warmup
+        == wingbeat.OMGS().compression.warmup
+        == 400
+    )
     assert accuracy.parse("lags:warmup=0", 200).strategy.compression.warmup == 0
     runs = made("text", "allreduce", 60.0) + made("text", "allreduce:compression=topk@0.001", 20.0)
     assert accuracy.missed(accuracy.summary(runs)) == []
@@ -101,10 +105,9 @@ def test_workers_that_end_apart_are_a_miss(accuracy: ModuleType) -> None:
 def test_codecs_are_used_whatever_they_add_residual(accuracy: ModuleType) -> None:
     for name in ("sketch", "topk@0.01", "lowrank@2", "fp16"):
         assert (
-            accuracy.parse(f"allreduce:compression={name}", 0).strategy.choices().wire.auto_disable
-            is False
+            accuracy.parse(f"allreduce:compression={name}", 0).strategy.wire.auto_disable is False
         )
-    assert accuracy.parse("dear:compression=topk@0.001", 70).strategy.choices().wire.warmup == 70
+    assert accuracy.parse("dear:compression=topk@0.001", 70).strategy.wire.warmup == 70
     assert accuracy.parse("dear:mb=3", 70).strategy.plan.mb == 3
 
 

@@ -82,7 +82,7 @@ def test_real_training_has_a_row_by_default_and_one_as_published(canary: ModuleT
     training = canary.canary_training
     rows = [training.contenders.parse(row.format(s=8)) for row in training.ROWS]
     assert training.ROWS[1] == "canary"
-    bounds = [row.strategy.choices().staleness.in_flight for row in rows[1:4]]
+    bounds = [row.strategy.exchange.in_flight for row in rows[1:4]]
     assert bounds == [2, 2, None]
 
 

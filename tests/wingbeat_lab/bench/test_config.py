@@ -88,7 +88,7 @@ def test_buckets_follow_the_models_scale() -> None:
     checked = config(model="paced:resnet50@0.5", strategies=("ddp", "allreduce:mb=8")).check()
     ddp, allreduce = checked.rows
     assert ddp.scale == 0.5
-    assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5).compose()
+    assert allreduce.strategy == strategies.AllReduce(mb=4.0, first_mb=0.5)
 
 
 def test_the_usual_bucket_follows_the_models_scale() -> None:
@@ -169,7 +169,7 @@ def test_rows_say_whether_they_decide_and_whether_they_are_ddp() -> None:
 
 
 def test_a_strategy_is_the_dataclass_that_python_users_write() -> None:
-    assert contenders.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0).compose()
+    assert contenders.parse("dear:mb=5").strategy == strategies.DeAR(mb=5.0)
 
 
 def test_layers_of_a_paced_model_add_up_to_the_profile() -> None:
@@ -191,7 +191,7 @@ def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
         "omgs:compression=topk@0.05",
     )
     checked = config(strategies=(*rows, "ddp", "mgwfbp", "allreduce:compression=sketch")).check()
-    wires = [row.strategy.choices().wire for row in checked.rows if row.strategy is not None]
+    wires = [row.strategy.wire for row in checked.rows if row.strategy is not None]
     assert [getattr(wire, "warmup", None) for wire in wires] == [0, 9, 0, 0, 0, None, None]
     assert [getattr(wire, "density", None) for wire in wires[:5]] == [0.01, 0.01, 0.01, 0.05, 0.05]
     assert [getattr(wire, "auto_disable", None) for wire in wires[:5]] == [
@@ -202,8 +202,8 @@ def test_a_paced_model_does_not_warm_up_unless_the_row_says_so() -> None:
         False,
     ]
     real = config(strategies=("omgs",), model="digits").check().rows[0].strategy
-    assert real == strategies.OMGS().compose()
-    assert real.choices().wire.warmup > 0
+    assert real == strategies.OMGS()
+    assert real.wire.warmup > 0
 
 
 @pytest.mark.parametrize("lab", ["star:9x2@1gbit", "bcube:3x2@1gbit", "star:3@1gbit", "loopback:3"])

@@ -68,10 +68,10 @@ def test_what_is_tuned_is_tuned_for_both_schedules(
     [(_, _, bench), _] = figures.benches("9", args, tmp_path)
     rows = dict(zip(figures.BARS["9"].rows, bench.check().rows, strict=True))
     for bar, schedule in (("Horovod-BO", "wfbp"), ("DeAR-BO", "dear")):
-        choices = rows[bar].strategy.choices()
-        assert choices.schedule == schedule
-        assert (choices.tuning.search, choices.tuning.trials, choices.tuning.steps) == ("bo", 4, 3)
-    assert rows["MG-WFBP"].strategy.choices().merging.rule == "wfbp"
+        made = rows[bar].strategy
+        assert made.schedule.name == schedule
+        assert (made.plan.search, made.plan.trials, made.plan.steps) == ("bo", 4, 3)
+    assert rows["MG-WFBP"].strategy.plan.merging().rule == "wfbp"
     assert [name for name, row in rows.items() if row.decides] == [
         "Horovod-BO",
         "MG-WFBP",
@@ -177,8 +177,8 @@ def test_all_reduces_have_the_buckets_that_a_user_would_have(
     for figure, bar in (("7", "Horovod's"), ("9", "Horovod-FB"), ("11", "Horovod's")):
         [(_, _, bench), *_] = figures.benches(figure, args, tmp_path)
         row = dict(zip(figures.BARS[figure].rows, bench.check().rows, strict=True))[bar]
-        usual = AllReduce().choices().fusion.first_bytes
-        assert row.strategy.choices().fusion.first_bytes == pytest.approx(usual * 0.05, abs=1)
+        usual = AllReduce().plan.fusion().first_bytes
+        assert row.strategy.plan.fusion().first_bytes == pytest.approx(usual * 0.05, abs=1)
 
 
 def test_what_the_search_gains_is_seen_beside_its_start(figures: ModuleType) -> None:

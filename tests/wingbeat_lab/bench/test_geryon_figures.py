@@ -59,7 +59,7 @@ def test_senders_are_compared_with_the_papers_slices(geryon: ModuleType) -> None
         "p3:slice=1048576,encrypted=False",
     )
     assert len(made.strategies) == 12
-    slices = {row.strategy.choices().servers.slice for row in made.check().rows}
+    slices = {row.strategy.exchange.slice for row in made.check().rows}
     assert slices == {52_429, 26_214, 13_107}  # as many as in the whole model
 
 
@@ -71,7 +71,7 @@ def test_slicing_is_compared_on_two_workers(geryon: ModuleType) -> None:
         "partitionedps:pull=start,order=random,slice=0,encrypted=False",
         "partitionedps:slice=0,encrypted=False",
     )
-    assert made.check().rows[1].strategy.choices().servers.slice == 0
+    assert made.check().rows[1].strategy.exchange.slice == 0
 
 
 def test_others_use_the_trunks_of_an_oversubscribed_tree(geryon: ModuleType) -> None:
@@ -79,7 +79,7 @@ def test_others_use_the_trunks_of_an_oversubscribed_tree(geryon: ModuleType) -> 
     assert made.lab == "fat-tree:4/2@10gbit+10gbit,prio=2,cross=5gbitx4"
     checked = made.check()
     assert str(checked.lab) == "fat-tree:4/2@125mbit+125mbit,prio=2,cross=62500kbitx4"
-    classes = {row.text: row.strategy.choices().servers.classes for row in checked.rows[2:]}
+    classes = {row.text: row.strategy.exchange.classes for row in checked.rows[2:]}
     assert classes[f"{OF_PAPER},classes=1,encrypted=False"] == 1
     assert classes[f"{OF_PAPER},encrypted=False"] == 2
     assert set(geryon.simulations(made)) == {None}  # virtual time knows no trunks

@@ -402,7 +402,7 @@ def test_a_row_says_what_cross_traffic_it_has_met() -> None:
     assert ddp.cross_traffic.bytes == pytest.approx(4e6)  # from 1 s to 5 s
     assert ddp.cross_traffic.bit_per_s == pytest.approx([8e6, 8e6])
     made = table.printed(replace(report(), lab=str(asked.lab), runs=[ddp, dear]))
-    assert any("400mbit asked each way on trunks of 500mbit" in note for note in made.notes)
+    assert any("400mbit requested each way on trunks of 500mbit" in note for note in made.notes)
     assert (
         "ddp: 4 MB; each way 8 Mbit/s (p10 .. p90 of iterations: 8 .. 8), 0.10 cores" in made.notes
     )

@@ -19,7 +19,7 @@ def scheduling() -> Iterator[ModuleType]:
 
 
 def side(scheduling: ModuleType, row: str) -> Any:
-    return scheduling.Side(baselines.parse(row).choices())
+    return scheduling.Side(baselines.parse(row))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_a_row_runs_at_the_pace_of_its_lab() -> None:
     links = simulator.Links(bytes_per_s=8e9 * 0.05 / 4 / 8 * simulated.GOODPUT)
     model = paced.simulator_model(paced.parse("paced:resnet50@0.05"), 4.0)
     assert row.strategy is not None
-    want = simulator.simulate(model, row.strategy.choices(), 2, links)
+    want = simulator.simulate(model, row.strategy, 2, links)
     assert simulated.median_s(checked, row) == pytest.approx(want.median_s)
     assert sum(layer.forward_s for layer in model.layers) == pytest.approx(
         4 * sum(layer.forward_ms for layer in paced.load_profile("resnet50").layers) / 1e3

@@ -38,10 +38,10 @@ DENSE = [run(0.0, 0, 80.0, 10.0), run(0.0, 1, 81.0, 12.0)]
 
 def test_a_row_sketches_the_first_share_of_its_iterations(sketch: ModuleType) -> None:
     assert sketch.row_of(0.0, 40, "sketch") == "allreduce"
-    wire = strategies.parse(sketch.row_of(0.25, 40, "sketch@4")).choices().wire
+    wire = strategies.parse(sketch.row_of(0.25, 40, "sketch@4")).wire
     assert wire == Sketch(bits=4, share=0.25, total=40, auto_disable=False)
     assert wire.ends_after == 10
-    paper = strategies.parse(sketch.row_of(1.0, 40, sketch.PAPER_WIRE)).choices().wire
+    paper = strategies.parse(sketch.row_of(1.0, 40, sketch.PAPER_WIRE)).wire
     assert paper == LowRank(bits=8, split="count", level="ends", total=40, auto_disable=False)
     grouped = contenders.parse(sketch.row_of(0.5, 40, "sketch:groups=0.*@fp32+6.*@4"))
     assert for_parameter(grouped.wire, "0.weight") == ""

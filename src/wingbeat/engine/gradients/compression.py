@@ -23,7 +23,8 @@ from wingbeat.compression import (
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
-from wingbeat.types import Choices, Span
+from wingbeat.parts.strategy import Strategy
+from wingbeat.types import Span
 
 
 class Compression:
@@ -289,12 +290,12 @@ def no_residuals(call: str) -> UsageError:
     )
 
 
-def check_momentum(choices: Choices, optimizer: torch.optim.Optimizer) -> None:
+def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
     """Raise a `UsageError` where momentum correction is not possible."""
-    wire = choices.wire
-    if not options_of(wire).momentum:
+    wire = strategy.codec
+    if wire is None or wire.momentum == 0:
         return
-    if choices.schedule != "wfbp":
+    if strategy.schedule.machine != "wfbp":
         raise UsageError(
             f"{wire}: momentum correction needs whole buckets on each worker, which "
             "wingbeat.AllReduce has; use AllReduce(compression=...) or momentum=0"

@@ -18,7 +18,8 @@ from wingbeat.collectives.handle import Handle
 from wingbeat.engine.gradients.bucket import COUNT_MODULUS, StepCounter
 from wingbeat.engine.gradients.bucketing import synchronised
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.types import Choices
+from wingbeat.parts.strategy import Strategy
+from wingbeat.traits import MEANS
 
 _NONE, _SPARSE, _DENSE = range(3)
 """Kinds of a worker's gradient. It is dense where the weight is tied to a dense layer."""
@@ -36,10 +37,10 @@ def sparse_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {n: p for n, p in synchronised(model) if p.requires_grad and id(p) in tables}
 
 
-def check_sparse(model: torch.nn.Module, choices: Choices, strategy: str) -> None:
+def check_sparse(model: torch.nn.Module, strategy: Strategy) -> None:
     """Raise a `UsageError` if ``strategy`` cannot gather the model's sparse gradients."""
     found = next(iter(sparse_parameters(model)), None)
-    if found is None or choices.averaging is not None or gathers_sparse(choices):
+    if found is None or MEANS in strategy.exchange.has or gathers_sparse(strategy):
         return
     raise UsageError(
         f"parameter {found!r} has sparse gradients (an embedding with sparse=True), which "
@@ -48,11 +49,10 @@ def check_sparse(model: torch.nn.Module, choices: Choices, strategy: str) -> Non
     )
 
 
-def gathers_sparse(choices: Choices) -> bool:
+def gathers_sparse(strategy: Strategy) -> bool:
     """Whether a strategy gathers sparse gradients from all workers."""
-    elsewhere = choices.servers is not None or choices.partitions is not None or choices.divides
-    as_they_are = isinstance(choices.wire, str) and choices.merging is None
-    return choices.lockstep and as_they_are and not elsewhere
+    plain = strategy.codec is None and strategy.plan.merging() is None
+    return strategy.exchange.collective and plain and not strategy.update_part.divides
 
 
 class _Size(NamedTuple):

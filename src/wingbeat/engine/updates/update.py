@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -66,6 +66,11 @@ class Training:
     refresh: Callable[[list[torch.Tensor]], None]
 
 
+SHARED, VELOCITY, START = "shared", "velocity", "start"
+"""Kinds of an outer optimizer's tensors in a checkpoint: the shared model, its momentum buffer, and
+the model from which inner steps start, if parameters are narrower than the shared model."""
+
+
 class Update:
     """Runs the optimizer; the base class updates at once, on whole gradients, on every worker.
 
@@ -75,6 +80,7 @@ class Update:
             backward.
         option: the user's option that divides the optimizer among workers or servers; empty if each
             worker has the whole optimizer.
+        averaging: whether models are averaged.
         shards: this worker's part of the optimizer's state; None if each has the whole.
         modes: of the step that deferred updates belong to.
     """
@@ -82,8 +88,34 @@ class Update:
     defers: ClassVar[bool] = False
     agrees: ClassVar[bool] = False
     option: ClassVar[str] = ""
+    averaging: ClassVar[bool] = False
     shards: Shards | None = None
     modes: Modes | None = None
+
+    def averages(self) -> dict[str, Any] | None:
+        """Return the state of averages for a checkpoint: ``steps``, and tensors by kind."""
+        return None
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size] | None:
+        """The shapes of the tensors in `averages`, by parameter name; None without any."""
+        return None
+
+    def resume(self, steps: int, tensors: Mapping[str, Any]) -> None:
+        """Continue after ``steps`` steps with tensors of `averages`, which may be empty."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether this worker's model may differ from the others'."""
+        return False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a state dict contains state of this worker only."""
+        return False
+
+    def log_lost(self, saver: int, size: int, differed: bool) -> None:
+        """Log once, on one rank, what a state lacks that rank ``saver`` of ``size`` has saved."""
 
     def __init__(self, training: Training) -> None:
         self._training = training

@@ -32,6 +32,7 @@ from wingbeat.methods.bounded_staleness.communication import CommunicationThread
 from wingbeat.methods.bounded_staleness.consistency import ConsistencyCheck
 from wingbeat.methods.bounded_staleness.journal import open_journal
 from wingbeat.methods.bounded_staleness.membership import join_workers
+from wingbeat.methods.bounded_staleness.options import Bounded
 from wingbeat.methods.bounded_staleness.replica import (
     AsynchronousReplica,
     Pieces,
@@ -46,7 +47,6 @@ from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.world import World
-from wingbeat.types import Staleness
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket, StepCounter
@@ -102,7 +102,7 @@ class BoundedStalenessExchange:
     def __init__(
         self,
         world: World,
-        staleness: Staleness,
+        bounded: Bounded,
         compression: Compression,
         optimizer: torch.optim.Optimizer,
         step: Callable[[], Any],
@@ -110,14 +110,14 @@ class BoundedStalenessExchange:
         others: Sequence[torch.Tensor] = (),
     ) -> None:
         self._steps, self._buckets_sent, self._control_sent = steps, 0, False
-        self._world, self._staleness, self._compression = world, staleness, compression
+        self._world, self._bounded, self._compression = world, bounded, compression
         self._optimizer, self._step, self._others = optimizer, step, others
         self._dropped = self.replicas_diverge = False
         self._profiler: LayerProfiler | None = None
         self._change: ColayerChange | None = None
         self._changing: ColayerDecision | None = None
         self._epoch = 0
-        self.synchronous = staleness.synchronous
+        self.synchronous = bounded.exact
         self.waited: Callable[[int], None] = lambda _: None
 
     # -- connections and colayers ---------------------------------------------------------
@@ -143,13 +143,13 @@ class BoundedStalenessExchange:
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
         """Use these buckets as colayers, and connect the workers if they are not connected."""
-        world, staleness, count = self._world, self._staleness, len(buckets)
-        p = staleness.exchanged(count)
-        bound = bound_with_control(staleness.s, p, count, staleness.in_flight)
+        world, bounded, count = self._world, self._bounded, len(buckets)
+        p = bounded.exchanged(count)
+        bound = bound_with_control(bounded.s, p, count, bounded.in_flight)
         if world.rank == 0:
             log.debug(
                 "%d colayers: p=%d, s=%s, in_flight=%s",
-                count, p, staleness.s, staleness.in_flight,
+                count, p, bounded.s, bounded.in_flight,
             )  # fmt: skip
         colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
         encodings = [self._compression.encoded(bucket) for bucket in buckets]
@@ -181,7 +181,7 @@ class BoundedStalenessExchange:
         joined = join_workers(
             store, world.rank, world.size, namespace=f"stale{world.serial}",
             interfaces=("lo",) if world.threads else world.interfaces or None,
-            neighbours=neighbours(world.networks), encrypted=self._staleness.encrypted,
+            neighbours=neighbours(world.networks), encrypted=self._bounded.encrypted,
             suspect_after=min(SUSPECT_AFTER_S, world.timeout), seconds=world.timeout,
         )  # fmt: skip
         self.machine = Worker(
@@ -617,6 +617,15 @@ class BoundedUpdate(WholeUpdate):
     def differs(self) -> bool:
         """Whether other workers may have applied other rounds."""
         return self._exchange.replicas_diverge and self._has_stepped
+
+    def log_lost(self, saver: int, size: int, differed: bool) -> None:  # noqa: ARG002
+        """Log once, on one rank, that a state lacks rounds that were under way."""
+        if differed and self._training.collectives.world.rank == 0:
+            log.warning(
+                "load_state_dict(): this state was saved between two calls of model.synchronize(), "
+                "with rounds of gradients under way, which are in no state: training continues "
+                "without them; call model.synchronize() on all ranks before you save"
+            )
 
     @property
     def is_own(self) -> bool:

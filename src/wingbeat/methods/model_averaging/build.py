@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -16,17 +16,26 @@ from wingbeat.codecs.codec import Bf16Codec
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.collectives import wire_dtype
 from wingbeat.compression import Coded
+from wingbeat.engine.context import BuildContext
 from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.hooks import WeakCall
-from wingbeat.engine.runtime import IntentExchange, Runtime
+from wingbeat.engine.runtime import Runtime
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.methods.model_averaging.flat import ElementState, FlatModel, buffer_dtype, is_narrow
 from wingbeat.methods.model_averaging.group_all_reduce import ModelCompression
 from wingbeat.methods.model_averaging.group_averager import GroupAverager, GroupSession
-from wingbeat.methods.model_averaging.local import Averager, LiveState, LocalUpdate
+from wingbeat.methods.model_averaging.local import LiveState, LocalUpdate
+from wingbeat.methods.model_averaging.options import (
+    Averaged,
+    Groups,
+    Local,
+    Outer,
+    Pairs,
+    PartnersPart,
+)
 from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.rules import rules_of
@@ -34,7 +43,7 @@ from wingbeat.observe.log import log
 from wingbeat.planning import plans
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.world import World
-from wingbeat.types import Averaging, Fusion, Span
+from wingbeat.types import Fusion, Span
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket
@@ -56,39 +65,39 @@ class ModelExchange:
         assert not [*buckets, *forward], "model averaging has no buckets"
 
 
-def build_runtime(
-    averaging: Averaging,
-    wire: str | Coded,
-    training: Training,
-    compression: Compression,
-    buffers: Callable[[], list[torch.Tensor]],
-) -> Runtime:
-    """Return the runtime of a model that is averaged.
-
-    ``wire`` is the dtype in which models are sent, empty for float32 (or float64), or the codec of
-    their differences.
-    """
-    bucketing, world = training.bucketing, training.collectives.world
-    _check(training, world, averaging)
+def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
+    """Return the runtime of a model that is averaged."""
+    training, strategy = context.training, context.strategy
+    bucketing, world = training.bucketing, context.world
+    local = cast(Local, strategy.schedule)
+    outer = strategy.update_part if isinstance(strategy.update_part, Outer) else None
+    _check(context, partners)
     fragments = _fragments(training, bucketing.fusion)
     slots = [slot for part in fragments for slot in part]
-    state = _averaged_state(training, slots) if averaging.state else None
+    averages_state = outer is None and cast(Averaged, strategy.update_part).state
+    state = _averaged_state(training, slots) if averages_state else None
     frozen = _floating([param for _, param in bucketing.frozen])
-    model = _flat_model(fragments, averaging, lambda: _floating(buffers()), state, frozen)
-    compressed = _model_compression(wire, slots, compression, averaging, len(model.trained))
-    averager = _averager(averaging, compressed, world, model)
-    schedule = schedules.Local(averaging.every, averaging.delay, len(fragments))
-    update = _update(averaging, training, model, averager, schedule, slots)
-    if averaging.in_groups:
+    model = _flat_model(fragments, outer, lambda: _floating(context.buffers()), state, frozen)
+    # Rounded models need error feedback, because most steps are smaller than the rounding error.
+    # Pairs and outer optimizers round differences.
+    rounds_models = outer is None and partners.averages_models
+    compressed = _model_compression(
+        strategy.wire, slots, context.compression, len(model.trained), rounds_models=rounds_models
+    )
+    averager = partners.build_averager(world, model, compressed)
+    schedule = schedules.Local(local.every, local.delay, len(fragments))
+    update: LocalUpdate
+    if outer is None:
+        update = LocalUpdate(training, model, averager, schedule)
+    else:
+        update = OuterUpdate(
+            training, model, averager, schedule, [slot.name for slot in slots],
+            lr=outer.lr, momentum=outer.momentum, shared=partners.everyone,
+        )  # fmt: skip
+    if partners.waits:
         _in_groups[world.parent or world] = weakref.ref(update)
-    runtime = Runtime(
-        schedule,
-        ModelExchange(averager.sections),
-        bucketing,
-        ShownGradients(bucketing),
-        update,
-        IntentExchange(training.collectives, len(bucketing.slots)),
-        training.steps,
+    runtime = context.assemble(
+        schedule, ModelExchange(averager.sections), ShownGradients(bucketing), update
     )
     update.waited = WeakCall(runtime.waited)
     if isinstance(averager, GroupAverager):  # a PairAverager closes itself
@@ -97,8 +106,8 @@ def build_runtime(
         session = averager.session
         session.snapshot = state_of_worker.written
         # If workers share one model, a worker is active from the moment that it has a peer's state.
-        shared = averaging.outer is not None and averaging.partners == "all"
-        if shared and isinstance(update, OuterUpdate):
+        shared = outer is not None and partners.everyone
+        if shared:
             session.copy_state_when_excluded()
         update.renew = functools.partial(_copy_state, session, state_of_worker, join=shared)
         if world.returned:
@@ -106,10 +115,8 @@ def build_runtime(
     return runtime
 
 
-def check_modules(model: torch.nn.Module, averaging: Averaging | None) -> None:
+def check_modules(model: torch.nn.Module) -> None:
     """Raise a `UsageError` for a module that does not support averages in groups or pairs."""
-    if averaging is None or averaging.partners == "all":
-        return
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
             raise UsageError(
@@ -139,44 +146,21 @@ def _close_with(update: LocalUpdate, averager: GroupAverager, world: World) -> N
     weakref.finalize(update, closing.start).atexit = False
 
 
-def _check(training: Training, world: World, averaging: Averaging) -> None:
+def _check(context: BuildContext, partners: PartnersPart) -> None:
     """Raise a `UsageError` for a model that cannot be averaged on this device or at this time."""
+    world, device = context.world, context.device
     other = _in_groups.get(world.parent or world, lambda: None)()
-    if averaging.in_groups and other is not None and not other.left:
+    if partners.waits and other is not None and not other.left:
         raise UsageError(
             "models are averaged in groups (Ripples) one model at a time: workers would wait for "
             "each other in groups of different models; distribute one module that contains both, "
             "call wingbeat.release() on the first, or use LocalSGD()"
         )
-    device = training.bucketing.device
-    if device.type != "cpu" or device.type in world.nccl_devices:
+    if device.type != "cpu" or context.on_gpu:
         raise UsageError(
             f"parameters on {device}: models are averaged on the CPU only (Ripples, ADPSGD, "
             "LocalSGD, DiLoCo); keep the model on the CPU, or use wingbeat.DeAR()"
         )
-
-
-def _update(
-    averaging: Averaging,
-    training: Training,
-    model: FlatModel,
-    averager: Averager,
-    schedule: schedules.Local,
-    slots: Sequence[Slot],
-) -> LocalUpdate:
-    if averaging.outer is None:
-        return LocalUpdate(training, model, averager, schedule)
-    lr, momentum = averaging.outer
-    return OuterUpdate(
-        training,
-        model,
-        averager,
-        schedule,
-        [slot.name for slot in slots],
-        lr=lr,
-        momentum=momentum,
-        shared=averaging.partners == "all",
-    )
 
 
 def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
@@ -217,17 +201,17 @@ def _difference(description: Any, other: Any) -> str:
 
 def _flat_model(
     fragments: Sequence[Sequence[Slot]],
-    averaging: Averaging,
+    outer: Outer | None,
     buffers: Callable[[], list[torch.Tensor]],
     state: ElementState | None,
     frozen: Sequence[torch.Tensor],
 ) -> FlatModel:
     params = [[slot.param for slot in part] for part in fragments]
     copies = 0
-    if averaging.outer is not None:
+    if outer is not None:
         each = [param for part in params for param in part]
         narrow = is_narrow(each, buffer_dtype([*each, *buffers(), *frozen]))
-        copies = num_copies(averaging.outer[1], narrow=narrow)
+        copies = num_copies(outer.momentum, narrow=narrow)
     return FlatModel(params, buffers, copies, state, frozen)
 
 
@@ -240,17 +224,14 @@ def _model_compression(
     wire: str | Coded,
     slots: Sequence[Slot],
     compression: Compression,
-    averaging: Averaging,
     trained: int,
+    *,
+    rounds_models: bool,
 ) -> ModelCompression:
-    """Return how a flat model with the parameters of ``slots`` is compressed.
-
-    Rounded models need error feedback, because most steps are smaller than the rounding error.
-    Pairs and outer optimizers round differences.
-    """
+    """Return how a flat model with the parameters of ``slots`` is compressed."""
     if isinstance(wire, str):
         dtype = wire_dtype(wire)
-        if dtype is torch.bfloat16 and averaging.partners != "pairs" and averaging.outer is None:
+        if dtype is torch.bfloat16 and rounds_models:
             coding = Coding([Region(Span(0, trained), Bf16Codec())])
             return ModelCompression(coding, torch.zeros(trained, device="cpu"), models=True)
         return ModelCompression(dtype)
@@ -263,21 +244,25 @@ def _model_compression(
     return ModelCompression(coding, residual, gathers=wire.gathers)
 
 
-def _averager(
-    averaging: Averaging, compression: ModelCompression, world: World, model: FlatModel
-) -> GroupAverager | PairAverager:
-    seed, encrypted = averaging.seed, averaging.encrypted
-    if averaging.partners == "pairs":
-        params = model.flat[: len(model.trained)]
-        return PairAverager(
-            world, params, whole=model.flat, dtype=compression.dtype, seed=seed,
-            encrypted=encrypted,
-        )  # fmt: skip
-    static = averaging.partners == "static"
-    rules = None if static else rules_of(averaging.partners, averaging.size, averaging.threshold)
+def group_averager(
+    groups: Groups, world: World, model: FlatModel, compression: ModelCompression
+) -> GroupAverager:
+    """Make the averager of groups."""
+    static = groups.policy == "static"
+    rules = None if static else rules_of(groups.policy, groups.size, groups.threshold)
     # Groups are opened in the world of all workers.
     session = GroupSession(
-        world.parent or world, model.flat, rules, compression=compression, seed=seed,
-        encrypted=encrypted,
+        world.parent or world, model.flat, rules, compression=compression, seed=groups.seed,
+        encrypted=groups.encrypted,
     )  # fmt: skip
     return GroupAverager(session, model.flat, world)
+
+
+def pair_averager(
+    pairs: Pairs, world: World, model: FlatModel, compression: ModelCompression
+) -> PairAverager:
+    """Make the averager of pairs."""
+    return PairAverager(
+        world, model.flat[: len(model.trained)], whole=model.flat, dtype=compression.dtype,
+        seed=pairs.seed, encrypted=pairs.encrypted,
+    )  # fmt: skip

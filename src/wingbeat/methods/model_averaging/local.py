@@ -83,6 +83,8 @@ class LocalUpdate(WholeUpdate):
             copies another worker's state.
     """
 
+    averaging = True
+
     def __init__(
         self, training: Training, model: FlatModel, averager: Averager, schedule: Local
     ) -> None:
@@ -155,6 +157,10 @@ class LocalUpdate(WholeUpdate):
         """Whether a checkpoint needs the number of steps and `tensors`."""
         return self._schedule.every > 1
 
+    def averages(self) -> dict[str, Any] | None:
+        """Return the number of steps, and `tensors`; None if a checkpoint needs neither."""
+        return {"steps": self.steps, **self.tensors()} if self.keeps else None
+
     @property
     def differs(self) -> bool:
         """Whether this worker's model may differ from the others'."""
@@ -164,6 +170,19 @@ class LocalUpdate(WholeUpdate):
     def is_own(self) -> bool:
         """Whether a state dict contains state of this worker only."""
         return self._moved or not self._model.with_state
+
+    def log_lost(self, saver: int, size: int, differed: bool) -> None:
+        """Log once, on one rank, what a state lacks that rank ``saver`` of ``size`` has saved."""
+        rank = self._training.collectives.world.rank
+        if self._training.collectives.world.size == 1 or rank != (saver + 1) % size:
+            return
+        moved = " and what its model had moved since wingbeat.synchronize() are"
+        own = "its optimizer's own state" + (moved if differed else " is")
+        log.warning(
+            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to continue as "
+            "without a stop, save and load model and optimizer on every rank",
+            rank, saver, own,
+        )  # fmt: skip
 
     @property
     def steps(self) -> int:

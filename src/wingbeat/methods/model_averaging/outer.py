@@ -7,15 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from wingbeat.engine.updates.update import Closure, Host, Training
+from wingbeat.engine.updates.update import SHARED, START, VELOCITY, Closure, Host, Training
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.flat import FlatModel
 from wingbeat.methods.model_averaging.local import Averager, LocalUpdate, Tensors
 from wingbeat.schedules.local import Local
-
-# Kinds of the outer optimizer's tensors: the shared model, the momentum buffer, and the model from
-# which inner steps start, if parameters are narrower than the shared model.
-SHARED, VELOCITY, START = "shared", "velocity", "start"
 
 _FIRST_SHARED = "first shared model"  # key of a checksum of each worker's first shared model
 

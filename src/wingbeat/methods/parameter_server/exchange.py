@@ -29,6 +29,7 @@ from wingbeat.methods.parameter_server.coding import (
     residual_format,
 )
 from wingbeat.methods.parameter_server.launch import ServerGroup
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import Kind
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
 from wingbeat.methods.parameter_server.slicing import (
@@ -44,7 +45,7 @@ from wingbeat.observe.meter import Section
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.messages.frames import tos_of
 from wingbeat.transport.world import World
-from wingbeat.types import Serving, Span
+from wingbeat.types import Span
 
 if TYPE_CHECKING:
     from wingbeat.engine.gradients.bucket import Bucket, Slot
@@ -66,21 +67,21 @@ class ServerExchange:
     def __init__(
         self,
         world: World,
-        serving: Serving,
+        servers: Servers,
         nbytes: int,
         wire: str | Coded = "",
         optimizer: str = "",
         max_update_bytes: int = 0,
     ) -> None:
-        self._servers = ServerGroup(world, serving, nbytes, wire, optimizer, max_update_bytes)
+        self._servers = ServerGroup(world, servers, nbytes, wire, optimizer, max_update_bytes)
         self._client: Client = self._servers.client
         self._planner = RequestPlanner(
-            serving, self._servers.count, world.rank, self._servers.weights
+            servers, self._servers.count, world.rank, self._servers.weights
         )
         self._rank, self._workers = world.rank, world.size
-        self._wire, self._dense = wire, bool(serving.dense and wire)
+        self._wire, self._dense = wire, bool(servers.dense and wire)
         self._buckets: list[Bucket] = []
-        self._coarse, self._warned = serving.coarse, world.rank != 0
+        self._coarse, self._warned = servers.coarse, world.rank != 0
         self._codings: dict[int, SliceCoding] = {}
         self._residuals: dict[int, torch.Tensor] = {}
         self._uncollected: set[int] = set()
@@ -305,24 +306,23 @@ class GpuServerExchange:
         UsageError: NCCL does not support an option.
     """
 
-    def __init__(self, world: World, serving: Serving, wire: str | Coded = "") -> None:
+    def __init__(self, world: World, servers: Servers, wire: str | Coded = "") -> None:
         if wire:
             raise UsageError(
                 f"compression={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in "
                 "their own dtype only; use compression='fp32', or this one with wingbeat.AllReduce "
                 "or DeAR"
             )
-        usual = Serving()
-        if serving.count or serving.whole or serving.order != usual.order or serving.shuffled:
+        if servers.count or servers.whole or servers.order != Servers.order:
             raise UsageError(
                 "parameters on a GPU: each GPU serves its block of every bucket, in the order in "
                 "which they are ready; use servers=0, placement='sharded' and order='ready', as "
                 "wingbeat.Geryon() does, or keep the model on the CPU"
             )
         self._world = world
-        self._serving = serving
+        self._servers = servers
         self._positions: dict[int, int] = {}
-        self._priorities = BucketPriorities(serving)
+        self._priorities = BucketPriorities(servers)
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:
         """Replace the buckets; ``forward`` has them in forward order.
@@ -346,7 +346,7 @@ class GpuServerExchange:
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Start an operation on a bucket, and store its handle in the bucket."""
         priorities, position = self._priorities, self._positions[bucket.index]
-        pulls, classes = operation is Operation.PULL, self._serving.classes
+        pulls, classes = operation is Operation.PULL, self._servers.classes
         urgency = priorities.of_reply(position) if pulls else priorities.of_push(position)
         if pulls and bucket.handle is not None:
             bucket.handle.wait()  # NCCL does not order the communicators of two classes

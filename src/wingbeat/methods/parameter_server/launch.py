@@ -15,6 +15,7 @@ from wingbeat.compression import Coded
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
 from wingbeat.methods.parameter_server.client import Client
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import MAX_LINKS, Order, printable
 from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport import graceful_shutdown, interfaces
@@ -23,7 +24,6 @@ from wingbeat.transport.messages import Mailbox
 from wingbeat.transport.services import BackgroundThread, ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
-from wingbeat.types import Serving
 
 MEMORY_FACTOR = 8
 """A server's memory limit as a multiple of the gradients' size. Two sums of each slice are kept, in
@@ -57,14 +57,14 @@ class ServerGroup:
     def __init__(
         self,
         world: World,
-        serving: Serving,
+        servers: Servers,
         nbytes: int,
         wire: str | Coded = "",
         optimizer: str = "",
         max_update_bytes: int = 0,
     ) -> None:
         identity = json.dumps(interfaces.local().identity)
-        hosts = place_servers(world.exchange("server hosts", identity), serving.count)
+        hosts = place_servers(world.exchange("server hosts", identity), servers.count)
         self._world = world
         self.count = len(hosts)
         self.numbers = range(world.size, world.size + self.count)
@@ -77,13 +77,13 @@ class ServerGroup:
             workers=world.size,
             hosts=hosts,
             interfaces=("lo",) if world.threads else tuple(link.name for link in world.links),
-            classes=serving.classes,
-            encrypted=serving.encrypted,
+            classes=servers.classes,
+            encrypted=servers.encrypted,
             timeout=world.timeout,
             max_sum_bytes=max_sum_bytes,
-            order=serving.order,
+            order=servers.sending,
             wire=None if isinstance(wire, str) else wire,
-            dense=bool(serving.dense and wire),
+            dense=bool(servers.dense and wire),
             optimizer=optimizer,
             max_update_bytes=max_update_bytes + _SPARE_BYTES,
         )

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from wingbeat.errors import UsageError
+from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
 from wingbeat.schedules.events import Operation
-from wingbeat.types import Serving, Span, split
+from wingbeat.types import Span, split
 
 MIN_SHARD = 4096
 """Minimum elements of a shard; smaller messages cost more than they save."""
@@ -194,13 +195,13 @@ def priority_classes(places: LayerPositions, thresholds: Sequence[float]) -> tup
 class BucketPriorities:
     """The traffic classes of a model's buckets, by position in forward order.
 
-    Classes follow urgency, or with ``serving.coarse`` the kind of layer (section III-B): buckets
+    Classes follow urgency, or with ``options.coarse`` the kind of layer (section III-B): buckets
     with only fully connected layers have class 1, all others class 0.
     """
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-        self.thresholds = serving.thresholds
+    def __init__(self, options: Servers) -> None:
+        self._options = options
+        self.thresholds = options.levels
         self.set_buckets((), LayerPositions((), 1))
 
     def set_buckets(self, fully_connected: Sequence[bool], places: LayerPositions) -> None:
@@ -208,7 +209,7 @@ class BucketPriorities:
         self._places = places
         self.classes = (
             tuple(map(int, fully_connected))
-            if self._serving.coarse
+            if self._options.coarse
             else priority_classes(places, self.thresholds)
         )
 
@@ -218,11 +219,11 @@ class BucketPriorities:
         Raises UsageError if the number of thresholds does not match the classes, the thresholds do
         not fall, or classes depend on the kind of layer.
         """
-        levels, serving = tuple(thresholds), self._serving
-        if serving.coarse or len(levels) != serving.classes - 1:
+        levels, options = tuple(thresholds), self._options
+        if options.coarse or len(levels) != options.classes - 1:
             raise UsageError(
-                f"thresholds={levels!r}: there are {serving.classes} classes, "
-                f"{'by kind of layer' if serving.coarse else 'with one less between them'}"
+                f"thresholds={levels!r}: there are {options.classes} classes, "
+                f"{'by kind of layer' if options.coarse else 'with one less between them'}"
             )
         self.classes = priority_classes(self._places, levels)
         self.thresholds = levels
@@ -233,7 +234,7 @@ class BucketPriorities:
 
     def of_push(self, position: int) -> int:
         """Return the class of a bucket's gradients."""
-        return self.classes[position] if self._serving.pushes else self._serving.classes - 1
+        return self.classes[position] if self._options.pushes else self._options.classes - 1
 
 
 # -- one worker's requests -----------------------------------------------------------------
@@ -259,16 +260,16 @@ class RequestPlanner:
     """
 
     def __init__(
-        self, serving: Serving, servers: int, seed: int, weights: Sequence[float] = (1.0,)
+        self, options: Servers, servers: int, seed: int, weights: Sequence[float] = (1.0,)
     ) -> None:
-        self._serving, self._servers, self._weights = serving, servers, tuple(weights)
+        self._options, self._servers, self._weights = options, servers, tuple(weights)
         self._random = random.Random(seed)
         self._slices: list[list[Slice]] = []
         self._positions: dict[int, int] = {}
         self._rounds: list[int] = []
         self._pulls: list[int] = []
         self.plan = 0
-        self.priorities = BucketPriorities(serving)
+        self.priorities = BucketPriorities(options)
 
     def set_buckets(
         self,
@@ -284,11 +285,11 @@ class RequestPlanner:
         each bucket whether it has only parameters of fully connected layers. ``places`` are layer
         positions in forward order. ``largest`` is the maximum number of elements of a message.
         """
-        serving, servers, weights = self._serving, self._servers, self._weights
-        if serving.whole:
+        options, servers, weights = self._options, self._servers, self._weights
+        if options.whole:
             slices = place_buckets(sizes, servers, largest, weights)
         else:
-            threshold = min(serving.slice or largest, largest)
+            threshold = min(options.slice or largest, largest)
             slices = partition_buckets(sizes, servers, threshold, weights=weights)
         self.plan += 1
         self._slices = [[] for _ in sizes]
@@ -313,7 +314,7 @@ class RequestPlanner:
         """
         if operation in (Operation.ALL_REDUCE, Operation.PUSH):
             self._rounds[bucket] += 1
-        elif self._serving.shuffled and operation is not Operation.EXPECT:
+        elif self._options.shuffled and operation is not Operation.EXPECT:
             self._pulls.append(bucket)
             if len(self._pulls) < len(self._slices):
                 return []

@@ -1,4 +1,4 @@
-"""Every option arrives where it belongs: what the engine gets, whole."""
+"""Every option arrives where it belongs: what the engine reads of a strategy, whole."""
 
 from __future__ import annotations
 
@@ -12,16 +12,39 @@ from wingbeat import Strategy, parts
 from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.strategies import MGWFBP
-from wingbeat.types import Choices, Fusion, Merging, Staleness, Tuning
+from wingbeat.types import Fusion, Tuning
 
 MB = 1 << 20
 TUNED = Tuning(search="grid", low_bytes=2 * MB, high_bytes=9 * MB, trials=4, steps=3, file="f")
 EDGES = Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB, last_bytes=3 * MB)
 
-CASES: list[tuple[Any, Choices]] = [
+
+def read(strategy: Strategy) -> dict[str, Any]:
+    """What the engine reads."""
+    return {
+        "schedule": strategy.schedule.machine,
+        "topology": strategy.topology,
+        "fusion": strategy.plan.fusion(),
+        "tuning": strategy.plan.tuning(),
+        "merging": strategy.plan.merging(),
+        "wire": strategy.wire,
+        "shard_optimizer": strategy.update_part.shards,
+        "server_updates": strategy.update_part.on_servers,
+        "partitions": strategy.exchange.partitions,
+        "exchange": None if strategy.exchange.lockstep else strategy.exchange,
+    }
+
+
+def reads(**given: Any) -> dict[str, Any]:
+    """The same, where it is not as for most strategies."""
+    usual: dict[str, Any] = {"tuning": None, "merging": None, "wire": "", "partitions": None}
+    return {**usual, "shard_optimizer": False, "server_updates": False, "exchange": None, **given}
+
+
+CASES: list[tuple[Strategy, dict[str, Any]]] = [
     (
         wingbeat.AllReduce(mb=8, first_mb=3, compression="bf16", topology="mesh"),
-        Choices(
+        reads(
             schedule="wfbp",
             topology="mesh",
             fusion=Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB),
@@ -40,7 +63,7 @@ CASES: list[tuple[Any, Choices]] = [
             plan_file="f",
             topology="mesh",
         ),
-        Choices(
+        reads(
             schedule="wfbp",
             topology="mesh",
             fusion=Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB),
@@ -48,24 +71,24 @@ CASES: list[tuple[Any, Choices]] = [
         ),
     ),
     (
-        wingbeat.AllReduce(plan="layers", layers=7),
-        Choices(schedule="wfbp", topology="ring", fusion=Fusion(kind="layers", layers=7)),
+        wingbeat.AllReduce(plan="layers@7"),
+        reads(schedule="wfbp", topology="ring", fusion=Fusion(kind="layers", layers=7)),
     ),
     (
         wingbeat.AllReduce(plan="none"),
-        Choices(schedule="wfbp", topology="ring", fusion=Fusion(kind="none")),
+        reads(schedule="wfbp", topology="ring", fusion=Fusion(kind="none")),
     ),
     (
         wingbeat.AllReduce(plan="merged@wfbp"),
-        MGWFBP().choices(),
+        read(MGWFBP()),
     ),
     (
         wingbeat.AllReduce(plan=parts.TunedBuckets(first_mb=1)),
-        wingbeat.AllReduce(plan="bo").choices(),
+        read(wingbeat.AllReduce(plan="bo")),
     ),
     (
         wingbeat.BML(plan="random", trials=4),
-        wingbeat.AllReduce(plan="random", trials=4, topology="bcube").choices(),
+        read(wingbeat.AllReduce(plan="random", trials=4, topology="bcube")),
     ),
     (
         wingbeat.DeAR(
@@ -81,7 +104,7 @@ CASES: list[tuple[Any, Choices]] = [
             shard_optimizer=True,
             topology="doubling",
         ),
-        Choices(
+        reads(
             schedule="dear",
             topology="doubling",
             fusion=EDGES,
@@ -92,7 +115,7 @@ CASES: list[tuple[Any, Choices]] = [
     ),
     (
         wingbeat_lab.Ako(partitions=5, mb=8, first_mb=3, compression="bf16", topology="ring"),
-        Choices(
+        reads(
             schedule="wfbp",
             topology="ring",
             fusion=Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB),
@@ -102,49 +125,46 @@ CASES: list[tuple[Any, Choices]] = [
     ),
     (
         wingbeat.Canary(s=5, p=3, colayers=4, encrypted=False),
-        Choices(
+        reads(
             schedule="stale",
             topology="ring",
             fusion=Fusion(kind="colayers", layers=4),
             wire=wingbeat.Sketch(auto_disable=False),
-            staleness=Staleness(s=5, p=3, encrypted=False),
+            exchange=parts.Bounded(s=5, p=3, encrypted=False),
         ),
     ),
     (
         wingbeat.Canary(s=None, p=None),
-        Choices(
+        reads(
             schedule="stale",
             topology="ring",
             fusion=Fusion(kind="colayers", layers=10),
             wire=wingbeat.Sketch(auto_disable=False),
-            staleness=Staleness(s=None, p=None),
+            exchange=parts.Bounded(s=None, p=None),
         ),
     ),
     (
         wingbeat.DeAR(plan="fixed", mb=8, edge_mb=3),
-        Choices(schedule="dear", topology="ring", fusion=EDGES),
+        reads(schedule="dear", topology="ring", fusion=EDGES),
     ),
     (
-        wingbeat.DeAR(plan="layers", layers=7),
-        Choices(schedule="dear", topology="ring", fusion=Fusion(kind="layers", layers=7)),
+        wingbeat.DeAR(plan="layers@7"),
+        reads(schedule="dear", topology="ring", fusion=Fusion(kind="layers", layers=7)),
     ),
     (
         wingbeat.OMGS(
             merge="paper",
-            density=0.2,
-            warmup=5,
-            momentum=0.5,
-            groups={"a": 0.5},
+            compression="topk@0.2:warmup=5:momentum=0.5:groups=a@0.5",
             steps=3,
             drift=2.5,
             plan_file="f",
             topology="mesh",
         ),
-        Choices(
+        reads(
             schedule="wfbp",
             topology="mesh",
             fusion=Fusion(kind="one"),
-            merging=Merging(rule="paper", steps=3, drift=2.5, file="f"),
+            merging=parts.Merged(rule="paper", steps=3, drift=2.5, file="f"),
             wire=TopK(
                 density=0.2, warmup=5, momentum=0.5, groups=(("a", 0.5),), auto_disable=False
             ),
@@ -152,7 +172,7 @@ CASES: list[tuple[Any, Choices]] = [
     ),
     (
         wingbeat_lab.MGS(elements=9, compression="bf16"),
-        Choices(
+        reads(
             schedule="wfbp",
             topology="ring",
             fusion=Fusion(kind="elements", elements=9),
@@ -174,7 +194,7 @@ CASES: list[tuple[Any, Choices]] = [
             ),
             exchange=parts.Doubling(),
         ),
-        Choices(
+        reads(
             schedule="wfbp",
             topology="doubling",
             fusion=Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB, last_bytes=MB),
@@ -183,7 +203,7 @@ CASES: list[tuple[Any, Choices]] = [
     ),
     (
         Strategy(plan=parts.FixedBuckets(mb=8, first_mb=3, last_mb=1)),
-        Choices(
+        reads(
             schedule="wfbp",
             topology="ring",
             fusion=Fusion(bucket_bytes=8 * MB, first_bytes=3 * MB, last_bytes=MB),
@@ -191,23 +211,28 @@ CASES: list[tuple[Any, Choices]] = [
     ),
     (
         Strategy(plan=parts.Merged(rule="wfbp", steps=3, drift=2.5, file="f"), schedule="dear"),
-        Choices(
+        reads(
             schedule="dear",
             topology="ring",
             fusion=Fusion(kind="one"),
-            merging=Merging(rule="wfbp", steps=3, drift=2.5, file="f"),
+            merging=parts.Merged(rule="wfbp", steps=3, drift=2.5, file="f"),
         ),
     ),
     (
         Strategy(plan=parts.Elements(count=9)),
-        Choices(schedule="wfbp", topology="ring", fusion=Fusion(kind="elements", elements=9)),
+        reads(schedule="wfbp", topology="ring", fusion=Fusion(kind="elements", elements=9)),
     ),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "choices"), CASES, ids=lambda value: type(value).__name__)
-def test_every_option_arrives(strategy: Any, choices: Choices) -> None:
-    assert strategy.choices() == choices
+@pytest.mark.parametrize(("strategy", "expected"), CASES, ids=lambda value: type(value).__name__)
+def test_every_option_arrives(strategy: Strategy, expected: dict[str, Any]) -> None:
+    assert read(strategy) == expected
+
+
+def test_the_options_of_top_k_arrive() -> None:
+    for made in (wingbeat.OMGS(density=0.2, warmup=5), wingbeat_lab.LAGS(density=0.2, warmup=5)):
+        assert made.compression == TopK(density=0.2, warmup=5, auto_disable=False)
 
 
 def test_an_exchange_that_no_other_worker_could_be_told_of_is_refused() -> None:

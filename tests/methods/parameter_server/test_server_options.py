@@ -9,28 +9,29 @@ import pytest
 import wingbeat
 from wingbeat import parts, strategies
 from wingbeat.errors import UsageError
-from wingbeat.types import Serving, ThresholdTuning
 from wingbeat_lab import baselines
 from wingbeat_lab.bench import contenders
 
 
-def serving(text: str) -> Serving:
-    found = baselines.parse(text).choices().servers
-    assert found is not None
+def servers(text: str) -> parts.Servers:
+    found = baselines.parse(text).exchange
+    assert isinstance(found, parts.Servers)
     return found
 
 
 def test_the_command_line_has_all_forms() -> None:
-    assert serving("geryon").thresholds == (0.5,)
-    assert serving("geryon:threshold=0.3").thresholds == (0.3,)
-    assert serving("geryon:classes=3,threshold=0.8+0.4").thresholds == (0.8, 0.4)
-    assert serving("geryon:threshold=coarse") == Serving(thresholds=(), coarse=True)
-    tuned = serving("geryon:threshold=tuned,steps=7,plan_file=x.json,classes=4")
-    assert tuned.tuning == ThresholdTuning(steps=7, file="x.json")
-    assert tuned.thresholds == (0.75, 0.5, 0.25)
-    assert [serving(f"geryon:threshold={name}").classes for name in ("coarse", "tuned")] == [2, 2]
+    assert servers("geryon").levels == (0.5,)
+    assert servers("geryon:threshold=0.3").levels == (0.3,)
+    assert servers("geryon:classes=3,threshold=0.8+0.4").levels == (0.8, 0.4)
+    coarse = servers("geryon:threshold=coarse")
+    assert coarse == parts.Servers(threshold="coarse")
+    assert (coarse.levels, coarse.coarse, coarse.tuned) == ((), True, False)
+    tuned = servers("geryon:threshold=tuned,steps=7,plan_file=x.json,classes=4")
+    assert (tuned.tuned, tuned.steps, tuned.file) == (True, 7, "x.json")
+    assert tuned.levels == (0.75, 0.5, 0.25)
+    assert [servers(f"geryon:threshold={name}").classes for name in ("coarse", "tuned")] == [2, 2]
     assert tuned.classes == 4
-    assert serving("partitionedps").classes == 1
+    assert servers("partitionedps").classes == 1
 
 
 def test_a_repr_can_be_given_again() -> None:
@@ -74,7 +75,7 @@ def test_sums_that_come_by_themselves_have_no_order_of_asking(order: str, schedu
     assert f"order='{order}' is one of sums that are asked for" in str(caught.value)
     assert "\n" not in str(caught.value)
     asked = strategies.Strategy(exchange=exchange, schedule="served@start")
-    assert asked.choices().servers == exchange.serving()
+    assert asked.exchange == exchange
 
 
 @pytest.mark.parametrize("text", ["0.8+", "half", "0.8;0.4", ""])
