@@ -280,6 +280,8 @@ class TopK(CodecOptions):
 
     density: float = 0.01
     warmup: int = 400
+    momentum: float = 0.0
+    bits: int = 32
     groups: Any = ()
     auto_disable: bool = True
 
