@@ -267,8 +267,9 @@ class CommunicationThread:
 
     # -- called by the training thread ----------------------------------------------------
 
-    def start(self) -> None:
-        """Start the thread and the membership client."""
+    def start(self, keep: object = None) -> None:
+        """Start the thread and the membership client; the thread keeps ``keep`` alive."""
+        self._keep = keep
         if self._membership is not None:
             self._membership.start(self._interrupt)
         self._thread.start()

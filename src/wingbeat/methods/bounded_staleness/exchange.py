@@ -197,7 +197,9 @@ class BoundedStalenessExchange:
             tolerates_loss=self.replicas_diverge, departures=departures_of(world),
             lanes=joined.lanes, membership=joined.membership, journal=journal,
         )  # fmt: skip
-        self._communication.start()
+        # A model may be gone before its worker ends, and a world holds its channels weakly: without
+        # the channel `_shut_down` would not be called, and the other workers would wait for ever.
+        self._communication.start(keep=world)
         shut_down = functools.partial(_shut_down, self._communication, world, self._change)
         world.on_close(shut_down)
         self._communication.begin_iteration(self._refuse_late)
