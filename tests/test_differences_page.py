@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").split())
-PACKAGES = ("engine", "engine/gradients", "engine/updates", "sync", "updates")
+PACKAGES = ("engine", "engine/gradients", "engine/updates")
 
 ELSEWHERE = {"checkpoint.py", "compression.py"}
 """What is refused there is about saved shards and codecs, which have pages of their own."""

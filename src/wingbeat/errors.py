@@ -59,15 +59,19 @@ class LabError(WingbeatError, RuntimeError):
     """The emulated cluster could not be created on this machine; names the missing feature."""
 
 
-def unknown(kind: str, value: str, allowed: Iterable[str], *, where: str = "") -> UsageError:
+def unknown(
+    kind: str, value: str, allowed: Iterable[str], *, where: str = "", instead: str = ""
+) -> UsageError:
     """Return the error for an unknown name: the value, the nearest match, and the allowed names.
+
+    ``instead``, what to write, replaces the nearest match.
 
     >>> str(unknown("strategy", "deer", ["ddp", "dear"]))
     "unknown strategy 'deer' (did you mean 'dear'?); allowed: ddp, dear"
     """
     names = sorted(allowed)
-    close = _nearest(value.lower(), names)
-    hint = f" (did you mean {close!r}?)" if close else ""
+    close = "" if instead else _nearest(value.lower(), names)
+    hint = f" (did you mean {close!r}?)" if close else f" ({instead})" if instead else ""
     place = f" in {where}" if where else ""
     return UsageError(
         f"unknown {kind} {value!r}{place}{hint}; allowed: {', '.join(names) or 'none'}"

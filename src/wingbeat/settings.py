@@ -195,14 +195,31 @@ def named(kind: str, text: str, by_name: Mapping[str, Named[T]], *, also: Iterab
 
 
 def check_call(
-    name: str, unnamed: tuple[Any, ...], options: Mapping[str, Any], known: Mapping[str, Any]
+    name: str,
+    unnamed: tuple[Any, ...],
+    options: Mapping[str, Any],
+    known: Mapping[str, Any],
+    instead: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise a `UsageError` in place of a `TypeError`, which suggests no option."""
+    """Raise a `UsageError` in place of a `TypeError`, which suggests no option.
+
+    ``instead`` has what to write for options that do not exist here.
+    """
     if unnamed:
         raise _unnamed(name, unnamed[0], known)
     for key, value in options.items():
         if key not in known:
-            raise unknown("option", key, known, where=f"{name}({key}={_short(value)})")
+            place = f"{name}({key}={_short(value)})"
+            raise _unknown_option(key, known, place, instead)
+
+
+def _unknown_option(
+    key: str, known: Iterable[str], where: str, instead: Mapping[str, str] | None
+) -> UsageError:
+    hint = (instead or {}).get(key, "")
+    if key == "wire" and "compression" in known:  # its former name
+        hint = "write compression"
+    return unknown("option", key, known, where=where, instead=hint)
 
 
 def kinds_of(cls: Any) -> dict[str, Callable[..., Any]]:
@@ -219,13 +236,15 @@ def count_of(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
-def read_options(text: str, kinds: dict[str, Any], *, where: str) -> dict[str, Any]:
+def read_options(
+    text: str, kinds: dict[str, Any], *, where: str, instead: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Parse ``key=value,key=value``; raise a `UsageError` for an unknown key or invalid value."""
     out: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, eq, value = item.partition("=")
         if key not in kinds:
-            raise unknown("option", key, kinds, where=repr(where))
+            raise _unknown_option(key, kinds, repr(where), instead)
         if not eq or not value:
             raise UsageError(f"option {key!r} in {where!r} has no value; write {key}=VALUE")
         out[key] = _convert(kinds[key], key, value, where)

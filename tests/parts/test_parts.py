@@ -64,7 +64,7 @@ def wrong(make: Any, *args: Any, **options: Any) -> str:
         (parts.Colayers, {"count": 0}, "Colayers(count=0)"),
         (parts.Bounded, {"s": -1}, "Bounded(s=-1): allowed are whole numbers, 0 to"),
         (parts.Bounded, {"p": 0}, "Bounded(p=0): allowed are whole numbers, 1 to"),
-        (parts.Bounded, {"s": None, "p": 3}, "Bounded(s=None, p=3): without a bound nobody is out"),
+        (parts.Bounded, {"s": None, "p": 3}, "Bounded(s=None, p=3): without a bound no worker"),
         (parts.Bounded, {"encrypted": 1}, "Bounded(encrypted=1): allowed are True and False"),
         (parts.Groups, {"policy": "smrt"}, "(did you mean 'smart'?)"),
         (parts.Groups, {"size": 1}, "Groups(size=1): allowed are whole numbers, 2 to"),

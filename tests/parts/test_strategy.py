@@ -135,8 +135,8 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
             {**STALE, "compression": SHARED},
             "ends in another iteration on each worker; leave share out",
         ),
-        ({**STALE, "plan": "bo"}, "who make iterations of their own here; allowed: plan=Colayers"),
-        ({**STALE, "plan": "merged"}, "who make iterations of their own here; allowed: plan=Col"),
+        ({**STALE, "plan": "bo"}, "each runs its own; allowed: plan=Colayers"),
+        ({**STALE, "plan": "merged"}, "each runs its own; allowed: plan=Col"),
         (
             {"exchange": "partial", "compression": "sketch"},
             "Strategy(exchange=Partial(), compression=Sketch()): parts of gradients travel as they "

@@ -17,8 +17,8 @@ import wingbeat_lab
 from wingbeat import compression, parts
 from wingbeat.errors import UsageError
 from wingbeat.settings import defaults_of
-from wingbeat.strategies import MGWFBP
-from wingbeat_lab.baselines import parse
+from wingbeat.strategies import MGWFBP, Strategy
+from wingbeat_lab.baselines import PRESETS, parse
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_tuned_all_reduce_is_spelled_as_dear_is() -> None:
         ({"p": True}, "Canary(p=True): allowed are whole numbers"),
         ({"in_flight": 0}, "Canary(in_flight=0): allowed are whole numbers, 1 to 1000000,"),
         ({"p": 11}, "Canary(p=11): allowed are whole numbers, 1 to 10 (colayers), None and 'auto'"),
-        ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound nobody is out of date"),
+        ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound no worker is too late"),
         ({"colayers": 0}, "Canary(colayers=0)"),
         ({"compression": "int8"}, "int8"),
         ({"encrypted": "no"}, "Canary(encrypted='no'): allowed are True and False"),
@@ -231,6 +231,47 @@ def test_a_row_of_table_one_merges_as_its_name_says() -> None:
         parse("topksgd:merge=exact")
     with pytest.raises(UsageError, match=r"unknown option 'merge' in TopKSGD\(merge='exact'\)"):
         wingbeat_lab.TopKSGD(merge="exact")
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("allreduce:layers=7", 'write plan="layers@7"'),
+        ("bml:layers=7", 'write plan="layers@7"'),
+        ("dear:layers=7", 'write plan="layers@7"'),
+        ("omgs:momentum=0.9", "as text topk:momentum=0.9"),
+        ("omgs:groups=a.*@0.1", "as text topk:groups=PATTERN@DENSITY"),
+        ("mgwfbp:density=0.1", "OMGS has it"),
+        ("psgd:merge=exact", "OMGS has it"),
+        ("parameterserver:threshold=0.5", "Geryon has it"),
+        ("tictac:classes=2", "Geryon has it"),
+        ("tictac:pull=ready", "ParameterServer has it"),
+        ("ripples:wire=bf16", "write compression"),
+        ("strategy:wire=bf16", "write compression"),
+    ],
+)
+def test_an_option_that_a_preset_lacks_is_refused_with_what_to_write(
+    text: str, instead: str
+) -> None:
+    name, _, option = text.partition(":")
+    key = option.partition("=")[0]
+    make = PRESETS.get(name, Strategy)
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert f"unknown option {key!r} in {text!r} (" in str(caught.value)
+    assert f"{instead}); allowed: " in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        make(**{key: "x"})
+    assert f"{instead}); allowed: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_to_write_in_place_of_a_former_option_is_accepted() -> None:
+    assert parse("dear:plan=layers@7").plan == parts.Layers(count=7)
+    momentum = parse("omgs:compression=topk:momentum=0.9")
+    assert momentum.compression == compression.TopK(momentum=0.9, auto_disable=False)
+    groups = parse("omgs:compression=topk:groups=a.*@0.1")
+    assert groups.compression == compression.TopK(groups={"a.*": 0.1}, auto_disable=False)
 
 
 @pytest.mark.parametrize("wire", ["topk", "topk@0.01", "sketch", "lowrank@2"])

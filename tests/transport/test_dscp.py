@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wingbeat.transport.messages.frames import TOS, tos_of
-from wingbeat_lab.lab.network import CLASSES
+from wingbeat_lab.lab.plan import CLASSES
 
 
 def test_the_lab_honours_the_same_classes() -> None:

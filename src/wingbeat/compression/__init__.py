@@ -555,7 +555,7 @@ def from_json(listed: Sequence[Any]) -> Coded:
     Raises:
         UsageError: the codec is unknown, or a value is out of range.
     """
-    kinds = {kind.__name__: kind for kind in (Sketch, TopK, LowRank, Half)}
+    kinds = {type(entry.make()).__name__: entry.make for entry in BY_NAME.values()}
     try:
         name, options = listed
         make = kinds.get(name) if isinstance(name, str) else None

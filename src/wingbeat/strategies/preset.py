@@ -17,7 +17,10 @@ Readers = Mapping[str, Callable[[str], Any]]
 
 
 def preset(
-    *, readers: Readers | None = None, keys: Mapping[str, str] | None = None
+    *,
+    readers: Readers | None = None,
+    keys: Mapping[str, str] | None = None,
+    instead: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, Strategy]], Callable[P, Strategy]]:
     """Make a function of keyword-only options a preset.
 
@@ -27,6 +30,7 @@ def preset(
     Args:
         readers: by option, the parser of its textual form, if its default's type cannot parse it.
         keys: the preset's name for options of parts, where it differs.
+        instead: by an option that others have, or earlier versions had, what to write.
     """
 
     def decorate(make: Callable[P, Strategy]) -> Callable[P, Strategy]:
@@ -34,7 +38,7 @@ def preset(
 
         @functools.wraps(make)
         def made(*unnamed: P.args, **options: P.kwargs) -> Strategy:
-            check_call(name, unnamed, options, known)
+            check_call(name, unnamed, options, known, instead)
             try:
                 strategy = make(*unnamed, **options)
             except OptionError as error:
@@ -46,7 +50,7 @@ def preset(
             object.__setattr__(strategy, "_call", f"{name}({', '.join(shown)})")
             return strategy
 
-        made.preset = readers or {}, keys or {}  # type: ignore[attr-defined]
+        made.preset = readers or {}, keys or {}, instead or {}  # type: ignore[attr-defined]
         return made
 
     return decorate
@@ -59,7 +63,7 @@ def variant(
 
     The decorated function has the name and the docstring, and may check the options.
     """
-    readers, keys = base.preset  # type: ignore[attr-defined]
+    readers, keys, instead = base.preset  # type: ignore[attr-defined]
     make: Callable[..., Strategy] = base.__wrapped__  # type: ignore[attr-defined]
     signature = inspect.signature(make)
     parameters = [
@@ -76,7 +80,9 @@ def variant(
 
         own.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         del own.__wrapped__
-        return preset(readers=readers, keys=keys)(cast("Callable[P, Strategy]", own))
+        others = dict.fromkeys(fixed or (), f"{base.__name__} has it")
+        made = preset(readers=readers, keys=keys, instead={**instead, **others})
+        return made(cast("Callable[P, Strategy]", own))
 
     return decorate
 
@@ -85,6 +91,12 @@ def kinds_of(made: Preset) -> dict[str, Callable[[str], Any]]:
     """Return the parser of each option's textual form."""
     readers: Readers = made.preset[0]  # type: ignore[attr-defined]
     return {key: readers.get(key, type(value)) for key, value in defaults_of(made).items()}
+
+
+def instead_of(made: Preset) -> Mapping[str, str]:
+    """Return, by an option that the preset does not have, what to write."""
+    instead: Mapping[str, str] = made.preset[2]  # type: ignore[attr-defined]
+    return instead
 
 
 def check_flags(**flags: object) -> None:

@@ -36,6 +36,7 @@ def _along(topology: str) -> Topology:
 # -- all-reduces -----------------------------------------------------------------------------------
 
 _MEASURED = (*SEARCHES, "merged")
+_LAYERS = {"layers": 'write plan="layers@7"'}
 
 
 def _bucket_plan(preset: Preset, plan: str | PlanPart, **options: Any) -> PlanPart:
@@ -86,7 +87,7 @@ def _bucket_plan(preset: Preset, plan: str | PlanPart, **options: Any) -> PlanPa
     return by_name[plan] if plan in by_name else named("plan", str(plan), names.PLANS)
 
 
-@preset(keys={"file": "plan_file"})
+@preset(keys={"file": "plan_file"}, instead=_LAYERS)
 def AllReduce(
     *,
     plan: str | PlanPart = "fixed",
@@ -175,7 +176,7 @@ def BML(**options: Any) -> None:
         )
 
 
-@preset(keys={"file": "plan_file", "first_mb": "edge_mb"})
+@preset(keys={"file": "plan_file", "first_mb": "edge_mb"}, instead=_LAYERS)
 def DeAR(
     *,
     plan: str | PlanPart = "bo",
@@ -256,9 +257,16 @@ def DeAR(
 # -- merged layers ---------------------------------------------------------------------------------
 
 _UNMEASURED = ("size", "none", "one")
+_OF_TOPK = {
+    "momentum": "write compression=TopK(momentum=0.9), as text topk:momentum=0.9",
+    "groups": "write compression=TopK(groups={...}), as text topk:groups=PATTERN@DENSITY",
+}
 
 
-@preset(keys={"file": "plan_file", "rule": "merge", "count": "elements"})
+@preset(
+    keys={"file": "plan_file", "rule": "merge", "count": "elements"},
+    instead=_OF_TOPK,
+)
 def OMGS(
     *,
     merge: str = "tried",

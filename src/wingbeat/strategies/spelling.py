@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from wingbeat.errors import unknown
 from wingbeat.parts.strategy import Strategy
 from wingbeat.settings import defaults_of, read_options
-from wingbeat.strategies.preset import Preset, kinds_of
+from wingbeat.strategies.preset import Preset, instead_of, kinds_of
 from wingbeat.strategies.presets import PRESETS
 
 _OWN = "strategy"
@@ -44,4 +44,4 @@ def parse(text: str, presets: Mapping[str, Preset] = PRESETS) -> Strategy:
     if name.lower() not in presets:
         raise unknown("strategy", name, names(presets))
     make = presets[name.lower()]
-    return make(**read_options(rest, kinds_of(make), where=text))
+    return make(**read_options(rest, kinds_of(make), where=text, instead=instead_of(make)))

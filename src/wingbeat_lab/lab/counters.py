@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wingbeat.errors import LabError
-from wingbeat_lab.lab.network import class_names
-from wingbeat_lab.lab.plan import NetworkPlan
+from wingbeat_lab.lab.plan import NetworkPlan, class_names
 
 _QDISC = re.compile(
     r"^qdisc \S+ (?P<handle>\w+): .*?dev (?P<device>\S+) .*\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from wingbeat.errors import LabError
 from wingbeat_lab.lab import counters, kernel
-from wingbeat_lab.lab.plan import Host, Interface, NetworkPlan, plan_network
+from wingbeat_lab.lab.plan import CLASSES, Host, Interface, NetworkPlan, plan_network
 from wingbeat_lab.lab.spec import LabSpec
 
 BURST = 96 * 1024
@@ -28,14 +28,6 @@ MIN_GSO = 4096
 GSO_SECONDS = 0.001
 HEADROOM = 2048
 """Difference of a burst and the largest piece: segment headers, which shapers count."""
-
-CLASSES = (("ef", 0xB8), ("af41", 0x88), ("af21", 0x48))
-"""DSCP names and their bits in the TOS byte, most urgent first; other traffic is ``be``."""
-
-
-def class_names(prio: int) -> tuple[str, ...]:
-    """Class names of a port, most urgent first: 2 to 4 of ef, af41, af21 and be."""
-    return (*(name for name, _ in CLASSES[: prio - 1]), "be") if prio else ("all",)
 
 
 def burst_bytes(rate: int) -> int:

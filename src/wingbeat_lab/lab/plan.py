@@ -16,6 +16,14 @@ from wingbeat_lab.lab.spec import LabSpec
 
 SUBNET_HOSTS = 250
 
+CLASSES = (("ef", 0xB8), ("af41", 0x88), ("af21", 0x48))
+"""DSCP names and their bits in the TOS byte, most urgent first; other traffic is ``be``."""
+
+
+def class_names(prio: int) -> tuple[str, ...]:
+    """Class names of a port, most urgent first: 2 to 4 of ef, af41, af21 and be."""
+    return (*(name for name, _ in CLASSES[: prio - 1]), "be") if prio else ("all",)
+
 
 @dataclass(frozen=True, slots=True)
 class Interface:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from wingbeat.errors import UsageError
 from wingbeat_lab.lab import network
-from wingbeat_lab.lab.plan import Host, NetworkPlan, plan_network
+from wingbeat_lab.lab.plan import Host, NetworkPlan, class_names, plan_network
 from wingbeat_lab.lab.spec import MAX_RATE, MIN_RATE, LabSpec
 
 texts = st.one_of(
@@ -159,7 +159,7 @@ def test_priority_classes_by_dscp() -> None:
         "u32 0 0 flowid 1:10",
     ]
     assert "htb default 12" in lines[0]
-    assert [network.class_names(k) for k in (0, 2, 4)] == [
+    assert [class_names(k) for k in (0, 2, 4)] == [
         ("all",),
         ("ef", "be"),
         ("ef", "af41", "af21", "be"),

@@ -130,18 +130,18 @@ class Bounded(Settings, ExchangePart):
         if codec is not None and codec.ends_after is not None:
             raise UsageError(
                 f"{where}, compression={wire!r}): the first part of a training ends in another "
-                "iteration on each worker; leave share out, or take a topology as the exchange"
+                "iteration on each worker; leave share out, or use a topology as the exchange"
             )
         if plan.tuning() is not None or plan.merging() is not None:
             raise UsageError(
-                f"{where}, plan={plan!r}): what is tried or measured while training goes on is "
-                "decided by all workers at once, who make iterations of their own here; allowed: "
-                "plan=Colayers(), or another fixed plan, such as Layers()"
+                f"{where}, plan={plan!r}): all workers must decide a plan in the same iteration, "
+                "and under bounded staleness each runs its own; allowed: plan=Colayers(), or "
+                "another fixed plan, such as Layers()"
             )
         if plan.fusion().measured and self.exact:
             raise UsageError(
-                f"{where}, plan={plan!r}): colayers are made anew where workers settle, and with "
-                "s=0 gradients stay in their buckets; leave measured out, or take s=1 or more"
+                f"{where}, plan={plan!r}): colayers are bundled again during training, and with "
+                "s=0 gradients stay in their buckets; leave measured out, or use s=1 or more"
             )
 
     def build(self, context: BuildContext) -> Runtime:
@@ -159,7 +159,7 @@ def check_thresholds(options: Any) -> None:
     options.check_count_if_any("in_flight", 1, 1_000_000)
     if options.s is None and options.p not in (None, AUTO):
         raise options.refusal(
-            "without a bound nobody is out of date, and nothing is dropped; leave p out, or give s",
+            "without a bound no worker is too late, and nothing is dropped; leave p out, or set s",
             "s",
             "p",
         )
