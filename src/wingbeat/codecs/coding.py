@@ -143,10 +143,8 @@ class Coding:
                 x = x + own
                 own.zero_()
                 own = None
-            if velocity is not None and isinstance(part.codec, TopKCodec):
-                part.codec.encode(x, into, residual=own, velocity=velocity[place])
-            else:
-                part.codec.encode(x, into, residual=own, cols=part.cols)
+            moving = None if velocity is None else velocity[place]
+            part.codec.encode(x, into, residual=own, cols=part.cols, velocity=moving)
         meter.codec.add(time.monotonic_ns() - begin)
 
     def decode(self, payload: Tensor, buffer: Tensor, span: Span, *, add: bool = False) -> None:
