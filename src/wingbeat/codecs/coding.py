@@ -20,7 +20,6 @@ from wingbeat.compression import (
     Half,
     LowRank,
     Sketch,
-    TopK,
     for_parameter,
     kinds,
     options_of,
@@ -39,12 +38,13 @@ def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
     density.
     """
     mine = for_parameter(wire, name)
-    if not isinstance(mine, TopK):
+    options = options_of(mine)
+    density = options.fixed_density
+    if density is None:
         return _constant(mine)
-    density = mine.density
-    if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
-        density = warmed_up(density, mine.warmup, step)
-    return _topk(density, mine.momentum, mine.bits)
+    if not options.auto_disable or step >= min(TRIED, options.warmup_steps // 2):
+        density = warmed_up(density, options.warmup_steps, step)
+    return _topk(density, options.momentum, options.bits)
 
 
 def all_of(wire: Coded) -> tuple[Codec, ...]:

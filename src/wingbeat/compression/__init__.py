@@ -52,6 +52,7 @@ class CodecOptions(Part, Settings):
     rounded_bytes: ClassVar[int] = 0
     # Not annotated: no options, unless a codec has them.
     auto_disable = False
+    bits = WHOLE_BITS
     dtype = ""
     feedback = False
     groups = cast("Any", ())
