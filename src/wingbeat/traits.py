@@ -87,6 +87,16 @@ class ExchangePart(Part):
     partitions: int | None = None
 
     @property
+    def everyone(self) -> bool:
+        """Whether each exchange is of all workers."""
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether a worker waits for some others at a time, and not for all."""
+        return False
+
+    @property
     def tuned(self) -> bool:
         """Whether thresholds between its traffic classes are tuned during training."""
         return False
@@ -106,12 +116,12 @@ class ExchangePart(Part):
     def check_model(self, model: torch.nn.Module) -> None:
         """Raise a `UsageError` for a model that the exchange does not support."""
 
-    def wire(self, wire: str | Coded) -> str | Coded:
-        """Return how it encodes what it sends, for a strategy's compression."""
-        return wire
+    def codec(self, codec: Coded) -> Coded:
+        """Return the codec of what it sends, for a strategy's."""
+        return codec
 
     def gradient_wire(self, wire: str | Coded, workers: int) -> str | Coded:  # noqa: ARG002
-        """Return how it encodes gradients, for the result of `wire`."""
+        """Return how it encodes gradients, for the dtype or codec of what it sends."""
         return wire
 
     def scaled(self, factor: float) -> Self:  # noqa: ARG002

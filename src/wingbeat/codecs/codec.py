@@ -46,11 +46,18 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(
-        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        residual: Tensor | None = None,
+        cols: int = 0,
+        velocity: Tensor | None = None,
     ) -> None:
         """Write ``x``, or ``x + residual``, into ``payload``, uint8 of ``nbytes`` elements.
 
-        Afterwards ``residual``, float32, holds the encoding error; 0 where that is not finite. A
+        Afterwards ``residual``, float32, holds the encoding error; 0 where that is not finite.
+        ``velocity``, float32, accumulates momentum in a codec with momentum correction. A
         `ValueError` if the payload's size is wrong; nothing is written.
         """
 
@@ -96,7 +103,13 @@ class Dense(_Cast):
     bytes_per_element = 4.0
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        residual: Tensor | None = None,
+        cols: int = 0,
+        velocity: Tensor | None = None,
     ) -> None:
         """As `Codec.encode`. The residual is zero afterwards."""
         check_size(payload, self.nbytes(x.numel()))
@@ -121,7 +134,13 @@ class Bf16Codec(_Cast):
     bytes_per_element = 2.0
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        residual: Tensor | None = None,
+        cols: int = 0,
+        velocity: Tensor | None = None,
     ) -> None:
         """As `Codec.encode`."""
         check_size(payload, self.nbytes(x.numel()))
@@ -160,7 +179,13 @@ class SketchCodec(Codec):
         return layout.sketch_bytes(numel, self.bits)
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        residual: Tensor | None = None,
+        cols: int = 0,
+        velocity: Tensor | None = None,
     ) -> None:
         """As `Codec.encode`."""
         kernels.of(x.device).sketch_encode(
@@ -203,7 +228,13 @@ class HalfCodec(Codec):
         return HEAD + 2 * numel if numel else 0
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        residual: Tensor | None = None,
+        cols: int = 0,
+        velocity: Tensor | None = None,
     ) -> None:
         """As `Codec.encode`."""
         check_size(payload, self.nbytes(x.numel()))

@@ -20,7 +20,6 @@ from wingbeat.compression import (
     Half,
     LowRank,
     Sketch,
-    TopK,
     for_parameter,
     kinds,
     options_of,
@@ -39,12 +38,13 @@ def make(wire: Coded, step: int = 0, name: str = "") -> Codec:
     density.
     """
     mine = for_parameter(wire, name)
-    if not isinstance(mine, TopK):
+    options = options_of(mine)
+    density = options.fixed_density
+    if density is None:
         return _constant(mine)
-    density = mine.density
-    if not mine.auto_disable or step >= min(TRIED, mine.warmup // 2):
-        density = warmed_up(density, mine.warmup, step)
-    return _topk(density, mine.momentum, mine.bits)
+    if not options.auto_disable or step >= min(TRIED, options.warmup_steps // 2):
+        density = warmed_up(density, options.warmup_steps, step)
+    return _topk(density, options.momentum, options.bits)
 
 
 def all_of(wire: Coded) -> tuple[Codec, ...]:
@@ -143,10 +143,8 @@ class Coding:
                 x = x + own
                 own.zero_()
                 own = None
-            if velocity is not None and isinstance(part.codec, TopKCodec):
-                part.codec.encode(x, into, residual=own, velocity=velocity[place])
-            else:
-                part.codec.encode(x, into, residual=own, cols=part.cols)
+            moving = None if velocity is None else velocity[place]
+            part.codec.encode(x, into, residual=own, cols=part.cols, velocity=moving)
         meter.codec.add(time.monotonic_ns() - begin)
 
     def decode(self, payload: Tensor, buffer: Tensor, span: Span, *, add: bool = False) -> None:

@@ -82,7 +82,13 @@ class LowRankCodec(Codec):
         return sum(self._sizes(rows, cols)) if rows else self.inner.nbytes(numel, cols)
 
     def encode(
-        self, x: Tensor, payload: Tensor, *, residual: Tensor | None = None, cols: int = 0
+        self,
+        x: Tensor,
+        payload: Tensor,
+        *,
+        residual: Tensor | None = None,
+        cols: int = 0,
+        velocity: Tensor | None = None,
     ) -> None:
         """As `Codec.encode`. Also raises a `ValueError` if ``x`` does not have complete rows."""
         rows = self._rows(x.numel(), cols)

@@ -37,7 +37,8 @@ from wingbeat.errors import PeerError
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
-    pass
+    from wingbeat.collectives.nccl import GroupRows
+
 
 _ALIGNMENTS = {"cuda": 16}
 """Alignment of rows in bytes by device; 16 allows kernels to use wide loads."""
@@ -72,6 +73,11 @@ class GatheredSum:
         """Encode the buffer into this worker's row, without communication."""
         wire, payload = self.wire, self.rows[self.rank, : self._nbytes]
         wire.coding.encode(self.buffer, self._span, payload, wire.residual, self.velocity)
+
+    def exchange(self, rows: GroupRows) -> None:
+        """Gather the rows of all workers, and `add` them."""
+        rows.all_gather(self.rows)
+        self.add()
 
     def add(self) -> None:
         """Replace the buffer by the sum of all rows, added in the order of ranks.

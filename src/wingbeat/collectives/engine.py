@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -14,7 +15,15 @@ from wingbeat.collectives import nccl
 from wingbeat.collectives.encoded import FactoredSum, Gathered, GatheredSum
 from wingbeat.collectives.executor import decode_queue, executors_of, factor_threads
 from wingbeat.collectives.handle import Call, Handle, Job, NcclJob, wait_for_all
-from wingbeat.collectives.packing import Cast, Encoded, Packing, WireFormat, narrower_dtype
+from wingbeat.collectives.packing import (
+    Cast,
+    Encoded,
+    Packing,
+    WireFormat,
+    dtype_of,
+    encoded_of,
+    narrower_dtype,
+)
 from wingbeat.collectives.program import MIN_CHUNK_BYTES, compile_collective, least_message
 from wingbeat.collectives.threads import SerialQueue
 from wingbeat.errors import PeerError, UsageError
@@ -235,7 +244,7 @@ class Collectives:
         packing = self._packing(buffer, wire, own)
         if buffer.device.type in world.nccl_devices:
             return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
-        encoded = isinstance(packing, Encoded)
+        encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
         topology = Mesh() if encoded else topology or self._topology
@@ -274,24 +283,25 @@ class Collectives:
     ) -> NcclJob:
         previous = None if after is None else after.jobs[0]
         previous = previous if isinstance(previous, NcclJob) else None
-        if not isinstance(packing, Encoded):
-            return nccl.start(self.world, what, buffer, previous, packing, blocks)
+        encoded = encoded_of(packing)
+        if encoded is None:
+            cast_to = cast("Cast | None", packing)
+            return nccl.start(self.world, what, buffer, previous, cast_to, blocks)
         assert blocks is None, "codecs on GPUs have equal blocks"
         if previous is not None:
             previous.wait()  # orders streams; the host does not wait
-        return nccl.start_encoded(self.world, what, buffer, packing)
+        return nccl.start_encoded(self.world, what, buffer, encoded)
 
     def _packing(self, buffer: torch.Tensor, wire: WireFormat | None, own: Span) -> Packing | None:
-        assert not isinstance(wire, Factors), "these are summed by all_reduce_factors"
-        if isinstance(wire, Encoded):
-            return None if self.world.size == 1 else Encoded(wire.coding, wire.residual, own)
-        dtype = narrower_dtype(wire, buffer)
+        encoded = encoded_of(wire)
+        if encoded is not None:
+            return None if self.world.size == 1 else Encoded(encoded.coding, encoded.residual, own)
+        dtype = narrower_dtype(dtype_of(wire), buffer)  # `all_reduce_factors` sums factors
         return None if dtype is None or self.world.size == 1 else Cast(dtype, own)
 
 
 def _fit_topology(topology: str | Topology, world: World) -> Topology:
-    known = topologies.get(topology) if isinstance(topology, str) else topology
-    fitted = known.fitted(world.size, len(world.links))
+    fitted = topologies.get(topology).fitted(world.size, len(world.links))
     if world.networks:
         fitted.check_networks(world.networks)
     return fitted

@@ -158,6 +158,11 @@ class BlockSum:
         for rank in self._others():
             coding.encode(self.buffer, self.blocks[rank], self._payload(rank), self.wire.residual)
 
+    def exchange(self, rows: GroupRows) -> None:
+        """Replace the buffer, which `encode` has encoded, by the sum; a `PeerError` as `reduce`."""
+        self.reduce(rows)
+        self.spread(rows)
+
     def reduce(self, rows: GroupRows) -> None:
         """Send the other workers their blocks, and add received payloads in the order of ranks.
 

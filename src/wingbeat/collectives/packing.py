@@ -184,6 +184,22 @@ WireFormat = torch.dtype | Encoded | Factors
 """How a buffer's elements are sent, if not in their own dtype."""
 
 
+def encoded_of(wire: WireFormat | Packing | None) -> Encoded | None:
+    """Return ``wire`` if a codec encodes each chunk; else None."""
+    return wire if isinstance(wire, Encoded) else None
+
+
+def factors_of(wire: WireFormat | None) -> Factors | None:
+    """Return ``wire`` if low-rank factors are summed; else None."""
+    return wire if isinstance(wire, Factors) else None
+
+
+def dtype_of(wire: WireFormat | None) -> torch.dtype | None:
+    """Return ``wire``, which must not be a codec's; None: the buffer's own dtype."""
+    assert wire is None or isinstance(wire, torch.dtype), wire
+    return wire
+
+
 def malformed_text(err: ValueError) -> str:
     """Return the error text for a peer whose payload was rejected with ``err``."""
     return f"sent a malformed payload: {first_line(err)}; check that all ranks run the same version"

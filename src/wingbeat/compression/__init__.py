@@ -39,6 +39,8 @@ class CodecOptions(Part, Settings):
     """Options of a codec; those that a codec does not have are neutral.
 
     Attributes:
+        encodes: whether there is a codec; False for a dtype, which `options_of` describes.
+        dtype: name of the dtype in which gradients are sent, if not in their own; codecs have none.
         gathers: whether all-reduces during backward send each worker's payload to all others.
         rounded_bytes: bytes of an element if values are only rounded; 0 for other codecs.
         momentum: factor of momentum correction.
@@ -46,9 +48,12 @@ class CodecOptions(Part, Settings):
 
     exact: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
+    encodes: ClassVar[bool] = True
     rounded_bytes: ClassVar[int] = 0
     # Not annotated: no options, unless a codec has them.
     auto_disable = False
+    bits = WHOLE_BITS
+    dtype = ""
     feedback = False
     groups = cast("Any", ())
     momentum = 0.0
@@ -82,6 +87,15 @@ class CodecOptions(Part, Settings):
     def without_trial(self) -> Self:
         """Return the same options with ``auto_disable=False``."""
         return replace(self, auto_disable=False)  # type: ignore[call-arg]
+
+    def without_warmup(self) -> Self:
+        """Return the options of the steps after the warm-up."""
+        return self
+
+    @property
+    def key_text(self) -> str:
+        """The text by which measurements after the warm-up are stored and compared."""
+        return repr(self)
 
     @property
     def selective(self) -> bool:
@@ -310,6 +324,17 @@ class TopK(CodecOptions):
         """Number of steps in which the density decreases."""
         return self.warmup
 
+    def without_warmup(self) -> Self:
+        """As `CodecOptions.without_warmup`."""
+        return replace(self, warmup=0)
+
+    @property
+    def key_text(self) -> str:
+        """As `CodecOptions.key_text`; the density is included even if it is the default."""
+        others = repr(replace(self, density=TopK.density, warmup=TopK.warmup))
+        density = f"TopK(density={self.density!r}"
+        return others.replace("TopK(", f"{density}, ").replace(", )", ")")
+
     def for_differences(self) -> Self:
         """Return the options for differences of models, which travel at one density."""
         return replace(self, auto_disable=False, warmup=0)
@@ -445,12 +470,38 @@ class Half(CodecOptions):
         self.check_flag("auto_disable")
 
 
-_UNCOMPRESSED = CodecOptions()
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Dtype(CodecOptions):
+    """Gradients are summed in the dtype of that name; empty: in their own."""
+
+    dtype: str = ""
+
+    encodes: ClassVar[bool] = False
+
+    @property
+    def rounded_bytes(self) -> int:  # type: ignore[override]
+        """2 for a narrower dtype."""
+        return 2 if self.dtype else 0
+
+    @property
+    def key_text(self) -> str:
+        """The dtype's name in `DTYPES`."""
+        return next((name for name, dtype in DTYPES.items() if dtype == self.dtype), self.dtype)
+
+
+@functools.cache
+def _dtype(name: str) -> CodecOptions:
+    return _Dtype(dtype=name)
 
 
 def options_of(wire: str | CodecOptions) -> CodecOptions:
-    """Return a codec's options, or neutral ones for a dtype."""
-    return _UNCOMPRESSED if isinstance(wire, str) else wire
+    """Return a codec's options, or those of a dtype, which are neutral but for its name."""
+    return _dtype(wire) if isinstance(wire, str) else wire
+
+
+def codec_of(wire: str | CodecOptions) -> CodecOptions | None:
+    """Return a codec's options; None for a dtype."""
+    return None if isinstance(wire, str) else wire
 
 
 def _check_bits_or_whole(options: CodecOptions) -> None:
@@ -600,7 +651,8 @@ def for_parameter(wire: str | CodecOptions, name: str) -> str | CodecOptions:
     >>> for_parameter(Sketch(groups={"features.*": "fp32"}), "features.0.weight")
     ''
     """
-    return wire if isinstance(wire, str) else wire.of_parameter(name)
+    codec = codec_of(wire)
+    return wire if codec is None else codec.of_parameter(name)
 
 
 def kinds(wire: CodecOptions) -> tuple[str | CodecOptions, ...]:
@@ -629,6 +681,4 @@ def least_bytes(wire: str | CodecOptions, shape: Sequence[int], itemsize: int) -
     >>> least_bytes(LowRank(rank=4), (1000, 1000), 4)
     32000
     """
-    if isinstance(wire, str) and wire:
-        return math.prod(shape) * min(itemsize, 2)
     return options_of(wire).least_bytes(shape, itemsize)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
-from wingbeat.codecs.lowrank import Factors
-from wingbeat.collectives import Collectives, Encoded
+from wingbeat.collectives import Collectives, encoded_of, factors_of
 from wingbeat.schedules.events import Operation
 
 if TYPE_CHECKING:
@@ -61,10 +60,10 @@ class CollectiveExchange:
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:
         """As `Exchange.start`."""
         begin, number, wire = self._collectives, bucket.index, bucket.wire
-        blocks = bucket.blocks
-        if isinstance(wire, Factors) and operation is not Operation.ALL_GATHER_PARAMETERS:
+        blocks, encoded, factors = bucket.blocks, encoded_of(wire), factors_of(wire)
+        if factors is not None and operation is not Operation.ALL_GATHER_PARAMETERS:
             if operation is not Operation.ALL_GATHER:  # the first half has reduced the whole bucket
-                bucket.handle = begin.all_reduce_factors(bucket.flat, wire, bucket=number)
+                bucket.handle = begin.all_reduce_factors(bucket.flat, factors, bucket=number)
         elif operation is Operation.REDUCE_SCATTER:
             bucket.handle = begin.reduce_scatter(
                 bucket.flat, bucket=number, wire=wire, blocks=blocks
@@ -76,10 +75,10 @@ class CollectiveExchange:
             )
         elif operation is Operation.ALL_GATHER_PARAMETERS:
             bucket.handle = begin.all_gather(bucket.flat, bucket=number, blocks=blocks)
-        elif isinstance(wire, Encoded) and self._gathers:
+        elif encoded is not None and self._gathers:
             velocity = self._compression.velocity(bucket)
             bucket.handle = begin.all_gather_sum(
-                bucket.flat, wire=wire, bucket=number, velocity=velocity, beside=True
+                bucket.flat, wire=encoded, bucket=number, velocity=velocity, beside=True
             )
         else:
             bucket.handle = begin.all_reduce(bucket.flat, bucket=number, wire=wire)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wingbeat.collectives import Collectives, Gathered
+from wingbeat.collectives import Collectives, Gathered, dtype_of
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.engine.gradients.unsent import UnsentGradients
 from wingbeat.errors import UsageError
@@ -96,9 +96,7 @@ class PartialExchange:
 
     @staticmethod
     def _dtype(bucket: Bucket) -> torch.dtype:
-        wire = bucket.wire
-        assert wire is None or isinstance(wire, torch.dtype), wire
-        return narrower_dtype(wire, bucket.flat) or bucket.flat.dtype
+        return narrower_dtype(dtype_of(bucket.wire), bucket.flat) or bucket.flat.dtype
 
 
 @dataclass(eq=False)

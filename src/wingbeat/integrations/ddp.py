@@ -41,6 +41,7 @@ from wingbeat.compression import (
     LowRank,
     Sketch,
     TopK,
+    codec_of,
     parse,
     unmatched_patterns,
 )
@@ -138,12 +139,7 @@ class HookExchange:
             PeerError: a worker is lost, or sent a malformed payload.
         """
         rows = GroupRows(self.group, self.bucket.where, between)
-        if isinstance(self._sum, GatheredSum):
-            rows.all_gather(self._sum.rows)
-            self._sum.add()
-        else:
-            self._sum.reduce(rows)
-            self._sum.spread(rows)
+        self._sum.exchange(rows)
         if self._values is not self.bucket.buffer:
             self.bucket.buffer.copy_(self._values)
         return self.bucket.buffer
@@ -600,8 +596,8 @@ class WireState(HookState):
         process_group: Any = None,
         timeout: float | None = None,
     ) -> None:
-        found = parse(wire)
-        if isinstance(found, str):
+        found = codec_of(parse(wire))
+        if found is None:
             raise UsageError(
                 f"WireState(wire={wire!r}): allowed are sketch, topk, lowrank and fp16; for bf16 "
                 "torch has a hook, torch.distributed.algorithms.ddp_comm_hooks.default_hooks."

@@ -32,7 +32,6 @@ from wingbeat.engine.upgrade import EXTRA, engine_of
 from wingbeat.errors import UsageError, unknown
 from wingbeat.integrations import check_names, library
 from wingbeat.methods.bounded_staleness.build import bounded_exchange
-from wingbeat.parts import PartnersPart
 from wingbeat.strategies import PRESETS, DeAR, Strategy, parse
 from wingbeat.transport import current, init
 
@@ -481,7 +480,7 @@ class TrainerStrategy(WingbeatMixin):
         Raises UsageError inside a training step, where workers may wait for this one.
         """
         exchange = self.wingbeat_strategy.exchange
-        if not isinstance(exchange, PartnersPart) or exchange.everyone:
+        if exchange.everyone:
             return
         if self._wingbeat_optimizer is None:
             return

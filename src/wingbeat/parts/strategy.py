@@ -97,12 +97,13 @@ class Strategy(Settings):
     @property
     def codec(self) -> CodecOptions | None:
         """The options of the codec, if ``compression`` is one."""
-        return self.compression if isinstance(self.compression, CodecOptions) else None
+        return codecs.codec_of(self.compression)
 
     @property
     def wire(self) -> str | Coded:
         """The dtype or codec of what is sent; empty: its own dtype."""
-        return self.exchange.wire(codecs.parse(self.compression))
+        codec = self.codec
+        return codecs.parse(self.compression) if codec is None else self.exchange.codec(codec)
 
     @property
     def topology(self) -> str:

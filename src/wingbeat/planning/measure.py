@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +22,8 @@ from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded, Handle, WireFormat, wire_dtype
 from wingbeat.compression import (
-    DTYPES,
     Coded,
-    TopK,
     for_parameter,
-    least_bytes,
     options_of,
 )
 from wingbeat.errors import PeerError, UsageError, unknown
@@ -220,7 +217,7 @@ def measure_wire(
     """
     if collective not in (*COLLECTIVES, SECOND_PHASE):
         raise unknown("collective", collective, (*COLLECTIVES, SECOND_PHASE))
-    if collective == "payload all-gather" and isinstance(wire, str):
+    if collective == "payload all-gather" and not options_of(wire).encodes:
         raise UsageError(
             f"collective={collective!r} with wire={wire!r}: only payloads of a codec can be "
             "gathered; use collective='all-reduce', or a wire such as topk"
@@ -261,30 +258,31 @@ def _bucket_operation(
     collectives: Collectives, wire: str | Coded, collective: str, buffers: _Buffers, numel: int
 ) -> tuple[Callable[[], Handle], float]:
     buffer, size = buffers.buffer[:numel], collectives.world.size
-    if isinstance(wire, str):
-        narrow = wire_dtype(wire)
+    options = options_of(wire)
+    if not options.encodes:
+        narrow = wire_dtype(options.dtype)
         itemsize = buffer.element_size()
         if narrow is not None:
             itemsize = min(itemsize, narrow.itemsize)
         return _reduction(collectives, collective, buffer, narrow), numel * itemsize
-    if wire.summed and collective != "payload all-gather":
+    if options.summed and collective != "payload all-gather":
         # One matrix, as square as possible; the rest is dense.
-        rows, cols = wire.matrix_of((math.isqrt(numel),) * 2)
+        rows, cols = options.matrix_of((math.isqrt(numel),) * 2)
         if not rows:
             return _reduction(collectives, "all-reduce", buffer, None), buffer.nbytes
-        residual = buffers.float32("residual", numel) if wire.feedback else None
-        matrix = Matrix("probed", 0, rows, cols, wire.rank)
+        residual = buffers.float32("residual", numel) if options.feedback else None
+        matrix = Matrix("probed", 0, rows, cols, options.rank)
         factors = Factors([matrix], numel, size, residual, device=buffer.device)
         collectives.open_second()
         return lambda: collectives.all_reduce_factors(buffer, factors), factors.nbytes
-    codec = make(wire, _AFTER_WARMUP)
+    codec = make(options, _AFTER_WARMUP)
     coding = Coding([Region(Span(0, numel), codec)])
     encoded = Encoded(coding, buffers.float32("residual", numel) if codec.feedback else None)
     nbytes = coding.room(Span(0, numel))
     if collective != "payload all-gather":
         return _reduction(collectives, collective, buffer, encoded), nbytes
     velocity = None
-    if wire.momentum:
+    if options.momentum:
         velocity = buffers.float32("velocity", numel)
     return lambda: collectives.all_gather_sum(
         buffer, wire=encoded, velocity=velocity, beside=True
@@ -337,9 +335,10 @@ def measure_matrices(
     Only `LowRank` with sketched factors has matrices; `measure_wire` measures summed factors, with
     the same arguments.
     """
-    if isinstance(wire, str) or not wire.rank or wire.summed:
+    options = options_of(wire)
+    if not options.rank or options.summed:
         return ()
-    found = {spec.shape: matrix_region(spec, wire) for spec in specs}
+    found = {spec.shape: matrix_region(spec, options) for spec in specs}
     known = [(shape, region) for shape, region in found.items() if region is not None]
     known = [each for each in known if len(each[1].span) <= MAX_ELEMENTS]
     # The largest, in rising order, so that none follows one that takes too long.
@@ -460,12 +459,7 @@ def wire_text(wire: str | Coded) -> str:
     >>> wire_text("bfloat16"), wire_text(TopK(density=0.01, warmup=9, momentum=0.9))
     ('bf16', 'TopK(density=0.01, momentum=0.9)')
     """
-    if isinstance(wire, TopK):
-        others = repr(replace(wire, density=TopK.density, warmup=TopK.warmup))
-        density = f"TopK(density={wire.density!r}"
-        return others.replace("TopK(", f"{density}, ").replace(", )", ")")
-    spelling = {dtype: name for name, dtype in DTYPES.items()}
-    return spelling.get(wire, wire) if isinstance(wire, str) else str(wire)
+    return options_of(wire).key_text
 
 
 def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]:
@@ -473,15 +467,15 @@ def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]
 
     The density of a group counts; the minimum of one value of top-k does not.
     """
-    each = []
+    each, encodes = [], options_of(wire).encodes
     for spec in specs:
-        mine = for_parameter(wire, spec.name)
-        flag = least_bytes(mine, (1,), spec.itemsize) if isinstance(wire, str) else _FLAG_BYTES
+        mine = options_of(for_parameter(wire, spec.name))
+        flag = _FLAG_BYTES if encodes else mine.least_bytes((1,), spec.itemsize)
         # Small matrices have no factors.
-        if not isinstance(mine, str) and mine.rank and not mine.summed:
+        if mine.rank and not mine.summed:
             each.append(payload_of(spec, mine) + flag)
         else:
-            each.append(float(least_bytes(mine, spec.shape, spec.itemsize) + flag))
+            each.append(float(mine.least_bytes(spec.shape, spec.itemsize) + flag))
     return each
 
 

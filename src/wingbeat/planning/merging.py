@@ -158,7 +158,7 @@ class CostProbe:
         whole.
         """
         wire = "" if self._strategy.update_part.shards else self.wire
-        if not isinstance(wire, str) and wire.summed:
+        if options_of(wire).summed:
             return None
         samples = self._measure_wire(wire, measure.SECOND_PHASE)
         if not self._strategy.update_part.shards:

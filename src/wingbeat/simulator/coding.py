@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wingbeat.compression import Coded, Sketch
+from wingbeat.compression import Coded, Sketch, options_of
 from wingbeat.errors import UsageError
 
 
@@ -53,7 +53,7 @@ def coding_of(wire: str | Coded) -> Coding:
     """
     if not wire:
         return Coding()
-    if isinstance(wire, str) or wire.rounded_bytes:
+    if options_of(wire).rounded_bytes:
         return Coding(ratio=_HALF)
     if isinstance(wire, Sketch) and not wire.groups:
         known = SKETCH if wire.bits > _FEW_BITS else SKETCH_4

@@ -66,7 +66,8 @@ def _bucket_plan(preset: Preset, plan: str | PlanPart, **options: Any) -> PlanPa
             plan=plan,
             tune_topology=True,
         )
-    if isinstance(plan, PlanPart) or "@" in str(plan):
+    made = plan if isinstance(plan, PlanPart) else None
+    if made is not None or "@" in str(plan):
         usual = defaults_of(preset)
         for key, value in options.items():
             if value != usual[key]:
@@ -82,9 +83,9 @@ def _bucket_plan(preset: Preset, plan: str | PlanPart, **options: Any) -> PlanPa
             plan=plan,
             plan_file=file,
         )
-    if isinstance(plan, PlanPart):
-        return plan
-    return by_name[plan] if plan in by_name else named("plan", str(plan), names.PLANS)
+    if made is not None:
+        return made
+    return by_name[str(plan)] if plan in by_name else named("plan", str(plan), names.PLANS)
 
 
 @preset(keys={"file": "plan_file"}, instead=_LAYERS)
@@ -348,10 +349,8 @@ def _merged_codec(compression: Compression, **topk: Any) -> Compression:
                 compression=compression,
                 **{key: value},
             )
-    if not isinstance(compression, str):
-        return compression
-    coded = codecs.parse(compression)
-    return compression if isinstance(coded, str) else coded.without_trial()
+    codec = codecs.codec_of(codecs.parse(compression))
+    return compression if codec is None or codec is compression else codec.without_trial()
 
 
 @variant(

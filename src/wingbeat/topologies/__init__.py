@@ -22,11 +22,13 @@ BY_NAME: dict[str, Topology] = {
 }
 
 
-def get(name: str) -> Topology:
+def get(name: str | Topology) -> Topology:
     """Return the topology called ``name``; a BCube may include its size, as in ``"bcube@3x2"``.
 
-    An unknown name is a `UsageError`.
+    A topology itself is returned as it is. An unknown name is a `UsageError`.
     """
+    if isinstance(name, Topology):
+        return name
     kind, at, size = name.partition("@")
     if kind == "bcube" and at:
         return BCube(*parse_size(size))

@@ -107,13 +107,9 @@ class Contender:
         The timed iterations are then those of the steady state.
         """
         strategy = self.strategy
-        if (
-            strategy is None
-            or not isinstance(strategy.compression, compression.TopK)
-            or "warmup=" in self.text
-        ):
+        if strategy is None or strategy.codec is None or "warmup=" in self.text:
             return self
-        settled = replace(strategy, compression=replace(strategy.compression, warmup=0))
+        settled = replace(strategy, compression=strategy.codec.without_warmup())
         return replace(self, strategy=settled)
 
     @property

@@ -169,7 +169,7 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         contender.strategy.wire,
         contender.strategy.exchange,
     )
-    count = TRIAL if not isinstance(wire, str) and wire.auto_disable else 0
+    count = TRIAL if options_of(wire).auto_disable else 0
     if (tuning := plan.tuning()) is not None:
         # A model within the smallest size has only one plan, known after the first iteration.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2

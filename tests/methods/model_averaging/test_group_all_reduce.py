@@ -60,7 +60,7 @@ def test_average_gives_members_the_mean_and_leaves_others_unchanged() -> None:
 def test_average_gives_members_equal_bits_and_keeps_the_mean(wire: torch.dtype | None) -> None:
     def body(world: World) -> torch.Tensor:
         buffer = torch.randn(NUMEL, generator=torch.Generator().manual_seed(world.rank))
-        reducer = GroupAllReduce(world, buffer, ModelCompression(wire))
+        reducer = GroupAllReduce(world, buffer, ModelCompression(dtype=wire))
         for number in range(3):
             reducer.average(run(number, 0, 1, 2), 1, alive)
         assert len(reducer._open) == 1

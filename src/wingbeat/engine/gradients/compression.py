@@ -13,9 +13,17 @@ from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.codecs.feedback import Residuals, check_complete
 from wingbeat.codecs.lowrank import Factors, Matrix, check_starts, restart
-from wingbeat.collectives import Collectives, Encoded, WireFormat, wire_dtype
+from wingbeat.collectives import (
+    Collectives,
+    Encoded,
+    WireFormat,
+    encoded_of,
+    factors_of,
+    wire_dtype,
+)
 from wingbeat.compression import (
     Coded,
+    codec_of,
     for_parameter,
     options_of,
     unmatched_patterns,
@@ -48,10 +56,10 @@ class Compression:
         *,
         sums: bool = False,
     ) -> None:
-        self.coded = None if isinstance(wire, str) else wire
+        self.coded = codec_of(wire)
         self.factored = sums and self.coded is not None and self.coded.summed
         self._starts: dict[str, torch.Tensor] = {}
-        self._dtype = wire_dtype(wire) if isinstance(wire, str) else None
+        self._dtype = wire_dtype(options_of(wire).dtype)
         self._collectives = collectives
         self._made: weakref.WeakKeyDictionary[Bucket, tuple[int, Encoded | Factors | None]] = (
             weakref.WeakKeyDictionary()
@@ -122,14 +130,15 @@ class Compression:
     def encoded(self, bucket: Bucket) -> Encoded | None:
         """Return the codec's encoding of a bucket; None where there is none."""
         made = None if self.coded is None else self._encoded(bucket)
-        assert not isinstance(made, Factors), "this exchange does not sum factors"
-        return made
+        assert factors_of(made) is None, "this exchange does not sum factors"
+        return encoded_of(made)
 
     def add_own_residual(self, bucket: Bucket, own: Span) -> None:
         """Add the residual of the block ``own``, if no second encoding adds it."""
-        if isinstance(bucket.wire, Encoded) and bucket.wire.residual is not None:
+        encoded = encoded_of(bucket.wire)
+        if encoded is not None and encoded.residual is not None:
             part = slice(own.start, min(own.stop, bucket.numel))
-            _add_residual(bucket.flat[part], bucket.wire.residual[part])
+            _add_residual(bucket.flat[part], encoded.residual[part])
 
     def _saves_nothing(self, bucket: Bucket) -> bool:
         return self.coded is not None and bucket.flat.element_size() <= self.coded.rounded_bytes

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from wingbeat.codecs.lowrank import Factors
-from wingbeat.collectives import Collectives, Rows
+from wingbeat.collectives import Collectives, Rows, factors_of
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
@@ -455,7 +454,7 @@ def _changed_parts(buckets: Iterable[Bucket], rank: int) -> list[torch.Tensor]:
     """Return the part of each bucket to change: all of it if no gather follows."""
     parts = []
     for bucket in buckets:
-        if isinstance(bucket.wire, Factors):
+        if factors_of(bucket.wire) is not None:
             parts.append(bucket.flat[: bucket.numel])
         else:
             parts += _owned_parts([bucket], rank)

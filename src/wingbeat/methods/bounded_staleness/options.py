@@ -113,9 +113,9 @@ class Bounded(Settings, ExchangePart):
             return max(1, count * 6 // 10)
         return count if self.p in (None, AUTO) else int(self.p)
 
-    def wire(self, wire: str | Coded) -> str | Coded:
-        """Return the encoding; only workers in lockstep can disable a codec together."""
-        return wire if isinstance(wire, str) else wire.without_trial()
+    def codec(self, codec: Coded) -> Coded:
+        """Return the codec; only workers in lockstep can disable it together."""
+        return codec.without_trial()
 
     def check(self, strategy: Strategy) -> None:
         """Raise a `UsageError` for parts that require lockstep or cannot be summed in pieces."""

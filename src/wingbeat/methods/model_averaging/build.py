@@ -15,7 +15,7 @@ from wingbeat.codecs import Coding
 from wingbeat.codecs.codec import Bf16Codec
 from wingbeat.codecs.coding import Region, regions
 from wingbeat.collectives import wire_dtype
-from wingbeat.compression import Coded
+from wingbeat.compression import Coded, options_of
 from wingbeat.engine.context import BuildContext
 from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.compression import Compression
@@ -229,19 +229,20 @@ def _model_compression(
     rounds_models: bool,
 ) -> ModelCompression:
     """Return how a flat model with the parameters of ``slots`` is compressed."""
-    if isinstance(wire, str):
-        dtype = wire_dtype(wire)
+    options = options_of(wire)
+    if not options.encodes:
+        dtype = wire_dtype(options.dtype)
         if dtype is torch.bfloat16 and rounds_models:
             coding = Coding([Region(Span(0, trained), Bf16Codec())])
             return ModelCompression(coding, torch.zeros(trained, device="cpu"), models=True)
-        return ModelCompression(dtype)
-    coding = Coding(list(regions(wire, [(slot.name, slot.param.shape) for slot in slots])))
+        return ModelCompression(dtype=dtype)
+    coding = Coding(list(regions(options, [(slot.name, slot.param.shape) for slot in slots])))
     residual = None
     if compression.residuals is not None:
         numels = [slot.param.numel() for slot in slots]
         names = [slot.name for slot in slots]
         residual = compression.residuals.flat_for(names, numels, sum(numels), torch.device("cpu"))
-    return ModelCompression(coding, residual, gathers=wire.gathers)
+    return ModelCompression(coding, residual, gathers=options.gathers)
 
 
 def group_averager(

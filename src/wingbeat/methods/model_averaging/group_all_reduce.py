@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wingbeat.collectives import Collectives, Encoded, WireFormat
+from wingbeat.collectives import Collectives, Encoded, WireFormat, encoded_of
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
@@ -38,9 +38,10 @@ class ModelCompression:
     follow before one is applied.
 
     Args:
-        compression: the dtype or codec of all parts; None for none.
+        coding: the codec of all parts; None for none.
         residual: the accumulated codec error, float32, as long as the model; None without error
             feedback.
+        dtype: the dtype of all parts without a codec; None for their own.
         gathers: whether each worker receives all payloads instead of their sum.
         models: whether models are sent instead of differences; the residual is then a part of this
             worker's model.
@@ -51,15 +52,15 @@ class ModelCompression:
 
     def __init__(
         self,
-        compression: torch.dtype | Coding | None,
+        coding: Coding | None = None,
         residual: torch.Tensor | None = None,
         *,
+        dtype: torch.dtype | None = None,
         gathers: bool = False,
         models: bool = False,
     ) -> None:
         self.gathers, self._models = gathers, models
-        self.dtype = compression if isinstance(compression, torch.dtype) else None
-        self._coding = None if isinstance(compression, torch.dtype) else compression
+        self.dtype, self._coding = dtype, coding
         self._residual = residual
         self._new_residual = None if residual is None else torch.zeros_like(residual)
         self._averaged: slice | None = None
@@ -116,7 +117,7 @@ class GroupAllReduce:
         first: int = 0,
     ) -> None:
         self._world, self._buffer, self._first = world, buffer, first
-        self.compression = compression or ModelCompression(None)
+        self.compression = compression or ModelCompression()
         self.uncompressed = False
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
@@ -175,8 +176,9 @@ class GroupAllReduce:
         # up.
         bucket = self.part.start or -1
         wire = None if self.uncompressed else self.compression.begin(self.part)
-        if isinstance(wire, Encoded) and self.compression.gathers:
-            return collectives.all_gather_sum(total, wire=wire, bucket=bucket)
+        encoded = encoded_of(wire)
+        if encoded is not None and self.compression.gathers:
+            return collectives.all_gather_sum(total, wire=encoded, bucket=bucket)
         return collectives.all_reduce(total, wire=wire, bucket=bucket)
 
     def _wait(self, handle: Handle, arrival: Callable[[], Arrival]) -> bool:

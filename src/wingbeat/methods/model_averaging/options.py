@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from wingbeat.compression import options_of
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import FILTERED, GROUP_SIZE, POLICIES, THRESHOLD
 from wingbeat.parts.schedule import SchedulePart
@@ -50,22 +51,17 @@ class PartnersPart(Settings, ExchangePart):
         return False
 
     @property
-    def waits(self) -> bool:
-        """Whether a worker averages with, and waits for, a subset of the others at a time."""
-        return False
-
-    @property
     def needs(self) -> frozenset[str]:
         """A schedule with local steps between averages."""
         return frozenset({LOCAL})
 
-    def wire(self, wire: str | Coded) -> str | Coded:
-        """Return the encoding of models, or of their differences for a codec."""
-        return wire if isinstance(wire, str) else wire.for_differences()
+    def codec(self, codec: Coded) -> Coded:
+        """Return the codec for differences of models."""
+        return codec.for_differences()
 
     def gradient_wire(self, wire: str | Coded, workers: int) -> str | Coded:
         """Return the codec, whose residuals are kept as those of gradients; else nothing."""
-        return "" if isinstance(wire, str) or workers == 1 else wire
+        return wire if options_of(wire).encodes and workers > 1 else ""
 
     def check(self, strategy: Strategy) -> None:
         """Raise a `UsageError` for parts that model averaging does not support."""

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wingbeat.codecs.lowrank import Factors
-from wingbeat.collectives import Encoded, Handle
+from wingbeat.collectives import Handle, dtype_of, encoded_of
 from wingbeat.collectives.handle import NcclJob
 from wingbeat.collectives.packing import narrower_dtype
-from wingbeat.compression import Coded
+from wingbeat.compression import Coded, options_of
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.aggregator import sum_dtype
 from wingbeat.methods.parameter_server.client import Client, Transfer
@@ -181,9 +180,9 @@ class ServerExchange:
         return each.number % self._workers == self._rank
 
     def _push_or_pull(self, kind: Kind, bucket: Bucket) -> None:
-        wire = bucket.wire
-        if isinstance(wire, Encoded) and wire.residual is not None:
-            self._residuals[bucket.index] = wire.residual
+        encoded = encoded_of(bucket.wire)
+        if encoded is not None and encoded.residual is not None:
+            self._residuals[bucket.index] = encoded.residual
             if not self._dense:
                 self._uncollected.add(bucket.index)
         requests, flat = self._planner.requests(bucket.index), bucket.flat.detach()
@@ -226,17 +225,16 @@ class ServerExchange:
         return Transfer(server, each.ids, memory, each.urgency, each.position, slice_format)
 
     def _format(self, bucket: Bucket, flat: torch.Tensor, each: Slice) -> SliceFormat | None:
-        wire, part = bucket.wire, _part(flat, each)
-        if isinstance(wire, Encoded):
-            assert not isinstance(self._wire, str)
+        encoded, part = encoded_of(bucket.wire), _part(flat, each)
+        if encoded is not None:
             coding = self._codings.get(each.number)
             if coding is None:  # constant between iterations
-                coding = SliceCoding.of(self._wire, wire.coding, Span(each.start, each.stop))
+                span = Span(each.start, each.stop)
+                coding = SliceCoding.of(options_of(self._wire), encoded.coding, span)
                 self._codings[each.number] = coding
-            residual = None if wire.residual is None else _part(wire.residual, each)
+            residual = None if encoded.residual is None else _part(encoded.residual, each)
             return coded_format(coding, part, residual, "float32" if self._dense else "")
-        assert not isinstance(wire, Factors), "servers sum decoded gradients"
-        own, cast = DTYPES[flat.dtype], narrower_dtype(wire, flat)
+        own, cast = DTYPES[flat.dtype], narrower_dtype(dtype_of(bucket.wire), flat)
         dtype = own if cast is None else DTYPES[cast]
         reply = sum_dtype(dtype).name if self._dense else dtype
         return None if own == dtype == reply else cast_format(part, dtype, reply)

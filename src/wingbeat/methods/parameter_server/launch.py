@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from wingbeat.compression import Coded
+from wingbeat.compression import Coded, codec_of
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD
 from wingbeat.methods.parameter_server.client import Client
@@ -82,7 +82,7 @@ class ServerGroup:
             timeout=world.timeout,
             max_sum_bytes=max_sum_bytes,
             order=servers.sending,
-            wire=None if isinstance(wire, str) else wire,
+            wire=codec_of(wire),
             dense=bool(servers.dense and wire),
             optimizer=optimizer,
             max_update_bytes=max_update_bytes + _SPARE_BYTES,
