@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from helpers.amounts import examples
 from helpers.hanging import LastResort
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ SEED = 20_240
 ALONE_FILES = "WINGBEAT_ALONE_FILES"
 """Environment variable: where tools/test.py wants to be told which files have tests for later."""
 
-settings.register_profile("local", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("local", deadline=None, max_examples=examples(100))
+settings.register_profile(
+    "ci", deadline=None, max_examples=examples(100), derandomize=True, print_blob=True
+)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.amounts import examples
 from wingbeat.codecs.lowrank import Factors, Matrix, Round, check_starts, fresh, restart
 from wingbeat.errors import UsageError
 
@@ -91,7 +92,7 @@ def test_it_is_powersgd(scale: float) -> None:
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     size=st.integers(1, 4),
     shapes=st.lists(

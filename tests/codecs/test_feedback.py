@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.codecs.feedback import FORMAT, Residuals
 from wingbeat.errors import UsageError
 
@@ -75,7 +76,7 @@ def test_the_same_arrangement_is_the_same_buffer_and_another_is_not() -> None:
     assert flat(residuals, "bias", "weight") is not again
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_any_sequence_of_arrangements_keeps_every_value(data: st.DataObject) -> None:
     residuals = filled(0, 1)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.amounts import examples
 from wingbeat.codecs import codec
 from wingbeat.codecs.codec import HalfCodec
 
@@ -53,7 +54,7 @@ def test_sizes() -> None:
     assert (HALF.feedback, HALF.bytes_per_element) == (False, 2.0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(values)
 def test_fp16_is_the_nearest_half_of_the_scaled_values(x: Tensor) -> None:
     before = x.clone()
@@ -86,7 +87,7 @@ def test_fp16_is_the_nearest_half_of_the_scaled_values(x: Tensor) -> None:
     assert (error <= torch.clamp(finite * relative, min=scale * 2.0**-25)).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(values)
 def test_a_device_that_is_not_asked_writes_the_same_bytes(x: Tensor) -> None:
     """On a GPU no branch depends on a value; the same way, taken on the CPU."""
@@ -138,7 +139,7 @@ def test_chunks_are_seamless(numel: int) -> None:
     assert torch.equal(out, expected)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(values)
 def test_the_residual_is_what_the_receiver_misses(x: Tensor) -> None:
     residual = x.flip(0) * 0.37

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.amounts import examples
 from wingbeat.codecs.codec import SketchCodec
 from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.topk import TopKCodec
@@ -72,7 +73,7 @@ def with_spectrum(rows: int, cols: int, singular: Tensor, seed: int) -> Tensor:
 # -- how near ---------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     rows=st.integers(30, 120),
     cols=st.integers(30, 120),
@@ -92,7 +93,7 @@ def test_the_error_is_near_that_of_the_best_approximation(
     assert error <= NEAR * best + 1e-6 * x.norm()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     shape=st.sampled_from(SHAPES),
     true_rank=st.integers(1, 5),
@@ -207,7 +208,7 @@ def test_whether_feedback_is_wanted_is_the_inner_codecs_choice() -> None:
 # -- the rule, and the interface --------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     rows=st.integers(1, 3000),
     cols=st.integers(0, 3000),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import late
+from helpers.amounts import examples
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.topologies import BCube, Topology
@@ -160,7 +161,7 @@ def test_table_2_programs_whose_pieces_change_while_sent_sum_correctly(size, wir
                 assert torch.equal(buffer, torch.full((numel,), total))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     calls=st.lists(st.sampled_from(["ring", "mesh", "bcube", "table 2"]), min_size=1, max_size=6)
 )

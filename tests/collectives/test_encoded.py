@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import late
+from helpers.amounts import examples
 from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.codec import Dense
@@ -87,7 +88,7 @@ def exchange(collectives: Collectives, how: str, buffer: torch.Tensor, wire: Enc
         collectives.all_gather_sum(buffer, wire=wire).wait()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     size=st.integers(1, 4),
     numel=st.sampled_from([4, 50, 3001, 200_003]),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import late
+from helpers.amounts import examples
 from wingbeat.collectives import Collectives, packing, wire_dtype
 from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
@@ -42,7 +43,7 @@ def tolerance(values: list[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
     return relative * magnitude + size * narrow.smallest_normal * narrow.eps
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     size=st.integers(1, 5),
     numel=st.one_of(st.integers(0, 9), st.sampled_from([64, 1001, 70_003, 200_001])),
@@ -155,7 +156,7 @@ def test_value_too_large_for_fp16_arrives_as_infinite(topology, halves) -> None:
         assert torch.equal(result.view(torch.int32), results[0].view(torch.int32))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     rows=st.integers(2, 4).flatmap(
         lambda size: st.lists(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wingbeat
+from helpers.amounts import examples
 from helpers.training import (
     TINY_MB,
     adamw,
@@ -252,7 +253,7 @@ def test_state_follows_the_parameter_to_another_precision() -> None:
     assert on(2, body) == [{"torch.float64", "torch.float32"}] * 2  # moments, step counters
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=3),
     st.sampled_from([TINY_MB, 0.001, 25.0]),

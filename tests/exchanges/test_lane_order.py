@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.exchanges.lanes import (
     WINDOW,
     ProtocolError,
@@ -17,7 +18,7 @@ from wingbeat.exchanges.lanes import (
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(st.integers(0, 2**32), st.integers(0, 300), st.sampled_from([0, 2**32 - 50]))
 def test_all_arrives_in_order_and_once(seed: int, count: int, first: int) -> None:
     chance = random.Random(seed)

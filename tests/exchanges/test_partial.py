@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.partial import SHAPES, Worker, crew, iterate
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.partial import turn_of
@@ -83,7 +84,7 @@ history = st.lists(
     history=history,
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_gradient_is_applied_once_on_every_worker(
     size: int, partitions: int, history: list[Any], seed: int
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from helpers.amounts import slow_except
 from helpers.pool import Pool
 from helpers.refusals import assert_said
 from integrations import accelerate_cases as cases
@@ -55,25 +56,31 @@ def run(pool: Pool) -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        cases.exact,
-        cases.clips_parts,
-        cases.scaled,
-        cases.several,
-        cases.uneven,
-        cases.local_sgd,
-        cases.loaders,
-    ],
+    slow_except(
+        [cases.clips_parts, cases.uneven, cases.local_sgd],
+        [
+            cases.exact,
+            cases.clips_parts,
+            cases.scaled,
+            cases.several,
+            cases.uneven,
+            cases.local_sgd,
+            cases.loaders,
+        ],
+    ),
 )
 def test_as_with_its_own_ddp(case: Any, run: Any) -> None:
     run(case)
 
 
-@pytest.mark.parametrize("case", [cases.resumed, cases.utilities, cases.compiled])
+@pytest.mark.parametrize(
+    "case", slow_except([cases.resumed], [cases.resumed, cases.utilities, cases.compiled])
+)
 def test_what_is_saved(case: Any, run: Any, tmp_path: Path) -> None:
     run(case, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_residuals_of_another_number_of_workers(
     run: Any, tmp_path: Path, fresh_pool: Callable[..., Pool]
 ) -> None:
@@ -83,8 +90,11 @@ def test_residuals_of_another_number_of_workers(
     assert saved[0] > 0.01
 
 
-def test_every_wire_as_a_hook(run: Any, tmp_path: Path) -> None:
-    run(cases.hooks, str(tmp_path), WIRES)
+@pytest.mark.parametrize(
+    "wires", [WIRES[:2], pytest.param(WIRES[2:], marks=pytest.mark.slow)], ids=["first", "others"]
+)
+def test_every_wire_as_a_hook(wires: list[str], run: Any, tmp_path: Path) -> None:
+    run(cases.hooks, str(tmp_path), wires)
 
 
 def test_what_cannot_work_is_refused_in_one_line(run: Any) -> None:

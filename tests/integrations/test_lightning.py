@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from helpers.amounts import slow_except
 from helpers.pool import Pool
 from integrations import lightning_cases as cases
 
@@ -15,7 +16,19 @@ NOT_WITH = {"gan": ("sharded",), "gan, untoggled": ("sharded",), "lbfgs": ("dear
 with updates that come later."""
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+QUICK = (
+    "clipped accumulation",
+    "16-mixed",
+    "a scheduler",
+    "unused",
+    "gan",
+    "lbfgs",
+    "within an epoch",
+)
+"""One of each kind: of how gradients are used, of precision, of what is called when."""
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, cases.CASES))
 def test_weights_are_those_of_ddp(name: str, pool_of: PoolOf) -> None:
     kinds = [kind for kind in cases.EXACT if kind not in NOT_WITH.get(name, ())]
     pool_of(2).run(cases.as_ddp, name, kinds, deadline=150.0)

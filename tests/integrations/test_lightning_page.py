@@ -20,7 +20,10 @@ TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-@pytest.mark.parametrize(("number", "said"), [(0, "trained 8 steps"), (1, "trained 8 steps")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "trained 8 steps"), pytest.param(1, "trained 8 steps", marks=pytest.mark.slow)],
+)
 def test_a_program_runs_as_it_stands_there(number: int, said: str, tmp_path: Path) -> None:
     """Without torchrun: Lightning starts the second worker."""
     script = tmp_path / "page.py"
@@ -48,5 +51,6 @@ def test_the_table_has_each_module_with_its_package(module: object) -> None:
     assert base.startswith(table[module.__name__] + ".strategies")  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_older_packages_train_alike(pool_of: Callable[[int], Pool]) -> None:
     pool_of(2).run(cases.older_packages, deadline=150.0)

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from helpers.amounts import slow_except
 from helpers.pool import Pool
 from integrations import lightning_state_cases as cases
 
 PoolOf = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("kind", cases.EXTRA)
+@pytest.mark.parametrize(
+    "kind", slow_except(["dear", "sharded", "sketch", "localsgd"], cases.EXTRA)
+)
 def test_training_goes_on_from_a_checkpoint(kind: str, pool_of: PoolOf, tmp_path: Path) -> None:
     pool_of(2).run(cases.resumed, kind, str(tmp_path), deadline=150.0)
 
@@ -27,7 +30,10 @@ def test_all_that_comes_after_a_fit_is_as_with_ddp(kind: str, pool_of: PoolOf) -
     pool_of(2).run(cases.after_fit, kind, deadline=150.0)
 
 
-@pytest.mark.parametrize("kind", ["ripples", "adpsgd", "localsgd", "diloco", "canary"])
+@pytest.mark.parametrize(
+    "kind",
+    slow_except(["ripples", "canary"], ["ripples", "adpsgd", "localsgd", "diloco", "canary"]),
+)
 def test_models_are_one_where_they_are_looked_at(
     kind: str, pool_of: PoolOf, tmp_path: Path
 ) -> None:

@@ -15,7 +15,11 @@ PoolOf = Callable[[int], Pool]
 NAMES = list(cases.USES)
 
 
-@pytest.mark.parametrize("names", [NAMES[0::2], NAMES[1::2]], ids=["some", "others"])
+@pytest.mark.parametrize(
+    "names",
+    [NAMES[0::2], pytest.param(NAMES[1::2], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
 def test_options_change_what_they_change_with_ddp(names: list[str], pool_of: PoolOf) -> None:
     pool_of(2).run(cases.used, names, deadline=150.0)
 
@@ -28,6 +32,7 @@ def test_the_tuner_finds_what_it_finds_with_ddp(pool_of: PoolOf, tmp_path: Path)
     pool_of(2).run(cases.tuned, str(tmp_path), deadline=150.0)
 
 
+@pytest.mark.slow  # gradients of parameters that join later are in test_lightning, "late"
 def test_parameters_may_be_trained_later(pool_of: PoolOf) -> None:
     pool_of(2).run(cases.fine_tuned, deadline=150.0)
 
@@ -37,7 +42,9 @@ def test_nothing_kept_is_lost_when_parameters_are_added(pool_of: PoolOf) -> None
 
 
 @pytest.mark.parametrize(
-    "names", [[*cases.OPTIMIZED][:4], [*cases.OPTIMIZED][4:]], ids=["gradients", "models"]
+    "names",
+    [[*cases.OPTIMIZED][:4], pytest.param([*cases.OPTIMIZED][4:], marks=pytest.mark.slow)],
+    ids=["gradients", "models"],
 )
 def test_two_optimizers(names: list[str], pool_of: PoolOf) -> None:
     pool_of(2).run(cases.several_optimizers, names, deadline=170.0)
@@ -49,6 +56,7 @@ def test_two_optimizers_are_refused_where_they_cannot_be_served(pool_of: PoolOf)
         assert growing.startswith("add_param_group() in training_step is not possible: add the")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clipped accumulation", "gan"])
 def test_four_workers(name: str, pool_of: PoolOf) -> None:
     kinds = ("allreduce", "dear", *(("sharded",) if name != "gan" else ()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.amounts import slow_except
 from helpers.pool import Pool
 from helpers.refusals import assert_said
 from integrations import transformers_cases as cases
@@ -29,17 +30,20 @@ def run() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        cases.exact,
-        cases.clips_parts,
-        cases.others,
-        cases.sequences,
-        cases.resumed,
-        cases.best,
-        cases.stopped,
-        cases.averaged,
-        cases.in_half,
-    ],
+    slow_except(
+        [cases.clips_parts, cases.best, cases.averaged],
+        [
+            cases.exact,
+            cases.clips_parts,
+            cases.others,
+            cases.sequences,
+            cases.resumed,
+            cases.best,
+            cases.stopped,
+            cases.averaged,
+            cases.in_half,
+        ],
+    ),
 )
 def test_as_with_its_own_ddp(case: Any, run: Any, tmp_path: Path) -> None:
     run(case, str(tmp_path))

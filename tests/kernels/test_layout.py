@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.kernels import layout
 
 
@@ -31,7 +32,7 @@ def test_nothing_costs_nothing_and_one_value_is_raw(bits: int) -> None:
     assert layout.topk_bytes(1, 1) == 4
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(n=st.integers(0, 10**10), bits=st.integers(1, 8), share=st.floats(0.0, 1.0))
 def test_never_larger_than_raw(n: int, bits: int, share: float) -> None:
     k = layout.count_of(n, share)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.errors import PeerError
 from wingbeat.planning import backward
 from wingbeat.planning.backward import BackwardProfiler, combine
@@ -131,7 +132,7 @@ def test_profiler_gradients_between_backwards_are_ignored(clock: Clock) -> None:
     assert times.totals() == pytest.approx([4.0])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(data=st.data(), count=st.integers(1, 6), iterations=st.integers(1, 5))
 def test_profiler_medians_never_fall_and_end_with_total(data, count: int, iterations: int) -> None:
     clock = Clock()

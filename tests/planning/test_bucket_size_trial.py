@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.errors import PeerError
 from wingbeat.planning import bucket_size
 from wingbeat.planning.bucket_size import WARMUP, BucketSizeResult, Sample, bucket_size_trial
@@ -75,7 +76,7 @@ def play(workers: list[Worker], seconds: Callable[[int, int, int], float], pick:
     raise AssertionError("tuning did not end")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     search=st.sampled_from(["grid", "random", "random", "bo"]),
     size=st.integers(1, 4),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.errors import UsageError
 from wingbeat.planning.costs import (
     ZERO,
@@ -58,7 +59,7 @@ def test_curves_amount_zero_takes_no_time(curve: Curve) -> None:
 
 @pytest.mark.parametrize("curve", CURVES, ids=repr)
 @given(amounts=st.lists(st.floats(0, 1e12), min_size=1, max_size=40))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_curves_arrays_equal_single_values_and_never_fall(curve: Curve, amounts) -> None:
     amounts.sort()
     values = curve(np.array(amounts))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.errors import UsageError
 from wingbeat.planning.costs import (
     ACCEPTED_ERROR,
@@ -34,7 +35,7 @@ def noisy(curve: Curve, seed: int, noise: float = 0.03, repeats: int = 1):
 
 
 @given(st.floats(1e-5, 1e-1), st.floats(1e-11, 1e-7), st.integers(0, 10**6))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_fit_linear_recovers_coefficients(alpha: float, beta: float, seed: int) -> None:
     # Both coefficients have to matter somewhere among the amounts, or noise hides them.
     beta = min(max(beta, alpha / AMOUNTS[-3]), alpha / AMOUNTS[2])
@@ -46,7 +47,7 @@ def test_fit_linear_recovers_coefficients(alpha: float, beta: float, seed: int) 
 
 
 @given(st.floats(1e-11, 1e-8), st.integers(0, 10**6))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_fit_linearithmic_recovers_coefficients(gamma: float, seed: int) -> None:
     fixed = gamma * 0.01 * AMOUNTS[5] * math.log(AMOUNTS[5])
     fit = fit_linearithmic(noisy(Linearithmic(gamma, 0.01, fixed), seed, noise=0.01), 0.01)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.merges import F32, groups, instances, plan_of, profile, work
 from wingbeat.errors import UsageError
 from wingbeat.planning import merge
@@ -92,7 +93,7 @@ def test_exact_larger_delay_gives_fewer_exchanges() -> None:
 
 
 @given(instances(), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_predict_equals_simulation(instance: Any, data: st.DataObject) -> None:
     workload, costs = instance
     cuts = data.draw(st.sets(st.integers(1, len(workload)))) | {len(workload)}
@@ -166,7 +167,7 @@ PLANNERS = {
 
 @pytest.mark.parametrize("name", PLANNERS)
 @given(instances())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_planners_all_buckets_are_segments_of_one_kind(name: str, instance: Any) -> None:
     workload, costs = instance
     plan = PLANNERS[name](workload, costs)
@@ -202,7 +203,7 @@ def test_planners_keep_tensor_indices_of_model() -> None:
 
 
 @given(instances(most=10))
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=examples(250))
 def test_exact_equals_exhaustive(instance: Any) -> None:
     workload, costs = instance
     found, best = merge.exact(workload, costs), merge.exhaustive(workload, costs)
@@ -214,7 +215,7 @@ def test_exact_equals_exhaustive(instance: Any) -> None:
 
 
 @given(instances(most=12), st.sampled_from([(1, 1, 2), (2, 1, 3), (3, 2, 2)]))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_exact_any_label_limits_equal_exhaustive(instance: Any, room: tuple[int, int, int]) -> None:
     # So little that rounds fail, and bounds are coarse.
     workload, costs = instance
@@ -230,7 +231,7 @@ def test_exact_any_label_limits_equal_exhaustive(instance: Any, room: tuple[int,
 
 
 @given(instances(most=10), st.integers(0, 400))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_search_limited_work_gives_plan_and_bound(instance: Any, work: int) -> None:
     workload, costs = instance
     found = merge.search(workload, costs, work)
@@ -303,7 +304,7 @@ def every_plan(workload: Workload) -> list[Plan]:
 
 
 @given(instances(most=6))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_exhaustive_visits_every_plan(instance: Any) -> None:
     workload, costs = instance
     best = merge.predict(merge.exhaustive(workload, costs), workload, costs).finish_s

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.merges import groups, plan_of, work
 from wingbeat.planning import merge
 from wingbeat.planning.costs import ZERO, CostModel, Linear, Linearithmic, PiecewiseLinear, Workload
@@ -71,7 +72,7 @@ def algorithm_1(workload: Workload, costs: CostModel, alpha: float) -> list[int]
     st.floats(1e-5, 1e-3),
     st.floats(1e-6, 1e-4),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_greedy_equals_independent_algorithm_1(
     rows: Any, alpha: float, beta: float, gamma: float
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.merges import curves, groups, instances, plan_of, profile, work
 from wingbeat.planning import merge
 from wingbeat.planning.costs import ZERO, CostModel, Linear, Workload
@@ -57,7 +58,7 @@ def test_exact_two_phase_differs_from_backward_optimum() -> None:
 
 
 @given(instances(most=8), st.data())
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 def test_exact_two_phase_equals_best_of_all_plans(instance: Any, data: st.DataObject) -> None:
     workload, costs = instance
     sizes = st.sampled_from([1.0, 10.0, 500.0, 1000.0, 2000.0, 8000.0, 20000.0])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.errors import PeerError
 from wingbeat.planning import trials as machine
 from wingbeat.planning.trials import Trial, plan_trial
@@ -107,7 +108,7 @@ def test_plan_trial_mean_of_workers_counts() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_plan_trial_workers_agree_within_noise_and_trial_ends(data: st.DataObject) -> None:
     times = data.draw(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=5), label="times")
     noise = data.draw(st.sampled_from([0.0, 0.004, 0.05, 0.5]), label="noise")
@@ -129,7 +130,7 @@ def test_plan_trial_workers_agree_within_noise_and_trial_ends(data: st.DataObjec
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_plan_trial_any_history_workers_agree(data: st.DataObject) -> None:
     """Laps that are not known, those of a worker without batches: whatever rows come, all agree."""
     size, count = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 4))

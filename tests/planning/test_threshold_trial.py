@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.thresholds import CURVES, noisy, play, seconds_of
 from wingbeat.errors import PeerError
 from wingbeat.planning.thresholds import (
@@ -25,7 +26,7 @@ from wingbeat.planning.trials import LedTrial
 START = {2: (0.5,), 3: (0.6, 0.3), 4: (0.75, 0.5, 0.25)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     layers=st.integers(2, 60),
     classes=st.integers(2, 4),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.planning.thresholds import unimodal_fit
 
 POINTS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 3)), min_size=1, max_size=5)
@@ -23,7 +24,7 @@ def squares(values, weights, fitted) -> float:
     return sum(w * (v - f) ** 2 for v, w, f in zip(values, weights, fitted, strict=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(POINTS)
 def test_unimodal_fit_is_nearest(points) -> None:
     values, weights = [float(v) for v, _ in points], [float(w) for _, w in points]

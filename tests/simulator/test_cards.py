@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.simulator import Links
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cards import Cards, Stream
@@ -96,7 +97,7 @@ frames_to_one = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(frames=frames_to_one, quantum=st.sampled_from([1, 10, 64]))
 def test_a_port_never_idles_while_something_waits_for_it(frames: list[Frame], quantum: int) -> None:
     """Then all is through when one queue would be: each sender's card is as fast as the port."""
@@ -115,7 +116,7 @@ def test_a_port_never_idles_while_something_waits_for_it(frames: list[Frame], qu
         assert max(ended) == pytest.approx(through)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(frames=frames_to_one, quantum=st.sampled_from([1, 10, 64]))
 def test_classes_never_keep_the_most_urgent_longer(frames: list[Frame], quantum: int) -> None:
     """The last of the most urgent class is there no later, but for a quantum at each port."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat import topologies
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, Work, simulate
@@ -78,7 +79,7 @@ layers = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     layers=layers,
     kind=st.sampled_from(sorted(KINDS)),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import (
     BucketReady,
@@ -147,7 +148,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     rows=rows,
     strategy=st.sampled_from(PRESETS),
@@ -199,6 +200,7 @@ def test_a_slow_worker_holds_everybody_back() -> None:
     assert slowed > 1.5 * usual
 
 
+@pytest.mark.slow
 def test_vgg19_on_eight_k40_is_ordered_as_in_the_paper() -> None:
     """Geryon, Table II: vanilla 26.9%, partition and slicing 79.3%, Geryon 94.6% at 10GbE.
 

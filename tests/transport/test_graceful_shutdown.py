@@ -122,7 +122,8 @@ def test_exception_ends_the_script_with_only_its_traceback(
         assert said.rstrip().endswith("KeyError: 'mine'")
 
 
-@pytest.mark.parametrize(("early", "size"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("early", "size"), [(0, 2), (1, 3)])
+@pytest.mark.slow  # in one process: test_collective_reports_a_finished_peer
 def test_rank_that_finished_early_is_not_reported_as_failed(
     early: int, size: int, tmp_path: Path
 ) -> None:

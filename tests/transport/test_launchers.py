@@ -191,6 +191,7 @@ def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
 
 
+@pytest.mark.slow
 def test_workers_started_by_srun_connect() -> None:
     """Four processes with nothing but what srun sets; they sum their ranks."""
     script = (

@@ -122,6 +122,7 @@ def test_processes_of_other_jobs_are_refused_each_with_its_reason() -> None:
             worker.communicate()
 
 
+@pytest.mark.slow  # test_launchers has each variable
 def test_half_of_torchruns_environment_is_refused() -> None:
     kind, _, message = say({"RANK": "0"}, "2")
     assert kind == "UsageError"

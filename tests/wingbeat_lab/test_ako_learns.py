@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import pytest
 import torch
 
 import wingbeat
@@ -35,6 +36,7 @@ def accuracies(strategy: Any) -> list[float]:
     return on(SIZE, body, timeout=60.0)
 
 
+@pytest.mark.slow
 def test_the_digits_are_learnt_as_well() -> None:
     usual, found = accuracies(wingbeat.AllReduce()), accuracies(wingbeat_lab.Ako())
     assert len(set(usual)) == 1

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.amounts import examples
 from wingbeat.codecs import Codec, Coding
 from wingbeat.codecs.codec import Bf16Codec, Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.coding import Region
@@ -214,7 +215,7 @@ def test_decoding_adds_to_what_is_there(codec: Codec, shape: Shape) -> None:
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     name=st.sampled_from(sorted(CODECS)),
     shape=st.sampled_from(SHAPES),

@@ -69,7 +69,11 @@ def on_gloo(number: int) -> tuple[Held, Held, int, float]:
 
 @pytest.mark.parametrize(
     "number",
-    [400, pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [
+        100,
+        pytest.param(400, marks=pytest.mark.slow),
+        pytest.param(ALL, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
 )
 def test_random_groups_of_processes(number: int, pool_of: Callable[[int], Pool]) -> None:
     [first, *others] = pool_of(WORKERS).run(on_gloo, number, deadline=1100.0)

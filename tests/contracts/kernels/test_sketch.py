@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.amounts import examples
 from wingbeat.kernels import layout
 
 from . import data
@@ -200,7 +201,7 @@ def test_adding(kernels: Kernels, n: int) -> None:
     assert same_bits(kernels.sketch_decode(payload, n, 4, onto=onto), onto + decoded)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(bits=st.integers(1, 8), n=st.integers(0, 700), seed=st.integers(0, 2**32 - 1))
 def test_any_bytes_are_a_sketch(
     kernels: Kernels, reference: Kernels, bits: int, n: int, seed: int
@@ -212,7 +213,7 @@ def test_any_bytes_are_a_sketch(
     assert same_values(ours, reference.sketch_decode(payload, n, bits))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     pool=st.lists(st.floats(width=32), min_size=1, max_size=40),
     n=st.integers(345, 400),

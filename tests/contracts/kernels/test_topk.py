@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.amounts import examples
 from wingbeat.kernels import layout
 
 from . import data
@@ -196,7 +197,7 @@ def outcome(kernels: Kernels, payload: Tensor, n: int, k: int) -> Tensor | None:
         return None
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(
     n=st.sampled_from([2, 10, 300, 65536, 65537, 131080]),
     fraction=st.floats(0.0, 0.002),
@@ -223,7 +224,7 @@ def test_any_bytes_are_read_or_refused(
         assert same_bits(ours, theirs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 300), k=st.integers(1, 100))
 def test_noise_is_read_or_refused(
     kernels: Kernels, reference: Kernels, seed: int, n: int, k: int
@@ -237,7 +238,7 @@ def test_noise_is_read_or_refused(
         assert same_bits(ours, theirs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     numbers=st.lists(st.floats(width=32), min_size=1, max_size=60),
     share=st.floats(0.0, 1.0),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat import schedules
 from wingbeat.schedules.events import GradientsDropped, ParametersNeeded, Phase, Planned
 from wingbeat.schedules.intents import Intent
@@ -49,7 +50,7 @@ def seeds(first: int) -> range:
 
 
 @pytest.mark.parametrize("name", schedules.BY_NAME)
-@settings(max_examples=3000 // HISTORIES)
+@settings(max_examples=examples(3000 // HISTORIES))
 @given(first=st.integers(0, 10**8))
 def test_whatever_users_do_workers_start_the_same_operations(name: str, first: int) -> None:
     for seed in seeds(first):
@@ -59,7 +60,7 @@ def test_whatever_users_do_workers_start_the_same_operations(name: str, first: i
 
 
 @pytest.mark.parametrize("name", schedules.BY_NAME)
-@settings(max_examples=500 // HISTORIES)
+@settings(max_examples=examples(500 // HISTORIES))
 @given(first=st.integers(0, 10**8))
 def test_all_that_is_due_is_made_in_the_end(name: str, first: int) -> None:
     for seed in seeds(first):
@@ -88,7 +89,7 @@ def test_a_plan_may_change_between_two_iterations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALIKE))
-@settings(max_examples=2000 // HISTORIES)
+@settings(max_examples=examples(2000 // HISTORIES))
 @given(first=st.integers(0, 10**8))
 def test_workers_without_batches_stay_in_step_where_all_agree(name: str, first: int) -> None:
     for seed in seeds(first):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.group_simulation import Simulation, in_one_order
 from wingbeat.methods.model_averaging.generator import Generator, ProtocolError, Run
 from wingbeat.methods.model_averaging.rules import (
@@ -445,7 +446,7 @@ layouts = st.lists(st.integers(0, 7), min_size=1, max_size=64).map(Layout.by_nam
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(layouts, st.integers(0, 1 << 30), st.integers(2, 5), st.integers(0, 6), st.booleans())
 def test_random_histories_have_no_overlap_one_order_and_no_deadlock(
     name: str, layout: Layout, seed: int, size: int, kills: int, back: bool
@@ -457,7 +458,7 @@ def test_random_histories_have_no_overlap_one_order_and_no_deadlock(
 
 
 @pytest.mark.parametrize("name", ASKED)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(layouts, st.integers(0, 1 << 30), st.integers(0, 6), st.booleans(), st.integers(1, 5))
 def test_random_histories_with_deaths_synchronize_all_workers(
     name: str, layout: Layout, seed: int, kills: int, back: bool, level: int

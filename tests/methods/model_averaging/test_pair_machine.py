@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.pair_simulation import PairSimulation
 from wingbeat.methods.model_averaging.pair_machine import (
     WINDOW,
@@ -82,7 +83,7 @@ def test_random_runs_deadlock_without_bipartition_only() -> None:
 # -- what holds in every run ---------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     workers=st.integers(2, 9),
     seed=st.integers(0, 10**6),
@@ -103,7 +104,7 @@ def test_random_runs_end_and_keep_the_sum_of_models(
     assert not any(worker.machine.lost or worker.machine.skipped for worker in game.workers)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(workers=st.integers(2, 9), seed=st.integers(0, 10**6))
 def test_average_is_atomic(workers: int, seed: int) -> None:
     """Atomic: both had their models to themselves from the request to the answer."""
@@ -119,7 +120,7 @@ def test_average_is_atomic(workers: int, seed: int) -> None:
             )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(workers=st.integers(2, 9), seed=st.integers(0, 10**6), data=st.data())
 def test_death_delays_nobody_forever(workers: int, seed: int, data: st.DataObject) -> None:
     kills = data.draw(st.integers(1, workers - 1))

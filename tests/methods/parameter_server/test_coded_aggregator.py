@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region, all_of
@@ -133,7 +134,7 @@ def test_residual_is_added_to_next_sum_or_taken_once(wire: Any) -> None:
     assert float(read(made, done).abs().max()) == 0.0, "what was taken does not come twice"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(KEPT),
     st.lists(st.sampled_from([CODED, "float32", "float16", "bfloat16", "float64"]), min_size=1),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import wingbeat
+from helpers.amounts import examples
 from helpers.training import assert_same, engine, on, weights
 from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.methods.parameter_server.launch import MEMORY_FACTOR
@@ -230,7 +231,9 @@ _PROGRAMS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None, phases=[Phase.generate])  # a failure takes seconds
+@settings(
+    max_examples=examples(50), deadline=None, phases=[Phase.generate]
+)  # a failure takes seconds
 @given(
     _PROGRAMS,
     st.sampled_from([SKETCH, LOW]),

@@ -105,6 +105,7 @@ def check(lines: list[str]) -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_two_interfaces_share_traffic_and_weights_equal_ddp() -> None:
     for lines in run("60").values():
         check(lines)

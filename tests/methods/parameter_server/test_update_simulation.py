@@ -19,12 +19,22 @@ from wingbeat.parts import Servers
 from wingbeat.transport.messages.endpoint import Limits
 
 GAMES = 400
+QUICK = 150
+"""Interleavings of a block of seeds, and how many `make test` runs."""
+
+BLOCKS = [
+    range(QUICK),
+    *(
+        pytest.param(range(GAMES * block, GAMES * (block + 1)), marks=pytest.mark.slow)
+        for block in range(3)
+    ),
+]
 
 
-@pytest.mark.parametrize("block", range(3))
-def test_update_job_in_any_order_gives_same_parameters(block: int) -> None:
+@pytest.mark.parametrize("seeds", BLOCKS)
+def test_update_job_in_any_order_gives_same_parameters(seeds: range) -> None:
     checked = 0
-    for seed in range(GAMES * block, GAMES * (block + 1)):
+    for seed in seeds:
         chance = random.Random(seed)
         job = Job.drawn(chance)
         window = chance.choice([MIN_WINDOW, 2 * MIN_WINDOW])
@@ -32,7 +42,7 @@ def test_update_job_in_any_order_gives_same_parameters(block: int) -> None:
         simulation = UpdateJobSimulation(chance, job, network.box, network.move, Clock())
         simulation.play()
         checked += simulation.checked
-    assert checked > 2 * GAMES
+    assert checked > 2 * len(seeds)
 
 
 @pytest.mark.parametrize(

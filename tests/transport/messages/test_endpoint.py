@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from helpers.lossy_network import Faults
 from helpers.mail import Play, message
 from wingbeat.errors import UsageError
@@ -92,13 +93,13 @@ def faults_of(seed: int) -> Faults:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 2**32), FAULTS)
 def test_a_stream_arrives_once_and_in_order(seed: int, faults: Faults) -> None:
     stream(seed, faults)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32), FAULTS)
 def test_every_request_is_answered_once(seed: int, faults: Faults) -> None:
     requests(seed, faults)

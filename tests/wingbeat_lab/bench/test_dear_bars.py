@@ -260,6 +260,7 @@ def test_halves_are_shown_and_drawn_by_size(figures: ModuleType, tmp_path: Path)
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 def test_the_halves_are_really_timed(
     figures: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def check_exact(runs: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.alone  # the host's loopback counts what others send too
+@pytest.mark.slow
 def test_loopback_with_real_data(tmp_path: Path) -> None:
     data = run_bench(
         tmp_path, "--lab", "loopback:2", "--model", "digits", "--iterations", "3",

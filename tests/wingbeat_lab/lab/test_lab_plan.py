@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.amounts import examples
 from wingbeat.errors import UsageError
 from wingbeat_lab.lab import network
 from wingbeat_lab.lab.plan import Host, NetworkPlan, class_names, plan_network
@@ -19,7 +20,7 @@ texts = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(texts)
 def test_names_and_addresses_are_unique_and_fit_the_kernel(text: str) -> None:
     plan = plan_network(LabSpec.parse(text))
