@@ -8,11 +8,11 @@ import pytest
 
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules, count_components
+from wingbeat.methods.model_averaging.rules import ABLATION, Rules, count_components
 from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.hosts import Among, Hosts
-from wingbeat.types import TensorSpec
+from wingbeat.types import Layout, TensorSpec
 
 FREE = Work(
     chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s=0.0,

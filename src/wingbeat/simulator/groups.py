@@ -10,9 +10,8 @@ from random import Random
 
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.generator import Generator, Member, Run
-from wingbeat.methods.model_averaging.rules import PHASES, Layout, Rules, group_of
+from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.methods.model_averaging.service import ConnectionCache
-from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
@@ -20,6 +19,7 @@ from wingbeat.simulator.exchange import Collectives
 from wingbeat.simulator.hosts import LOCAL, Among, Hosts
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
 from wingbeat.topologies import Ring
+from wingbeat.types import LayerPositions, Layout
 
 _COPIES = 2
 """Copies of the parameters before and after an average: into the buffer, and by the members."""

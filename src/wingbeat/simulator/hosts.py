@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links
 from wingbeat.simulator.network import Carrier, Key, Network, Side
+from wingbeat.types import Layout
 
 LOCAL = Links(bytes_per_s=4e9, latency_s=20e-6)
 """Connections within a host: gloo over the loopback interface."""

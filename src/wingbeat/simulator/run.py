@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from wingbeat import schedules, topologies
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import Schedule
@@ -25,6 +24,7 @@ from wingbeat.simulator.serving import hire
 from wingbeat.simulator.traffic import Traffic
 from wingbeat.simulator.worker import Sleeps, Worker
 from wingbeat.traits import KEPT
+from wingbeat.types import Layout
 
 Moment = tuple[float, int, str, int]
 """Time, rank, action, and bucket (-1: none)."""

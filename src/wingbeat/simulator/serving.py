@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.methods.parameter_server.coding import MAX_HEADER_BYTES
 from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import Kind, Order
@@ -23,6 +22,7 @@ from wingbeat.simulator.mailbox import LIMITS, Room
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.server import Server
 from wingbeat.simulator.traffic import Traffic
+from wingbeat.types import Layout
 
 
 class ServerExchange:
