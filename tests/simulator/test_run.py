@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from wingbeat import topologies
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, Work, simulate
+from wingbeat.simulator.cluster import Traffic
 from wingbeat.simulator.model import TimedLayer, buckets_of
-from wingbeat.simulator.traffic import Traffic
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import bound

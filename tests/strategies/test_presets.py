@@ -92,7 +92,7 @@ def test_a_tuned_all_reduce_is_spelled_as_dear_is() -> None:
         ({"p": True}, "Canary(p=True): allowed are whole numbers"),
         ({"in_flight": 0}, "Canary(in_flight=0): allowed are whole numbers, 1 to 1000000,"),
         ({"p": 11}, "Canary(p=11): allowed are whole numbers, 1 to 10 (colayers), None and 'auto'"),
-        ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound nobody is out of date"),
+        ({"s": None, "p": 3}, "Canary(s=None, p=3): without a bound no worker is out of date"),
         ({"colayers": 0}, "Canary(colayers=0)"),
         ({"compression": "int8"}, "int8"),
         ({"encrypted": "no"}, "Canary(encrypted='no'): allowed are True and False"),

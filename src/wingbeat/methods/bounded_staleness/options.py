@@ -134,13 +134,13 @@ class Bounded(Settings, ExchangePart):
             )
         if plan.tuning() is not None or plan.merging() is not None:
             raise UsageError(
-                f"{where}, plan={plan!r}): what is tried or measured while training goes on is "
-                "decided by all workers at once, who make iterations of their own here; allowed: "
+                f"{where}, plan={plan!r}): what is tried or measured during training is "
+                "decided by all workers at once, which make iterations of their own here; allowed: "
                 "plan=Colayers(), or another fixed plan, such as Layers()"
             )
         if plan.fusion().measured and self.exact:
             raise UsageError(
-                f"{where}, plan={plan!r}): colayers are made anew where workers settle, and with "
+                f"{where}, plan={plan!r}): colayers are made again where workers settle, and with "
                 "s=0 gradients stay in their buckets; leave measured out, or take s=1 or more"
             )
 
@@ -159,7 +159,8 @@ def check_thresholds(options: Any) -> None:
     options.check_count_if_any("in_flight", 1, 1_000_000)
     if options.s is None and options.p not in (None, AUTO):
         raise options.refusal(
-            "without a bound nobody is out of date, and nothing is dropped; leave p out, or give s",
+            "without a bound no worker is out of date, and nothing is dropped; leave p out, or "
+            "give s",
             "s",
             "p",
         )

@@ -74,8 +74,8 @@ class PartnersPart(Settings, ExchangePart):
         outer = isinstance(update, Outer)
         if plan.tuning() is not None or plan.merging() is not None:
             raise UsageError(
-                f"{where}, plan={plan!r}): what is averaged together does not change while "
-                "training goes on; allowed: plan=OneBucket(), or another fixed plan, such as "
+                f"{where}, plan={plan!r}): what is averaged together does not change "
+                "during training; allowed: plan=OneBucket(), or another fixed plan, such as "
                 "Layers()"
             )
         self._check_update(update)
