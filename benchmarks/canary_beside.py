@@ -33,7 +33,7 @@ from common import run_and_judge, write
 from wingbeat import Strategy, simulator
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.parts import Bounded, ExchangePart
-from wingbeat.simulator.worker import Sleeps
+from wingbeat.simulator.run import Sleeps
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender

@@ -73,8 +73,8 @@ def bounded(
     rule: StalenessBound | None = None,
     **options: Any,
 ) -> Predicted:
-    crowd = not args.whole or job.workers > MOST_WHOLE
-    return canary(job, rule or bound_of(args), rounds, crowd=crowd, **options)
+    pool = not args.whole or job.workers > MOST_WHOLE
+    return canary(job, rule or bound_of(args), rounds, pool=pool, **options)
 
 
 COLUMNS = ("row", "iteration, ms", "images/s", "MB sent", "mean delay", "dropped")
@@ -192,14 +192,14 @@ def check(args: argparse.Namespace, found: dict[str, Any], report: Report) -> It
     rows: dict[str, Any] = {}
     for workers, how, coding in cases:
         job = setting(args, workers, slows=SLOWS[how])
-        whole, crowd = (
-            canary(job, bound_of(args), 2 * args.few, coding=coding, crowd=crowd).plain(job)
-            for crowd in (False, True)
+        whole, pool = (
+            canary(job, bound_of(args), 2 * args.few, coding=coding, pool=pool).plain(job)
+            for pool in (False, True)
         )
-        off = crowd["seconds"] / whole["seconds"] - 1
+        off = pool["seconds"] / whole["seconds"] - 1
         name = f"{workers} {how}, {coding}"
-        found[name] = {"whole": whole, "crowd": crowd, "off": off}
-        rows |= {f"{name}: all": whole, f"{name}: one owner": crowd | {"off": off}}
+        found[name] = {"whole": whole, "pool": pool, "off": off}
+        rows |= {f"{name}: all": whole, f"{name}: one owner": pool | {"off": off}}
         if abs(off) > OFF:
             yield f"check {name}: {off:+.1%}"
     beside = {"off": ("off", "+.2%"), "simulated in, s": ("took_s", ".1f")}

@@ -28,7 +28,8 @@ from typing import Any
 from common import refuse_unwritable, show, write
 
 from wingbeat.methods.model_averaging.generator import Generator, Run
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules, spectral_gap
+from wingbeat.methods.model_averaging.rules import ABLATION, Rules, spectral_gap
+from wingbeat.types import Layout
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.table import Printed
 

@@ -25,15 +25,9 @@ from typing import Any
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.methods.model_averaging.rules import (
-    ABLATION,
-    Layout,
-    Rules,
-    count_components,
-    spectral_gap,
-)
+from wingbeat.methods.model_averaging.rules import ABLATION, Rules, count_components, spectral_gap
 from wingbeat.simulator import Links, Model, TimedLayer, simulate, simulate_groups
-from wingbeat.types import TensorSpec
+from wingbeat.types import Layout, TensorSpec
 from wingbeat_lab import baselines
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.simulated import GOODPUT

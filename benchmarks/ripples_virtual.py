@@ -24,8 +24,9 @@ from common import run_and_judge
 
 from wingbeat import Strategy, simulator
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import Layout, rules_of
+from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.parts import Groups, Local, Outer, PartnersPart
+from wingbeat.types import Layout
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
 

@@ -17,7 +17,7 @@ from wingbeat import simulator
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.simulated import bundled
 from wingbeat.parts import Servers
-from wingbeat.simulator.worker import Sleeps
+from wingbeat.simulator.run import Sleeps
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import slow
 
@@ -157,7 +157,7 @@ def canary(
     *,
     coding: str = "dense",
     network: str = "star",
-    crowd: bool = False,
+    pool: bool = False,
     span_s: float = 0.5,
 ) -> Predicted:
     """Predict bounded staleness until all replicas have ``rounds`` contributions of each worker."""
@@ -173,7 +173,7 @@ def canary(
         work=setting.work,
         sleeps=setting.sleeps,
         traffic=traffic,
-        crowd=crowd,
+        pool=pool,
     )
     return Predicted(
         run.seconds,

@@ -77,11 +77,13 @@ def circles() -> list[list[str]]:
     """Groups of modules that import one another at run time.
 
     A part names the types of what it builds for type checkers only, and a method's part imports
-    what builds its runtime when it is called.
+    what builds its runtime, real or in virtual time, when it is called.
     """
     graph = grimp.build_graph("wingbeat", "wingbeat_lab", exclude_type_checking_imports=True)
     for method in graph.find_children("wingbeat.methods"):
-        graph.remove_import(importer=f"{method}.options", imported=f"{method}.build")
+        for made in graph.find_modules_directly_imported_by(f"{method}.options"):
+            if made in (f"{method}.build", f"{method}.simulated"):
+                graph.remove_import(importer=f"{method}.options", imported=made)
     below = {
         module: graph.find_modules_directly_imported_by(module) - {"wingbeat"}
         for module in graph.modules - {"wingbeat"}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from wingbeat.engine.context import BuildContext
     from wingbeat.engine.runtime import Runtime
     from wingbeat.parts.strategy import Strategy
+    from wingbeat.simulator.exchange import SimulatedExchanges, SimulationContext
 
 WHOLE = "whole all-reduces"
 """All-reduces run during backward; gradients are complete on every worker when it returns."""
@@ -131,6 +132,10 @@ class ExchangePart(Part):
     def build(self, context: BuildContext) -> Runtime:
         """Make the runtime of two workers or more; not called for a single one."""
         raise NotImplementedError
+
+    def build_simulated(self, context: SimulationContext) -> SimulatedExchanges:
+        """Make the exchange of each worker in virtual time; by default collectives."""
+        return context.collectives(self.partitions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from random import Random
 import numpy as np
 
 from wingbeat.methods.model_averaging.generator import Generator, Member, Run
-from wingbeat.methods.model_averaging.rules import Layout, Rules, group_of
+from wingbeat.methods.model_averaging.rules import Rules, group_of
+from wingbeat.types import Layout
 
 
 @dataclass

@@ -21,8 +21,9 @@ from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.methods.parameter_server.shard_updates import ShardUpdates
-from wingbeat.methods.parameter_server.slicing import KIND_OF, LayerPositions, RequestPlanner
+from wingbeat.methods.parameter_server.slicing import KIND_OF, RequestPlanner
 from wingbeat.schedules.events import Operation
+from wingbeat.types import LayerPositions
 
 SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
 SETTINGS = {k: v for k, v in SGD.param_groups[0].items() if k != "params"}

@@ -7,13 +7,14 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.methods.parameter_server.slicing import LayerPositions, priority_classes
+from wingbeat.methods.parameter_server.slicing import priority_classes
 from wingbeat.planning.thresholds import (
     cuts_from_thresholds,
     format_division,
     thresholds_from_cuts,
     valid_cuts,
 )
+from wingbeat.types import LayerPositions
 
 LEVELS = st.lists(st.floats(0, 1), max_size=3).map(lambda levels: sorted(set(levels))[::-1])
 

@@ -21,12 +21,12 @@ class Scene:
         self.agenda.at(when, action)
 
     def take(self, key: str) -> None:
-        if self.network.take(key, lambda: self.take(key)):
+        if self.network.receive(key, lambda: self.take(key)):
             self.taken[key] = self.agenda.now
 
     def send(self, key: str, source: tuple[int, int], target: tuple[int, int]) -> None:
         self.network.announce(key)
-        self.network.hand(key, source, target, 200)
+        self.network.send(key, source, target, 200)
 
     def play(self, *keys: str) -> dict[str, float]:
         for key in keys:
@@ -65,7 +65,7 @@ def test_directions_and_interfaces_do_not_disturb_each_other() -> None:
 
 def test_nothing_leaves_before_the_receiver_has_room_for_it() -> None:
     scene = Scene()
-    scene.at(0.0, lambda: scene.network.hand("a", A, B, 200))
+    scene.at(0.0, lambda: scene.network.send("a", A, B, 200))
     scene.at(3.0, lambda: scene.network.announce("a"))
     scene.at(3.0, lambda: scene.send("b", A, B))
     assert scene.play("a", "b") == {"a": 5.5, "b": 7.5}
@@ -76,4 +76,4 @@ def test_what_is_there_is_taken_at_once_and_once() -> None:
     scene.at(0.0, lambda: scene.send("a", A, B))
     scene.at(9.0, lambda: scene.take("a"))
     assert scene.play() == {"a": 9.0}
-    assert not scene.network.take("a", lambda: None)
+    assert not scene.network.receive("a", lambda: None)

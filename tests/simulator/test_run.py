@@ -13,8 +13,8 @@ from helpers.amounts import examples
 from wingbeat import topologies
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, Work, simulate
+from wingbeat.simulator.cluster import Traffic
 from wingbeat.simulator.model import TimedLayer, buckets_of
-from wingbeat.simulator.traffic import Traffic
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines, paced
 from wingbeat_lab.bench import bound

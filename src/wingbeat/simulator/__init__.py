@@ -1,7 +1,7 @@
 """Training in virtual time: the same schedules and the same machine as a real run.
 
-The adapters of the methods stand with the methods, and import this package. What imports an adapter
-here is loaded on first use.
+The adapters of the methods stand with the methods, and import this package; what they define is
+loaded here on first use.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.coding import SKETCH, Coding, coding_of
-from wingbeat.simulator.groups import GroupRun, simulate_groups
+from wingbeat.simulator.cluster import SKETCH, Coding, Links, Traffic, Work, coding_of
 from wingbeat.simulator.model import Model, TimedLayer
 from wingbeat.simulator.run import Run, simulate
-from wingbeat.simulator.thresholds import Thresholds
-from wingbeat.simulator.traffic import Traffic
 
 if TYPE_CHECKING:
-    from wingbeat.methods.bounded_staleness.simulated import StaleRun
-    from wingbeat.simulator.bounded import simulate_bounded
+    from wingbeat.methods.bounded_staleness.simulated import StaleRun, simulate_bounded
+    from wingbeat.methods.model_averaging.simulated import GroupRun, simulate_groups
+    from wingbeat.methods.parameter_server.simulated import Thresholds
 
 __all__ = [
     "SKETCH",
@@ -39,8 +36,17 @@ __all__ = [
     "simulate_groups",
 ]
 
+_METHOD_OF = {
+    "GroupRun": "model_averaging",
+    "StaleRun": "bounded_staleness",
+    "Thresholds": "parameter_server",
+    "simulate_bounded": "bounded_staleness",
+    "simulate_groups": "model_averaging",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in ("StaleRun", "simulate_bounded"):
+    if name not in _METHOD_OF:
         raise AttributeError(f"module 'wingbeat.simulator' has no attribute {name!r}")
-    return getattr(importlib.import_module("wingbeat.simulator.bounded"), name)
+    module = importlib.import_module(f"wingbeat.methods.{_METHOD_OF[name]}.simulated")
+    return getattr(module, name)

@@ -1,10 +1,11 @@
-"""The simulated cluster: network interfaces and the processor time of communication."""
+"""The simulated cluster: its interfaces, the costs of communication, and what its hosts send."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from wingbeat.compression import Coded, Sketch, options_of
 from wingbeat.errors import UsageError
 
 
@@ -71,3 +72,102 @@ class Work:
     encrypt_s_per_byte: float = 0.35e-9
     meeting_s: float = 6e-3
     copy_s_per_byte: float = 0.1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coding:
+    """Encoding of gradients and their sums; dense float32 by default.
+
+    Attributes:
+        ratio: encoded bytes for each byte of float32.
+        encode_s_per_byte: seconds for each byte of float32, on the training thread for gradients,
+            and on an owner's communication thread for sums.
+        decode_s_per_byte: the same, on an owner's communication thread for each contribution, and
+            on the training thread for sums.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    ratio: float = 1.0
+    encode_s_per_byte: float = 0.0
+    decode_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise UsageError(f"Coding(ratio={self.ratio}): allowed are numbers above 0 up to 1")
+        if min(self.encode_s_per_byte, self.decode_s_per_byte) < 0:
+            raise UsageError("Coding(): seconds for each byte are 0 or more")
+
+
+SKETCH = Coding(ratio=0.251, encode_s_per_byte=1 / 3.43e9, decode_s_per_byte=1 / 5.78e9)
+"""An 8-bit sketch on one core ("Codecs" in ``docs/results.md``)."""
+
+
+SKETCH_4 = Coding(ratio=0.126, encode_s_per_byte=1 / 2.74e9, decode_s_per_byte=1 / 3.91e9)
+"""A 4-bit sketch on one core."""
+
+_HALF = 0.5
+_FEW_BITS = 4
+
+
+def coding_of(wire: str | Coded) -> Coding:
+    """Return the encoding of a strategy's ``wire`` on one core ("Codecs" in ``docs/results.md``).
+
+    Raises:
+        UsageError: the encoded size depends on tensor shapes, or differs between tensors.
+    """
+    if not wire:
+        return Coding()
+    if options_of(wire).rounded_bytes:
+        return Coding(ratio=_HALF)
+    if isinstance(wire, Sketch) and not wire.groups:
+        known = SKETCH if wire.bits > _FEW_BITS else SKETCH_4
+        return replace(known, ratio=wire.bits / 32 + 0.001)
+    raise UsageError(
+        f"simulate(): how small {wire} makes gradients depends on which they are: give "
+        "coding=simulator.Coding(ratio=...)"
+    )
+
+
+class Traffic:
+    """Bytes sent by hosts, by intervals of time.
+
+    Args:
+        span_s: seconds of an interval.
+
+    Attributes:
+        sent: bytes by host.
+    """
+
+    def __init__(self, span_s: float = 0.5) -> None:
+        self.span_s = span_s
+        self.sent: dict[int, int] = {}
+        self._spans: dict[int, list[float]] = {}
+
+    def carried(self, host: int, start: float, end: float, nbytes: int) -> None:
+        """Record that an interface of a host sends bytes evenly from ``start`` to ``end``."""
+        self.sent[host] = self.sent.get(host, 0) + nbytes
+        spans = self._spans.setdefault(host, [])
+        first, last = int(start / self.span_s), int(end / self.span_s)
+        if last >= len(spans):
+            spans.extend([0.0] * (last + 1 - len(spans)))
+        if first == last:
+            spans[first] += nbytes
+            return
+        for number in range(first, last + 1):
+            begin, stop = number * self.span_s, (number + 1) * self.span_s
+            spans[number] += nbytes * (min(end, stop) - max(start, begin)) / (end - start)
+
+    def utilisation(self, bytes_per_s: float, seconds: float) -> list[float]:
+        """Return the utilisation of the interfaces in each interval, the mean over the hosts.
+
+        Args:
+            bytes_per_s: rate of all interfaces of a host together.
+            seconds: end of the run; an incomplete interval at its end is omitted.
+        """
+        whole = bytes_per_s * self.span_s * max(len(self._spans), 1)
+        return [
+            sum(spans[number] for spans in self._spans.values() if number < len(spans)) / whole
+            for number in range(int(seconds / self.span_s))
+        ]

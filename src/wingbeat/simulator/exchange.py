@@ -2,19 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from wingbeat.collectives.program import compile_collective, least_message
+from wingbeat import topologies
+from wingbeat.collectives import program as programs
+from wingbeat.collectives.program import Machine, Task, compile_collective, least_message
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.lane import Collective, Lane
+from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
 from wingbeat.simulator.model import ITEMSIZE, Buckets
-from wingbeat.simulator.network import Carrier
+from wingbeat.simulator.network import Carrier, Key
 
 if TYPE_CHECKING:
+    from wingbeat.collectives.program import Program, Transfer
+    from wingbeat.simulator.mailbox import Mailboxes
     from wingbeat.topologies import Topology
+    from wingbeat.types import Layout
+
+
+class Collective(Task):
+    """One collective of one worker in one lane; its ``number`` is equal on every worker."""
+
+    def __init__(
+        self, program: Program, number: int, itemsize: float, after: Collective | None
+    ) -> None:
+        super().__init__(program, after)
+        self.number = number
+        self.itemsize = itemsize
+        self.over = False
+        self.waiters: list[Callable[[], None]] = []
+
+    def when_over(self, resume: Callable[[], None]) -> None:
+        """Call ``resume`` when the result can be read."""
+        self.waiters.append(resume)
+
+
+class Lane:
+    """Performs the commands of its machine at their costs.
+
+    ``alike`` is the number of workers that act identically; what this one sends to the k-th worker
+    after it then equals what it receives from the k-th before it. 0: workers differ.
+    """
+
+    def __init__(
+        self, rank: int, lane: int, agenda: Agenda, network: Carrier, work: Work, alike: int = 0
+    ) -> None:
+        self._rank = rank
+        self._lane = lane
+        self._alike = alike
+        self._agenda = agenda
+        self._network = network
+        self._work = work
+        self._machine: Machine[Collective] = Machine()
+        self._commands: Iterator[programs.Command[Collective]] = self._machine.commands()
+        self._blocked: programs.AwaitChunk[Collective] | None = None
+        self._resting = True
+        self._submitted = 0
+
+    def submit(self, program: Program, itemsize: float, after: Collective | None) -> Collective:
+        """Queue a program."""
+        exchange = Collective(program, self._submitted, itemsize, after)
+        self._submitted += 1
+        self._machine.submit(exchange)
+        if self._resting:
+            self._resting = False
+            self._agenda.at(self._agenda.now, self._go)
+        return exchange
+
+    def _go(self) -> None:
+        """Run all commands that take no time, and start one that does."""
+        while True:
+            command = self._blocked or next(self._commands)
+            self._blocked = None
+            match command:
+                case programs.PostReceive(task, transfer):
+                    self._network.announce(self._receive_key(task, transfer))
+                case programs.AwaitChunk(task, transfer):
+                    if not self._network.receive(self._receive_key(task, transfer), self._go):
+                        self._blocked = command
+                        return
+                    self._wait(self._receive_s(task, transfer))
+                    return
+                case programs.SendChunk(task, transfer):
+                    self._send_chunk(task, transfer)
+                    self._wait(self._work.chunk_s)
+                    return
+                case programs.Complete(task):
+                    self._complete(task)
+                case programs.Idle():
+                    self._resting = True
+                    return
+
+    def _wait(self, seconds: float) -> None:
+        self._agenda.at(self._agenda.now + seconds, self._go)
+
+    def _receive_s(self, task: Collective, transfer: Transfer) -> float:
+        seconds = self._work.chunk_s
+        if transfer.reduce:
+            seconds += len(transfer.span) * task.itemsize * self._work.add_s_per_byte
+        return seconds
+
+    def _send_chunk(self, task: Collective, transfer: Transfer) -> None:
+        to, link = transfer.peer, transfer.link
+        source, target = (self._rank, link), (self._rank if self._alike else to, link)
+        key = self._key(self._rank, to, task, transfer)
+        self._network.send(key, source, target, int(len(transfer.span) * task.itemsize))
+
+    def _receive_key(self, task: Collective, transfer: Transfer) -> Key:
+        return self._key(transfer.peer, self._rank, task, transfer)
+
+    def _key(self, source: int, target: int, task: Collective, transfer: Transfer) -> Key:
+        if self._alike:
+            source, target = 0, (target - source) % self._alike
+        return source, target, transfer.link, self._lane, task.number, transfer.tag
+
+    def _complete(self, task: Collective) -> None:
+        task.over = True
+        waiters, task.waiters = task.waiters, []
+        for resume in waiters:
+            self._agenda.at(self._agenda.now, resume)
 
 
 class Waitable(Protocol):
@@ -98,3 +206,54 @@ class Collectives:
     def under_way(self, bucket: int) -> Sequence[Waitable]:
         """Return the operation that was started last on a bucket."""
         return self._last.get(bucket, ())
+
+
+class SimulatedExchanges(NamedTuple):
+    """The exchange of each simulated worker, and the mailboxes, if there are any."""
+
+    workers: Sequence[Exchange]
+    mailboxes: Mailboxes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationContext:
+    """What an exchange part makes exchanges from (`ExchangePart.build_simulated`).
+
+    ``topology`` is the name of the strategy's. ``alike``: all workers act identically. ``traffic``
+    and ``coding`` are those of `wingbeat.simulator.simulate`.
+    """
+
+    topology: str
+    layout: Layout
+    buckets: Buckets
+    links: Links
+    work: Work
+    agenda: Agenda
+    network: Carrier
+    alike: bool
+    traffic: Traffic | None
+    coding: Coding
+
+    def collectives(self, partitions: int | None) -> SimulatedExchanges:
+        """Return collectives along the topology; ``partitions`` as in `Collectives`."""
+        workers = self.layout.workers
+        topology = topologies.get(self.topology).fitted(workers, self.links.count)
+        # Identical workers act as rank 0 does, so rank 0 represents all.
+        alike = topology.symmetric and self.alike
+        return SimulatedExchanges(
+            [
+                Collectives(
+                    rank,
+                    workers,
+                    self.buckets,
+                    topology,
+                    self.links,
+                    self.work,
+                    self.agenda,
+                    self.network,
+                    alike,
+                    partitions,
+                )
+                for rank in range(1 if alike else workers)
+            ]
+        )

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from wingbeat.methods.parameter_server.protocol import Flow
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cards import Cards, Stream
+from wingbeat.simulator.interfaces import Interfaces, Stream
 from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
 from wingbeat.transport.messages.frames import NEVER, Arrival, Buffer, ConnectionId, Posted, compose
 
@@ -21,16 +20,16 @@ _NOTHING = memoryview(bytes(LIMITS.message))
 
 
 @dataclass(slots=True)
-class Room:
+class Mailboxes:
     """All mailboxes of a job."""
 
     agenda: Agenda
-    cards: Cards
+    interfaces: Interfaces
     classes: int
     links: int = 1
     members: dict[int, Mailbox] = field(default_factory=dict)
 
-    def open(self, number: int, peers: Iterable[int]) -> Mailbox:
+    def create(self, number: int, peers: Iterable[int]) -> Mailbox:
         """Create the mailbox of a process that has these peers."""
         self.members[number] = Mailbox(self, number, peers)
         return self.members[number]
@@ -40,20 +39,20 @@ class Room:
         """Number of messages that arrived twice because they were sent again."""
         return sum(f.repeated for m in self.members.values() for f in m.endpoint.flows.values())
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Exchange all greetings, in no time."""
         frames: list[tuple[Mailbox, Arrival]] = []
 
-        def hand(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
+        def deliver(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
             frames.append((self.members[place.name], _arrival(sender, place, parts)))
             return True
 
         for member in self.members.values():
-            member.endpoint.flush(functools.partial(hand, member.number), 0.0)
+            member.endpoint.flush(functools.partial(deliver, member.number), 0.0)
         while frames:
             receiver, arrival = frames.pop(0)
             receiver.endpoint.accept(arrival, 0.0)
-            receiver.endpoint.flush(functools.partial(hand, receiver.number), 0.0)
+            receiver.endpoint.flush(functools.partial(deliver, receiver.number), 0.0)
 
 
 class Mailbox:
@@ -62,15 +61,15 @@ class Mailbox:
     ``wake`` is called when messages or acknowledgements have arrived.
     """
 
-    def __init__(self, room: Room, number: int, peers: Iterable[int]) -> None:
-        self._room, self._agenda = room, room.agenda
+    def __init__(self, mailboxes: Mailboxes, number: int, peers: Iterable[int]) -> None:
+        self._mailboxes, self._agenda = mailboxes, mailboxes.agenda
         self.number = number
         self.wake: Callable[[], None] = lambda: None
         peers = tuple(peers)
         sessions = {n: n for n in (number, *peers)}
         self.endpoint = Endpoint(Membership(number, number, sessions), LIMITS)
         self._due = NEVER
-        flows = itertools.product(peers, range(room.links), range(room.classes))
+        flows = itertools.product(peers, range(mailboxes.links), range(mailboxes.classes))
         for peer, link, urgency in flows:
             # As with ZeroMQ, the lower number connects.
             place = ConnectionId(link, urgency, peer) if number < peer else None
@@ -81,29 +80,28 @@ class Mailbox:
         """Number of received messages."""
         return self.endpoint.waiting
 
-    def room(self, flow: Flow) -> int:
+    def room(self, route: Route) -> int:
         """Bytes that can be posted."""
-        return self.endpoint.flows[Route(flow.peer, flow.link, flow.urgency)].room
+        return self.endpoint.flows[route].room
 
-    def post(self, flow: Flow, kind: int, nbytes: int, ids: Sequence[int]) -> Posted:
+    def post(self, route: Route, kind: int, nbytes: int, ids: Sequence[int]) -> Posted:
         """Send a message with a payload of ``nbytes``; the caller has checked `room`."""
         dtype = "float32" if nbytes else ""
         message = compose(kind, _NOTHING[:nbytes], ids, dtype, (), most=LIMITS.message)
-        route = Route(flow.peer, flow.link, flow.urgency)
         self.endpoint.post(route, message, self._send, self._agenda.now)
-        self._look()
+        self._flush()
         return message
 
     def poll(self) -> Message | None:
         """Return the oldest message of the most urgent class that has one."""
         message = self.endpoint.take(self._agenda.now)
-        self._look()
+        self._flush()
         return message
 
     def _send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
-        peer = self._room.members[place.name]
+        peer = self._mailboxes.members[place.name]
         arrival = _arrival(self.number, place, parts)
-        self._room.cards.carry(
+        self._mailboxes.interfaces.carry(
             Stream(self.number, peer.number, place.urgency, place.interface),
             sum(map(len, parts)),
             lambda: peer._accept(arrival),
@@ -113,23 +111,23 @@ class Mailbox:
     def _accept(self, arrival: Arrival) -> None:
         self.endpoint.accept(arrival, self._agenda.now)
         assert not self.endpoint.refused, self.endpoint.refused
-        self._look()
+        self._flush()
         self.wake()
 
-    def _look(self) -> None:
-        """Hand over due frames, and schedule the next poll."""
+    def _flush(self) -> None:
+        """Send due frames, and schedule the next poll."""
         now = self._agenda.now
         self.endpoint.tick(now)
         self.endpoint.flush(self._send, now)
         due = self.endpoint.due()
         if due < self._due:
             self._due = max(due, now)
-            self._agenda.at(self._due, functools.partial(self._ring, self._due))
+            self._agenda.at(self._due, functools.partial(self._flush_due, self._due))
 
-    def _ring(self, due: float) -> None:
+    def _flush_due(self, due: float) -> None:
         if due == self._due:
             self._due = NEVER
-            self._look()
+            self._flush()
 
 
 def _arrival(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> Arrival:

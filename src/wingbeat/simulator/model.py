@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.planning import plans
 from wingbeat.planning.plans import Measured
-from wingbeat.types import Fusion, TensorSpec
+from wingbeat.types import Fusion, LayerPositions, TensorSpec
 
 ITEMSIZE = 4
 """Bytes of an element of a gradient."""

@@ -4,27 +4,152 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from wingbeat import schedules, topologies
+from wingbeat import schedules
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import Layout
-from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.parts.strategy import Strategy
-from wingbeat.schedules.events import Schedule
+from wingbeat.schedules.events import (
+    BackwardBegins,
+    BackwardEnds,
+    BucketReady,
+    Event,
+    ParametersNeeded,
+    Planned,
+    Schedule,
+    Start,
+    Step,
+    StepCalled,
+    Update,
+    Wait,
+)
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.coding import Coding, coding_of
-from wingbeat.simulator.exchange import Collectives, Exchange
-from wingbeat.simulator.hosts import LOCAL, Hosts
-from wingbeat.simulator.mailbox import Room
-from wingbeat.simulator.model import Buckets, Model, buckets_of
-from wingbeat.simulator.network import Carrier, Network
-from wingbeat.simulator.serving import hire
-from wingbeat.simulator.traffic import Traffic
-from wingbeat.simulator.worker import Sleeps, Worker
+from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
+from wingbeat.simulator.exchange import Exchange, SimulationContext, Waitable
+from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
+from wingbeat.simulator.network import LOCAL, Hosts, Network
 from wingbeat.traits import KEPT
+from wingbeat.types import Layout
+
+Pause = float | Waitable
+"""What a training thread waits for: seconds, or an operation."""
+
+Sleeps = Callable[[int, int], float]
+"""Maps a worker and an iteration, counted from 1, to the seconds of sleep before it."""
+
+RecordAction = Callable[[float, int, str, int], None]
+"""Called with time, rank, action, and bucket (-1: none)."""
+
+
+class Worker:
+    """Runs iterations of forward, backward and step with its schedule.
+
+    ``slow`` is a factor of the layers' times.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        model: Model,
+        buckets: Buckets,
+        schedule: Schedule,
+        exchange: Exchange,
+        work: Work,
+        agenda: Agenda,
+        record: RecordAction,
+        slow: float = 1.0,
+        sleeps: Sleeps = lambda _rank, _iteration: 0.0,
+    ) -> None:
+        self._rank, self._model, self._buckets = rank, model, buckets
+        self._schedule, self._exchange = schedule, exchange
+        self._work, self._agenda, self._record = work, agenda, record
+        self._slow, self._sleeps = slow, sleeps
+        self.ends: list[float] = []
+        self._thread: Iterator[Pause] = iter(())
+
+    def begin(self, iterations: int) -> None:
+        """Start training now."""
+        self._thread = self._train(iterations)
+        self._agenda.at(self._agenda.now, self._advance)
+
+    def check_finished(self, iterations: int) -> None:
+        """Check that this worker has ended all iterations."""
+        assert len(self.ends) == iterations, (
+            f"rank {self._rank} waits for ever in iteration {len(self.ends)}: the workers' "
+            "collectives do not match"
+        )
+
+    def _advance(self) -> None:
+        for pause in self._thread:
+            if isinstance(pause, (int, float)):
+                if pause > 0:
+                    self._agenda.at(self._agenda.now + pause, self._advance)
+                    return
+            elif not pause.over:
+                pause.when_over(self._advance)
+                return
+
+    def _train(self, iterations: int) -> Iterator[Pause]:
+        yield from self._notify(Planned(self._buckets.forward))
+        for iteration in range(1, iterations + 1):
+            yield self._sleeps(self._rank, iteration)
+            yield from self._forward()
+            yield from self._backward()
+            yield from self._notify(StepCalled())
+            self.ends.append(self._agenda.now)
+        yield from self._notify(ParametersNeeded(self._buckets.forward))
+
+    def _forward(self) -> Iterator[Pause]:
+        for layer in self._model.layers:
+            if layer.tensors:
+                needed = dict.fromkeys(self._buckets.of[t] for t in layer.tensors)
+                yield from self._notify(ParametersNeeded(tuple(needed)))
+            yield layer.forward_s * self._slow
+
+    def _backward(self) -> Iterator[Pause]:
+        missing = list(self._buckets.members)
+        ready, begun = 0, False
+        for layer in reversed(self._model.layers):
+            sizes = {t: self._model.tensors[t].numel for t in reversed(layer.tensors)}
+            seconds = layer.backward_s * self._slow
+            if not sizes:
+                yield seconds
+            for tensor, numel in sizes.items():
+                yield seconds * numel / sum(sizes.values())
+                if not begun:
+                    begun = True
+                    yield from self._notify(BackwardBegins())
+                yield numel * ITEMSIZE * self._work.fill_s_per_byte
+                missing[self._buckets.of[tensor]] -= 1
+                while ready < len(missing) and missing[ready] == 0:
+                    yield from self._notify(BucketReady(ready))
+                    ready += 1
+        yield from self._notify(BackwardEnds())
+
+    def _notify(self, event: Event) -> Iterator[Pause]:
+        """Perform the commands of the schedule for ``event``."""
+        for command in self._schedule.react(event):
+            match command:
+                case Start():
+                    self._start(command)
+                case Wait(bucket):
+                    yield from self._exchange.under_way(bucket)
+                case Update(bucket):
+                    self._record(self._agenda.now, self._rank, "update", bucket)
+                    yield self._update_s(self._buckets.numel[bucket])
+                case Step():
+                    self._record(self._agenda.now, self._rank, "step", -1)
+                    yield self._update_s(sum(self._buckets.numel))
+
+    def _update_s(self, numel: int) -> float:
+        return numel * ITEMSIZE * self._work.update_s_per_byte
+
+    def _start(self, command: Start) -> None:
+        bucket = command.bucket
+        self._record(self._agenda.now, self._rank, command.operation.value, bucket)
+        self._exchange.start(command.operation, bucket, command.chained)
+
 
 Moment = tuple[float, int, str, int]
 """Time, rank, action, and bucket (-1: none)."""
@@ -100,7 +225,8 @@ def simulate(
         raise UsageError(f"simulate(workers={workers}): layout has {layout.workers}; give as many")
     if layout is not None and traffic is not None:
         raise UsageError(
-            "simulate(layout=, traffic=): what shared cards send is not noted; give one of them"
+            "simulate(layout=, traffic=): what shared interfaces send is not recorded; give one of "
+            "them"
         )
     if not strategy.exchange.lockstep:
         raise UsageError(
@@ -128,11 +254,20 @@ def simulate(
     trace: list[Moment] = []
     buckets = buckets_of(model, strategy.plan.fusion())
     network = Hosts(agenda, layout, links, local) if layout else Network(agenda, links, traffic)
-    exchanges, room = _exchanges(
-        strategy, layout or Layout.even(workers, 1), buckets, links, work, agenda, network,
-        alike=not slow and sleeps is None and layout is None, traffic=traffic, coding=coding,
-    )  # fmt: skip
-    crew = [
+    context = SimulationContext(
+        strategy.topology,
+        layout or Layout.even(workers, 1),
+        buckets,
+        links,
+        work,
+        agenda,
+        network,
+        alike=not slow and sleeps is None and layout is None,
+        traffic=traffic,
+        coding=coding or coding_of(strategy.wire),
+    )
+    exchanges = strategy.exchange.build_simulated(context)
+    simulated = [
         Worker(
             rank,
             model,
@@ -145,52 +280,14 @@ def simulate(
             slow=(slow or {}).get(rank, 1.0),
             sleeps=sleeps or (lambda _rank, _iteration: 0.0),
         )
-        for rank, exchange in enumerate(exchanges)
+        for rank, exchange in enumerate(exchanges.workers)
     ]
-    for worker in crew:
+    for worker in simulated:
         worker.begin(iterations)
     agenda.run()
-    for worker in crew:
-        worker.check_through(iterations)
-    ends = [0.0, *crew[0].ends]
+    for worker in simulated:
+        worker.check_finished(iterations)
+    ends = [0.0, *simulated[0].ends]
     spans = tuple(b - a for a, b in itertools.pairwise(ends))
-    return Run(spans, tuple(trace), room.repeated if room else 0)
-
-
-def _exchanges(
-    strategy: Strategy,
-    layout: Layout,
-    buckets: Buckets,
-    links: Links,
-    work: Work,
-    agenda: Agenda,
-    network: Carrier,
-    alike: bool,
-    traffic: Traffic | None,
-    coding: Coding | None,
-) -> tuple[Sequence[Exchange], Room | None]:
-    """Return the exchange of each simulated worker, and the mailboxes."""
-    exchange = strategy.exchange
-    if isinstance(exchange, Servers):
-        coding = coding or coding_of(strategy.wire)
-        return hire(exchange, layout, buckets, links, work, agenda, traffic, coding)
-    workers = layout.workers
-    topology = topologies.get(strategy.topology).fitted(workers, links.count)
-    # Identical workers act as rank 0 does, so rank 0 represents all.
-    alike = topology.symmetric and alike
-    crew = [
-        Collectives(
-            rank,
-            workers,
-            buckets,
-            topology,
-            links,
-            work,
-            agenda,
-            network,
-            alike,
-            exchange.partitions,
-        )
-        for rank in range(1 if alike else workers)
-    ]
-    return crew, None
+    mailboxes = exchanges.mailboxes
+    return Run(spans, tuple(trace), mailboxes.repeated if mailboxes else 0)

@@ -19,7 +19,7 @@ from wingbeat.methods.bounded_staleness.messages import (
 )
 from wingbeat.methods.bounded_staleness.simulated import Bundled, FrameSizes
 from wingbeat.methods.bounded_staleness.worker import Worker
-from wingbeat.simulator.coding import Coding
+from wingbeat.simulator.cluster import Coding
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.transport.messages.frames import HEADER_BYTES
 

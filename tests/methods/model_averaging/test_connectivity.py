@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from wingbeat.methods.model_averaging.rules import Connectivity, Layout, Rules, WorkerPool
+from wingbeat.methods.model_averaging.rules import Connectivity, Rules, WorkerPool
+from wingbeat.types import Layout
 
 
 def test_count_request_is_true_after_the_bound() -> None:

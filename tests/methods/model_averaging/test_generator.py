@@ -14,12 +14,12 @@ from wingbeat.methods.model_averaging.generator import Generator, ProtocolError,
 from wingbeat.methods.model_averaging.rules import (
     ABLATION,
     Connectivity,
-    Layout,
     Rules,
     WorkerPool,
     count_components,
     inter_and_intra,
 )
+from wingbeat.types import Layout
 
 ASKED = ABLATION | {"paper": Rules.paper(), "everyone": Rules.all_workers()}
 

@@ -25,10 +25,11 @@ from wingbeat.methods.model_averaging.client import (
     StatusTable,
 )
 from wingbeat.methods.model_averaging.generator import Kind, Reason, Run, encode_members, run_ids
-from wingbeat.methods.model_averaging.rules import Layout, Rules, group_of
+from wingbeat.methods.model_averaging.rules import Rules, group_of
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.services import ProcessService, Service, ThreadService
+from wingbeat.types import Layout
 
 GENERATOR = 4
 

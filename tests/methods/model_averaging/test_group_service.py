@@ -10,9 +10,10 @@ import pytest
 from helpers.mail import Clock
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.model_averaging.generator import Generator, Kind, Reason, Run, decode_run
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import AdaptiveTimeout, GroupService, Rejoin
 from wingbeat.transport.messages.mailbox import RECONNECT_S
+from wingbeat.types import Layout
 
 
 class FakeMessage(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import Layout
+from wingbeat.types import Layout
 
 
 def test_even_fills_hosts_one_after_the_other() -> None:

@@ -11,11 +11,11 @@ import pytest
 from helpers.group_simulation import Simulation, averaging_matrix, groups_in
 from wingbeat.methods.model_averaging.rules import (
     ABLATION,
-    Layout,
     count_components,
     group_of,
     spectral_gap,
 )
+from wingbeat.types import Layout
 
 EIGHT = Layout.even(2, 4)
 

@@ -10,7 +10,6 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import (
     ABLATION,
     HALVE_AFTER,
-    Layout,
     Rules,
     WorkerPool,
     random_group,
@@ -18,6 +17,7 @@ from wingbeat.methods.model_averaging.rules import (
     shuffle,
     split_evenly,
 )
+from wingbeat.types import Layout
 
 
 def test_each_step_of_the_ablation_adds_one_option() -> None:

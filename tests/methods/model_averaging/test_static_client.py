@@ -20,8 +20,9 @@ from wingbeat.methods.model_averaging.client import (
     StatusTable,
 )
 from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.rules import Layout, group_of
+from wingbeat.methods.model_averaging.rules import group_of
 from wingbeat.transport.loopback import Switchboard
+from wingbeat.types import Layout
 
 
 def client(worker: int, store: Switchboard, everyone: bool = False, hosts: int = 2) -> StaticClient:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.group_simulation import groups_in
-from wingbeat.methods.model_averaging.rules import PHASES, Layout, group_of
+from wingbeat.methods.model_averaging.rules import PHASES, group_of
+from wingbeat.types import Layout
 
 FOUR = Layout.even(hosts=4, workers=4)
 

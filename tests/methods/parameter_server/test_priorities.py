@@ -12,11 +12,11 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.slicing import (
     BucketPriorities,
-    LayerPositions,
     layer_positions,
     priority_classes,
     urgency_level,
 )
+from wingbeat.types import LayerPositions
 from wingbeat_lab.pull_order import classes_by_urgency
 
 LEVELS = st.builds(lambda n, d: min(n, d) / d, st.integers(0, 60), st.integers(1, 60)) | st.floats(

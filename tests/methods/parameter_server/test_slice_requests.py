@@ -7,8 +7,9 @@ import pytest
 from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import position_of, urgency_of
-from wingbeat.methods.parameter_server.slicing import LayerPositions, RequestPlanner
+from wingbeat.methods.parameter_server.slicing import RequestPlanner
 from wingbeat.schedules.events import Operation
+from wingbeat.types import LayerPositions
 
 FORWARD = [3, 2, 1, 0]
 SIZES = [40, 30, 20, 10]

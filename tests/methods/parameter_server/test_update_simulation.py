@@ -14,9 +14,10 @@ from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeNetwork, Job, Vir
 from helpers.server_update_simulation import UpdateJobSimulation
 from wingbeat.methods.parameter_server.protocol import Kind
 from wingbeat.methods.parameter_server.server_update import RemoteOptimizer
-from wingbeat.methods.parameter_server.slicing import LayerPositions, RequestPlanner
+from wingbeat.methods.parameter_server.slicing import RequestPlanner
 from wingbeat.parts import Servers
 from wingbeat.transport.messages.endpoint import Limits
+from wingbeat.types import LayerPositions
 
 GAMES = 400
 QUICK = 150

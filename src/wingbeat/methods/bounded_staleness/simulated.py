@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from wingbeat import topologies
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.messages import (
     Envelope,
     Message,
@@ -21,16 +23,15 @@ from wingbeat.methods.bounded_staleness.messages import (
     encode_frame,
     initial_view,
 )
+from wingbeat.methods.bounded_staleness.simulated_pool import PoolMember, WorkerPool
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
-from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cards import Cards, Stream
-from wingbeat.simulator.cluster import Work
-from wingbeat.simulator.coding import Coding
-from wingbeat.simulator.cores import Busy, Cores
+from wingbeat.simulator.agenda import Agenda, Busy, Cores
+from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
+from wingbeat.simulator.interfaces import Interfaces, Paths, Stream, bcube, star
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model
-from wingbeat.simulator.worker import Sleeps
+from wingbeat.simulator.run import Sleeps
 from wingbeat.transport.messages.frames import HEADER_BYTES
 from wingbeat.types import Fusion
 
@@ -279,11 +280,16 @@ class SimulatedThread:
         work: Work,
         agenda: Agenda,
         cores: Cores,
-        nics: Cards,
+        interfaces: Interfaces,
         threads: Sequence[SimulatedThread],
     ) -> None:
         self.machine, self._sizes, self._work = machine, sizes, work
-        self._agenda, self._cores, self._nics, self._threads = agenda, cores, nics, threads
+        self._agenda, self._cores, self._interfaces, self._threads = (
+            agenda,
+            cores,
+            interfaces,
+            threads,
+        )
         self._add_s = tuple(
             numel * ITEMSIZE * (work.add_s_per_byte + coding.decode_s_per_byte)
             for numel in sizes.numel
@@ -298,15 +304,15 @@ class SimulatedThread:
         """Wake the thread to process pending work."""
         if self._resting and (self._arrived or self.machine.outbox):
             self._resting = False
-            self._agenda.at(self._agenda.now, self._go)
+            self._agenda.at(self._agenda.now, self._advance)
 
-    def _go(self) -> None:
+    def _advance(self) -> None:
         for seconds in self._thread:
             if seconds is None:
                 self._resting = True
                 return
             if seconds > 0:
-                self._cores.work(seconds, self._go)
+                self._cores.work(seconds, self._advance)
                 return
 
     def _run(self) -> Iterator[float | None]:
@@ -338,7 +344,7 @@ class SimulatedThread:
             other._arrived.append((me, message, size))
             other.wake()
 
-        self._nics.carry(Stream(me, to, 0), size.nbytes, arrived)
+        self._interfaces.carry(Stream(me, to, 0), size.nbytes, arrived)
 
 
 class TrainedMachine(Protocol):
@@ -400,25 +406,25 @@ class SimulatedTraining:
         self._step_s = Busy(sum(model.numel) * ITEMSIZE * step_s)
         self._since: float | None = None
         self._thread = self._train()
-        agenda.at(agenda.now, self._go)
+        agenda.at(agenda.now, self._advance)
 
     def received(self) -> None:
         """Check again whether a waiting iteration may begin."""
         if self._since is not None:
             self._log.waited_s[self._rank] += self._agenda.now - self._since
             self._since = None
-            self._go()
+            self._advance()
 
-    def _go(self) -> None:
+    def _advance(self) -> None:
         for seconds in self._thread:
             if seconds is None:
                 self._since = self._agenda.now
                 return
             if isinstance(seconds, Busy) and seconds > 0:
-                self._cores.work(seconds, self._go)
+                self._cores.work(seconds, self._advance)
                 return
             if seconds > 0:
-                self._agenda.at(self._agenda.now + seconds, self._go)
+                self._agenda.at(self._agenda.now + seconds, self._advance)
                 return
 
     def _train(self) -> Iterator[float | None]:
@@ -456,3 +462,143 @@ class SimulatedTraining:
             self._log.ended(self._machine.zeta - self._machine.iteration)
         self._machine.end_iteration()
         self._sent()
+
+
+NETWORKS = ("star", "bcube")
+
+
+def simulate_bounded(
+    model: Model,
+    bound: StalenessBound,
+    workers: int,
+    links: Links,
+    *,
+    gradients: float,
+    network: str = "star",
+    coding: Coding | None = None,
+    work: Work | None = None,
+    sleeps: Sleeps | None = None,
+    traffic: Traffic | None = None,
+    pool: bool = False,
+    cores: int | None = None,
+    measured: bool = False,
+) -> StaleRun:
+    """Train ``model`` in virtual time until all replicas have applied ``gradients`` contributions.
+
+    Runs are deterministic: equal arguments give bit-identical results.
+
+    Args:
+        model: layers and their times.
+        bound: staleness s, proportion p and the number of colayers k.
+        workers: number of workers, at least 2.
+        links: network interfaces. With several interfaces of a star each message is divided.
+        gradients: number of contributions, each of one worker and one iteration, over all workers.
+        network: ``"star"``, or ``"bcube"``, where hosts forward messages between switches.
+        coding: encoding of gradients; dense by default.
+        work: cost of communication in processor time.
+        sleeps: by rank and iteration, counted from 1, seconds for which a worker sleeps before it.
+        traffic: records the bytes that leave the workers.
+        pool: let one owner of pieces represent all (`simulated_pool`). An approximation
+            for more than about 30 workers; the exact simulation has ``2 k n**2`` messages a round.
+        cores: processors that the hosts share, as in a lab on one machine; by default each thread
+            of each host has its own. Ignored with ``pool``.
+        measured: whether colayers are formed from measurements from the beginning on.
+
+    Raises:
+        UsageError: a number or a name is out of range.
+    """
+    if workers < 2 or gradients <= 0:
+        raise UsageError(
+            f"simulate_bounded(workers={workers}, gradients={gradients:g}): 2 workers or more, and "
+            "more than 0 gradients"
+        )
+    if network not in NETWORKS:
+        raise UsageError(f"simulate_bounded(network={network!r}): allowed are {NETWORKS}")
+    colayers = bundled(model, bound.colayers, measured=measured)
+    job = _Job(colayers, bound, workers, links, coding or Coding(), work or Work())
+    if cores is not None and (pool or cores < 1):
+        raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without pool=True")
+    agenda = Agenda()
+    shared = Cores(agenda, cores)
+    log = RunRecorder(agenda, workers, bound.colayers, gradients)
+    if pool:
+        machines = job.pool(network, agenda, traffic)
+    else:
+        machines = job.each_worker(network, agenda, shared, traffic)
+    for rank, (machine, sent, receiver) in enumerate(machines):
+        training = SimulatedTraining(
+            rank,
+            machine,
+            sent,
+            job.model,
+            job.coding,
+            1 if pool else workers,
+            job.work,
+            agenda,
+            shared,
+            log,
+            sleeps or (lambda _rank, _iteration: 0.0),
+        )
+        receiver.received = training.received
+    agenda.run()
+    assert log.whole, "all workers wait for each other"
+    return log.run([machine.dropped for machine, _, _ in machines])
+
+
+_Simulated = tuple[TrainedMachine, Callable[[], None], SimulatedThread | PoolMember]
+"""A machine, the callback after sending, and what calls the training after it has received."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    model: Bundled
+    bound: StalenessBound
+    workers: int
+    links: Links
+    coding: Coding
+    work: Work
+
+    @property
+    def sizes(self) -> FrameSizes:
+        return FrameSizes(self.model, self.workers, self.coding)
+
+    def each_worker(
+        self, network: str, agenda: Agenda, cores: Cores, traffic: Traffic | None
+    ) -> Sequence[_Simulated]:
+        interfaces = Interfaces(agenda, self.links, lambda n: n, self._paths(network), traffic)
+        threads: list[SimulatedThread] = []
+        sizes = self.sizes
+        for rank in range(self.workers):
+            machine = Worker(rank, self.workers, self.bound, lambda *_: None)
+            threads.append(
+                SimulatedThread(
+                    machine, sizes, self.coding, self.work, agenda, cores, interfaces, threads
+                )
+            )
+        for thread in threads:
+            agenda.at(0.0, thread.wake)
+        return [(thread.machine, thread.wake, thread) for thread in threads]
+
+    def _paths(self, network: str) -> Paths:
+        if network == "star":
+            return star(self.links.count)
+        return bcube(self._cube())
+
+    def _cube(self) -> topologies.BCube:
+        return topologies.BCube().fitted(self.workers, self.links.count)
+
+    def pool(self, network: str, agenda: Agenda, traffic: Traffic | None) -> Sequence[_Simulated]:
+        hops = 1.0
+        if network == "bcube":
+            cube = self._cube()
+            away = [sum(map(bool, _digits(cube, other))) for other in range(1, self.workers)]
+            hops = sum(away) / len(away)
+        owners = WorkerPool(
+            self.bound, self.workers, self.links, hops, self.sizes, self.coding, self.work,
+            agenda, traffic,
+        )  # fmt: skip
+        return [(member, lambda: None, member) for member in owners.members]
+
+
+def _digits(cube: topologies.BCube, rank: int) -> list[int]:
+    return [cube.digit(rank, level) for level in range(cube.levels)]

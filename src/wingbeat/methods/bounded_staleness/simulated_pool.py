@@ -10,18 +10,18 @@ n`` steps. The staleness bound is the real one; messages are those of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wingbeat.methods.bounded_staleness.bound import StalenessBound, StragglerDetector
 from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, View
-from wingbeat.methods.bounded_staleness.simulated import FrameSize, FrameSizes
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.coding import Coding
+from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
 from wingbeat.simulator.model import ITEMSIZE
-from wingbeat.simulator.traffic import Traffic
+
+if TYPE_CHECKING:
+    from wingbeat.methods.bounded_staleness.simulated import FrameSize, FrameSizes
 
 _NO_VIEW = View(())
 

@@ -26,12 +26,13 @@ from wingbeat.methods.model_averaging.generator import (
     RunMessage,
     decode_run,
 )
-from wingbeat.methods.model_averaging.rules import PHASES, Layout, Rules, group_of
+from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 from wingbeat.transport.store import Store
+from wingbeat.types import Layout
 
 _log = logging.getLogger(__name__)
 

@@ -29,13 +29,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from wingbeat.methods.model_averaging.rules import (
-    Connectivity,
-    Layout,
-    Rules,
-    WorkerPool,
-    policy_of,
-)
+from wingbeat.methods.model_averaging.rules import Connectivity, Rules, WorkerPool, policy_of
+from wingbeat.types import Layout
 
 
 class ProtocolError(Exception):

@@ -18,14 +18,14 @@ import torch
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.methods.model_averaging.client import Client, StaticClient, StatusTable
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import failures, graceful_shutdown, interfaces
 from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.text import first_line
-from wingbeat.types import SERIES, Group, Span
+from wingbeat.types import SERIES, Group, Layout, Span
 
 if TYPE_CHECKING:
     from wingbeat.transport.link import Link

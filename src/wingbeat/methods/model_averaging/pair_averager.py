@@ -33,7 +33,6 @@ from wingbeat.methods.model_averaging.pair_machine import (
     is_active,
     partners,
 )
-from wingbeat.methods.model_averaging.rules import Layout
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import graceful_shutdown
@@ -44,7 +43,7 @@ from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
-from wingbeat.types import SERIES, Span
+from wingbeat.types import SERIES, Layout, Span
 
 SILENCE_S = 10.0
 """Maximum seconds without a message after which an awaited worker is lost."""

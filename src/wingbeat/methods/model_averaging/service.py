@@ -24,13 +24,14 @@ from wingbeat.methods.model_averaging.generator import (
     encode_members,
     run_ids,
 )
-from wingbeat.methods.model_averaging.rules import Layout, Rules
+from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore, Store
+from wingbeat.types import Layout
 
 _log = logging.getLogger(__name__)
 

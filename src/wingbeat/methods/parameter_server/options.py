@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from wingbeat.engine.context import BuildContext
     from wingbeat.engine.runtime import Runtime
     from wingbeat.parts.strategy import Strategy
+    from wingbeat.simulator.exchange import SimulatedExchanges, SimulationContext
 
 ASKED = ("forward", "random")
 """Orders of sums that workers request; sums that are sent unrequested have none."""
@@ -244,6 +245,12 @@ class Servers(Settings, ExchangePart):
         from wingbeat.methods.parameter_server.build import build_runtime
 
         return build_runtime(self, context)
+
+    def build_simulated(self, context: SimulationContext) -> SimulatedExchanges:
+        """Make servers and clients in virtual time."""
+        from wingbeat.methods.parameter_server.simulated import build_exchanges
+
+        return build_exchanges(self, context)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

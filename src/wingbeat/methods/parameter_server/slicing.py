@@ -19,7 +19,7 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.parameter_server.options import Servers
 from wingbeat.methods.parameter_server.protocol import Ids, Kind, pack_route
 from wingbeat.schedules.events import Operation
-from wingbeat.types import Span, split
+from wingbeat.types import LayerPositions, Span, split
 
 MIN_SHARD = 4096
 """Minimum elements of a shard; smaller messages cost more than they save."""
@@ -145,18 +145,6 @@ def urgency_level(position: int, layers: int) -> float:
     """Return ``1 - l/L``, the urgency of layer ``position`` (section III-C)."""
     # ``1 - l / L`` rounds twice; this form meets a threshold of 0.3 at layer 7 of 10.
     return (layers - position) / layers
-
-
-class LayerPositions(NamedTuple):
-    """Positions of buckets among the layers of a model.
-
-    Attributes:
-        first: for each bucket in forward order, the position of its first layer, from 1.
-        layers: number of layers.
-    """
-
-    first: tuple[int, ...]
-    layers: int
 
 
 def layer_positions(buckets: Sequence[Sequence[str]]) -> LayerPositions:

@@ -5,7 +5,7 @@ import pytest
 from wingbeat.collectives.program import compile_rounds
 from wingbeat.simulator import Links, Work
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.lane import Lane
+from wingbeat.simulator.exchange import Lane
 from wingbeat.simulator.network import Network
 from wingbeat.topologies import Mesh
 from wingbeat.types import blocks_of

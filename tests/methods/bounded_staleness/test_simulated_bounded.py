@@ -1,4 +1,4 @@
-"""Bounded staleness in virtual time: closed forms, stragglers, bytes, and the crowd beside all."""
+"""Bounded staleness in virtual time: closed forms, stragglers, bytes, and the pool beside all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.messages import Progress, initial_view
-from wingbeat.methods.bounded_staleness.simulated import StaleRun, bundled
+from wingbeat.methods.bounded_staleness.simulated import StaleRun, bundled, simulate_bounded
 from wingbeat.methods.bounded_staleness.simulated_pool import PoolMember
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator import Links, Model, Work
-from wingbeat.simulator.bounded import simulate_bounded
-from wingbeat.simulator.coding import Coding
+from wingbeat.simulator.cluster import Coding, Traffic
 from wingbeat.simulator.model import TimedLayer
-from wingbeat.simulator.traffic import Traffic
 from wingbeat.transport import loopback
 from wingbeat.types import Fusion, TensorSpec
 from wingbeat_lab.paced import simulator_model
@@ -66,12 +64,12 @@ def slow(worker: int, factor: float) -> Any:
     return lambda rank, _iteration: factor * COMPUTE_S * (rank == worker)
 
 
-@pytest.mark.parametrize("crowd", [False, True])
+@pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("workers", [2, 3, 8])
 @pytest.mark.parametrize("ratio", [1.0, 0.25])
-def test_bsp_takes_computation_and_then_its_bytes(workers: int, ratio: float, crowd: bool) -> None:
+def test_bsp_takes_computation_and_then_its_bytes(workers: int, ratio: float, pool: bool) -> None:
     """Pieces and then sums, of one colayer: nothing overlaps."""
-    made = run(bsp(), workers, 10, coding=Coding(ratio=ratio), crowd=crowd)
+    made = run(bsp(), workers, 10, coding=Coding(ratio=ratio), pool=pool)
     wire = 2 * (workers - 1) / workers * NUMEL * 4 * ratio / LINKS.bytes_per_s
     assert made.seconds == pytest.approx(10 * (COMPUTE_S + wire), rel=0.02)
     assert made.delays == {0: 10 * workers}
@@ -79,37 +77,37 @@ def test_bsp_takes_computation_and_then_its_bytes(workers: int, ratio: float, cr
     assert made.waited_s == pytest.approx([10 * wire] * workers, rel=0.05)
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_colayers_are_exchanged_while_backward_goes_on(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_colayers_are_exchanged_while_backward_goes_on(pool: bool) -> None:
     """Of four, three are hidden, and the last is on its way alone."""
-    made = run(bsp(4), iterations=10, crowd=crowd)
+    made = run(bsp(4), iterations=10, pool=pool)
     last = 2 * 2 / 3 * NUMEL / 4 * 4 / LINKS.bytes_per_s
     assert made.seconds == pytest.approx(10 * (COMPUTE_S + last), rel=0.02)
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_without_a_bound_nobody_waits_for_the_network(crowd: bool) -> None:
-    made = run(StalenessBound(None, 2, 2, in_flight=None), iterations=40, crowd=crowd)
+@pytest.mark.parametrize("pool", [False, True])
+def test_without_a_bound_nobody_waits_for_the_network(pool: bool) -> None:
+    made = run(StalenessBound(None, 2, 2, in_flight=None), iterations=40, pool=pool)
     assert made.seconds < 40 * COMPUTE_S + 2 * COMPUTE_S
     assert made.waited_s == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_on_a_slow_network_queues_use_up_s(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_on_a_slow_network_queues_use_up_s(pool: bool) -> None:
     """Workers run ahead until s stops them, so contributions are s steps late, all alike."""
     bound = StalenessBound(4, 2, 2, in_flight=None)
-    delays = run(bound, iterations=15, links=SLOW, crowd=crowd).delays
+    delays = run(bound, iterations=15, links=SLOW, pool=pool).delays
     assert max(delays) == 4
     assert delays[4] > 0.5 * sum(delays.values())
 
 
 @pytest.mark.parametrize("s", [4, 18, None])
-@pytest.mark.parametrize("crowd", [False, True])
+@pytest.mark.parametrize("pool", [False, True])
 def test_on_a_slow_network_one_round_is_in_flight_and_it_is_as_fast(
-    s: int | None, crowd: bool
+    s: int | None, pool: bool
 ) -> None:
     """The links are never idle, and whoever is not slow need not wait for more."""
-    options: dict[str, Any] = {"iterations": 30, "links": SLOW, "crowd": crowd}
+    options: dict[str, Any] = {"iterations": 30, "links": SLOW, "pool": pool}
     queued = run(StalenessBound(s, 2, 2, in_flight=None), **options)
     made = run(StalenessBound(s, 2, 2), **options)
     assert set(made.delays) <= {0, 1, 2}
@@ -118,18 +116,18 @@ def test_on_a_slow_network_one_round_is_in_flight_and_it_is_as_fast(
     assert made.seconds <= queued.seconds * 1.01
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_who_just_comes_in_time_is_found_out(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_who_just_comes_in_time_is_found_out(pool: bool) -> None:
     """Links take about as long as the slow worker: with one round in flight all wait for it."""
     links = Links(bytes_per_s=1e8, latency_s=0.0, quantum=1 << 20)
     options: dict[str, Any] = {"iterations": 40, "links": links, "sleeps": slow(1, 1.25)}
-    waits = run(StalenessBound(18, 1, 2, in_flight=1), crowd=crowd, **options)
-    goes_on = run(StalenessBound(18, 1, 2), crowd=crowd, **options)
+    waits = run(StalenessBound(18, 1, 2, in_flight=1), pool=pool, **options)
+    goes_on = run(StalenessBound(18, 1, 2), pool=pool, **options)
     assert goes_on.seconds < 0.93 * waits.seconds
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_on_a_slow_network_slow_workers_let_others_run_ahead(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_on_a_slow_network_slow_workers_let_others_run_ahead(pool: bool) -> None:
     """Each iteration another one sleeps for two; without running ahead it would be waited for."""
 
     def sleeps(rank: int, iteration: int) -> float:
@@ -137,18 +135,18 @@ def test_on_a_slow_network_slow_workers_let_others_run_ahead(crowd: bool) -> Non
 
     links = Links(bytes_per_s=2e8, latency_s=0.0, quantum=1 << 20)
     seconds = [
-        run(bound, 4, 40, links=links, sleeps=sleeps, crowd=crowd).seconds
+        run(bound, 4, 40, links=links, sleeps=sleeps, pool=pool).seconds
         for bound in (bsp(2), StalenessBound(18, 1, 2, in_flight=1), StalenessBound(18, 1, 2))
     ]
     assert seconds[0] > 1.1 * seconds[1] > 1.1**2 * seconds[2]
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_a_slow_worker_holds_bsp_back_and_ssp_after_s(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_slow_worker_holds_bsp_back_and_ssp_after_s(pool: bool) -> None:
     """It takes three times as long; the others are s ahead once, and then as slow."""
     light = model(2, 1000)
     times = [
-        run(bound, iterations=24, model=light, sleeps=slow(1, 2.0), crowd=crowd).seconds
+        run(bound, iterations=24, model=light, sleeps=slow(1, 2.0), pool=pool).seconds
         for bound in (bsp(2), StalenessBound(6, 2, 2))
     ]
     assert times[0] == pytest.approx(24 * 3 * COMPUTE_S, rel=0.02)
@@ -156,12 +154,10 @@ def test_a_slow_worker_holds_bsp_back_and_ssp_after_s(crowd: bool) -> None:
     assert times[1] == pytest.approx((24 - 4) * 3 * COMPUTE_S, rel=0.06)
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_canary_drops_what_is_too_old_and_goes_on(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_canary_drops_what_is_too_old_and_goes_on(pool: bool) -> None:
     light = model(4, 1000)
-    made = run(
-        StalenessBound(3, 3, 4), iterations=60, model=light, sleeps=slow(1, 6.0), crowd=crowd
-    )
+    made = run(StalenessBound(3, 3, 4), iterations=60, model=light, sleeps=slow(1, 6.0), pool=pool)
     assert made.dropped[0] == made.dropped[2] == 0
     assert made.dropped[1] > 3
     assert 0 < made.lost <= made.dropped[1]
@@ -170,13 +166,11 @@ def test_canary_drops_what_is_too_old_and_goes_on(crowd: bool) -> None:
     assert made.waited_s[0] < 0.1 * made.seconds
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_with_p_colayers_sent_the_others_wait_for_the_rest(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_with_p_colayers_sent_the_others_wait_for_the_rest(pool: bool) -> None:
     """Whoever has sent its one of two in time is never dropped amid backward."""
     light = model(2, 1000)
-    made = run(
-        StalenessBound(1, 1, 2), iterations=30, model=light, sleeps=slow(1, 2.0), crowd=crowd
-    )
+    made = run(StalenessBound(1, 1, 2), iterations=30, model=light, sleeps=slow(1, 2.0), pool=pool)
     assert made.lost == 1.0 * made.dropped[1]  # before the first colayer: then p has been reached
 
 
@@ -196,19 +190,19 @@ def test_one_worker_after_the_other_is_slow_and_hardly_matters() -> None:
 
 
 @pytest.mark.parametrize(("network", "hops"), [("star", 1.0), ("bcube", 1.5)])
-@pytest.mark.parametrize("crowd", [False, True])
+@pytest.mark.parametrize("pool", [False, True])
 def test_bytes_are_two_thirds_to_and_fro_and_more_where_hosts_pass_on(
-    network: str, hops: float, crowd: bool
+    network: str, hops: float, pool: bool
 ) -> None:
     """Of nine workers 8/9 of the gradients, twice a round; in a BCube(3, 2) half take two hops."""
     traffic = Traffic()
     made = run(
         bsp(), 9, 3, model=model(1, 8 * NUMEL), links=TWO, network=network, traffic=traffic,
-        crowd=crowd,
+        pool=pool,
     )  # fmt: skip
     wire = 2 * 8 / 9 * 8 * NUMEL * 4 * hops
     assert statistics.fmean(traffic.sent.values()) == pytest.approx(3 * wire, rel=0.02)
-    assert len(traffic.sent) == (1 if crowd else 9)
+    assert len(traffic.sent) == (1 if pool else 9)
     assert made.seconds == pytest.approx(3 * (COMPUTE_S + wire / 2e9), rel=0.06)
     assert max(traffic.utilisation(2e9, made.seconds)) <= 1.0 + 1e-9
 
@@ -219,16 +213,16 @@ def test_coding_takes_the_threads_time() -> None:
     encode, decode = Coding(encode_s_per_byte=1e-9), Coding(decode_s_per_byte=1e-9)
     nbytes = NUMEL * 4e-9
     for coding, more in ((encode, nbytes * (1 + 1 / 3)), (decode, nbytes * 2)):
-        for crowd in (False, True):
-            made = run(bsp(), iterations=10, coding=coding, crowd=crowd)
+        for pool in (False, True):
+            made = run(bsp(), iterations=10, coding=coding, pool=pool)
             assert made.seconds - plain.seconds == pytest.approx(10 * more, rel=0.1)
 
 
 def test_messages_have_their_price() -> None:
     plain = run(bsp(), iterations=10)
     work = Work(fill_s_per_byte=0.0, update_s_per_byte=0.0, add_s_per_byte=0.0, message_s=0.01)
-    for crowd in (False, True):
-        made = run(bsp(), iterations=10, work=work, crowd=crowd)
+    for pool in (False, True):
+        made = run(bsp(), iterations=10, work=work, pool=pool)
         # To two others, pieces and sums of five parts each, posted and taken; and where each is.
         assert 10 * 0.01 * 8 * 5 < made.seconds - plain.seconds < 10 * 0.01 * 8 * 5 * 2
 
@@ -250,15 +244,15 @@ def test_one_owner_stands_for_all(bound: StalenessBound, ratio: float, factor: f
         "sleeps": slow(1, factor),
         "work": Work(fill_s_per_byte=0.0, update_s_per_byte=0.0),
     }
-    full, crowd = (run(bound, 5, 20, crowd=crowd, **options) for crowd in (False, True))
-    assert crowd.seconds == pytest.approx(full.seconds, rel=0.03)
-    assert mean(crowd.delays) == pytest.approx(mean(full.delays), rel=0.1, abs=0.3)
-    assert mean(crowd.lags) == pytest.approx(mean(full.lags), rel=0.1, abs=0.3)
-    assert crowd.lost == pytest.approx(full.lost, rel=0.3, abs=1.0)
+    full, pool = (run(bound, 5, 20, pool=pool, **options) for pool in (False, True))
+    assert pool.seconds == pytest.approx(full.seconds, rel=0.03)
+    assert mean(pool.delays) == pytest.approx(mean(full.delays), rel=0.1, abs=0.3)
+    assert mean(pool.lags) == pytest.approx(mean(full.lags), rel=0.1, abs=0.3)
+    assert pool.lost == pytest.approx(full.lost, rel=0.3, abs=1.0)
 
 
 class Heard:
-    """What a member of a crowd of two says, with nobody to hear it."""
+    """What a member of a pool of two says, with nobody to hear it."""
 
     def __init__(self) -> None:
         self.said: list[tuple[int, ...]] = []
@@ -277,9 +271,7 @@ class Heard:
 @pytest.mark.parametrize(
     "bound", [bsp(2), StalenessBound(3, 2, 2), StalenessBound(2, 2, 3), StalenessBound(None, 2, 2)]
 )
-def test_a_member_of_a_crowd_says_what_a_real_machine_says(
-    bound: StalenessBound, sent: int
-) -> None:
+def test_a_member_of_a_pool_says_what_a_real_machine_says(bound: StalenessBound, sent: int) -> None:
     """While another goes on further and further, and it has sent some colayers."""
     heard, real = Heard(), Worker(0, 2, bound, lambda *_: None)
     member = PoolMember(heard, 0, bound)  # type: ignore[arg-type]
@@ -299,10 +291,10 @@ def test_a_member_of_a_crowd_says_what_a_real_machine_says(
     assert member.can_begin() == real.can_begin()
 
 
-@pytest.mark.parametrize("crowd", [False, True])
-def test_the_same_arguments_give_the_same_run(crowd: bool) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_the_same_arguments_give_the_same_run(pool: bool) -> None:
     first, second = (
-        run(StalenessBound(3, 2, 4), 4, sleeps=slow(2, 3.0), crowd=crowd) for _ in range(2)
+        run(StalenessBound(3, 2, 4), 4, sleeps=slow(2, 3.0), pool=pool) for _ in range(2)
     )
     assert first == second
 
@@ -382,7 +374,7 @@ def test_on_shared_cores_the_hosts_work_waits_and_computation_does_not() -> None
     assert seconds[1] == pytest.approx(COMPUTE_S + 4 * 0.24, rel=0.01)
 
 
-@pytest.mark.parametrize("options", [{"cores": 0}, {"cores": 2, "crowd": True}])
+@pytest.mark.parametrize("options", [{"cores": 0}, {"cores": 2, "pool": True}])
 def test_cores_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"simulate_bounded\(cores="):
         run(bsp(), **options)

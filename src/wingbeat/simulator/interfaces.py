@@ -1,18 +1,55 @@
-"""Network interfaces and switch ports with strict priority classes, served in quanta."""
+"""Interfaces and switch ports with strict priority classes, served in quanta, and the paths."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links
+from wingbeat.simulator.cluster import Links, Traffic
 from wingbeat.simulator.network import Side
-from wingbeat.simulator.paths import Path, Paths
-from wingbeat.simulator.traffic import Traffic
+from wingbeat.topologies.bcube import BCube
+
+Path = Sequence[tuple[Side, Side]]
+"""Hops from host to host, each with the sending and the receiving interface."""
+
+Paths = Callable[[int, int], Sequence[Path]]
+"""Maps source and target to paths that carry equal shares."""
+
+
+def first_interface(source: int, target: int) -> Sequence[Path]:
+    """Return the only path where each host has one interface on one switch."""
+    return [[((source, 0), (target, 0))]]
+
+
+def star(interfaces: int) -> Paths:
+    """Return the paths where interface ``l`` of each host is on switch ``l``."""
+
+    def paths(source: int, target: int) -> Sequence[Path]:
+        return [[((source, link), (target, link))] for link in range(interfaces)]
+
+    return paths
+
+
+def bcube(cube: BCube) -> Paths:
+    """Return the paths of a BCube, where hosts forward between switches.
+
+    There is one path, which corrects the lowest digit first, as the routes of a lab's BCube do.
+    """
+
+    def paths(source: int, target: int) -> Sequence[Path]:
+        hops, at = [], source
+        for level in range(cube.levels):
+            after = cube.cube(at, level)[cube.digit(target, level)]
+            if after != at:
+                hops.append(((at, level), (after, level)))
+                at = after
+        return [hops]
+
+    return paths
 
 
 class Stream(NamedTuple):
@@ -56,10 +93,10 @@ class Port:
         links: Links,
         carried: Callable[[float, float, int], None] | None = None,
     ) -> None:
-        self._agenda, self._note = agenda, carried
+        self._agenda, self._record = agenda, carried
         self._seconds_per_byte = 1 / links.bytes_per_s
         self._quantum = links.quantum
-        self._blind = not links.priorities
+        self._classless = not links.priorities
         self._classes: dict[int, _Class] = {}
         self._order: list[int] = []
         self._busy = False
@@ -72,7 +109,7 @@ class Port:
         over: Action | None,
     ) -> None:
         """Queue bytes after the earlier frames of the stream."""
-        urgency = 0 if self._blind else stream.urgency
+        urgency = 0 if self._classless else stream.urgency
         if urgency not in self._classes:
             self._classes[urgency] = _Class()
             self._order = sorted(self._classes)
@@ -103,12 +140,12 @@ class Port:
         if frame.begun is not None:
             frame.begun(nbytes, last)
         ends = self._agenda.now + nbytes * self._seconds_per_byte
-        if self._note is not None:
-            self._note(self._agenda.now, ends, nbytes)
+        if self._record is not None:
+            self._record(self._agenda.now, ends, nbytes)
         over = frame.over if last else None
-        self._agenda.at(ends, lambda: self._carried(stream, again, over))
+        self._agenda.at(ends, lambda: self._sent(stream, again, over))
 
-    def _carried(self, stream: Stream, again: deque[Stream] | None, over: Action | None) -> None:
+    def _sent(self, stream: Stream, again: deque[Stream] | None, over: Action | None) -> None:
         if again is not None:
             again.append(stream)
         if over is not None:
@@ -116,7 +153,7 @@ class Port:
         self._serve()
 
 
-class Cards:
+class Interfaces:
     """Interfaces of each host, on switches limited only at their ports towards a host.
 
     A quantum begins to arrive one latency after it begins to leave, if the receiver's port is free.

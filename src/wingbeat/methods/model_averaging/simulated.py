@@ -10,16 +10,16 @@ from random import Random
 
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.generator import Generator, Member, Run
-from wingbeat.methods.model_averaging.rules import PHASES, Layout, Rules, group_of
+from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.methods.model_averaging.service import ConnectionCache
-from wingbeat.methods.parameter_server.slicing import LayerPositions
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives
-from wingbeat.simulator.hosts import LOCAL, Among, Hosts
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
+from wingbeat.simulator.network import LOCAL, GroupNetwork, Hosts
 from wingbeat.topologies import Ring
+from wingbeat.types import LayerPositions, Layout
 
 _COPIES = 2
 """Copies of the parameters before and after an average: into the buffer, and by the members."""
@@ -95,30 +95,30 @@ def simulate_groups(
             f"simulate_groups(iterations={iterations}, every={every}, warmup={warmup}, jitter="
             f"{jitter}): allowed are 1 or more iterations, every=1 or more, others from 0 on"
         )
-    scene = _Scene(model, rules, layout, links, local, work or Work(), seed)
+    job = _Job(model, rules, layout, links, local, work or Work(), seed)
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
-    crew = [
-        _Worker(rank, scene, (slow or {}).get(rank, 1.0), jitter, overlap, every, last)
+    workers = [
+        _Worker(rank, job, (slow or {}).get(rank, 1.0), jitter, overlap, every, last)
         for rank in range(layout.workers)
     ]
-    scene.crew = crew
-    for worker in crew:
+    job.workers = workers
+    for worker in workers:
         worker.begin()
-    scene.agenda.run()
-    assert len(scene.ends) >= last, f"workers wait for ever after {len(scene.ends)} iterations"
-    begun = scene.ends[first - 1] if first else 0.0
-    iteration_s = (scene.ends[last - 1] - begun) * layout.workers / (last - first)
-    seconds = sum(worker.trained_s for worker in crew)
-    computed = sum(worker.computed_s for worker in crew)
+    job.agenda.run()
+    assert len(job.ends) >= last, f"workers wait for ever after {len(job.ends)} iterations"
+    begun = job.ends[first - 1] if first else 0.0
+    iteration_s = (job.ends[last - 1] - begun) * layout.workers / (last - first)
+    seconds = sum(worker.trained_s for worker in workers)
+    computed = sum(worker.computed_s for worker in workers)
     return GroupRun(
         iteration_s,
         1 - computed / seconds,
-        tuple(worker.steps for worker in crew),
-        tuple(scene.groups),
+        tuple(worker.steps for worker in workers),
+        tuple(job.groups),
     )
 
 
-class _Scene:
+class _Job:
     """State that the workers share, with the groups of two or more workers so far."""
 
     def __init__(
@@ -138,39 +138,39 @@ class _Scene:
         self.numel = sum(tensor.numel for tensor in model.tensors)
         self.ends: list[float] = []
         self.groups: list[tuple[int, ...]] = []
-        self.crew: list[_Worker] = []
+        self.workers: list[_Worker] = []
         self._generator = Generator(layout, rules, seed) if rules else None
         self._connections = ConnectionCache(layout.workers)
         self._free = 0.0
 
-    def tell(self, say: Callable[[Generator], list[Run]]) -> None:
+    def send(self, request: Callable[[Generator], list[Run]]) -> None:
         """Send a message to the generator, which answers messages in order.
 
         Each message, in or out, takes the generator's processor time.
         """
-        self.agenda.at(self.agenda.now + self._trip_s, lambda: self._hear(say))
+        self.agenda.at(self.agenda.now + self._trip_s, lambda: self._process(request))
 
-    def _hear(self, say: Callable[[Generator], list[Run]]) -> None:
+    def _process(self, request: Callable[[Generator], list[Run]]) -> None:
         assert self._generator is not None
         self._free = max(self._free, self.agenda.now) + self.work.message_s
-        for run in say(self._generator):
+        for run in request(self._generator):
             connection = 0
             if len(run.members) > 1:
                 self.groups.append(run.members)
                 connection = self._connections.id_of(run.members)
             for member in run.members:
                 self._free += self.work.message_s
-                hear = partial(self.crew[member].hear, run, connection)
-                self.agenda.at(self._free + self._trip_s, hear)
+                start = partial(self.workers[member].start_group, run, connection)
+                self.agenda.at(self._free + self._trip_s, start)
 
     @property
     def _trip_s(self) -> float:
         return self.links.latency_s + self.work.message_s
 
-    def average(
+    def take_part(
         self,
         rank: int,
-        meeting: object,
+        average: object,
         members: tuple[int, ...],
         over: Callable[[], None],
         *,
@@ -187,14 +187,14 @@ class _Scene:
         def made() -> None:
             self.agenda.at(self.agenda.now + copies_s, over)
 
-        self.agenda.at(begins, partial(self._exchange, rank, meeting, members, made))
+        self.agenda.at(begins, partial(self._exchange, rank, average, members, made))
 
     def _exchange(
-        self, rank: int, meeting: object, members: tuple[int, ...], over: Callable[[], None]
+        self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
         buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), LayerPositions((1,), 1))
         place, size = members.index(rank), len(members)
-        network = Among(self.network, meeting, members)
+        network = GroupNetwork(self.network, average, members)
         collectives = Collectives(
             place, size, buckets, Ring(), self.links, self.work, self.agenda, network
         )
@@ -218,19 +218,19 @@ class _Worker:
     def __init__(
         self,
         rank: int,
-        scene: _Scene,
+        job: _Job,
         slow: float,
         jitter: float,
         overlap: bool,
         every: int,
         last: int,
     ) -> None:
-        self._rank, self._scene, self._overlap, self._last = rank, scene, overlap, last
+        self._rank, self._job, self._overlap, self._last = rank, job, overlap, last
         self._every, self._turns = every, 0
         self._slow, self._jitter = slow, jitter
-        self._chance = Random(f"{scene.seed} {rank}")
-        self._member = Member(rank, scene.rules) if scene.rules else None
-        self._met: Counter[tuple[int, ...]] = Counter()
+        self._random = Random(f"{job.seed} {rank}")
+        self._member = Member(rank, job.rules) if job.rules else None
+        self._averages: Counter[tuple[int, ...]] = Counter()
         self._connected: set[object] = set()
         self._busy = False
         self._resume: Callable[[], None] | None = None
@@ -239,9 +239,9 @@ class _Worker:
 
     def begin(self) -> None:
         self._thread = self._train()
-        self._scene.agenda.at(self._scene.agenda.now, self._go)
+        self._job.agenda.at(self._job.agenda.now, self._advance)
 
-    def hear(self, run: Run, connection: int) -> None:
+    def start_group(self, run: Run, connection: int) -> None:
         """Run a group of the generator over the connections with this id."""
         assert self._member is not None
         if not self._member.start(run):
@@ -257,46 +257,46 @@ class _Worker:
         """Average; ``kept`` is equal for averages over the same connections."""
         connected = kept in self._connected
         self._connected.add(kept)
-        self._scene.average(self._rank, number, members, over, connected=connected)
+        self._job.take_part(self._rank, number, members, over, connected=connected)
 
     def _averaged(self) -> None:
         assert self._member is not None
         run = self._member.finish()
-        self._scene.tell(lambda generator: generator.acknowledge(self._rank, run[0], run[1]))
+        self._job.send(lambda generator: generator.acknowledge(self._rank, run[0], run[1]))
         if not self._member.waiting:
-            self._rest()
+            self._continue()
 
-    def _go(self) -> None:
+    def _advance(self) -> None:
         for pause in self._thread:
             if callable(pause):
-                pause(self._go)
+                pause(self._advance)
                 return
             if pause > 0:
-                self._scene.agenda.at(self._scene.agenda.now + pause, self._go)
+                self._job.agenda.at(self._job.agenda.now + pause, self._advance)
                 return
 
     def _train(self) -> Iterator[Pause]:
-        scene, agenda = self._scene, self._scene.agenda
-        layers = scene.model.layers
+        job, agenda = self._job, self._job.agenda
+        layers = job.model.layers
         compute_s = self._slow * sum(layer.forward_s + layer.backward_s for layer in layers)
         # Parameters are copied to the flat buffer and back.
-        update_s = scene.numel * ITEMSIZE * (
-            scene.work.update_s_per_byte + 2 * scene.work.fill_s_per_byte
+        update_s = job.numel * ITEMSIZE * (
+            job.work.update_s_per_byte + 2 * job.work.fill_s_per_byte
         )  # fmt: skip
-        while len(scene.ends) < self._last:
+        while len(job.ends) < self._last:
             begun = agenda.now
-            seconds = compute_s * max(0.1, self._chance.gauss(1.0, self._jitter)) + update_s
+            seconds = compute_s * max(0.1, self._random.gauss(1.0, self._jitter)) + update_s
             yield seconds
             if self._overlap:
                 yield from self._wait()
             if (self.steps + 1) % self._every == 0:
-                self._ask()
+                self._request()
             if not self._overlap:
                 yield from self._wait()
             self.steps += 1
             self.computed_s += seconds
             self.trained_s += agenda.now - begun
-            scene.ends.append(agenda.now)
+            job.ends.append(agenda.now)
 
     def _wait(self) -> Iterator[Pause]:
         while self._busy:
@@ -305,28 +305,28 @@ class _Worker:
     def _call_back(self, resume: Callable[[], None]) -> None:
         self._resume = resume
 
-    def _rest(self) -> None:
+    def _continue(self) -> None:
         """Continue once no average that the training thread requested is left."""
         self._busy = False
         resume, self._resume = self._resume, None
         if resume is not None:
-            self._scene.agenda.at(self._scene.agenda.now, resume)
+            self._job.agenda.at(self._job.agenda.now, resume)
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         self._busy = True
         if self._member is not None:
             self._member.request()
-            self._scene.tell(lambda generator: generator.request(self._rank))
+            self._job.send(lambda generator: generator.request(self._rank))
             return
         turn, self._turns = self._turns, self._turns + 1
-        members = group_of(self._scene.layout, self._rank, turn)
+        members = group_of(self._job.layout, self._rank, turn)
         if len(members) == 1:
             self._busy = False
             return
-        # All members count their meetings alike, because they meet in one order.
-        self._met[members] += 1
+        # All members count the same averages, because each takes part in the same order.
+        self._averages[members] += 1
         if members[0] == self._rank:
-            self._scene.groups.append(members)
+            self._job.groups.append(members)
         # With an odd number of hosts pairs differ between cycles, and connections are not kept.
-        odd = turn % PHASES == 2 and len(self._scene.layout.hosts) % 2
-        self._average(self._met[members], members, self._rest, turn if odd else members)
+        odd = turn % PHASES == 2 and len(self._job.layout.hosts) % 2
+        self._average(self._averages[members], members, self._continue, turn if odd else members)

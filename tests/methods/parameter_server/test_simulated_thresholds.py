@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from wingbeat.errors import UsageError
+from wingbeat.methods.parameter_server import simulated
 from wingbeat.planning.thresholds import thresholds_from_cuts
-from wingbeat.simulator import Links, Model, Thresholds, TimedLayer, Work, simulate, thresholds
+from wingbeat.simulator import Links, Model, Thresholds, TimedLayer, Work, simulate
 from wingbeat.types import TensorSpec
 from wingbeat_lab import baselines
 
@@ -43,7 +44,7 @@ def test_each_division_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> Non
         ran.append(strategy.exchange.levels)
         return simulate(model, strategy, *args, **options)
 
-    monkeypatch.setattr(thresholds, "simulate", counted)
+    monkeypatch.setattr(simulated, "simulate", counted)
     levels = made()
     levels.sweep((0.5, 0.51, 0.6))
     assert len(ran) == 1

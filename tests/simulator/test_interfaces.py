@@ -1,4 +1,4 @@
-"""Cards and ports that know classes: who is carried first, and that nothing is lost or idle."""
+"""Interfaces and ports with classes: who is carried first, and that nothing is lost or idle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from helpers.amounts import examples
 from wingbeat.simulator import Links
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cards import Cards, Stream
+from wingbeat.simulator.interfaces import Interfaces, Stream
 
 URGENT, BULK = 0, 1
 Frame = tuple[float, Stream, int]
@@ -22,7 +22,7 @@ def play(
     """When each has arrived, at 100 bytes a second; every process has a host of its own."""
     agenda = Agenda()
     links = Links(bytes_per_s=100.0, latency_s=latency_s, priorities=priorities, quantum=quantum)
-    cards = Cards(agenda, links, lambda number: number)
+    interfaces = Interfaces(agenda, links, lambda number: number)
     ended = [-1.0] * len(frames)
 
     def arrived(number: int) -> None:
@@ -32,7 +32,7 @@ def play(
     for number, (when, stream, nbytes) in enumerate(frames):
 
         def send(number: int = number, stream: Stream = stream, nbytes: int = nbytes) -> None:
-            cards.carry(stream, nbytes, lambda: arrived(number))
+            interfaces.carry(stream, nbytes, lambda: arrived(number))
 
         agenda.at(when, send)
     agenda.run()
@@ -78,9 +78,9 @@ def test_an_urgent_transfer_takes_its_time_alone_where_the_network_has_classes(
 
 def test_what_stays_on_a_host_needs_no_card() -> None:
     agenda = Agenda()
-    cards = Cards(agenda, Links(bytes_per_s=1.0), lambda number: number % 2)
+    interfaces = Interfaces(agenda, Links(bytes_per_s=1.0), lambda number: number % 2)
     ended: list[float] = []
-    cards.carry(Stream(0, 2, 0), 10**9, lambda: ended.append(agenda.now))
+    interfaces.carry(Stream(0, 2, 0), 10**9, lambda: ended.append(agenda.now))
     agenda.run()
     assert ended == [0.0]
 

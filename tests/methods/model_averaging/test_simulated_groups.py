@@ -8,11 +8,11 @@ import pytest
 
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import ABLATION, Layout, Rules, count_components
+from wingbeat.methods.model_averaging.rules import ABLATION, Rules, count_components
 from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.hosts import Among, Hosts
-from wingbeat.types import TensorSpec
+from wingbeat.simulator.network import GroupNetwork, Hosts
+from wingbeat.types import Layout, TensorSpec
 
 FREE = Work(
     chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s=0.0,
@@ -126,13 +126,13 @@ def test_an_average_that_takes_longer_than_a_step_is_waited_for() -> None:
 def test_meetings_of_the_same_members_do_not_mix() -> None:
     agenda = Agenda()
     network = Hosts(agenda, Layout.even(3, 1), LINKS, NEAR)
-    first, second = (Among(network, meeting, (2, 1)) for meeting in (1, 2))
+    first, second = (GroupNetwork(network, meeting, (2, 1)) for meeting in (1, 2))
     key = (0, 1, 0, 0, 0, 7)
     first.announce(key)
-    first.hand(key, (0, 0), (1, 0), 1000)
+    first.send(key, (0, 0), (1, 0), 1000)
     agenda.run()
-    assert not second.take(key, lambda: None)
-    assert first.take(key, lambda: None)
+    assert not second.receive(key, lambda: None)
+    assert first.receive(key, lambda: None)
 
 
 def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_not() -> None:
