@@ -392,7 +392,7 @@ def test_single_worker_trains_alone() -> None:
         ),
         (
             lambda: wingbeat.Strategy(exchange="groups", schedule="local", plan="merged"),
-            "does not change while training",
+            "must not change during training",
         ),
     ],
 )

@@ -456,6 +456,7 @@ def wire_text(wire: str | Coded) -> str:
     The density is always included, even if it is the default; a warm-up never is, because
     measurements apply after it.
 
+    >>> from wingbeat import TopK
     >>> wire_text("bfloat16"), wire_text(TopK(density=0.01, warmup=9, momentum=0.9))
     ('bf16', 'TopK(density=0.01, momentum=0.9)')
     """
