@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from torch import nn
 
 import wingbeat
 from helpers.training import engine as engine_behind
+from helpers.training import net, on, sgd, train
 from wingbeat.engine.api import claim_parameters, free_parameters, refuse_claimed
 from wingbeat.errors import UsageError
+from wingbeat.strategies import parse
 from wingbeat.transport import loopback
 
 
@@ -68,3 +72,31 @@ def test_release_frees_parameters_while_the_engine_is_referenced() -> None:
     whole, adam = wingbeat.distribute(whole, adam, wingbeat.AllReduce(), world=world)
     assert engine_behind(whole) is not held
     wingbeat.release(whole, adam)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "allreduce", "dear", "dear:shard_optimizer=true", "geryon:encrypted=false",
+        "canary:encrypted=false", "localsgd:every=2,encrypted=false",
+        "diloco:every=2,encrypted=false", "adpsgd:encrypted=false",
+    ],
+)  # fmt: skip
+def test_release_deletes_the_engine_at_once(strategy: str) -> None:
+    """Not when garbage is collected: where models are averaged it has copies of the model."""
+
+    def body(world: Any) -> bool:
+        model = net()
+        model, optimizer = wingbeat.distribute(
+            model, sgd(model.parameters()), parse(strategy), world=world
+        )
+        train(model, optimizer, range(4))
+        gone = weakref.ref(engine_behind(model))
+        wingbeat.release(model, optimizer)
+        return gone() is None
+
+    gc.disable()
+    try:
+        assert on(2, body) == [True, True]
+    finally:
+        gc.enable()

@@ -77,7 +77,8 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
     averages_state = outer is None and cast(Averaged, strategy.update_part).state
     state = _averaged_state(training, slots) if averages_state else None
     frozen = _floating([param for _, param in bucketing.frozen])
-    model = _flat_model(fragments, outer, lambda: _floating(context.buffers()), state, frozen)
+    buffers = context.buffers  # the model lives longer than the context, which holds the engine
+    model = _flat_model(fragments, outer, lambda: _floating(buffers()), state, frozen)
     # Rounded models need error feedback, because most steps are smaller than the rounding error.
     # Pairs and outer optimizers round differences.
     rounds_models = outer is None and partners.averages_models
