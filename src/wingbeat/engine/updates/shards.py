@@ -86,8 +86,10 @@ def copy_parameter(slot: Slot, own: Piece | None) -> None:
         slot.param.copy_(slot.view)
         return
     whole, source = slot.param.detach().view(-1), slot.view.view(-1)
-    start, stop = (0, 0) if own is None else (own.span.start, own.span.stop)
-    for part in (slice(0, start), slice(stop, None)):
+    if own is None:
+        whole.copy_(source)
+        return
+    for part in (slice(0, own.span.start), slice(own.span.stop, None)):
         whole[part].copy_(source[part])
 
 
