@@ -63,6 +63,10 @@ def sum_dtype(dtype: str) -> np.dtype[np.generic]:
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
+def _sum_name(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"  # numpy computes a name each time
+
+
 def widen(payload: memoryview, dtype: str) -> Array:
     """Return a payload's elements in the dtype of their sum; a view if the dtypes are equal."""
     if dtype not in _HALF:
@@ -226,13 +230,12 @@ class Aggregator:
                     f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}"
                 )
             state = Accumulator(encoding)
-        may_change = self._codec is not None and state.buffer is None
-        if encoding != state.encoding and not (
-            may_change and encoding.numel == state.encoding.numel
-        ):
-            raise RequestError(
-                f"rank {worker} pushed {encoding} of slice {key[1]}, which has {state.encoding}"
-            )
+        if encoding is not state.encoding and encoding != state.encoding:
+            may_change = self._codec is not None and state.buffer is None
+            if not may_change or encoding.numel != state.encoding.numel:
+                raise RequestError(
+                    f"rank {worker} pushed {encoding} of slice {key[1]}, which has {state.encoding}"
+                )
         if state.buffer is None and number == state.round + 1:
             self._begin_round(state, encoding, now)
             self._slices[key] = state
@@ -311,6 +314,8 @@ class Aggregator:
         numel, rest = divmod(len(payload), ITEMSIZE[dtype])
         if rest or not numel:
             raise RequestError(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+        if state is not None and (dtype, numel) == (state.encoding.dtype, state.encoding.numel):
+            return state.encoding
         return Encoding(dtype, numel)
 
     def _begin_round(self, state: Accumulator, encoding: Encoding, now: float) -> None:
@@ -324,7 +329,7 @@ class Aggregator:
         freed = same[:1] + [old for old in unused if old not in same]
         need = numel * ITEMSIZE[reply_dtype] if coding is None else coding.nbytes
         need -= sum(old.result.nbytes for old in freed)
-        spare, separate = state.spare, reply_dtype != total_dtype.name
+        spare, separate = state.spare, reply_dtype != _sum_name(encoding.dtype)
         if spare is not None and (not separate or spare.dtype != total_dtype):
             need, spare = need - spare.nbytes, None
         if separate and spare is None:
@@ -429,4 +434,4 @@ class Aggregator:
             self._deferred -= sum(map(len, state.deferred))
 
     def _reply_dtype(self, encoding: Encoding) -> str:
-        return sum_dtype(encoding.dtype).name if self._dense else encoding.dtype
+        return _sum_name(encoding.dtype) if self._dense else encoding.dtype
