@@ -168,8 +168,9 @@ class GroupAllReduce:
     def close(self, connections: Iterable[int] | None = None) -> None:
         """Close the connections with these ids; all if None."""
         for connection in list(self._open) if connections is None else connections:
-            if connection in self._open:
-                self._open.pop(connection)[1].close()
+            opened = self._open.pop(connection, None)  # another thread may close it at exit
+            if opened is not None:
+                opened[1].close()
 
     def _start(self, collectives: Collectives, total: torch.Tensor) -> Handle:
         # The bucket number differs by part, so that members at different fragments do not add them
