@@ -260,8 +260,10 @@ def _drop_unused(bucket: Bucket, residual: torch.Tensor | None, unused: frozense
 
     A codec may encode a zero gradient as a nonzero value.
     """
+    if residual is None or not unused:
+        return
     for slot, start, stop in _bounds(bucket):
-        if residual is not None and slot.index in unused:
+        if slot.index in unused:
             residual[start:stop].zero_()
 
 
