@@ -351,8 +351,10 @@ class OwnedSlices:
             parts = list(_parts_in(each, bucket, training))
             self.all.append(OwnedSlice(each, bucket, each.number % workers, parts))
         self.owned = [each for each in self.all if each.owner == rank]
+        self.owned_in: dict[int, list[OwnedSlice]] = defaultdict(list)  # by bucket
         for own in self.owned:
             own.known = own.values()
+            self.owned_in[own.slice.bucket].append(own)
 
     def overlapping(self, others: Iterable[OwnedSlice]) -> list[Slice]:
         """Return the slices that share elements with another plan's slices."""
@@ -555,9 +557,8 @@ class ServerUpdate(DividedUpdate):
             start, end = end, end + slot.param.numel()
             if slot.index in fresh:
                 slot.param.detach().copy_(landing[start:end].view(slot.param.shape))
-        for each in self._plan.owned:
-            if each.bucket is bucket:
-                each.known.copy_(each.cut(landing))
+        for each in self._plan.owned_in.get(bucket.index, ()):
+            each.known.copy_(each.cut(landing))
 
     # -- plans and state -------------------------------------------------------------------
 
