@@ -21,6 +21,7 @@ from wingbeat.transport.messages.endpoint import (
     Route,
 )
 from wingbeat.transport.messages.frames import Arrival, ConnectionId, Header, Type
+from wingbeat.transport.messages.mailbox import Routes
 
 FAULTS = st.builds(
     Faults,
@@ -442,3 +443,16 @@ def test_endpoint_that_tolerates_silence_loses_no_peer(tolerate_silence: bool) -
     end.post(Route(1, 0, 0), message(1), lambda *_: True, 0.0)
     end.tick(100.0)
     assert set(end.lost) == (set() if tolerate_silence else {1})
+
+
+def test_interfaces_of_a_peer_are_stored_until_routes_change() -> None:
+    """Servers request them twice for each message."""
+    routes = Routes([Route(1, 2, 0), Route(1, 0, 0), Route(1, 2, 1)], 0, "rank {}".format)
+    assert routes.interfaces(1) == (2, 0)
+    assert routes.interfaces(1) is routes.interfaces(1)
+    routes.renew([Route(1, 0, 0), Route(2, 2, 0)])
+    assert (routes.interfaces(1), routes.interfaces(2)) == ((0,), (2,))
+    with pytest.raises(
+        UsageError, match=r"rank 0 has no connection to rank 3; allowed: rank 1, rank 2"
+    ):
+        routes.interfaces(3)

@@ -35,6 +35,10 @@ class Routes:
             peer: max((r for r in found if r.interface == found[0].interface), key=_urgency)
             for peer, found in self._by_peer.items()
         }
+        self._interfaces = {
+            peer: tuple(dict.fromkeys(route.interface for route in found))
+            for peer, found in self._by_peer.items()
+        }
 
     def to(self, peer: int) -> list[Route]:
         """Return the routes to ``peer``; a `UsageError` if there is none."""
@@ -44,6 +48,13 @@ class Routes:
                 f"{self.names(self.peers) or 'none'}"
             )
         return self._by_peer[peer]
+
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        """Return this process's interfaces that reach ``peer``; stored, as servers ask for each
+        message.
+        """
+        self.to(peer)
+        return self._interfaces[peer]
 
     def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
         """Return a route, by default the first interface and the last class; or a `UsageError`."""
@@ -197,7 +208,7 @@ class Mailbox:
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
         """Numbers of this process's interfaces that reach ``peer``."""
-        return tuple(dict.fromkeys(route.interface for route in self._routes.to(peer)))
+        return self._routes.interfaces(peer)
 
     @exclusive
     def room(self, peer: int, *, interface: int | None = None, urgency: int | None = None) -> int:
