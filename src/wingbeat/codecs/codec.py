@@ -87,6 +87,8 @@ class _Cast(Codec):
     def decode(self, payload: Tensor, out: Tensor, *, add: bool = False, cols: int = 0) -> None:
         """As `Codec.decode`."""
         check_size(payload, self.nbytes(out.numel()))
+        if out.numel() == 0:  # a view of an empty payload may be misaligned
+            return
         values = payload.view(self.dtype)
         if add:
             out.add_(values)
@@ -144,6 +146,8 @@ class Bf16Codec(_Cast):
     ) -> None:
         """As `Codec.encode`."""
         check_size(payload, self.nbytes(x.numel()))
+        if x.numel() == 0:
+            return
         total = x if residual is None else residual.add_(x)
         values = payload.view(torch.bfloat16).copy_(total)
         if bool(values.isinf().any()):  # finite values must stay finite

@@ -271,3 +271,12 @@ def test_other_dtypes_are_widened_before_and_rounded_once_after(
         want = (wide + 2.0 if add else wide).to(dtype)
         torch.testing.assert_close(out[before:], want, rtol=1e-5, atol=1e-5)
         assert (out[:before] == 2.0).all()
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_empty_payload_may_be_misaligned(kind: str) -> None:
+    """A part without elements may begin anywhere in a message."""
+    codec, out, payload = CODECS[kind](), torch.empty(0), torch.zeros(3, dtype=torch.uint8)[1:1]
+    codec.encode(torch.empty(0), payload, residual=torch.empty(0))
+    for add in (False, True):
+        codec.decode(payload, out, add=add)
