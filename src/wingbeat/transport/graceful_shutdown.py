@@ -327,6 +327,9 @@ def stop_if_due(*, lockstep: bool) -> None:
 _SILENT = "gave no sign in time, or has ended without a word"
 
 
+_ASK_POLL_S = 0.05
+"""Seconds between two reads of the store, which all other workers make when one is lost."""
+
 _STORE_S = 1.0
 """Seconds to wait for the store when this worker exits."""
 
@@ -407,7 +410,7 @@ class Departures:
             over = has_exited(store, worker) or time.monotonic() >= deadline
             if how or over:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(_ASK_POLL_S)
         if not failure and not how and has_finished(store, worker):
             self.gone.pop(worker, None)
             log.info("%s: %s has finished; the others continue", self._me, self._name(worker))

@@ -51,8 +51,10 @@ _OVERWRITE_S = 2.0
 
 _POLL_S = 0.05
 
-_RELEASE_S = 5.0
-"""Seconds for a process to exit before the next process of its rank is refused."""
+_RELEASE_S, _RELEASE_POLL_S = 5.0, 0.2
+"""Seconds for a process to exit before the next process of its rank is refused, and between two
+connections to it.
+"""
 
 
 class JobIdentity(NamedTuple):
@@ -412,7 +414,7 @@ def claim_rank(
                 "is another job, give it a MASTER_PORT of its own"
             )
         else:
-            time.sleep(_POLL_S)
+            time.sleep(_RELEASE_POLL_S)
             found = _compare_set(store, rank, key, "", text)
     return first != text
 
