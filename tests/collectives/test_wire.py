@@ -229,7 +229,7 @@ def test_a_world_of_one_rounds_nothing() -> None:
 def test_other_dtypes_are_refused_with_the_allowed_ones() -> None:
     with late.open_worlds(1) as (members, _):
         collectives = Collectives(members[0])
-        for wire in (torch.int8, torch.float32, torch.float8_e5m2):
+        for wire in (torch.int8, torch.float32, torch.float8_e5m2, "bfloat61"):
             with pytest.raises(UsageError, match=rf"wire = {wire}: allowed are bfloat16, float16"):
                 collectives.all_reduce(torch.ones(4), wire=wire)
     with pytest.raises(UsageError, match=r"'bfloat61' \(did you mean 'bfloat16'\?\)"):

@@ -196,7 +196,7 @@ def factors_of(wire: WireFormat | None) -> Factors | None:
 
 def dtype_of(wire: WireFormat | None) -> torch.dtype | None:
     """Return ``wire``, which must not be a codec's; None: the buffer's own dtype."""
-    assert wire is None or isinstance(wire, torch.dtype), wire
+    assert not isinstance(wire, Encoded | Factors), wire
     return wire
 
 
