@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
+import wingbeat
 from helpers import late
 from wingbeat.collectives import Collectives, executor
 from wingbeat.collectives.executor import CHUNKS_PER_TAG, LABELS, TAG_PERIOD, group_tag
@@ -62,6 +64,13 @@ def test_size_and_dtype_of_buckets_count() -> None:
     dtypes = (torch.float32, torch.int32, torch.bfloat16, torch.float64, torch.uint8)
     assert len(sizes) == 4
     assert len({executor.base_tag("all_reduce", 3, 8, "", 0, dtype) for dtype in dtypes}) > 1
+
+
+def test_every_label_with_a_number_is_in_use() -> None:
+    root = Path(wingbeat.__file__).parent
+    sources = [path for path in root.rglob("*.py") if path != Path(executor.__file__)]
+    code = "".join(path.read_text(encoding="utf-8") for path in sources)
+    assert [label for label in LABELS if f'"{label}"' not in code] == []
 
 
 def test_unused_tag_is_never_assigned() -> None:

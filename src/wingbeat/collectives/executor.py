@@ -44,8 +44,6 @@ from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
-    import torch
-
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Link, Pending
     from wingbeat.types import Group, Span
@@ -547,9 +545,9 @@ UNUSED_TAG = (1 << BITS_BELOW) - 1
 """A tag that no message has, as there is no label of that number."""
 
 LABELS = (
-    *("norms", "infinities", "batches left", "intents", "codec trial", "size tuning"),
-    *("iteration times", "optimizer state", "gradients", "tensors"),
-    *("buffers after backward", "news of buffers", "buffers", "layout of buffers"),
+    *("norms", "infinities", "batches left", "intents", "control", "sparse gradients"),
+    *("frozen parameters", "optimizer state", "gradients", "tensors"),
+    *("buffers after backward", "status of buffers", "buffers", "layout of buffers"),
 )
 """Exchanges other than buckets; all others share one number."""
 
