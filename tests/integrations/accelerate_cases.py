@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +508,12 @@ def hooks(folder: str, wires: list[str]) -> None:
         assert (found - plain).abs().max() < 0.2
         state.close()
         other.close()
+        # The Accelerator's own functions remain, and not DDP with its buckets.
+        ddp = weakref.ref(again.model)
+        del again.model
+        again.accelerator.free_memory()
+        gc.collect()
+        assert ddp() is None
         if dist.get_rank() == 0:
             shutil.rmtree(home)
         dist.barrier()

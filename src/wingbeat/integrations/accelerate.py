@@ -464,10 +464,11 @@ def register_comm_hook(accelerator: Any, model: Any, wire: Compression) -> WireS
         )
     state = WireState(ddp, wire)
     ddp.register_comm_hook(state, wire_hook)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    # The Accelerator keeps these functions, which must not keep DDP's buckets.
+    bare, rank, size = ddp.module, dist.get_rank(), dist.get_world_size()
 
     def name(models: list[Any]) -> str:  # with the model's number in Accelerate's files
-        return f"hook_{[getattr(each, 'module', each) for each in models].index(ddp.module)}"
+        return f"hook_{[getattr(each, 'module', each) for each in models].index(bare)}"
 
     def saving(models: list[Any], _weights: list[Any], folder: str) -> None:
         write_part(state.state_dict(), Path(folder), name(models), rank, size)
