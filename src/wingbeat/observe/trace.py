@@ -81,10 +81,12 @@ def merge(paths: Sequence[AnyPath]) -> list[Event]:
         if first is None:
             first = (boot, offset)
         shift = 0 if boot and boot == first[0] else offset - first[1]
-        merged += [
-            replace(event, begin_ns=event.begin_ns + shift, end_ns=event.end_ns + shift)
-            for event in events
-        ]
+        if shift:
+            events = [
+                replace(event, begin_ns=event.begin_ns + shift, end_ns=event.end_ns + shift)
+                for event in events
+            ]
+        merged += events
     merged.sort(key=lambda event: (event.begin_ns, event.worker))
     return merged
 
