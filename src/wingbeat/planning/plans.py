@@ -200,7 +200,6 @@ def fewest_colayers(
     Return the first grouping from ``least`` on that mixes no more kinds than ``most`` colayers do
     and leaves at most `REMAINING_VARIATION` of the model's variation; otherwise ``most`` colayers.
     """
-    colayers(layers, most)
     colayers(layers, most)  # checks the arguments
     found = _groupings(tuple(layers), min(most, len(layers)))
     allowed = REMAINING_VARIATION * _variation(tuple(layers)).within(0, len(layers))
