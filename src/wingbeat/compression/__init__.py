@@ -366,7 +366,7 @@ class TopK(CodecOptions):
         for pattern, density in self.groups:
             if fnmatchcase(name, pattern):
                 return replace(self, density=density, groups=())
-        return replace(self, groups=())
+        return replace(self, groups=()) if self.groups else self
 
     def least_bytes(self, shape: Sequence[int], itemsize: int) -> int:
         """As `CodecOptions.least_bytes`."""
