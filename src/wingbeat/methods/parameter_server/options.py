@@ -150,7 +150,7 @@ class Servers(Settings, ExchangePart):
 
     @property
     def sending(self) -> str:
-        """The order in which servers send, see `methods.parameter_server.send_queue.Order`."""
+        """The order in which servers send, see `methods.parameter_server.protocol.Order`."""
         return "ready" if self.shuffled else self.order
 
     @property
