@@ -113,8 +113,9 @@ def test_nonsense_from_a_worker_names_it(pool_of: PoolOf) -> None:
             assert re.search(r"bucket 0 \(.*\): rank 1 sent a malformed payload: ", said)
 
 
-@pytest.mark.parametrize("last", ["", "dist.destroy_process_group()"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "last", [pytest.param("", marks=pytest.mark.slow), "dist.destroy_process_group()"]
+)
 def test_a_program_ends_with_the_state_still_there(last: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(last=last)],

@@ -79,7 +79,6 @@ def test_workers_that_pull_from_each_other_recover() -> None:
     simulate("PGE", 1180, kills=1)
 
 
-@pytest.mark.slow
 def test_simulations_cover_drops_pulls_and_restarts() -> None:
     # Otherwise the simulations above would show nothing.
     simulation = [simulate("PGE", seed, kills=2, most=6) for seed in range(40)]
