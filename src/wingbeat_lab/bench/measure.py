@@ -7,15 +7,16 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from wingbeat.collectives import Collectives
-from wingbeat.transport.world import World
 from wingbeat_lab.bench import models
 from wingbeat_lab.bench.config import Checked
+
+if TYPE_CHECKING:
+    import torch
+
+    from wingbeat.collectives import Collectives
+    from wingbeat.transport.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,9 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 
 def _compute(checked: Checked, world: World, passes: int) -> tuple[list[float], list[float], int]:
     """Seconds of each forward and backward without communication or optimizer."""
+    import torch
+    import torch.distributed as dist
+
     seed = checked.config.seed
     built = models.build(checked.model, rank=world.rank, workers=world.size, seed=seed)
     forward, backward = [], []
@@ -208,6 +212,10 @@ def _communicate(
     world: World, nbytes: int, bucket_bytes: int, topology: str
 ) -> dict[str, list[Span]]:
     """Begin and end of each collective, by half and way."""
+    import torch
+
+    from wingbeat.collectives import Collectives
+
     collectives = Collectives(world, topology)
     flat = torch.ones(-(-nbytes // 4))
     buckets = list(flat.split(max(1, bucket_bytes // 4)))
@@ -224,6 +232,8 @@ def _communicate(
 
 def _run(collectives: Collectives, half: str, pieces: list[torch.Tensor]) -> Span:
     """Submit everything at once; wait for the results, not until the last send has drained."""
+    from torch import distributed as dist
+
     start = collectives.reduce_scatter if half == "reduce_scatter" else collectives.all_gather
     dist.barrier()
     begin = time.monotonic()

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
 from wingbeat.errors import UsageError, unknown
 from wingbeat_lab import paced
 from wingbeat_lab.bench.contenders import Contender
@@ -29,6 +25,9 @@ TEST_IMAGES = 360
 
 def network(seed: int) -> nn.Module:
     """A network of two convolutions and two linear layers; weights depend on the seed only."""
+    import torch
+    from torch import nn
+
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -45,6 +44,8 @@ def network(seed: int) -> nn.Module:
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images, their digits, test images, their digits; the same split on every worker."""
+    import numpy as np
+    import torch
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -62,6 +63,8 @@ def batches(
 
     The order depends on ``seed`` and the epoch only, so every strategy gets the same batches.
     """
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     size = min(BATCH, len(images) // workers)
     while True:
@@ -75,6 +78,8 @@ def batches(
 
 def accuracy(model: nn.Module, images: Tensor, digits: Tensor) -> float:
     """Share of ``images`` that ``model`` classifies correctly, 0 to 1."""
+    import torch
+
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -127,6 +127,17 @@ def check_exact(runs: list[dict[str, Any]]) -> None:
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
 
 
+def test_a_bench_is_planned_and_shown_without_torch() -> None:
+    """It takes seconds to load, and the workers are those that need it."""
+    code = (
+        "import sys; from wingbeat_lab.bench import bars, demo, picture, runner, table\n"
+        "from wingbeat_lab.bench.config import BenchConfig\n"
+        "BenchConfig(lab='star:2@1gbit', model='digits', strategies=('ddp', 'omgs')).check()\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.alone  # the host's loopback counts what others send too
 @pytest.mark.slow
 def test_loopback_with_real_data(tmp_path: Path) -> None:
