@@ -13,9 +13,8 @@ from typing import Any
 
 from wingbeat import parts, strategies
 from wingbeat.compression import Compression, TopK
-from wingbeat.settings import OptionError
 from wingbeat.strategies import OMGS, ParameterServer, Preset, Strategy
-from wingbeat.strategies.preset import preset, variant
+from wingbeat.strategies.preset import check_first_mb, preset, variant
 
 _UNMEASURED = {"steps": 10, "drift": 1.5, "plan_file": ""}
 _NO_SIZE = {**_UNMEASURED, "elements": 8192}
@@ -94,8 +93,7 @@ def Ako(
     Raises:
         UsageError: a value is out of range.
     """
-    if not first_mb:
-        raise OptionError.of("", {"first_mb": first_mb}, "allowed are sizes above 0 up to 4096 MB")
+    check_first_mb(first_mb)
     return Strategy(
         plan=parts.FixedBuckets(mb=mb, first_mb=first_mb),
         compression=compression,

@@ -55,6 +55,7 @@ def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], words:
         ({"plan": "tuned"}, "'tuned'"),
         ({"plan": "bo", "mb": 0}, "AllReduce(mb=0)"),
         ({"plan": "bo", "first_mb": 0}, "AllReduce(first_mb=0)"),
+        ({"first_mb": -1}, "AllReduce(first_mb=-1): allowed are sizes above 0 up to 4096 MB"),
         ({"plan": "bo", "min_mb": 5, "max_mb": 5}, "AllReduce(min_mb=5, max_mb=5)"),
         ({"plan": "grid", "trials": 0}, "AllReduce(trials=0)"),
         ({"plan_file": "plan.json"}, "AllReduce(plan='fixed', plan_file='plan.json')"),

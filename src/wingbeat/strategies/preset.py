@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, cast
 
 from wingbeat.parts.strategy import Strategy
-from wingbeat.settings import OptionError, check_call, defaults_of
+from wingbeat.settings import MAX_MB, OptionError, check_call, defaults_of, is_number
 
 P = ParamSpec("P")
 
@@ -104,3 +104,11 @@ def check_flags(**flags: object) -> None:
     for key, value in flags.items():
         if not isinstance(value, bool):
             raise OptionError.of("", {key: value}, "allowed are True and False")
+
+
+def check_first_mb(first_mb: object) -> None:
+    """Raise a `UsageError` unless it is a size above 0; the parts allow 0 too."""
+    if not is_number(first_mb) or not 0 < first_mb <= MAX_MB:
+        raise OptionError.of(
+            "", {"first_mb": first_mb}, f"allowed are sizes above 0 up to {MAX_MB} MB"
+        )

@@ -17,7 +17,7 @@ from wingbeat.parts.plan import RULES, SEARCHES, PlanPart
 from wingbeat.parts.strategy import Strategy
 from wingbeat.planning.plans import DEFAULT_COUNT, MIN_COUNT
 from wingbeat.settings import OptionError, count_of, defaults_of, named
-from wingbeat.strategies.preset import Preset, check_flags, preset, variant
+from wingbeat.strategies.preset import Preset, check_first_mb, check_flags, preset, variant
 from wingbeat.topologies import Topology
 
 
@@ -49,8 +49,8 @@ def _bucket_plan(preset: Preset, plan: str | PlanPart, **options: Any) -> PlanPa
     edges = {"first_mb": options.get("first_mb", edge), "last_mb": edge}
     searching = {key: options[key] for key in ("min_mb", "max_mb", "trials")}
     check_flags(tune_topology=options["tune_topology"])
-    if not options.get("first_mb", 1):
-        raise _refusal("allowed are sizes above 0 up to 4096 MB", first_mb=options["first_mb"])
+    if "first_mb" in options:
+        check_first_mb(options["first_mb"])
     # All are made, so that an option of another plan is checked too.
     by_name: dict[str, PlanPart] = {
         "fixed": parts.FixedBuckets(mb=mb, **edges),
