@@ -20,6 +20,7 @@ QUICK = (
     "clipped accumulation",
     "16-mixed",
     "a scheduler",
+    "late",
     "unused",
     "gan",
     "lbfgs",
