@@ -177,7 +177,7 @@ def parse(text: str, warmup: int | None) -> Contender:
 
 def coded(strategy: strategies.Strategy, warmup: int | None) -> strategies.Strategy:
     """The strategy with its codec always on, and the requested warm-up of top-k's density."""
-    wire = strategy.wire
+    wire: Any = strategy.wire  # a dataclass with auto_disable, or a name
     if isinstance(wire, str):
         return strategy
     wire = dataclasses.replace(wire, auto_disable=False)
