@@ -70,7 +70,7 @@ def unknown(
     "unknown strategy 'deer' (did you mean 'dear'?); allowed: ddp, dear"
     """
     names = sorted(allowed)
-    close = "" if instead else _nearest(value.lower(), names)
+    close = "" if instead else nearest(value.lower(), names)
     hint = f" (did you mean {close!r}?)" if close else f" ({instead})" if instead else ""
     place = f" in {where}" if where else ""
     return UsageError(
@@ -78,10 +78,10 @@ def unknown(
     )
 
 
-def _nearest(value: str, names: list[str]) -> str:
+def nearest(value: str, names: list[str]) -> str:
     """Return the most similar name, or an empty text.
 
-    >>> _nearest("bucket_cap_mb", ["edge_mb", "max_mb", "mb"])
+    >>> nearest("bucket_cap_mb", ["edge_mb", "max_mb", "mb"])
     'mb'
     """
     typed = difflib.get_close_matches(value, names, n=1, cutoff=0.75)

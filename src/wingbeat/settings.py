@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
-from wingbeat.errors import UsageError, unknown
+from wingbeat.errors import UsageError, nearest, unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # `typing` has it from Python 3.11 on
@@ -216,7 +216,11 @@ def check_call(
 def _unknown_option(
     key: str, known: Iterable[str], where: str, instead: Mapping[str, str] | None
 ) -> UsageError:
-    hint = (instead or {}).get(key, "")
+    former = instead or {}
+    near = key if key in former else nearest(key.lower(), [*known, *former])
+    hint = former.get(near, "")
+    if hint and near != key:
+        hint = f"{near}: {hint}"
     if key == "wire" and "compression" in known:  # its former name
         hint = "write compression"
     return unknown("option", key, known, where=where, instead=hint)

@@ -40,6 +40,8 @@ from wingbeat_lab.baselines import PRESETS, parse
         ({"plan_file": "a\0b"}, "plan_file"),
         ({"plan": "fixed", "plan_file": "plan.json"}, "plan='fixed'"),
         ({"topology": "star"}, "star"),
+        ({"topology": ["ring"]}, "unknown DeAR topology \"['ring']\""),
+        ({"plan": ["bo"]}, "unknown plan \"['bo']\""),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
@@ -104,6 +106,12 @@ def test_thresholds_that_cannot_be_are_refused(options: dict[str, Any], words: s
         wingbeat.Canary(**options)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_preset_repr_has_the_options_in_one_order_whatever_the_calls() -> None:
+    """Ranks compare strategies by their repr."""
+    assert repr(wingbeat.DeAR(steps=3, mb=5)) == "DeAR(mb=5, steps=3)"
+    assert repr(parse("p3:mb=2,servers=1")) == repr(wingbeat_lab.P3(servers=1, mb=2.0))
 
 
 def test_the_defaults_of_canary_are_the_paper_s_and_exact_where_nobody_is_ahead() -> None:
@@ -249,6 +257,8 @@ def test_a_row_of_table_one_merges_as_its_name_says() -> None:
         ("tictac:pull=ready", "ParameterServer has it"),
         ("ripples:wire=bf16", "write compression"),
         ("strategy:wire=bf16", "write compression"),
+        ("omgs:momentun=0.9", "as text topk:momentum=0.9"),
+        ("parameterserver:plan_fil=x", "plan_file: Geryon has it"),
     ],
 )
 def test_an_option_that_a_preset_lacks_is_refused_with_what_to_write(

@@ -227,9 +227,8 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
             f"distribute(optimizer={type(optimizer).__name__}): pass a torch.optim.Optimizer"
         )
     if not isinstance(strategy, Strategy):
-        raise UsageError(
-            f"distribute(strategy={strategy!r}): pass an instance, such as wingbeat.DeAR()"
-        )
+        shown = getattr(strategy, "__name__", repr(strategy))  # such as a preset that is not called
+        raise UsageError(f"distribute(strategy={shown}): pass an instance, such as wingbeat.DeAR()")
     if engine_of(model) is not None or engine_of(optimizer) is not None:
         raise UsageError(
             "distribute() was called twice on the same model or optimizer: call "

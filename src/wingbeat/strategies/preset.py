@@ -46,7 +46,8 @@ def preset(
                 # Else the option is one of a part that was given, or a fixed one.
                 mine = all(repr(given.get(k)) == repr(v) for k, v in own.options.items())
                 raise (own if mine else error) from None
-            shown = [f"{k}={v!r}" for k, v in options.items() if v != known[k]]
+            # In the order of the signature: ranks compare strategies by their repr.
+            shown = [f"{k}={options[k]!r}" for k, v in known.items() if options.get(k, v) != v]
             object.__setattr__(strategy, "_call", f"{name}({', '.join(shown)})")
             return strategy
 

@@ -28,9 +28,10 @@ def _refusal(reason: str, **options: Any) -> OptionError:
 
 def _along(topology: str) -> Topology:
     """Return the topology of this name, optionally with its size."""
-    if topology not in topologies.BY_NAME and not str(topology).startswith("bcube@"):
+    name = str(topology)
+    if name not in topologies.BY_NAME and not name.startswith("bcube@"):
         raise OptionError.of("", {"topology": topology}, names=topologies.BY_NAME)
-    return topologies.get(topology)
+    return topologies.get(name)
 
 
 # -- all-reduces -----------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ def _bucket_plan(preset: Preset, plan: str | PlanPart, **options: Any) -> PlanPa
         )
     if made is not None:
         return made
-    return by_name[str(plan)] if plan in by_name else named("plan", str(plan), names.PLANS)
+    return by_name[str(plan)] if str(plan) in by_name else named("plan", str(plan), names.PLANS)
 
 
 @preset(keys={"file": "plan_file"}, instead=_LAYERS)
