@@ -75,8 +75,6 @@ class ExchangePart(Part):
         lockstep: whether all workers run the same iterations, so that each may wait for all.
         collective: whether collectives of all workers sum whole buckets.
         topology: name of the topology of other collectives, such as a broadcast.
-        partitions: each worker sends one of this many parts of a bucket per iteration; 0: the
-            number of workers; None: all of them.
     """
 
     __slots__ = ()
@@ -85,7 +83,6 @@ class ExchangePart(Part):
     lockstep: ClassVar[bool] = True
     collective: ClassVar[bool] = False
     topology: str = "ring"
-    partitions: int | None = None
 
     @property
     def everyone(self) -> bool:
@@ -135,7 +132,7 @@ class ExchangePart(Part):
 
     def build_simulated(self, context: SimulationContext) -> SimulatedExchanges:
         """Make the exchange of each worker in virtual time; by default collectives."""
-        return context.collectives(self.partitions)
+        return context.collectives()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

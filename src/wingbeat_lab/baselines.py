@@ -15,6 +15,7 @@ from wingbeat import parts, strategies
 from wingbeat.compression import Compression, TopK
 from wingbeat.strategies import OMGS, ParameterServer, Preset, Strategy
 from wingbeat.strategies.preset import check_first_mb, preset, variant
+from wingbeat_lab.ako import Partial
 
 _UNMEASURED = {"steps": 10, "drift": 1.5, "plan_file": ""}
 _NO_SIZE = {**_UNMEASURED, "elements": 8192}
@@ -97,7 +98,7 @@ def Ako(
     return Strategy(
         plan=parts.FixedBuckets(mb=mb, first_mb=first_mb),
         compression=compression,
-        exchange=parts.Partial(partitions=partitions, topology=topology),
+        exchange=Partial(partitions=partitions, topology=topology),
         schedule=parts.WaitFree(),
     )
 

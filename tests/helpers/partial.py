@@ -11,9 +11,9 @@ import torch
 
 from wingbeat.collectives import Handle
 from wingbeat.engine.gradients.bucket import Bucket, Slot
-from wingbeat.engine.gradients.unsent import UnsentGradients
-from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.schedules.events import Operation
+from wingbeat_lab.ako.partial import PartialExchange
+from wingbeat_lab.ako.unsent import UnsentGradients
 
 SHAPES = ((3, 4), (5,), (), (2, 3))
 

@@ -59,8 +59,6 @@ def wrong(make: Any, *args: Any, **options: Any) -> str:
         (parts.Merged, {"steps": 0}, "Merged(steps=0)"),
         (parts.Merged, {"drift": 1}, "Merged(drift=1): allowed are numbers above 1"),
         (parts.Merged, {"file": "a\0b"}, "Merged(file='a\\x00b')"),
-        (parts.Partial, {"partitions": -1}, "Partial(partitions=-1): allowed are whole numbers"),
-        (parts.Partial, {"topology": "star"}, "unknown topology 'star'"),
         (parts.Colayers, {"count": 0}, "Colayers(count=0)"),
         (parts.Bounded, {"s": -1}, "Bounded(s=-1): allowed are whole numbers, 0 to"),
         (parts.Bounded, {"p": 0}, "Bounded(p=0): allowed are whole numbers, 1 to"),
@@ -162,7 +160,7 @@ def test_updates_need_what_some_schedule_has() -> None:
 
 def test_codecs_and_parts_are_not_exact_and_everything_else_is() -> None:
     codecs = {parts.Sketch, parts.TopK, parts.LowRank, parts.Half}
-    inexact = {parts.Partial, parts.Bounded, parts.Groups, parts.Pairs}
+    inexact = {parts.Bounded, parts.Groups, parts.Pairs}
     assert {cls for cls in CONCRETE if not cls().exact} == {*codecs, *inexact}
     assert all(issubclass(cls, compression.CodecOptions) for cls in codecs)
     assert {cls for cls in CONCRETE if not cls().synchronous} == inexact

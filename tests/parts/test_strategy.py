@@ -66,7 +66,7 @@ def test_a_composition_says_what_is_not_at_its_default() -> None:
     assert shown == (
         "Strategy(plan=Layers(count=2), exchange=Mesh(), schedule=Decoupled(), update=Sharded())"
     )
-    assert eval(shown, {"Strategy": Strategy, **vars(parts)}) == Strategy(
+    assert eval(shown, {"Strategy": Strategy, **vars(parts), **vars(baselines)}) == Strategy(
         exchange="mesh", schedule="dear", update="sharded", plan="layers@2"
     )
 
@@ -119,12 +119,6 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
             "compression",
         ),
         ({"schedule": "dear", "update": "whole"}, "Whole() needs whole all-reduces"),
-        (
-            {"exchange": "partial@4", "schedule": "dear"},
-            "Partial(partitions=4) needs whole all-reduces, which none of FixedBuckets(), "
-            "Decoupled(), Deferred() has; allowed: schedule=WaitFree(), which AllReduce has",
-        ),
-        ({"exchange": "partial", "schedule": "served"}, "Partial() needs whole all-reduces"),
         ({"exchange": "bounded"}, "Bounded() needs steps without a wait for all"),
         ({"schedule": "stale"}, "Stale() needs sums in rounds, which none of FixedBuckets(), Ring"),
         ({"schedule": "stale", "exchange": "ring"}, "allowed: exchange=Bounded()"),
@@ -137,15 +131,6 @@ def test_what_is_no_part_is_refused_in_one_line(options: dict[str, Any], words: 
         ),
         ({**STALE, "plan": "bo"}, "each runs its own; allowed: plan=Colayers"),
         ({**STALE, "plan": "merged"}, "each runs its own; allowed: plan=Col"),
-        (
-            {"exchange": "partial", "compression": "sketch"},
-            "Strategy(exchange=Partial(), compression=Sketch()): parts of gradients travel as they "
-            "are",
-        ),
-        (
-            {"exchange": "partial", "plan": "merged"},
-            "Strategy(exchange=Partial(), plan=Merged()): layers are merged by what whole",
-        ),
         (
             {"schedule": "dear", "compression": TopK(momentum=0.9)},
             "TopK(momentum=0.9) needs whole all-reduces, which none of FixedBuckets(), Ring(), "
@@ -176,7 +161,9 @@ def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
     assert isinstance(composed, Strategy)
     assert composed == preset() == eval(repr(preset()), {preset.__name__: preset})
     assert composed.traits == preset().traits
-    assert eval(repr(composed), {"Strategy": Strategy, **vars(parts)}) == composed
+    assert (
+        eval(repr(composed), {"Strategy": Strategy, **vars(parts), **vars(baselines)}) == composed
+    )
 
 
 @pytest.mark.parametrize(

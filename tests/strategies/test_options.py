@@ -30,7 +30,7 @@ def read(strategy: Strategy) -> dict[str, Any]:
         "wire": strategy.wire,
         "shard_optimizer": strategy.update_part.shards,
         "server_updates": strategy.update_part.on_servers,
-        "partitions": strategy.exchange.partitions,
+        "partitions": getattr(strategy.exchange, "partitions", None),
         "exchange": None if strategy.exchange.lockstep else strategy.exchange,
     }
 

@@ -30,7 +30,6 @@ from wingbeat.topologies import BCube, Doubling, Mesh, Ring
 from wingbeat.traits import ExchangePart, Part, Traits
 
 if TYPE_CHECKING:
-    from wingbeat.exchanges.options import Partial
     from wingbeat.methods.bounded_staleness.options import Bounded, InRounds, Stale
     from wingbeat.methods.model_averaging.options import (
         Averaged,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from wingbeat.methods.parameter_server.options import OnServers, Served, Servers
 
 _METHODS = {
-    "exchanges": ("Partial",),
     "methods.bounded_staleness": ("Bounded", "InRounds", "Stale"),
     "methods.model_averaging": ("Averaged", "Groups", "Local", "Outer", "Pairs", "PartnersPart"),
     "methods.parameter_server": ("OnServers", "Served", "Servers"),
@@ -74,7 +72,6 @@ __all__ = [
     "Outer",
     "Pairs",
     "Part",
-    "Partial",
     "PartnersPart",
     "PerTensor",
     "PlanPart",

@@ -40,7 +40,6 @@ EXCHANGES: Mapping[str, Named[Any]] = {
     **{name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()},
     "bcube": Named(_bcube, "size", topologies.parse_size),
     "servers": _entry("Servers", "count", int),
-    "partial": _entry("Partial", "partitions", int),
     "bounded": _entry("Bounded", "s", count_of),
     "groups": _entry("Groups", "policy", str),
     "pairs": _entry("Pairs"),

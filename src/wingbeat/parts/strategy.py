@@ -30,9 +30,9 @@ class Strategy(Settings):
     Args:
         plan: which tensors are sent together.
         compression: encoding of gradients: ``"fp32"`` (their own dtype), ``"bf16"``, or a codec.
-        exchange: how gradients are exchanged: a topology, `wingbeat.parts.Servers`,
-            `wingbeat.parts.Partial` or `wingbeat.parts.Bounded`; or with which workers models are
-            averaged: `wingbeat.parts.Groups` or `wingbeat.parts.Pairs`.
+        exchange: how gradients are exchanged: a topology, `wingbeat.parts.Servers` or
+            `wingbeat.parts.Bounded`; or with which workers models are averaged:
+            `wingbeat.parts.Groups` or `wingbeat.parts.Pairs`.
         schedule: when buckets are sent, relative to forward and backward.
         update: where and when the optimizer is applied; empty: the schedule's default.
 

@@ -147,9 +147,7 @@ class Exchange(Protocol):
 class Collectives:
     """Collectives of one worker along a topology.
 
-    With ``alike`` this worker represents all others. ``partitions`` is the number of partitions of
-    a bucket, of which each iteration gathers one (`exchanges.partial`): 0 for the number of
-    workers, None if buckets are summed.
+    With ``alike`` this worker represents all others.
     """
 
     def __init__(
@@ -163,11 +161,9 @@ class Collectives:
         agenda: Agenda,
         network: Carrier,
         alike: bool = False,
-        partitions: int | None = None,
     ) -> None:
         self._rank, self._workers, self._buckets = rank, workers, buckets
         self._topology = topology
-        self._partitions = workers if partitions == 0 else partitions
         self._speeds = (links.bytes_per_s,) * links.count
         self._lanes = [
             Lane(rank, lane, agenda, network, work, workers if alike else 0)
@@ -177,17 +173,12 @@ class Collectives:
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
         """Start an operation on a bucket."""
-        what, numel = operation.value, self._buckets.numel[bucket]
-        numel = -(-numel // self._workers) * self._workers
-        if self._partitions is not None:
-            what = Operation.ALL_GATHER.value
-            numel = self._workers * self._row(bucket, self._partitions)
         programs = compile_collective(
-            what,
+            operation.value,
             self._topology,
             self._rank,
             self._workers,
-            numel,
+            -(-self._buckets.numel[bucket] // self._workers) * self._workers,
             ITEMSIZE,
             self._speeds,
             least_message(self._speeds),
@@ -197,11 +188,6 @@ class Collectives:
             lane.submit(program, ITEMSIZE, before[number] if before else None)
             for number, (lane, program) in enumerate(zip(self._lanes, programs, strict=True))
         ]
-
-    def _row(self, bucket: int, partitions: int) -> int:
-        """Return the elements that a worker sends: a part, flags, and counts."""
-        buckets = self._buckets
-        return -(-buckets.numel[bucket] // partitions) + buckets.members[bucket] + self._workers
 
     def under_way(self, bucket: int) -> Sequence[Waitable]:
         """Return the operation that was started last on a bucket."""
@@ -234,8 +220,8 @@ class SimulationContext:
     traffic: Traffic | None
     coding: Coding
 
-    def collectives(self, partitions: int | None) -> SimulatedExchanges:
-        """Return collectives along the topology; ``partitions`` as in `Collectives`."""
+    def collectives(self) -> SimulatedExchanges:
+        """Return collectives along the topology."""
         workers = self.layout.workers
         topology = topologies.get(self.topology).fitted(workers, self.links.count)
         # Identical workers act as rank 0 does, so rank 0 represents all.
@@ -252,7 +238,6 @@ class SimulationContext:
                     self.agenda,
                     self.network,
                     alike,
-                    partitions,
                 )
                 for rank in range(1 if alike else workers)
             ]

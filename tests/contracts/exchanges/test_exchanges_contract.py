@@ -15,12 +15,12 @@ from wingbeat.collectives import Collectives
 from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.compression import Compression
-from wingbeat.engine.gradients.unsent import UnsentGradients
 from wingbeat.errors import PeerError
 from wingbeat.exchanges.collective import CollectiveExchange, Exchange
-from wingbeat.exchanges.partial import PartialExchange
 from wingbeat.schedules.events import Operation
 from wingbeat.transport import loopback
+from wingbeat_lab.ako.partial import PartialExchange
+from wingbeat_lab.ako.unsent import UnsentGradients
 
 SHAPES = ((40, 30), (7,), (), (65, 3))
 SIZE = 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,7 @@ from helpers.training import (
     sgd,
     weights,
 )
-from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.views import (
-    MixedGradients,
     PendingGradient,
     reads_values,
     tensors_in,
@@ -382,40 +379,3 @@ def test_tensors_in_nested_arguments_are_found() -> None:
     a, b, c, d = (torch.tensor(float(n)) for n in range(4))
     found = list(tensors_in(((a, [b, 1]), {"out": (c,), "more": {"deep": d}, "no": None})))
     assert [float(t) for t in found] == [0.0, 1.0, 2.0, 3.0]
-
-
-def shown() -> tuple[MixedGradients, list[Slot]]:
-    """ShownGradients after an exchange, of two parameters; the optimizer updates the first one."""
-    slots = [Slot(i, f"p{i}", torch.nn.Parameter(torch.ones(3))) for i in range(2)]
-    bucketing: Any = SimpleNamespace(slots=slots, buckets=[Bucket(0, slots)])
-    views = MixedGradients(bucketing, lambda param: param is slots[0].param)
-    views.begin_backward()
-    for slot in slots:
-        slot.used = True
-        views.on_gradient(slot)
-    views.show()
-    return views, slots
-
-
-def test_backward_on_exchanged_gradients_is_refused() -> None:
-    views, slots = shown()
-    for _ in range(2):
-        with pytest.raises(UsageError, match=r"'p0' .* before each backward call optimizer\.zero"):
-            views.begin_backward()
-    slots[0].param.grad = None
-    with pytest.raises(UsageError, match=r"'p1' .* before each backward call model\.zero_grad"):
-        views.begin_backward()
-    slots[1].param.grad = torch.ones(3)  # somebody's own
-    views.begin_backward()
-
-
-def test_backward_on_gradients_zeroed_in_place_is_allowed() -> None:
-    views, slots = shown()
-    views.on_zero_grad(set_to_none=False)
-    with pytest.raises(UsageError, match="'p1'"):
-        views.begin_backward()
-    slots[1].param.grad = None
-    views.begin_backward()
-    views.show()
-    with pytest.raises(UsageError, match="'p0'"):
-        views.begin_backward()

@@ -223,39 +223,6 @@ class ShownGradients:
         slot.param.grad = None
 
 
-class MixedGradients(ShownGradients):
-    """Shows gradients that differ between workers, and cannot be accumulated.
-
-    One tensor contains a worker's own gradient and parts of the others'. After an accumulation, the
-    part that the others have received would be unknown.
-    """
-
-    def __init__(self, bucketing: Bucketing, owns: Callable[[torch.Tensor], bool]) -> None:
-        super().__init__(bucketing)
-        self._owns = owns
-        self._mixed: list[Slot] = []
-
-    def begin_backward(self) -> None:
-        """Raise a `UsageError` if the backward would accumulate into exchanged gradients."""
-        slot = next((slot for slot in self._mixed if slot.holds(slot.param.grad)), None)
-        if slot is not None:
-            where = "optimizer" if self._owns(slot.param) else "model"
-            raise UsageError(
-                f"parameter {slot.name!r} may get a gradient on top of one that was exchanged in "
-                "parts (Partial, Ako) and differs between workers: before each backward call "
-                f"{where}.zero_grad(), and accumulate under no_sync()"
-            )
-
-    def on_zero_grad(self, set_to_none: bool) -> None:  # noqa: ARG002
-        """The optimizer's gradients are this worker's own from now on."""
-        self._mixed = [slot for slot in self._mixed if not self._owns(slot.param)]
-
-    def show(self, slots: Iterable[Slot] | None = None) -> None:
-        """Show the gradients, which now contain parts of the other workers'."""
-        super().show(slots)
-        self._mixed = self._bucketing.slots
-
-
 class HiddenGradients(ShownGradients):
     """Shows placeholders in ``p.grad`` until one is read."""
 

@@ -13,7 +13,7 @@ iteration: the part, a flag for each parameter that the worker has used, and ste
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,15 @@ import torch
 
 from wingbeat.collectives import Collectives, Gathered, dtype_of
 from wingbeat.collectives.packing import narrower_dtype
-from wingbeat.engine.gradients.unsent import UnsentGradients
+from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.errors import UsageError
 from wingbeat.schedules.events import Operation
 from wingbeat.types import Span, blocks_of
+from wingbeat_lab.ako.unsent import UnsentGradients
 
 if TYPE_CHECKING:
-    from wingbeat.engine.gradients.bucket import Bucket
+    from wingbeat.engine.gradients.bucket import Bucket, Slot
+    from wingbeat.engine.gradients.bucketing import Bucketing
     from wingbeat.observe.meter import Section
 
 LOST = math.inf
@@ -160,3 +162,36 @@ class _Arrivals:
                 gradient.fill_(math.nan)
             elif flag == 0 and bool(gradient.any()):
                 flags[position] = 1
+
+
+class MixedGradients(ShownGradients):
+    """Shows gradients that differ between workers, and cannot be accumulated.
+
+    One tensor contains a worker's own gradient and parts of the others'. After an accumulation, the
+    part that the others have received would be unknown.
+    """
+
+    def __init__(self, bucketing: Bucketing, owns: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__(bucketing)
+        self._owns = owns
+        self._mixed: list[Slot] = []
+
+    def begin_backward(self) -> None:
+        """Raise a `UsageError` if the backward would accumulate into exchanged gradients."""
+        slot = next((slot for slot in self._mixed if slot.holds(slot.param.grad)), None)
+        if slot is not None:
+            where = "optimizer" if self._owns(slot.param) else "model"
+            raise UsageError(
+                f"parameter {slot.name!r} may get a gradient on top of one that was exchanged in "
+                "parts (Partial, Ako) and differs between workers: before each backward call "
+                f"{where}.zero_grad(), and accumulate under no_sync()"
+            )
+
+    def on_zero_grad(self, set_to_none: bool) -> None:  # noqa: ARG002
+        """The optimizer's gradients are this worker's own from now on."""
+        self._mixed = [slot for slot in self._mixed if not self._owns(slot.param)]
+
+    def show(self, slots: Iterable[Slot] | None = None) -> None:
+        """Show the gradients, which now contain parts of the other workers'."""
+        super().show(slots)
+        self._mixed = self._bucketing.slots

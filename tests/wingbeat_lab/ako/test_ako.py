@@ -28,6 +28,7 @@ from helpers.training import engine, on
 from wingbeat import Strategy, parts
 from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
+from wingbeat_lab.ako import Partial
 
 OPTIONS: dict[str, Any] = {
     "usual": wingbeat_lab.Ako(mb=TINY_MB, first_mb=TINY_MB),
@@ -40,9 +41,9 @@ OPTIONS: dict[str, Any] = {
         plan=parts.TunedBuckets(
             search="grid", mb=TINY_MB, min_mb=TINY_MB / 2, max_mb=8 * TINY_MB, trials=3, steps=1
         ),
-        exchange="partial",
+        exchange=Partial(),
     ),
-    "layers": Strategy(plan="layers@2", exchange="partial@2"),
+    "layers": Strategy(plan="layers@2", exchange=Partial(partitions=2)),
 }
 
 

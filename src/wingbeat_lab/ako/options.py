@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wingbeat import topologies
 from wingbeat.errors import UsageError
+from wingbeat.schedules.events import Operation
 from wingbeat.settings import Settings
 from wingbeat.traits import WHOLE, ExchangePart
 
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
     from wingbeat.engine.context import BuildContext
     from wingbeat.engine.runtime import Runtime
     from wingbeat.parts.strategy import Strategy
+    from wingbeat.simulator.exchange import (
+        Exchange,
+        SimulatedExchanges,
+        SimulationContext,
+        Waitable,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -74,9 +82,8 @@ class Partial(Settings, ExchangePart):
         """Make a runtime that sends parts of gradients; a `UsageError` for LBFGS."""
         import torch
 
-        from wingbeat.engine.gradients.unsent import UnsentGradients
-        from wingbeat.engine.gradients.views import MixedGradients
-        from wingbeat.exchanges.partial import PartialExchange
+        from wingbeat_lab.ako.partial import MixedGradients, PartialExchange
+        from wingbeat_lab.ako.unsent import UnsentGradients
 
         training = context.training
         if isinstance(training.optimizer, torch.optim.LBFGS):
@@ -93,3 +100,29 @@ class Partial(Settings, ExchangePart):
             lambda: PartialExchange(training.collectives, unsent, self.partitions),
             MixedGradients(training.bucketing, training.stepper.owns),
         )
+
+    def build_simulated(self, context: SimulationContext) -> SimulatedExchanges:
+        """Make exchanges that gather a part, flags and counts of each bucket in virtual time."""
+        from wingbeat.simulator.exchange import SimulatedExchanges
+
+        workers, buckets = context.layout.workers, context.buckets
+        parts = self.partitions or workers
+        rows = zip(buckets.numel, buckets.members, strict=True)
+        numel = tuple(workers * (-(-n // parts) + members + workers) for n, members in rows)
+        sent = replace(context, buckets=replace(buckets, numel=numel))
+        return SimulatedExchanges([_Gathering(each) for each in sent.collectives().workers])
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """Gathers buckets in place of the operation that the schedule starts."""
+
+    inner: Exchange
+
+    def start(self, operation: Operation, bucket: int, chained: bool) -> None:  # noqa: ARG002
+        """Start an all-gather of a bucket."""
+        self.inner.start(Operation.ALL_GATHER, bucket, chained)
+
+    def under_way(self, bucket: int) -> Sequence[Waitable]:
+        """Return the operation that was started last on a bucket."""
+        return self.inner.under_way(bucket)

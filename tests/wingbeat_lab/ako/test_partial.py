@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 
 from helpers.amounts import examples
 from helpers.partial import SHAPES, Worker, crew, iterate
+from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.errors import UsageError
-from wingbeat.exchanges.partial import turn_of
 from wingbeat.planning.controllers import Prioritized
 from wingbeat.schedules.events import Operation
+from wingbeat_lab.ako.partial import MixedGradients, turn_of
 
 NAMES = [f"p{i}" for i in range(len(SHAPES))]
 PLANS = ([[0, 1, 2, 3]], [[3, 2], [1, 0]], [[0], [1], [2], [3]], [[2, 0, 3], [1]])
@@ -242,3 +244,40 @@ def test_other_devices_are_refused() -> None:
     bucket.flat = torch.zeros(3, device="meta")
     with pytest.raises(UsageError, match=r"parameter 'p0' is on meta: .* on the CPU only; use"):
         exchange.planned([bucket], [bucket])
+
+
+def shown() -> tuple[MixedGradients, list[Slot]]:
+    """ShownGradients after an exchange, of two parameters; the optimizer updates the first one."""
+    slots = [Slot(i, f"p{i}", torch.nn.Parameter(torch.ones(3))) for i in range(2)]
+    bucketing: Any = SimpleNamespace(slots=slots, buckets=[Bucket(0, slots)])
+    views = MixedGradients(bucketing, lambda param: param is slots[0].param)
+    views.begin_backward()
+    for slot in slots:
+        slot.used = True
+        views.on_gradient(slot)
+    views.show()
+    return views, slots
+
+
+def test_backward_on_exchanged_gradients_is_refused() -> None:
+    views, slots = shown()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"'p0' .* before each backward call optimizer\.zero"):
+            views.begin_backward()
+    slots[0].param.grad = None
+    with pytest.raises(UsageError, match=r"'p1' .* before each backward call model\.zero_grad"):
+        views.begin_backward()
+    slots[1].param.grad = torch.ones(3)  # somebody's own
+    views.begin_backward()
+
+
+def test_backward_on_gradients_zeroed_in_place_is_allowed() -> None:
+    views, slots = shown()
+    views.on_zero_grad(set_to_none=False)
+    with pytest.raises(UsageError, match="'p1'"):
+        views.begin_backward()
+    slots[1].param.grad = None
+    views.begin_backward()
+    views.show()
+    with pytest.raises(UsageError, match="'p0'"):
+        views.begin_backward()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from helpers.partial import Room, Worker, crew, iterate
-from wingbeat.engine.gradients.unsent import NONE, SHARE, LoadedAs, _digest, judge
 from wingbeat.errors import PeerError, UsageError
+from wingbeat_lab.ako.unsent import NONE, SHARE, LoadedAs, _digest, judge
 
 SHAPES = ((4,), (2, 3))
 KEEP, OWE, DROP = LoadedAs.KEEP, LoadedAs.OWE, LoadedAs.DROP
