@@ -42,8 +42,6 @@ from wingbeat_lab.cli.bench import check_writable
 
 PAPER = {"bml": 1.61, "ako": 2.28, "ps": 2.84}
 """Fig. 23, VGG-19: how much longer than Canary to converge; no time of an iteration."""
-PAPER_PEAK = {"bml": 0.7598, "canary": 0.5105}
-PAPER_LESS_TRAFFIC = 0.5628
 SLOWS = {"alike": (), "random": ("random:+2x",), "one": ("0=+2x",)}
 ROWS = (
     ("dense", "star"),

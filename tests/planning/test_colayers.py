@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from wingbeat.errors import UsageError
+from wingbeat.parts.plan import MIN_COLAYERS
 from wingbeat.planning.plans import (
-    MIN_COUNT,
     NOISE,
     LayerProperties,
     colayer_plan,
@@ -163,7 +163,7 @@ def cost(layers: Sequence[LayerProperties], whole: int) -> float:
 def test_colayers_vgg19_equals_paper_by_backward_times(name: str) -> None:
     """FC3 to FC1, CONV5-4 to CONV5-1, CONV4-4 to CONV4-1, CONV3-4 to CONV1-1 (section 4.3.2)."""
     model = simulator_model(load_profile(name))
-    chosen = Fusion(kind="colayers", layers=10, measured=True, least=MIN_COUNT)
+    chosen = Fusion(kind="colayers", layers=10, measured=True, least=MIN_COLAYERS)
     for fusion in (Fusion(kind="colayers", layers=4), chosen):
         plan = make_plan(fusion, model.tensors, model.ready_order, model.measured)
         assert [

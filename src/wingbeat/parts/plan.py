@@ -18,6 +18,13 @@ TOPOLOGIES = ("ring", "mesh", "doubling")
 
 RULES = ("tried", "exact", "paper", "printed", "wfbp")
 
+COLAYERS = 10
+"""Number of colayers in Canary's figures (section 6)."""
+
+MIN_COLAYERS = 4
+"""Fewest colayers where their number is chosen, as in the paper's example. With fewer, too little
+is sent during backward."""
+
 
 class PlanPart(Part, Settings, ABC):
     """Which tensors are sent together; a subclass is a frozen dataclass that defines `fusion`."""
@@ -170,7 +177,7 @@ class Colayers(PlanPart):
         UsageError: a number is out of range, or ``least`` is set without ``measured``.
     """
 
-    count: int = 10
+    count: int = COLAYERS
     measured: bool = False
     least: int = 0
 

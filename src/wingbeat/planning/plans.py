@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from wingbeat.errors import UsageError
+from wingbeat.parts.plan import COLAYERS, MIN_COLAYERS
 from wingbeat.planning import merge
 from wingbeat.planning.costs import Workload
 from wingbeat.types import Fusion, Plan, PlannedBucket, TensorSpec
@@ -142,13 +143,6 @@ def _fill(
 
 # -- colayers ------------------------------------------------------------------------------------
 
-DEFAULT_COUNT = 10
-"""Number of colayers in the paper's figures (section 6)."""
-
-MIN_COUNT = 4
-"""Fewest colayers where their number is chosen, as in the paper's example. With fewer, too little
-is sent during backward."""
-
 REMAINING_VARIATION = 0.05
 """Share of a model's variation that may remain within colayers where their number is chosen."""
 
@@ -180,7 +174,7 @@ class Measured:
     widths: tuple[float | None, ...]
 
 
-def colayers(layers: Sequence[LayerProperties], count: int = DEFAULT_COUNT) -> tuple[range, ...]:
+def colayers(layers: Sequence[LayerProperties], count: int = COLAYERS) -> tuple[range, ...]:
     """Group layers, in the order of backward, into ``count`` colayers, or one for each layer.
 
     Without layers, or with a count below 1, a `UsageError`.
@@ -193,7 +187,7 @@ def colayers(layers: Sequence[LayerProperties], count: int = DEFAULT_COUNT) -> t
 
 
 def fewest_colayers(
-    layers: Sequence[LayerProperties], least: int = MIN_COUNT, most: int = DEFAULT_COUNT
+    layers: Sequence[LayerProperties], least: int = MIN_COLAYERS, most: int = COLAYERS
 ) -> tuple[range, ...]:
     """Group measured layers into as few colayers as leave little variation within them.
 

@@ -13,9 +13,8 @@ from wingbeat.methods.model_averaging.rules import GROUP_SIZE, THRESHOLD
 from wingbeat.methods.parameter_server import options as servers_options
 from wingbeat.methods.parameter_server.options import STEPS, Threshold, threshold_of
 from wingbeat.parts import names
-from wingbeat.parts.plan import RULES, SEARCHES, PlanPart
+from wingbeat.parts.plan import COLAYERS, MIN_COLAYERS, RULES, SEARCHES, PlanPart
 from wingbeat.parts.strategy import Strategy
-from wingbeat.planning.plans import DEFAULT_COUNT, MIN_COUNT
 from wingbeat.settings import OptionError, count_of, defaults_of, named
 from wingbeat.strategies.preset import Preset, check_first_mb, check_flags, preset, variant
 from wingbeat.topologies import Topology
@@ -518,7 +517,7 @@ def Canary(
     *,
     s: int | None = 18,
     p: int | str | None = AUTO,
-    colayers: int | str = DEFAULT_COUNT,
+    colayers: int | str = COLAYERS,
     measured: bool = False,
     compression: Compression = AUTO,
     encrypted: bool = True,
@@ -571,10 +570,10 @@ def Canary(
     check_flags(measured=measured)
     if colayers == AUTO and not measured:
         raise _refusal("allowed are whole numbers; 'auto' with measured=True", colayers=colayers)
-    count = DEFAULT_COUNT if colayers == AUTO else colayers
+    count = COLAYERS if colayers == AUTO else colayers
     least = 0
     if colayers == AUTO:
-        least = max(MIN_COUNT, p) if isinstance(p, int) else MIN_COUNT
+        least = max(MIN_COLAYERS, p) if isinstance(p, int) else MIN_COLAYERS
     plan = parts.Colayers(count=count, measured=measured)  # type: ignore[arg-type]
     if p not in (None, AUTO, *range(1, plan.count + 1)) or isinstance(p, bool):
         most = f"whole numbers, 1 to {plan.count} (colayers), None and 'auto'"

@@ -229,7 +229,7 @@ class Progress:
         self._estimate = of(checked)
         self._began = time.monotonic()
         console = Console(stderr=True, quiet=quiet)
-        self._live = console.is_terminal
+        self._live = console.file.isatty()  # which FORCE_COLOR does not change
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),

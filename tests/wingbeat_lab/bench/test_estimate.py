@@ -140,6 +140,17 @@ def test_it_is_said_before_the_first_worker_starts(
     assert line.endswith(f"2 workers: ddp, dear:plan=fixed, single; takes about {expected}")
 
 
+def test_progress_piped_with_forced_colours_has_a_line_for_each_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Progress(checked()) as progress:
+        progress.at(1, 0, 0, 0)
+    shown = capsys.readouterr().err
+    assert [line for line in shown.splitlines() if "iterations done, about" in line]
+    assert "\r" not in shown
+
+
 def test_what_is_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
