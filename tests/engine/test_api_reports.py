@@ -87,7 +87,7 @@ def test_each_part_of_an_iteration_is_counted_where_it_belongs(strategy: Any) ->
     assert fast["forward"] + fast["backward"] + fast["update"] < 3 * SLEEP_S
 
 
-def test_accumulation_is_forward_and_backward_too() -> None:
+def test_meter_under_no_sync_counts_forward_and_backward() -> None:
     def train(world: World) -> dict[str, float]:
         net, _, meter = _metered(world, wingbeat.AllReduce(), Net(SLEEP_S, 2 * SLEEP_S))
         with wingbeat.no_sync(net):
@@ -102,7 +102,7 @@ def test_accumulation_is_forward_and_backward_too() -> None:
     assert spent["other"] >= 3 * SLEEP_S
 
 
-def test_evaluation_is_no_training() -> None:
+def test_meter_during_evaluation_counts_no_forward() -> None:
     def train(world: World) -> dict[str, float]:
         net, optimizer, meter = _metered(world, wingbeat.DeAR(), Net())
         _iterate(net, optimizer)
@@ -218,14 +218,14 @@ def test_a_worker_alone_can_be_watched_until_it_shuts_down(alone: Path) -> None:
     assert list(alone.iterdir()) == []
 
 
-def test_switched_off_nothing_is_started(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_switched_off_starts_nothing(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINGBEAT_TOP", "off")
     _train_alone()
     assert not alone.exists()
 
 
 @pytest.mark.parametrize(("name", "value"), [("WINGBEAT_TOP", "yes"), ("WINGBEAT_METRICS", "port")])
-def test_a_wrong_choice_is_one_clear_error(
+def test_report_variable_with_wrong_value_is_refused_before_any_change(
     alone: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     net = Net()

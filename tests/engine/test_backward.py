@@ -129,7 +129,7 @@ def test_parameters_unused_after_a_backward_cut_short_have_no_gradient(strategy:
 
 
 @strategies
-def test_no_sync_inside_of_no_sync(strategy: Any) -> None:
+def test_no_sync_inside_no_sync_does_not_end_the_outer_one(strategy: Any) -> None:
     """Leaving the inner context does not end the outer one."""
 
     def body(world: Any) -> Any:

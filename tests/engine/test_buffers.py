@@ -278,7 +278,9 @@ class Spied:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["allreduce", "dear"])
-def test_running_statistics_after_two_backwards_of_one_forward(strategy: Any) -> None:
+def test_running_statistics_after_two_backwards_of_one_forward_are_updated_once(
+    strategy: Any,
+) -> None:
     def body(world: Any) -> list[Tensor]:
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

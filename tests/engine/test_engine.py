@@ -46,7 +46,7 @@ def test_release_gives_every_channel_back() -> None:
     on(2, body)
 
 
-def test_a_wait_that_fails_was_a_wait() -> None:
+def test_timed_event_whose_body_raises_is_recorded() -> None:
     stream.start(worker=0)
     with pytest.raises(ArithmeticError), stream.timed("wait", bucket=3):
         raise ArithmeticError

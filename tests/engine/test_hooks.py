@@ -86,7 +86,7 @@ def test_hooks_registered_before_and_after_come_first() -> None:
     assert _run(param, calls) == ["before", "later", "new"]
 
 
-def test_the_only_hook() -> None:
+def test_last_grad_hook_alone_runs_until_removed() -> None:
     param, calls = nn.Parameter(torch.ones(2)), list[str]()
     last = LastGradHook(param, _noting(calls, "last"))
     assert _run(param, calls) == ["last"]

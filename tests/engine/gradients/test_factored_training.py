@@ -277,7 +277,7 @@ def test_parts_of_more_workers_load_with_the_starts_of_all() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_low_rank_training_in_other_dtypes_is_equal_on_all_workers(dtype: torch.dtype) -> None:
     def body(world: Any) -> dict[str, torch.Tensor]:
         model, optimizer = begin(world, overlapped(), Wide().to(dtype))
         usual(model, optimizer, world.rank)
@@ -335,7 +335,9 @@ def test_a_worker_without_batches_takes_part() -> None:
         ("lowrank@2", True),
     ],
 )
-def test_which_wires_sum_factors(wire: str, factored: bool) -> None:
+def test_factors_are_summed_if_every_group_is_dense_or_unsketched_low_rank(
+    wire: str, factored: bool
+) -> None:
     """A trial takes turns with fp32, and residuals go along."""
 
     def body(world: Any) -> tuple[bool, dict[str, torch.Tensor]]:
@@ -352,7 +354,7 @@ def test_which_wires_sum_factors(wire: str, factored: bool) -> None:
     assert_same(first, second)
 
 
-def test_a_cube_carries_factors() -> None:
+def test_factors_along_a_bcube_are_equal_on_all_workers() -> None:
     """They are summed along it, as gradients are; what is sketched is refused there."""
 
     def body(world: Any) -> dict[str, torch.Tensor]:

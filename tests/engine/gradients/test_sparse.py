@@ -63,7 +63,9 @@ def assert_all(found: list[Values], wanted: Values) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_a_worker_without_batches_takes_part_with_no_rows(strategy: Any) -> None:
+def test_join_with_sparse_gradients_counts_a_worker_without_batches_as_no_rows(
+    strategy: Any,
+) -> None:
     model = first()
 
     def body(world: Any) -> Values:
@@ -143,7 +145,7 @@ def test_gradients_without_rows_on_all_workers_are_sparse_and_empty() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_values_keep_their_dtype(dtype: torch.dtype) -> None:
+def test_sparse_gradient_of_another_dtype_keeps_it(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH, sparse=True).to(dtype))
 
     def body(world: Any) -> Tensor:

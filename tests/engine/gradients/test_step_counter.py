@@ -48,7 +48,7 @@ def test_counts_above_the_modulus_are_reported_in_full() -> None:
     )
 
 
-def test_many_ranks_fit_in_a_line() -> None:
+def test_step_counts_of_many_ranks_are_reported_in_one_line() -> None:
     counts = [5.0] * 64
     counts[3] = 4.0
     assert _said(7, 4, counts) == "ranks 0-2 4, rank 3 3, ranks 4-63 4"

@@ -59,7 +59,7 @@ def test_unused_parameters_are_not_updated_until_a_worker_uses_them() -> None:
     compare(3, adamw, body)
 
 
-def test_parameters_that_are_not_laid_out_in_order() -> None:
+def test_sharded_optimizer_with_transposed_parameters_equals_whole() -> None:
     def turned(params: Any) -> torch.optim.Optimizer:
         params = list(params)
         for param in params:
@@ -73,7 +73,7 @@ def test_parameters_that_are_not_laid_out_in_order() -> None:
     compare(3, turned, _plain, tolerance=1e-6)
 
 
-def test_gradients_zeroed_rather_than_removed_count() -> None:
+def test_sharded_optimizer_updates_parameters_with_zeroed_gradients() -> None:
     """A gradient of zeros lets momentum and weight decay go on, as in torch."""
 
     def body(model: Any, optimizer: Any, rank: int) -> None:
@@ -87,7 +87,7 @@ def test_gradients_zeroed_rather_than_removed_count() -> None:
 
 
 @pytest.mark.parametrize("turn", [False, True])
-def test_values_changed_or_moved_by_hand(turn: bool) -> None:
+def test_sharded_optimizer_after_parameters_are_changed_by_hand_equals_whole(turn: bool) -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         for step in range(6):
             train(model, optimizer, [step])
@@ -114,7 +114,7 @@ def test_a_step_without_gradients_forgets_no_parameter_on_its_way() -> None:
     compare(3, adamw, body)
 
 
-def test_parameters_of_two_dtypes() -> None:
+def test_sharded_optimizer_with_two_dtypes_equals_whole() -> None:
     def halves(world: Any, sharded: bool) -> Any:
         model = net()
         model.second.bfloat16()
@@ -155,7 +155,7 @@ def test_a_step_uses_the_gradients_up() -> None:
     on(2, body)
 
 
-def test_going_on_after_a_refused_step() -> None:
+def test_sharded_optimizer_after_a_refused_step_trains_on() -> None:
     def body(model: Any, optimizer: Any, rank: int) -> None:
         train(model, optimizer, range(3))
         if engine(model).strategy.update_part.shards:
@@ -201,7 +201,7 @@ def test_ranks_with_different_actions_raise() -> None:
     on(2, body)
 
 
-def test_optimizers_that_differ_between_ranks() -> None:
+def test_sharded_optimizer_with_different_groups_on_ranks_is_refused() -> None:
     def body(world: Any) -> None:
         model = net()
         params = list(model.parameters())
@@ -215,7 +215,7 @@ def test_optimizers_that_differ_between_ranks() -> None:
     on(2, body)
 
 
-def test_optimizers_of_other_classes_on_the_ranks() -> None:
+def test_sharded_optimizer_of_different_classes_on_ranks_is_refused() -> None:
     def body(world: Any) -> None:
         model = net()
         optimizer = (sgd, adamw)[world.rank](model.parameters())
@@ -254,7 +254,7 @@ def test_a_scaler_skips_the_same_steps_everywhere(fused: bool) -> None:
     compare(3, make, body, tolerance=1e-6 if fused else 0.0)
 
 
-def test_gradients_on_a_narrow_wire_parameters_in_full() -> None:
+def test_sharded_optimizer_with_bf16_gradients_gathers_unrounded_parameters() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world, sgd, compression="bf16")
         train(model, optimizer, range(6))
@@ -420,7 +420,7 @@ def test_another_optimizer_is_refused_gradients_that_a_step_has_used_up() -> Non
     on(2, body)
 
 
-def test_a_backward_cut_short_on_one_rank_after_a_step_that_used_gradients_up() -> None:
+def test_backward_that_fails_on_one_rank_after_a_sharded_step_leaves_ranks_equal() -> None:
     """Part of the model is another optimizer's, so that all are looked at when backward ends."""
 
     def body(world: Any) -> dict[str, torch.Tensor]:

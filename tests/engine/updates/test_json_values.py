@@ -81,7 +81,7 @@ def test_decode_of_malformed_value_raises(data: Any) -> None:
         decode(data, CPU)
 
 
-def test_dtype_of_name() -> None:
+def test_dtype_of_unknown_name_is_malformed() -> None:
     assert dtype_of("bfloat16") is torch.bfloat16
     for name in ("nn", "float33", 3, None):
         with pytest.raises(ValueError, match="malformed"):

@@ -88,19 +88,19 @@ def _shards(model: Any) -> Any:
 
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("mb", [TINY_MB, 0.001, 25.0])
-def test_two_workers_have_the_same_bits_as_without(make: Make, mb: float) -> None:
+def test_tensor_shards_of_two_workers_equal_whole_bit_for_bit(make: Make, mb: float) -> None:
     compare(2, make, _plain, mb=mb)
 
 
 @pytest.mark.parametrize("make", [_lamb, _adafactor])
 @pytest.mark.parametrize("size", [3, 5])
-def test_more_workers_have_the_same_but_for_rounding(size: int, make: Make) -> None:
+def test_tensor_shards_of_more_workers_equal_whole_up_to_rounding(size: int, make: Make) -> None:
     """Blocks begin elsewhere, so a ring adds in another order."""
     compare(size, make, _plain, tolerance=1e-5, mb=0.001)
 
 
 @pytest.mark.parametrize("topology", ["ring", "mesh"])
-def test_muon_of_more_workers_is_the_same_but_for_rounding(topology: str) -> None:
+def test_tensor_shards_of_muon_equal_whole_up_to_rounding(topology: str) -> None:
     """It multiplies in bfloat16, where a last bit of a gradient can become one of 2 ** -8."""
     compare(3, _muon, _plain, tolerance=2e-3, mb=0.001, topology=topology)
 
@@ -123,7 +123,7 @@ def _odd(model: Any, optimizer: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_whatever_happens_between_steps(make: Make) -> None:
+def test_tensor_shards_with_changes_between_steps_equal_whole(make: Make) -> None:
     def kept(model: Any, optimizer: Any, rank: int) -> None:
         _odd(model, optimizer, rank)
         if isinstance(_shards(model), Shards):
@@ -133,7 +133,7 @@ def test_whatever_happens_between_steps(make: Make) -> None:
     compare(2, make, kept, tolerance=2e-3 if make is _muon else 1e-5)
 
 
-def test_parameters_that_are_not_laid_out_in_order() -> None:
+def test_tensor_shards_of_transposed_parameters_equal_whole() -> None:
     def turned(params: Any) -> optim.Optimizer:
         params = list(params)
         for param in params:
@@ -235,7 +235,7 @@ def test_the_gathered_state_loads_into_plain_torch() -> None:
     on(3, body)
 
 
-def test_parts_of_other_kinds_are_named() -> None:
+def test_load_shards_of_mixed_kinds_names_the_parameter() -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world, _lamb)
         train(model, optimizer, range(2))
@@ -282,7 +282,7 @@ def test_a_malformed_state_names_its_sender(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "sketch@4", "topk@0.5"])
-def test_other_wires_give_all_workers_the_same(wire: str) -> None:
+def test_tensor_shards_with_compressed_gradients_are_equal_on_all_workers(wire: str) -> None:
     def body(world: Any) -> Any:
         model, optimizer = distributed(world, _adafactor, mb=0.001, compression=wire)
         assert isinstance(_shards(model), TensorShards)
@@ -294,7 +294,7 @@ def test_other_wires_give_all_workers_the_same(wire: str) -> None:
         assert_same(other, first)
 
 
-def test_matrices_of_one_optimizer_and_the_rest_of_another() -> None:
+def test_tensor_shards_beside_a_plain_optimizer_equal_whole() -> None:
     def body(world: Any, sharded: bool) -> Any:
         model = net()
         rest = optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=0.02)

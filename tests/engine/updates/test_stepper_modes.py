@@ -47,7 +47,7 @@ def test_inference_mode_is_left_and_entered_again() -> None:
     assert not made.is_inference()
 
 
-def test_nothing_inside_is_recorded_for_a_backward() -> None:
+def test_restored_modes_record_no_graph() -> None:
     ambient = Modes(CPU)
     param = torch.ones(2, requires_grad=True)
     with torch.enable_grad():
@@ -61,7 +61,7 @@ def test_nothing_inside_is_recorded_for_a_backward() -> None:
 @pytest.mark.parametrize(
     "now", [(False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)]
 )
-def test_autocast_is_as_it_was(
+def test_restored_autocast_is_that_of_the_snapshot(
     then: tuple[bool, torch.dtype], now: tuple[bool, torch.dtype]
 ) -> None:
     a = torch.ones(2, 2)

@@ -212,7 +212,7 @@ def test_one_group_that_cannot_be_divided_is_found() -> None:
 
 
 @pytest.mark.parametrize("cls", [optim.AdamW, Noisy])
-def test_the_trial_changes_nothing(cls: Any) -> None:
+def test_elementwise_trial_changes_neither_optimizer_nor_parameters_nor_rng(cls: Any) -> None:
     model = net()
     optimizer = cls(model.parameters(), lr=0.0)
     model(batch(0, 0)).sum().backward()
@@ -236,7 +236,7 @@ def test_the_trial_changes_nothing(cls: Any) -> None:
     assert not calls
 
 
-def test_a_scheduler_made_before_does_not_matter() -> None:
+def test_elementwise_trial_with_learning_rate_zero_finds_its_state() -> None:
     optimizer = optim.SGD(net().parameters(), lr=0.1, momentum=0.9)
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     assert optimizer.param_groups[0]["lr"] == 0.0, "as a warm-up begins"
@@ -254,7 +254,7 @@ def test_state_of_one_group_is_known_whatever_the_others_have(first: float) -> N
     assert prove_elementwise(optim.SGD(groups, lr=0.1), optim.SGD.step) == {"momentum_buffer": True}
 
 
-def test_groups_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elementwise_trial_of_equal_groups_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     plain = optim.AdamW.step.__wrapped__  # type: ignore[attr-defined]
     optimizer = optim.AdamW([{"params": [p], "lr": i} for i, p in enumerate(net().parameters())])

@@ -49,7 +49,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("strategy", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("interfaces", [1, 2])
-def test_when_all_is_sent_all_have_the_sum_of_all(strategy: Any, interfaces: int) -> None:
+def test_ako_drained_has_the_sum_of_all_gradients(strategy: Any, interfaces: int) -> None:
     steps = 8
 
     def body(world: Any) -> Any:
@@ -77,7 +77,7 @@ def test_when_all_is_sent_all_have_the_sum_of_all(strategy: Any, interfaces: int
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_ako_in_other_dtypes_applies_all_gradients_once(dtype: torch.dtype) -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world, dtype=dtype)
         for number in range(3):
@@ -93,7 +93,7 @@ USED = [["abcd", "ab", "ab", "a"], ["abd", "ab", "a", "ac"], ["a", "a", "a", "a"
 """By iteration and rank."""
 
 
-def test_parameters_that_some_do_not_use() -> None:
+def test_ako_parameters_unused_on_some_ranks_get_the_others_gradients() -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world)
         grads = []
@@ -112,7 +112,7 @@ def test_parameters_that_some_do_not_use() -> None:
         assert grads[-1] == {"a"}, "nothing comes any more"
 
 
-def test_accumulation_under_no_sync() -> None:
+def test_ako_gradients_accumulated_under_no_sync_are_applied_once() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world)
         for number in range(3):
@@ -128,7 +128,7 @@ def test_accumulation_under_no_sync() -> None:
         assert_same(found, trained_on([given(n, r) for n in range(6) for r in range(SIZE)]))
 
 
-def test_adding_to_exchanged_gradients_is_refused_and_training_goes_on() -> None:
+def test_ako_backward_onto_exchanged_gradients_is_refused_until_zero_grad() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world)
         step(model, optimizer, given(0, world.rank))
@@ -154,7 +154,7 @@ def test_adding_to_exchanged_gradients_is_refused_and_training_goes_on() -> None
         assert_same(found, trained_on([given(n, r) for n in range(5) for r in range(SIZE)]))
 
 
-def test_what_the_optimizer_does_not_update_is_zeroed_by_the_model() -> None:
+def test_ako_parameters_outside_the_optimizer_need_model_zero_grad() -> None:
     """Another optimizer may add up the gradients of some steps."""
 
     def body(world: Any) -> dict[str, Tensor]:
@@ -180,7 +180,7 @@ def test_what_the_optimizer_does_not_update_is_zeroed_by_the_model() -> None:
         assert_same(found, wanted)
 
 
-def test_each_worker_clips_what_it_applies() -> None:
+def test_ako_clipping_uses_each_workers_own_norm() -> None:
     def body(world: Any) -> tuple[float, float]:
         model, optimizer = made(world)
         model(given(0, world.rank)).backward()
@@ -194,7 +194,7 @@ def test_each_worker_clips_what_it_applies() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_scaler_skips_the_same_steps_on_all(bad: float) -> None:
+def test_ako_scaler_skips_the_same_steps_on_all_workers(bad: float) -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
@@ -216,7 +216,7 @@ def test_a_scaler_skips_the_same_steps_on_all(bad: float) -> None:
         assert all(bool(k.isfinite().all()) for k in kept.values())
 
 
-def test_what_is_not_a_number_is_not_a_number_on_all_workers() -> None:
+def test_ako_nan_on_one_worker_is_nan_on_all() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world)
         numbers = given(0, world.rank)
@@ -234,7 +234,7 @@ BATCHES = (2, 5, 3, 5)
 
 
 @pytest.mark.parametrize("batches", [BATCHES, (5, 2, 2, 1), (3, 3, 3, 3)])
-def test_workers_that_run_out_of_batches(batches: Sequence[int]) -> None:
+def test_ako_join_with_uneven_batches_applies_all_gradients_once(batches: Sequence[int]) -> None:
     def body(world: Any) -> Any:
         model, optimizer = made(world)
         with model.join():
@@ -252,7 +252,7 @@ def test_workers_that_run_out_of_batches(batches: Sequence[int]) -> None:
             assert_same(joined, found[0][0])
 
 
-def test_a_worker_without_batches_leaves_gradients_behind() -> None:
+def test_ako_gradients_of_a_joined_worker_are_not_sent_again() -> None:
     """It has left with what it had exchanged in ``p.grad``, which the others must not get again."""
 
     def body(world: Any) -> dict[str, Tensor]:
@@ -272,7 +272,7 @@ def test_a_worker_without_batches_leaves_gradients_behind() -> None:
         assert_same(found, trained_on(each))
 
 
-def test_a_backward_that_fails_is_dropped() -> None:
+def test_ako_failed_backward_leaves_finite_weights() -> None:
     def body(world: Any) -> dict[str, Tensor]:
         model, optimizer = made(world)
         step(model, optimizer, given(0, world.rank))
@@ -289,7 +289,7 @@ def test_a_backward_that_fails_is_dropped() -> None:
     assert all(bool(w.isfinite().all()) for found in on(SIZE, body) for w in found.values())
 
 
-def test_lbfgs_is_refused() -> None:
+def test_ako_with_lbfgs_is_refused() -> None:
     def body(world: Any) -> None:
         model = Sums()
         optimizer = torch.optim.LBFGS(model.parameters())
@@ -299,7 +299,7 @@ def test_lbfgs_is_refused() -> None:
     on(2, body)
 
 
-def test_the_engine_keeps_buckets_whole_numbers_of_steps_in_step() -> None:
+def test_ako_different_numbers_of_steps_are_refused() -> None:
     def body(world: Any) -> None:
         model, optimizer = made(world)
         step(model, optimizer, given(0, world.rank))

@@ -130,7 +130,7 @@ def test_own_gradients_are_applied_whole_and_at_once() -> None:
         assert torch.equal(there[:8], torch.cat([mine[n].reshape(-1) for n in NAMES])[:8])
 
 
-def test_what_comes_late_of_an_unused_parameter_is_shown_and_only_then() -> None:
+def test_late_part_of_an_unused_parameter_is_shown_when_it_arrives() -> None:
     room, workers = crew(2, 4)
     iterate(room, workers, [{"p3": whole((2, 3), 1)}, {}])
     seen = [set(shown) for shown in (iterate(room, workers)[1] for _ in range(4))]
@@ -139,7 +139,7 @@ def test_what_comes_late_of_an_unused_parameter_is_shown_and_only_then() -> None
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_spoils_the_parameter_on_all_and_is_not_kept(bad: float) -> None:
+def test_non_finite_gradient_is_nan_on_all_workers_and_not_kept(bad: float) -> None:
     room, workers = crew(3, 3)
     account = Account()
     first = [gradients(rank) for rank in range(3)]
@@ -159,7 +159,7 @@ def test_what_is_not_finite_spoils_the_parameter_on_all_and_is_not_kept(bad: flo
     assert all(not kept.any() for worker in workers for kept in worker.kept().values())
 
 
-def test_what_an_unused_worker_sees_of_an_infinity() -> None:
+def test_infinity_of_another_worker_is_nan_for_a_worker_without_gradient() -> None:
     room, workers = crew(2, 2)
     shown = iterate(room, workers, [{"p1": torch.full((5,), math.inf)}, {}])
     assert bool(shown[1]["p1"].isnan().all())
@@ -190,7 +190,7 @@ def test_more_than_float16_can_hold_is_sent_in_two_turns() -> None:
     assert workers[1].applied["p0"].tolist() == [70000.0] * 2
 
 
-def test_what_bf16_rounds_away_is_sent_later() -> None:
+def test_rounding_error_of_bf16_parts_is_sent_later() -> None:
     room, workers = crew(2, 1, wire="bfloat16", shapes=((4,),))
     mine = torch.tensor([1.0, 257.0, 1 / 3, 100.01])
     iterate(room, workers, [{"p0": mine}, {}])
@@ -210,7 +210,7 @@ def test_parameters_without_elements_and_fewer_elements_than_partitions() -> Non
     assert [w.applied["p1"].tolist() for w in workers] == [[10.0, 12.0]] * 3
 
 
-def test_steps_that_differ_are_still_seen() -> None:
+def test_step_counts_that_differ_arrive_with_the_parts() -> None:
     room, workers = crew(2, 2)
     iterate(room, workers)
     assert workers[0].buckets[0].counts.tolist() == [4, 4]
@@ -224,7 +224,7 @@ def test_steps_that_differ_are_still_seen() -> None:
         assert worker.buckets[0].counts.tolist() == [4, 5]
 
 
-def test_waiting_twice_adds_once() -> None:
+def test_waiting_twice_for_a_part_adds_it_once() -> None:
     room, workers = crew(2, 1)
     for worker in workers:
         worker.send(gradients(worker.world.rank))
@@ -237,7 +237,7 @@ def test_waiting_twice_adds_once() -> None:
     assert torch.equal(workers[0].buckets[0].flat, found)
 
 
-def test_other_devices_are_refused() -> None:
+def test_partial_exchange_on_another_device_is_refused() -> None:
     _, workers = crew(2, 2)
     exchange, bucket = workers[0].exchange, workers[0].buckets[0]
     assert not isinstance(exchange, Prioritized)

@@ -117,14 +117,14 @@ def test_each_worker_continues_with_its_own_weights_and_state() -> None:
     assert_all_have_all(drained(new))
 
 
-def test_each_its_own_state_with_the_weights_of_rank_0() -> None:
+def test_own_states_with_weights_of_rank_0_apply_all_gradients_once() -> None:
     _, old = trained()
     states = [worker.unsent.state_dict() for worker in old]
     assert_all_have_all(drained(resumed(states, [0, 0, 0], old)))
 
 
 @pytest.mark.parametrize("root", [0, 2])
-def test_all_load_one_workers_state(root: int) -> None:
+def test_one_workers_state_on_all_applies_nothing_twice(root: int) -> None:
     """What the others had not sent is lost, and nothing is applied twice."""
     _, old = trained()
     state = old[root].unsent.state_dict()

@@ -42,7 +42,7 @@ def test_each_row_has_its_bars_and_a_row_without_a_breakdown_has_none() -> None:
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_it_draws_a_png(tmp_path: Path, measured: bool) -> None:
+def test_bars_are_drawn_to_a_png(tmp_path: Path, measured: bool) -> None:
     made = report({"whole": Parts(0.09, 0.18, 0.0, 0.0, 0.58, 0.01)}, DEAR)
     path = tmp_path / "bars.png"
     bars.draw_png(made if measured else replace(made, measured=None), path)

@@ -242,7 +242,7 @@ def test_scaling_below_what_the_kernel_shapes_says_the_smallest_scale() -> None:
         scaled(LabSpec.parse("star:4@10mbit"), 0.01)
 
 
-def test_low_rank_bytes() -> None:
+def test_low_rank_bytes_count_factors_only_if_they_are_smaller() -> None:
     assert low_rank_bytes((100, 10, 10), rank=2) == (100 + 100) * 2 * 4
     assert low_rank_bytes((100,), rank=2) == 400  # a vector travels whole
     assert low_rank_bytes((4, 4), rank=1) == 64  # (4 + 4) * 2 is not under 16

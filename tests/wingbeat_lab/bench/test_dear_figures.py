@@ -65,7 +65,7 @@ def test_it_must_not_be_slower_than_the_first_row(dear: ModuleType) -> None:
     assert len(dear.summary("even", models(ratio=0.81, a=0.1))["missed"]) == 1
 
 
-def test_the_even_network_gathers_for_two_forwards(dear: ModuleType) -> None:
+def test_even_network_rate_makes_all_gathers_last_two_forwards(dear: ModuleType) -> None:
     profile = paced.load_profile("resnet50")
     nbytes = 4 * sum(layer.numel for layer in profile.layers)
     gather_s = 63 / 64 * nbytes * 8 / (dear.even_gbit("resnet50") * 1e9)
@@ -85,7 +85,7 @@ def test_links_stay_slow_enough_for_two_cores(
             assert config.strategies == ("ddp", f"dear:plan=fixed,mb={mb}")
 
 
-def test_sizes_are_read(dear: ModuleType) -> None:
+def test_bucket_sizes_by_model_are_parsed(dear: ModuleType) -> None:
     assert dear.bucket_sizes(["10", "bert_large=2.5"]) == {"": 10.0, "bert_large": 2.5}
 
 

@@ -57,7 +57,7 @@ def test_what_is_gathered_grows_with_the_workers() -> None:
     assert spent(8, 1) < 2 * spent(2, 1)
 
 
-def test_the_whole_is_the_sum_of_its_parts() -> None:
+def test_estimate_total_is_the_sum_of_its_parts() -> None:
     made = estimate.of(checked(), cores=2)
     times = sum(row.iteration_s for row in made.rows)
     parts = made.start_s + 3 * made.round_s + 9 * made.turn_s + (8 + 3 * 2) * times
@@ -65,7 +65,7 @@ def test_the_whole_is_the_sum_of_its_parts() -> None:
     assert estimate.of(checked(measure=False), cores=2).round_s == 0
 
 
-def test_what_is_over_grows_from_iteration_to_iteration() -> None:
+def test_estimate_of_done_iterations_increases_to_the_total() -> None:
     made = estimate.of(checked(strategies=("ddp", "omgs")), cores=2)
     config = made.checked.config
     over = [
@@ -78,7 +78,7 @@ def test_what_is_over_grows_from_iteration_to_iteration() -> None:
     assert over[-1] == pytest.approx(made.total_s)
 
 
-def test_what_a_row_finds_out_first_counts() -> None:
+def test_estimate_includes_iterations_of_tuning_and_measuring() -> None:
     made = estimate.of(checked(strategies=("ddp", "allreduce:compression=sketch", "omgs")), cores=2)
     assert [row.deciding for row in made.rows] == [0, 25, 24 + 80]
     ddp, sketch, omgs = (row.iteration_s for row in made.rows)
@@ -122,7 +122,7 @@ def test_a_real_model_and_an_unshaped_lab_have_an_estimate_too() -> None:
     assert demo.about(both)[-1] == f"Both take about {estimate.about(total)}."
 
 
-def test_it_is_said_before_the_first_worker_starts(
+def test_estimate_is_shown_before_the_first_worker_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
@@ -151,7 +151,7 @@ def test_progress_piped_with_forced_colours_has_a_line_for_each_turn(
     assert "\r" not in shown
 
 
-def test_what_is_left_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_is_the_estimate_scaled_by_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = Progress(checked())

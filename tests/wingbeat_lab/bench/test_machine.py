@@ -22,12 +22,12 @@ def test_the_stolen_share_is_of_all_processors(monkeypatch: pytest.MonkeyPatch) 
     assert share() == 1.0
 
 
-def test_a_kernel_that_does_not_say_has_lost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stolen_seconds_without_kernel_support_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.psutil, "cpu_times", SimpleNamespace)
     assert machine.stolen_seconds() == 0.0
 
 
-def test_it_describes_this_machine() -> None:
+def test_machine_description_has_cores_and_memory() -> None:
     about = machine.describe()
     assert about["cores"] >= 1
     assert about["memory_bytes"] > 0

@@ -263,7 +263,7 @@ def test_a_prediction_stands_under_its_row(omgs: ModuleType) -> None:
     ]
 
 
-def test_it_draws_a_png(omgs: ModuleType, tmp_path: Path) -> None:
+def test_omgs_rows_are_drawn_to_a_png(omgs: ModuleType, tmp_path: Path) -> None:
     rows = {"topksgd": run(0.5), "omgs": run(0.4, merge(0.41))}
     models = {name: made(omgs, name, **rows) for name in ("vgg16_cifar_bn", "lstm_ptb")}
     omgs.draw(models, tmp_path / "omgs.png")

@@ -86,7 +86,7 @@ def test_an_order_below_the_bound_is_missed(
     assert order.missed(said, broken) == [f"vgg19 at 10 Gbit/s: {name} beats the bound"]
 
 
-def test_it_prints_and_writes(
+def test_order_report_is_printed_and_written(
     order: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -30,7 +30,7 @@ def test_each_worker_has_its_own_iterations() -> None:
     assert made.total == pytest.approx(3 / 4 + 3 / 7)
 
 
-def test_every_role_counts() -> None:
+def test_cpu_seconds_are_added_by_role() -> None:
     cpu = [{"worker": [0.4, 0.2], "server": [1.0]}, {"worker": [0.2, 0.1], "server": [0.5]}]
     assert results.cpu_s_per_iteration(cpu, 3) == {
         "server": pytest.approx([0.5]),
@@ -145,7 +145,7 @@ def test_a_run_says_whether_it_is_exact() -> None:
     assert [run.exact for run in made] == [True, True, False, False, False]
 
 
-def test_figures_of_a_run() -> None:
+def test_run_figures_follow_from_its_blocks() -> None:
     asked = checked()
     ddp, dear = runs(asked, [block(0, 2.0), block(1, 1.5)])
     compute = sum(asked.model.compute_s() or ())

@@ -48,7 +48,9 @@ LAST = kill(0, loss=0.1)
         (report(kill(), kill(loss=0.5), LAST, sums=5.1), ["loss-2: other weights"]),
     ],
 )
-def test_what_does_not_hold_is_said(kills: ModuleType, found: Any, said: list[str]) -> None:
+def test_kills_report_that_misses_a_limit_names_it(
+    kills: ModuleType, found: Any, said: list[str]
+) -> None:
     missed = kills.judged(2, found)
     assert len(missed) == len(said), missed
     assert all(text in line for text, line in zip(said, missed, strict=True))

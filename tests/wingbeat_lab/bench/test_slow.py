@@ -28,7 +28,7 @@ def test_a_slow_worker_is_slow_in_all_iterations() -> None:
     assert [factors(slows, i) for i in (-130, 0, 1, 60, 61)] == [[0.5, 0.0, 0.0, 2.0]] * 5
 
 
-def test_or_for_a_while_first_and_last_included() -> None:
+def test_slow_interval_includes_its_first_and_last_iteration() -> None:
     slows = parse("1=+2x@20-60", "1=+5x@3-3")
     slept = {i: factors(slows, i)[1] for i in (-1, 2, 3, 4, 19, 20, 60, 61)}
     assert slept == {-1: 0, 2: 0, 3: 5, 4: 0, 19: 0, 20: 2, 60: 2, 61: 0}

@@ -29,7 +29,7 @@ def test_a_rate_is_that_of_each_iteration_in_one_direction() -> None:
     assert found.cores == pytest.approx(0.2)
 
 
-def test_what_was_between_rounds_does_not_count() -> None:
+def test_traffic_between_rounds_is_not_counted() -> None:
     found = traffic.during({"x0": STEADY}, [[0.0, 1.0], [8.0, 9.0, 10.0]], 1)
     assert found.bytes == pytest.approx(3000)
     assert len(found.bit_per_s) == 3
@@ -69,7 +69,7 @@ def test_classes_of_all_interfaces_are_added(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == [2]
 
 
-def test_since_is_an_iteration() -> None:
+def test_bytes_since_are_divided_by_iterations() -> None:
     before, after = Sent(100, {"ef": 10, "be": 90}), Sent(500, {"ef": 110, "be": 390})
     assert after.since(before, 4) == Sent(100, {"ef": 25, "be": 75})
 
@@ -95,7 +95,7 @@ def test_rounds_follow_each_other() -> None:
     assert found.series == pytest.approx([1.0, 1.0, 0.0])
 
 
-def test_less_than_a_window_has_a_mean_and_no_series(tmp_path: Path) -> None:
+def test_traffic_shorter_than_a_window_has_only_a_mean(tmp_path: Path) -> None:
     found = traffic.traffic([[[(0.0, 0.0), (0.4, 25.0)]]], lambda _: 1000.0, 1.0)
     assert found.mean == pytest.approx(0.5)
     assert found.series == []
@@ -128,7 +128,7 @@ def test_the_counters_are_looked_at_first_last_and_in_between(
     assert not sampler._thread.is_alive()
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
+def test_traffic_is_drawn_to_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [("bml", traffic.Traffic(0.5, 0.8, 0.5, [0.2, 0.8])), ("x", traffic.Traffic(0, 0, 0.5))]
     traffic.draw_png(rows, tmp_path / "traffic.png", title="here")

@@ -21,7 +21,7 @@ from wingbeat_lab.lab.counters import LabStats
 cli = CliRunner()
 
 
-def test_verbs() -> None:
+def test_lab_command_has_its_three_verbs() -> None:
     assert sorted(c.name or "" for c in app.registered_commands) == ["doctor", "run", "stats"]
 
 
@@ -40,13 +40,13 @@ def test_run_passes_on_code_and_says_who_failed_first(capfd: pytest.CaptureFixtu
     assert "links are unshaped" in done.output
 
 
-def test_run_names_the_signal() -> None:
+def test_run_command_names_the_signal_that_ended_a_worker() -> None:
     done = cli.invoke(app, ["run", "loopback:1", "--", "sh", "-c", "kill -KILL $$"])
     assert done.exit_code == 137
     assert "exit code 137 (SIGKILL)" in done.output
 
 
-def test_run_at_the_time_limit() -> None:
+def test_run_command_at_the_time_limit_exits_with_124() -> None:
     done = cli.invoke(app, ["run", "loopback:1", "--timeout", "0.3", "--", "sleep", "600"])
     assert done.exit_code == 124
     assert "time limit of 0.3 s" in done.output
@@ -85,14 +85,14 @@ def test_bad_input_is_a_usage_error(arguments: list[str]) -> None:
     assert isinstance(cli.invoke(app, arguments).exception, UsageError)
 
 
-def test_stats_without_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_command_without_a_running_lab_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "running", list)
     error = cli.invoke(app, ["stats"]).exception
     assert isinstance(error, LabError)
     assert "no lab is running" in str(error)
 
 
-def test_stats_asks_which_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_command_with_several_labs_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     labs = [launch.RunningLab(n, ("true",), LabStats(n, {})) for n in ("12-ab", "34-cd")]
     monkeypatch.setattr(launch, "running", lambda: labs)
     with pytest.raises(LabError, match="12-ab, 34-cd"):
@@ -105,7 +105,7 @@ def test_stats_asks_which_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.lab
-def test_doctor_where_the_lab_works() -> None:
+def test_doctor_command_where_the_lab_works_exits_with_0() -> None:
     done = cli.invoke(app, ["doctor", "--json"])
     report = json.loads(done.output)
     assert (done.exit_code, report["works"], report["reason"]) == (0, True, None)
@@ -117,7 +117,9 @@ def test_doctor_where_the_lab_works() -> None:
     assert "the lab works here" in cli.invoke(app, ["doctor"]).output
 
 
-def test_doctor_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_command_where_the_lab_does_not_work_names_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     features.available.cache_clear()

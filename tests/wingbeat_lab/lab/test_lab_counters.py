@@ -36,7 +36,7 @@ qdisc tbf 1: dev eth1 root refcnt 9 rate 1Gbit burst 96Kb lat 49.2ms
 """
 
 
-def test_proc_net_dev() -> None:
+def test_proc_net_dev_is_parsed_by_interface() -> None:
     parsed = counters.parse_proc_net_dev(PROC)
     assert parsed["eth0"] == InterfaceCounters(5_000_000, 4000, 7_000_000, 5000)
     assert parsed["eth0"] - parsed["lo"] == InterfaceCounters(4_999_900, 3998, 6_999_900, 4998)

@@ -44,7 +44,7 @@ def test_kill_ends_one_hosts_processes(spec: str, run_python: Callable[..., Any]
     assert events == ["0.3s kill h1"]
 
 
-def test_kill_one_local_worker(run_lab: Callable[..., Any]) -> None:
+def test_kill_of_one_local_worker_leaves_the_others(run_lab: Callable[..., Any]) -> None:
     ran = run_lab("loopback:1", ["sleep", "1"], per_host=2, fail="100ms kill h0.1")
     assert ran.result.exit_codes == (0, 128 + signal.SIGKILL)
 

@@ -154,7 +154,7 @@ def without_root() -> list[str]:
 
 
 @pytest.mark.lab
-def test_without_root() -> None:
+def test_lab_without_root_privileges_has_hosts_and_names() -> None:
     code = f"""if True:
         import json, os, sys
         sys.path.insert(0, {SOURCE!r})

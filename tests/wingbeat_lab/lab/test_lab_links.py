@@ -37,7 +37,7 @@ def assert_rates(measure: Measure, spec: str, flows: list[Any], rates: list[floa
 
 @alone
 @pytest.mark.parametrize(("text", "rate"), [("10mbit", 1e7), ("1gbit", 1e9)])
-def test_rate_both_ways(measure: Measure, text: str, rate: float) -> None:
+def test_link_carries_its_rate_in_both_directions(measure: Measure, text: str, rate: float) -> None:
     flows = [[0, 1, "10.0.0.2", 0]]
     assert_rates(measure, f"star:2@{text}", flows, [rate])
 
@@ -55,7 +55,7 @@ def test_ring_at_line_rate_loses_nothing(measure: Measure) -> None:
 
 
 @alone
-def test_two_rails_carry_twice(measure: Measure) -> None:
+def test_two_rails_carry_twice_the_rate(measure: Measure) -> None:
     flows = [[0, 1, "10.0.0.2", 0], [0, 1, "10.1.0.2", 0]]
     assert_rates(measure, "star:2x2@250mbit", flows, [25e7, 25e7])
 

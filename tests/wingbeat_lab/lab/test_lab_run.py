@@ -38,7 +38,7 @@ def test_workers_of_a_run_have_one_name_of_their_job_and_runs_have_different_one
 
 
 @pytest.mark.parametrize("spec", EVERYWHERE)
-def test_environment(spec: str, run_python: Run) -> None:
+def test_workers_have_the_environment_variables_of_torchrun(spec: str, run_python: Run) -> None:
     ran = run_python(spec, SHOW, per_host=2, env={"NODE_RANK": "9"})
     assert ran.result.exit_codes == (0,) * 6
     assert ran.result.exit_code == 0
@@ -116,7 +116,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(run_python: Run) -> None:
 
 
 @pytest.mark.parametrize("spec", EVERYWHERE)
-def test_time_limit(spec: str, run_lab: Run) -> None:
+def test_run_at_the_time_limit_is_ended_with_124(spec: str, run_lab: Run) -> None:
     result = run_lab(spec, ["sleep", "600"], timeout=0.5).result
     assert result.timed_out
     assert result.exit_code == 124
@@ -186,7 +186,7 @@ def test_an_error_in_on_line_ends_the_run() -> None:
         ({"spec": "star"}, "star"),
     ],
 )
-def test_bad_input(options: dict[str, object], part: str) -> None:
+def test_run_with_invalid_arguments_is_refused(options: dict[str, object], part: str) -> None:
     arguments: dict[str, object] = {"spec": "loopback:2", "command": ["true"], **options}
     with pytest.raises(UsageError) as caught:
         lab.run(**arguments)  # type: ignore[arg-type]
@@ -237,7 +237,7 @@ def test_hosts_have_names_interfaces_and_a_view_of_their_own(run_python: Run) ->
     ]
 
 
-def test_available_is_none_or_one_line() -> None:
+def test_available_returns_none_or_one_line() -> None:
     reason = lab.available()
     assert reason is None or (reason and "\n" not in reason)
     if not sys.platform.startswith("linux"):

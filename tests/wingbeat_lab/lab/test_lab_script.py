@@ -13,7 +13,7 @@ from wingbeat_lab.lab.spec import LabSpec
 SPEC = LabSpec.parse("star:4x2@1gbit")
 
 
-def test_documented_script() -> None:
+def test_script_of_the_documentation_is_parsed_in_order_of_time() -> None:
     text = "10s h2.eth0 down; 12s h2.eth0 up; 20s rate h3 100mbit; 15s kill h1"
     assert parse_script(text, SPEC) == [
         FailEvent(10, "down", 2, 0),
@@ -51,12 +51,12 @@ def test_documented_script() -> None:
         )
     )
 )
-def test_round_trip(events: list[FailEvent]) -> None:
+def test_script_events_round_trip_through_text(events: list[FailEvent]) -> None:
     text = "; ".join(e.to_text() for e in events)
     assert parse_script(text, SPEC) == sorted(events, key=lambda e: e.at)
 
 
-def test_toml_file(tmp_path: Path) -> None:
+def test_script_in_a_toml_file_is_parsed(tmp_path: Path) -> None:
     file = tmp_path / "faults.toml"
     file.write_text('[[fail]]\nat = "500ms"\ndo = "kill h1"\n[[fail]]\nat = 2\ndo = "h0 down"\n')
     assert parse_script(str(file), SPEC) == [
@@ -80,14 +80,14 @@ def test_toml_file(tmp_path: Path) -> None:
         ("gone.toml", ["gone.toml", "No such file"]),
     ],
 )
-def test_bad_scripts_say_what_is_allowed(text: str, parts: list[str]) -> None:
+def test_script_with_an_error_names_what_is_allowed(text: str, parts: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         parse_script(text, SPEC)
     for part in parts:
         assert part in str(caught.value)
 
 
-def test_loopback_can_only_kill() -> None:
+def test_script_on_loopback_allows_only_kill() -> None:
     spec = LabSpec.parse("loopback:2")
     assert parse_script("1s kill h1", spec) == [FailEvent(1, "kill", 1)]
     with pytest.raises(UsageError, match="only kill"):

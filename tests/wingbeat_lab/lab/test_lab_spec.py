@@ -56,7 +56,7 @@ def specs(draw: st.DrawFn) -> LabSpec:
 
 
 @given(specs())
-def test_text_round_trip(spec: LabSpec) -> None:
+def test_spec_round_trips_through_text(spec: LabSpec) -> None:
     assert LabSpec.parse(spec.to_text()) == spec
 
 
@@ -90,7 +90,7 @@ def test_overrides_have_one_canonical_order(spec: LabSpec) -> None:
 
 
 @given(rates)
-def test_rate_round_trip(rate: int) -> None:
+def test_rate_round_trips_through_text(rate: int) -> None:
     assert parse_rate(format_rate(rate)) == rate
 
 
@@ -121,7 +121,7 @@ def test_any_text_parses_or_is_a_usage_error_of_one_line(text: str) -> None:
         ("star:2@2.5Gbit", LabSpec(kind="star", hosts=2, rate=2_500_000_000)),
     ],
 )
-def test_documented_forms(text: str, expected: LabSpec) -> None:
+def test_spec_forms_of_the_documentation_are_parsed(text: str, expected: LabSpec) -> None:
     assert LabSpec.parse(text) == expected
 
 
@@ -154,7 +154,7 @@ def test_own_interface_rate_beats_host_rate_beats_lab_rate() -> None:
     assert spec.link_rate(2, 1) == 10**9
 
 
-def test_toml_file(tmp_path: Path) -> None:
+def test_spec_in_a_toml_file_is_parsed(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('kind = "star"\nhosts = 3\nrate = "1gbit"\n[override]\nh2 = "10mbit"\n')
     assert LabSpec.parse(str(file)) == LabSpec.parse("star:3@1gbit,h2@10mbit")
@@ -197,7 +197,9 @@ def test_toml_file(tmp_path: Path) -> None:
         ("nowhere.toml", ["nowhere.toml", "No such file"]),
     ],
 )
-def test_bad_text_says_value_and_what_is_allowed(text: str, parts: list[str]) -> None:
+def test_spec_with_an_error_names_the_value_and_what_is_allowed(
+    text: str, parts: list[str]
+) -> None:
     with pytest.raises(UsageError) as caught:
         LabSpec.parse(text)
     message = str(caught.value)
@@ -217,14 +219,14 @@ def test_bad_text_says_value_and_what_is_allowed(text: str, parts: list[str]) ->
         pytest.param("hosts = " + "[" * 100_000, ["is not TOML"], id="deep"),
     ],
 )
-def test_bad_toml(toml: str, parts: list[str]) -> None:
+def test_spec_in_invalid_toml_is_refused(toml: str, parts: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
         LabSpec.from_toml(toml)
     for part in parts:
         assert part in str(caught.value)
 
 
-def test_times() -> None:
+def test_times_are_parsed_by_unit() -> None:
     assert [parse_time(t) for t in ("10s", "250ms", "1.5", "2m")] == [10, 0.25, 1.5, 120]
     with pytest.raises(UsageError, match="'h'"):
         parse_time("3h")
