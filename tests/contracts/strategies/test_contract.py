@@ -18,6 +18,7 @@ from .registry import (
     SCENARIOS,
     SERVED,
     SERVED_CODED,
+    TINY,
     UPDATED_THERE,
     Check,
     Grid,
@@ -42,6 +43,20 @@ PLANNING = frozenset(
 """Cases that planning in the midst of training might disturb, or a codec at servers; each takes
 seconds to measure, or to start."""
 
+
+TELLING = frozenset(
+    {
+        "route_unused_on_some_ranks_adamw",
+        "no_sync_with_clipping",
+        "resume_adamw_loaded_after_steps",
+        "after_an_exception_in_backward",
+        "state_dicts_load_into_plain_objects",
+    }
+)
+"""The cases that every strategy of `RARE` has in the quick run."""
+
+RARE = ("canary", "dear-mesh", "geryon-server", "mgwfbp")
+"""Strategies that have few other cases in the quick run."""
 
 MORE_MODELS = frozenset(f"random_model_{seed}" for seed in range(6, 20))
 """More of the same for the slow run; six of them stay."""
@@ -140,7 +155,8 @@ def _points(named: Mapping[str, Scenario | Check]) -> list[ParameterSet]:
         usual = _usual(case, turn)
         # Every other case has no more than the schedule that defers most, in the quick run.
         quick = {point for point in usual if turn % 2 == 0 or point[1] == DEFERS} or usual
-        for point in sorted(usual | _covering(case, turn)):
+        quick |= {(3, name, TINY) for name in RARE if case.name in TELLING}
+        for point in sorted(usual | quick | _covering(case, turn)):
             world, strategy, mb = point
             name = f"{case.name}-{strategy}-{mb:g}MB-{world}"
             marks = [] if point in quick else [pytest.mark.slow]
