@@ -54,7 +54,7 @@ def test_over_two_switches_each_carries_half() -> None:
     traffic = Traffic(1.0)
     assert play(interfaces.star(2), [(0, 1, 400)], traffic) == [pytest.approx(2.5)]
     assert traffic.sent == {0: 400}
-    assert play(interfaces.first_interface, [(0, 1, 400)]) == [pytest.approx(4.5)]
+    assert play(interfaces.star(1), [(0, 1, 400)]) == [pytest.approx(4.5)]
 
 
 def test_who_passes_on_does_so_by_quanta() -> None:

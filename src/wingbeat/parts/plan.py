@@ -120,7 +120,8 @@ class TunedBuckets(PlanPart):
             self.check_count(key, 1, 10_000)
         check_drift(self)
         self.check_file("file")
-        check_range(self)
+        if not self.min_mb < self.max_mb:
+            raise self.refusal("min_mb must be the smaller", "min_mb", "max_mb")
 
     def fusion(self) -> Fusion:
         """Return the rule for the initial buckets."""
@@ -283,10 +284,3 @@ def in_bytes(mb: float) -> int:
 def check_drift(settings: Settings) -> None:
     """Raise a `UsageError` unless ``drift`` is a number above 1."""
     settings.check_number("drift", "numbers above 1", lambda v: v > 1)
-
-
-def check_range(tuned: Settings) -> None:
-    """Raise a `UsageError` unless ``min_mb`` is below ``max_mb``."""
-    low, high = getattr(tuned, "min_mb"), getattr(tuned, "max_mb")  # noqa: B009 - two classes
-    if not low < high:
-        raise tuned.refusal("min_mb must be the smaller", "min_mb", "max_mb")

@@ -20,11 +20,6 @@ Paths = Callable[[int, int], Sequence[Path]]
 """Maps source and target to paths that carry equal shares."""
 
 
-def first_interface(source: int, target: int) -> Sequence[Path]:
-    """Return the only path where each host has one interface on one switch."""
-    return [[((source, 0), (target, 0))]]
-
-
 def star(interfaces: int) -> Paths:
     """Return the paths where interface ``l`` of each host is on switch ``l``."""
 

@@ -53,23 +53,23 @@ class Parts:
 _FIELDS = fields(Parts)
 
 
-def breakdown(events: Iterable[Event], *, skip: int = 1) -> Parts:
+def breakdown(events: Iterable[Event]) -> Parts:
     """Break the iteration of median length down, with each part averaged over the workers.
 
-    ``events`` are those of all workers, in any order; iterations end with ``step``. The first
-    ``skip`` iterations are left out: the first one has no reliable begin, because collectives that
-    began before recording count as its events. Raises UsageError if none is left.
+    ``events`` are those of all workers, in any order; iterations end with ``step``. The first one
+    is left out: it has no reliable begin, because collectives that began before recording count as
+    its events. Raises UsageError if none is left.
     """
     by_worker: dict[int, list[Event]] = {}
     for event in events:
         by_worker.setdefault(event.worker, []).append(event)
-    split = [per_iteration(own)[skip:] for own in by_worker.values()]
+    split = [per_iteration(own)[1:] for own in by_worker.values()]
     averaged = [
         Parts(**{f.name: math.fsum(getattr(p, f.name) for p in each) / len(each) for f in _FIELDS})
         for each in zip(*split, strict=False)
     ]
     if not averaged:
-        raise UsageError(f"no iteration to break down after the first {skip}; record more")
+        raise UsageError("no iteration to break down after the first one; record more")
     averaged.sort(key=lambda parts: parts.total_s)
     return averaged[(len(averaged) - 1) // 2]
 

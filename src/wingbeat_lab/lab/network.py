@@ -187,7 +187,6 @@ class Network:
         self.spec = spec
         self.plan: NetworkPlan = plan_network(spec)
         self._files: list[int] = []
-        self._rates = {i.port: i.rate for h in self.plan.hosts for i in h.interfaces}
         try:
             self._build()
         except OSError as err:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from wingbeat.errors import UsageError
 from wingbeat.parts.schedule import SchedulePart
@@ -71,7 +71,13 @@ class Bounded(Settings, ExchangePart):
     in_flight: int | None = field(default=2, metadata={READ: count_of})
 
     def __post_init__(self) -> None:
-        check_thresholds(self)
+        self.check_count_if_any("s", 0, 1_000_000)
+        if self.p != AUTO:
+            self.check_count_if_any("p", 1, 100_000)
+        self.check_count_if_any("in_flight", 1, 1_000_000)
+        if self.s is None and self.p not in (None, AUTO):
+            reason = "without a bound no worker is too late, and nothing is dropped; leave p out"
+            raise self.refusal(f"{reason}, or set s", "s", "p")
         self.check_flag("encrypted")
 
     @property
@@ -149,20 +155,6 @@ class Bounded(Settings, ExchangePart):
         from wingbeat.methods.bounded_staleness.build import build_runtime
 
         return build_runtime(self, context)
-
-
-def check_thresholds(options: Any) -> None:
-    """Raise a `UsageError` unless ``s``, ``p`` and ``in_flight`` are valid together."""
-    options.check_count_if_any("s", 0, 1_000_000)
-    if options.p != AUTO:
-        options.check_count_if_any("p", 1, 100_000)
-    options.check_count_if_any("in_flight", 1, 1_000_000)
-    if options.s is None and options.p not in (None, AUTO):
-        raise options.refusal(
-            "without a bound no worker is too late, and nothing is dropped; leave p out, or set s",
-            "s",
-            "p",
-        )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from wingbeat.compression import options_of
 from wingbeat.errors import UsageError
@@ -139,7 +139,12 @@ class Groups(PartnersPart):
     encrypted: bool = True
 
     def __post_init__(self) -> None:
-        check_groups(self)
+        self.check_name("policy", POLICIES)
+        self.check_count("size", 2, 100_000)
+        self.check_count_if_any("threshold", 2, 1_000_000)
+        if self.threshold != THRESHOLD and self.policy not in FILTERED:
+            reason = 'only policy="smart" and "paper" have a filter; leave threshold out'
+            raise self.refusal(reason, "policy", "threshold")
         self.check_flag("encrypted")
         self.check_count("seed", 0, 2**31 - 1)
 
@@ -206,20 +211,6 @@ class Pairs(PartnersPart):
             )
 
 
-def check_groups(options: Any) -> None:
-    """Raise a `UsageError` unless ``policy``, ``size`` and ``threshold`` are valid together."""
-    options.check_name("policy", POLICIES)
-    options.check_count("size", 2, 100_000)
-    if options.threshold is not None:
-        options.check_count("threshold", 2, 1_000_000)
-    if options.threshold != THRESHOLD and options.policy not in FILTERED:
-        raise options.refusal(
-            'only policy="smart" and "paper" have a filter; leave threshold out',
-            "policy",
-            "threshold",
-        )
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Averaged(UpdatePart):
     """The averages replace the parameters (Ripples, section 3.2; local SGD).
@@ -266,18 +257,13 @@ class Outer(UpdatePart):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        check_outer(self)
+        self.check_number("lr", "numbers above 0", lambda value: value > 0)
+        self.check_number("momentum", "0 to below 1", lambda value: 0 <= value < 1)
 
     @property
     def needs(self) -> frozenset[str]:
         """Local steps between averages."""
         return frozenset({LOCAL})
-
-
-def check_outer(options: Any, prefix: str = "") -> None:
-    """Raise a `UsageError` unless ``lr`` and ``momentum`` are in range."""
-    options.check_number(f"{prefix}lr", "numbers above 0", lambda value: value > 0)
-    options.check_number(f"{prefix}momentum", "0 to below 1", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -304,22 +290,13 @@ class Local(SchedulePart):
     delay: int = 0
 
     def __post_init__(self) -> None:
-        check_local(self)
+        self.check_count("every", 1, 1_000_000)
+        self.check_count("delay", 0, 1_000_000)
+        if self.delay > self.every:
+            reason = "an average is taken over before the next begins; allowed is delay=0 to"
+            raise self.refusal(f"{reason} {self.every}", "every", "delay")
 
     @property
     def needs(self) -> frozenset[str]:
         """An exchange that averages models."""
         return frozenset({MEANS})
-
-
-def check_local(options: Any) -> None:
-    """Raise a `UsageError` unless ``every`` and ``delay`` are valid together."""
-    options.check_count("every", 1, 1_000_000)
-    options.check_count("delay", 0, 1_000_000)
-    if options.delay > options.every:
-        raise options.refusal(
-            "an average is taken over before the next begins; allowed is delay=0 to "
-            f"{options.every}",
-            "every",
-            "delay",
-        )

@@ -526,7 +526,6 @@ class Thresholds:
         links: Links,
         *,
         work: Work | None = None,
-        iterations: int = 3,
     ) -> None:
         servers = strategy.exchange
         if not isinstance(servers, Servers) or not servers.levels:
@@ -541,7 +540,7 @@ class Thresholds:
         def simulated(cuts: Cuts) -> float:
             levels = thresholds_from_cuts(cuts, self.layers, self.classes)
             own = replace(strategy, exchange=replace(servers, threshold=levels, file=""))
-            run = simulate(model, own, workers, links, work=work, iterations=iterations)
+            run = simulate(model, own, workers, links, work=work, iterations=3)
             return run.median_s
 
         self._simulated = cache(simulated)
