@@ -48,7 +48,7 @@ def classes_of(layers: Sequence[LayerCosts]) -> st.SearchStrategy[list[int]]:
 # -- pulls at the start ----------------------------------------------------------------------
 
 
-def test_forward_order_by_hand() -> None:
+def test_forward_order_has_the_times_computed_by_hand() -> None:
     found = at_start(THREE, RATES, in_forward_order(3))
     assert found.pulled == (0.5, 1.5, 4.5)
     assert found.forwarded == (2.5, 5.5, 6.5)
@@ -141,7 +141,7 @@ def test_one_class_is_first_in_first_out(messages: list[tuple[int, int, int]], s
 # -- pulls when ready ------------------------------------------------------------------------
 
 
-def test_pulls_run_beside_pushes_by_hand() -> None:
+def test_pulls_beside_pushes_have_the_times_computed_by_hand() -> None:
     found = when_ready(THREE, RATES)
     assert found.passed == (7.0, 3.0, 2.0)
     assert found.pushed == (11.0, 10.0, 8.0)
@@ -200,7 +200,9 @@ def test_a_class_for_each_layer_comes_as_near_the_floor_as_slices_are_small(
 
 
 @given(layers=models, links=rates, same=st.integers(0, 3))
-def test_one_class_is_no_class(layers: list[LayerCosts], links: Rates, same: int) -> None:
+def test_pull_order_with_one_class_equals_none(
+    layers: list[LayerCosts], links: Rates, same: int
+) -> None:
     one = [same] * len(layers)
     assert when_ready(layers, links, one, one) == when_ready(layers, links)
 
@@ -232,12 +234,12 @@ def test_thresholds_make_classes_that_fall_with_depth() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [0, 1, 3]])
-def test_an_order_that_is_none_is_refused(order: list[int]) -> None:
+def test_pull_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
     with pytest.raises(UsageError, match="each of the layers 0 to 2 once"):
         at_start(THREE, RATES, order)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_pull_order_with_invalid_arguments_is_refused() -> None:
     with pytest.raises(UsageError, match="pull rate 0"):
         Rates(1.0, 0.0)
     with pytest.raises(UsageError, match="push rate nan"):

@@ -87,14 +87,14 @@ def test_a_warm_up_for_all_rows_leaves_those_that_have_one(accuracy: ModuleType)
     assert len(accuracy.missed(accuracy.summary(runs, warmup=200))) == 1
 
 
-def test_each_task_has_its_own_reference(accuracy: ModuleType) -> None:
+def test_accuracy_of_each_task_has_its_own_reference(accuracy: ModuleType) -> None:
     runs = made("text", "allreduce", 60.0) + made("text", "allreduce:compression=sketch", 59.9)
     runs += made("digits", "allreduce", 99.0) + made("digits", "allreduce:compression=sketch", 98.0)
     [line] = accuracy.missed(accuracy.summary(runs))
     assert line.startswith("digits: allreduce:compression=sketch ends 1.00 points")
 
 
-def test_workers_that_end_apart_are_a_miss(accuracy: ModuleType) -> None:
+def test_accuracy_of_workers_with_different_weights_is_a_miss(accuracy: ModuleType) -> None:
     runs = made("text", "allreduce", 60.0) + made(
         "text", "dear:compression=sketch", 60.0, same=False
     )
@@ -119,7 +119,7 @@ def test_what_is_left_is_what_the_same_task_took(accuracy: ModuleType) -> None:
     assert accuracy.left([], [], {"digits": 0.2}) == ""
 
 
-def test_the_rate_rises_then_falls_to_nothing(accuracy: ModuleType) -> None:
+def test_learning_rate_rises_then_falls_to_zero(accuracy: ModuleType) -> None:
     rates = [accuracy.rate_at(step, 200) for step in range(200)]
     top = rates.index(max(rates))
     assert 8 <= top <= 10
@@ -146,7 +146,7 @@ def test_batches_and_weights_depend_on_the_seed_alone(accuracy: ModuleType, name
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_no_digit_is_trained_on_and_tested(accuracy: ModuleType) -> None:
+def test_digits_for_training_and_testing_are_disjoint(accuracy: ModuleType) -> None:
     task = accuracy.digits_task()
     x, y = task.held_out
     assert len(x) == len(y) == 9 * 797

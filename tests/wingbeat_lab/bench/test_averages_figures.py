@@ -22,7 +22,7 @@ def looks(*sockets: int) -> list[dict[str, float]]:
     return [{"mb": 100.0, "threads": 9, "sockets": each} for each in sockets]
 
 
-def test_the_beginning_does_not_count(averages: ModuleType) -> None:
+def test_averages_halves_exclude_the_first_look(averages: ModuleType) -> None:
     first, second = averages.halves(looks(90, 90, *[20] * 8, *[21] * 10))
     assert (first["sockets"], second["sockets"]) == (20, 21)
     first, second = averages.halves(looks(20, 20, 90, *[20] * 7, *[21] * 10))
@@ -30,7 +30,7 @@ def test_the_beginning_does_not_count(averages: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("later", "grown"), [(20, 0), (24, 0), (25, 1)])
-def test_what_grows_is_missed(averages: ModuleType, later: int, grown: int) -> None:
+def test_averages_that_grow_are_a_miss(averages: ModuleType, later: int, grown: int) -> None:
     found = averages.missed({"rank 0": looks(*[20] * 10, *[later] * 10)})
     assert len(found) == grown
     assert all("rank 0: sockets 25" in line for line in found)

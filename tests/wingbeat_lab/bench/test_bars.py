@@ -49,7 +49,7 @@ def test_bars_are_drawn_to_a_png(tmp_path: Path, measured: bool) -> None:
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
+def test_bars_without_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no row"):
         bars.draw_png(report(None), tmp_path / "bars.png")
 

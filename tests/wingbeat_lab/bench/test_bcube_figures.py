@@ -55,7 +55,7 @@ def test_rounds_are_put_together_by_their_median(bcube: ModuleType) -> None:
         ({"bml": 9.5}, [1, 2], ["1.79 times", "0.842 of the line rate", "2.000 times each other"]),
     ],
 )
-def test_each_limit_that_is_missed_is_said(
+def test_bcube_report_names_each_missed_limit(
     bcube: ModuleType, seconds: dict[str, float], sent: list[int], words: list[str]
 ) -> None:
     measured = one_round(**seconds)
@@ -65,7 +65,7 @@ def test_each_limit_that_is_missed_is_said(
     assert all(part in line for part, line in zip(words, lines, strict=True))
 
 
-def test_the_table_has_every_case(bcube: ModuleType) -> None:
+def test_bcube_table_has_every_case(bcube: ModuleType) -> None:
     made = bcube.table(bcube.summary([one_round()], SETTING), SETTING | {"labs": ("a", "b")})
     assert [row[0] for row in made.rows] == ["bml", "table2", "routed", "ring"]
     assert made.rows[0][1:4] == ("8.500", "8.500 .. 8.500", "2.00")

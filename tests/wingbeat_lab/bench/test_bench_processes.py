@@ -31,7 +31,7 @@ def test_processor_time_is_that_of_all_threads() -> None:
     assert worker.own_cpu_s() - before >= 0.049
 
 
-def test_children_count_while_they_run() -> None:
+def test_processor_time_includes_running_children() -> None:
     before = worker.children_cpu_s()
     command = [sys.executable, "-c", BURN]
     pipe = subprocess.PIPE

@@ -138,7 +138,7 @@ def test_parameters_that_are_gathered_once_have_the_simple_floor(
 
 
 @given(layers=layer_lists, per_byte=st.floats(0.0, 1.0))
-def test_floors_are_ordered(layers: list[LayerCosts], per_byte: float) -> None:
+def test_floors_of_schedules_are_ordered(layers: list[LayerCosts], per_byte: float) -> None:
     for kind in ("whole", "halves"):
         exact, rough = floor(kind, layers, per_byte), simple(kind, layers, per_byte)
         assert exact is not None
@@ -177,11 +177,11 @@ def test_a_simulated_schedule_reaches_the_allreduce_floor(
     assert floor("whole", layers, per_byte) == pytest.approx(forward + link_free)
 
 
-def test_every_kind_has_a_formula_to_print() -> None:
+def test_bounds_have_a_formula_each() -> None:
     assert set(BOUNDS) == {"single", "whole", "halves", "late", "stale", "local", "fsdp"}
 
 
-def test_the_slowest_host_decides() -> None:
+def test_seconds_per_byte_are_those_of_the_slowest_host() -> None:
     # 4 hosts send 3/4 of the bytes each; the slow one at 25 MB/s.
     assert seconds_per_byte([125e6, 125e6, 125e6, 25e6]) == pytest.approx(0.75 / 25e6)
     assert seconds_per_byte([125e6]) == 0.0
@@ -195,7 +195,7 @@ def test_of_uneven_leaves_the_larger_part_crosses_each_trunk() -> None:
     assert seconds_per_byte(hosts, [(2, 1.0), (2, 100.0)]) == pytest.approx(2 / 4)
 
 
-def test_a_narrow_trunk_decides() -> None:
+def test_seconds_per_byte_through_a_narrow_trunk_are_the_trunks() -> None:
     # 2 leaves of 2: half of the bytes cross each trunk, at a tenth of a host's rate.
     assert seconds_per_byte([100e6] * 4, [(2, 10e6)] * 2) == pytest.approx(0.5 / 10e6)
     # A trunk nobody has to cross does not.
@@ -225,7 +225,7 @@ def test_labs_have_the_rates_they_state(spec: str, seconds_per_gigabyte: float) 
     assert per_byte * 1e9 == pytest.approx(seconds_per_gigabyte)
 
 
-def test_loopback_has_no_rate() -> None:
+def test_seconds_per_byte_of_loopback_are_none() -> None:
     assert reduce_seconds_per_byte(LabSpec.parse("loopback:4")) is None
 
 

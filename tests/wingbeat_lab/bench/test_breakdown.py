@@ -61,7 +61,7 @@ def test_a_wait_belongs_to_the_reduce_scatter_under_way_or_else_to_the_all_gathe
     assert parts.exposed_s == pytest.approx(0.011)
 
 
-def test_whole_all_reduces_have_their_own_part() -> None:
+def test_breakdown_counts_whole_all_reduces_separately() -> None:
     own = [
         event("forward", 0, 10),
         event("backward", 10, 40),
@@ -143,7 +143,7 @@ random_events = st.builds(
 
 
 @given(st.lists(random_events, max_size=20))
-def test_the_parts_add_up_whatever_was_recorded(events: list[Event]) -> None:
+def test_breakdown_parts_add_up_to_the_iteration(events: list[Event]) -> None:
     events = [*events, event("step", 150, 151)]
     parts = per_iteration(events)
     begin = min(e.begin_ns for e in events)

@@ -62,7 +62,7 @@ def test_what_the_docs_keep_is_a_report_as_well(beside: ModuleType, tmp_path: Pa
     assert list(report["23"]["equal"]) == ["bml"]
 
 
-def test_slow_workers_are_slow_here_too(beside: ModuleType, tmp_path: Path) -> None:
+def test_canary_beside_with_a_slow_worker_takes_longer(beside: ModuleType, tmp_path: Path) -> None:
     equal: dict[str, Any] = {}
     slow: dict[str, Any] = {}
     beside.fill(given(tmp_path / "a.json", rows=("bml",)), equal)

@@ -43,7 +43,9 @@ def part(faster: float = 2.0, share: float = 0.2, peaks: tuple[float, float] = (
         ("one", part(peaks=(0.8, 0.8)), ["busiest window 80%, BML's 80%"]),
     ],
 )
-def test_figure_23_is_judged(canary: ModuleType, name: str, found: Any, said: list[str]) -> None:
+def test_canary_rows_of_figure_23_are_judged(
+    canary: ModuleType, name: str, found: Any, said: list[str]
+) -> None:
     missed = canary.judged_23({name: found})
     assert len(missed) == len(said)
     assert all(text in line for text, line in zip(said, missed, strict=True))
@@ -61,7 +63,7 @@ def test_rows_with_options_are_in_the_clear_as_baselines_are(canary: ModuleType)
     assert "compression=sketch@6," in canary.SIX_BITS
 
 
-def test_speed_has_to_grow_with_workers(canary: ModuleType) -> None:
+def test_canary_speed_that_does_not_grow_with_workers_is_a_miss(canary: ModuleType) -> None:
     assert canary.judged_20({"2x2": part(2.0), "3x2": part(3.0)}) == []
     (line,) = canary.judged_20({"2x2": part(2.0), "3x2": part(2.0)})
     assert "2 images/s on 3x2, 2x2 had more" in line

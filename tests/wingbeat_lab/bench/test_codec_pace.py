@@ -46,7 +46,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
 
 
 @pytest.mark.parametrize(("factor", "slept"), [(1.5, 0.5), (20.0, 19.0), (160.0, 159.0)])
-def test_work_is_followed_by_the_rest_of_its_time(time: Time, factor: float, slept: float) -> None:
+def test_codec_pace_sleeps_the_rest_of_the_stated_time(
+    time: Time, factor: float, slept: float
+) -> None:
     Pace(factor).slowed(time.work, "work")(1.0)
     assert time.slept == pytest.approx([slept])
 
@@ -101,7 +103,7 @@ def test_a_function_that_was_not_called_has_no_fixed_costs() -> None:
     assert fixed_costs({"a": Calls(1.0, 1)}, {"b": Calls(1.0, 1)}, 0.25) == {}
 
 
-def test_short_sleeps_are_put_together(time: Time) -> None:
+def test_codec_pace_combines_short_sleeps(time: Time) -> None:
     work = Pace(2.0).slowed(time.work, "work")
     for _ in range(3):
         work(0.09e-3)
@@ -198,7 +200,7 @@ def test_both_halves_of_a_hook_of_ddp_are_slowed(
     assert future.then is before
 
 
-def test_nothing_changes_at_the_real_pace() -> None:
+def test_codec_at_the_real_pace_is_not_slowed() -> None:
     before = Coding.encode
     Pace(0.05, 0.05).install()()
     Pace(0.1, 0.5).install()()

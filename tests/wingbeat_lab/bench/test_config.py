@@ -96,14 +96,14 @@ def test_the_usual_bucket_follows_the_models_scale() -> None:
     assert config(model="paced:resnet50@0.04").check().bucket_bytes == 2**20
 
 
-def test_iterations_are_shared_by_the_rounds() -> None:
+def test_config_divides_iterations_among_rounds() -> None:
     made = config(iterations=8, rounds=3)
     assert [made.share(i) for i in range(3)] == [3, 3, 2]
     assert [made.before(i) for i in range(3)] == [0, 3, 6]
     assert made.check().total_iterations == 2 * (8 + 3 * made.warmup)
 
 
-def test_workers_read_what_the_parent_wrote(tmp_path: Path) -> None:
+def test_config_is_read_by_workers_as_written(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     made = config(trace=True, stretch=3.0, measure=False, slow=("1=+2x", "2=+1x"))
     path.write_text(made.to_json(), encoding="utf-8")
@@ -113,7 +113,7 @@ def test_workers_read_what_the_parent_wrote(tmp_path: Path) -> None:
 SERVED = ("parameterserver", "geryon", "vanillaps", "partitionedps", "tictac", "p3")
 
 
-def test_rows_know_their_kind_and_their_bytes() -> None:
+def test_config_rows_have_their_kind_and_bytes() -> None:
     shapes = [(100, 100), (100,)]
     expected = {
         "single": ("single", 0),

@@ -18,7 +18,7 @@ def three(path: Path, room: int = 10) -> list[SharedSteps]:
     return [SharedSteps(path / "steps", rank, 3, room) for rank in range(3)]
 
 
-def test_all_workers_see_what_each_has_counted(tmp_path: Path) -> None:
+def test_counted_steps_of_each_worker_are_seen_by_all(tmp_path: Path) -> None:
     a, b, c = three(tmp_path)
     a.add(1.0)
     c.add(0.5)
@@ -51,7 +51,7 @@ def test_an_iteration_is_as_many_steps_as_workers_whoever_made_them() -> None:
     assert by_rank == [1, 1, 1]
 
 
-def test_a_turn_ends_when_all_together_have_made_the_steps(
+def test_counted_steps_end_a_turn_when_all_together_have_made_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, other, _ = three(tmp_path, room=100)
@@ -72,7 +72,7 @@ def test_a_turn_ends_when_all_together_have_made_the_steps(
     assert numbers == [5, 6, 7, 8, 9, 10]  # 12 steps, two at a time
 
 
-def test_whoever_comes_late_counts_from_the_same_step(
+def test_counted_steps_of_a_late_worker_begin_at_the_same_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, other, _ = three(tmp_path)
@@ -91,7 +91,7 @@ def test_whoever_comes_late_counts_from_the_same_step(
     assert own.by_rank() == [1, 8, 0]
 
 
-def test_bytes_that_make_models_equal_count_no_more() -> None:
+def test_bytes_since_exclude_those_that_make_models_equal() -> None:
     first, second = Sent(100, {"be": 90}), Sent(140, {"be": 120})  # 40 and 30 to settle
     end = Sent(180 + 400, {"be": 150 + 300})  # as much again to settle, and four iterations
     assert end.since(first.and_again(second), 4) == Sent(100, {"be": 75})

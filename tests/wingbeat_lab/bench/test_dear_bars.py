@@ -164,7 +164,7 @@ def test_two_halves_cost_no_more_than_the_whole(figures: ModuleType) -> None:
     assert line == "5: 2048 KB: both halves take 1.060 of an all-reduce; limit 1.05"
 
 
-def test_small_halves_are_judged_as_large_ones(figures: ModuleType) -> None:
+def test_dear_bars_small_halves_have_the_same_limit(figures: ModuleType) -> None:
     """The paper says so of both; what small ones cost is what Fig. 6 is about."""
     rows = [{"kb": 4, "ms": {"all_reduce": 1.0, "rsag": 1.34}}]
     assert len(figures.judged({"5": {"rows": rows}})) == 1
@@ -261,7 +261,7 @@ def test_halves_are_shown_and_drawn_by_size(figures: ModuleType, tmp_path: Path)
 
 @pytest.mark.lab
 @pytest.mark.slow
-def test_the_halves_are_really_timed(
+def test_dear_bars_halves_are_measured(
     figures: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     words = ["--figures", "5", "--halves-lab", "star:2@500mbit", "--sizes-kb", "4", "64"]

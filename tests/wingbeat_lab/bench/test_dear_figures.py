@@ -203,7 +203,7 @@ def test_real_pace_is_the_same_bench_without_slow_motion(
     assert dear.at_real_pace(real) is None
 
 
-def test_what_was_measured_is_kept(dear: ModuleType, tmp_path: Path) -> None:
+def test_dear_figures_are_written_to_a_file(dear: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "new" / "dear.json"
     dear.write(path, {"rates": {"slow": dear.summary("slow", models(a=0.99))}})
     assert json.loads(path.read_text(encoding="utf-8"))["rates"]["slow"]["average"] == 0.99

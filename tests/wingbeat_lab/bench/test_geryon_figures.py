@@ -100,7 +100,7 @@ def test_all_models_are_in_the_same_slow_motion(geryon: ModuleType) -> None:
     assert {config.stretch for config in made} == {geryon.STRETCH}
 
 
-def test_two_timed_iterations_are_too_few(geryon: ModuleType) -> None:
+def test_geryon_figures_with_two_iterations_are_refused(geryon: ModuleType) -> None:
     with pytest.raises(UsageError, match="--iterations 2: allowed are 3 or more"):
         geryon.fill(args(geryon, iterations=2), {})
 
@@ -142,7 +142,7 @@ def found(
         ),
     ],
 )
-def test_what_is_missed_is_said(
+def test_geryon_report_names_what_is_missed(
     geryon: ModuleType, model: str, figures: dict[str, Any], words: list[str]
 ) -> None:
     missed = geryon.judged("here", model, 10.0, figures, geryon.paper(10.0, 8, model))
@@ -202,7 +202,7 @@ def test_rows_are_shown_beside_the_papers(geryon: ModuleType) -> None:
     assert sliced[1:4] == ("0.800", "0.640 .. 0.889", "0.793")
 
 
-def test_the_paper_is_of_eight_workers(geryon: ModuleType) -> None:
+def test_geryon_paper_figures_are_of_eight_workers_only(geryon: ModuleType) -> None:
     assert geryon.paper(10.0, 4, "vgg19") == {}
     assert geryon.paper(25.0, 8, "vgg19") == {}
 

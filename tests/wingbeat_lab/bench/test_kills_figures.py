@@ -56,7 +56,7 @@ def test_everyone_is_killed_as_often_at_moments_that_follow_from_the_seed(
         (None, 3.0, "rank 0 said nothing"),
     ],
 )
-def test_what_a_worker_says_is_judged(
+def test_kills_line_of_a_worker_is_judged(
     kills: ModuleType, tmp_path: Path, line: str | None, at: float, wrong: str | None
 ) -> None:
     for rank in range(kills.WORKERS):
@@ -73,7 +73,7 @@ def test_what_a_worker_says_is_judged(
         assert wrong in " ".join(case.wrong)
 
 
-def test_the_one_that_was_killed_has_nothing_to_say(kills: ModuleType, tmp_path: Path) -> None:
+def test_kills_require_no_line_of_the_killed_worker(kills: ModuleType, tmp_path: Path) -> None:
     for rank in (0, 2):
         said: dict[str, Any] = {"line": f"rank {rank}: rank 1 has ended", "at": 2.0}
         (tmp_path / f"said-{rank}").write_text(json.dumps(said))
@@ -86,7 +86,7 @@ def test_the_one_that_was_killed_has_nothing_to_say(kills: ModuleType, tmp_path:
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(240)
-def test_two_are_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_kills_of_two_processes_lose_nothing(tmp_path: Path) -> None:
     words = [sys.executable, str(FOLDER / "kills.py"), "--kills", "2", "--iterations", "30"]
     words += ["--json", str(tmp_path / "kills.json")]
     ended = subprocess.run(words, env=os.environ, capture_output=True, text=True, timeout=220)

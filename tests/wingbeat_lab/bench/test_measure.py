@@ -40,12 +40,12 @@ def test_the_bound_is_the_denominator_of_equation_6() -> None:
     assert made.faster == {"reduce_scatter": "whole", "all_gather": "buckets"}
 
 
-def test_free_links_make_the_speedup_linear() -> None:
+def test_measured_speedup_on_free_links_is_linear() -> None:
     free = {f"{half}_{way}": 0.001 for half in HALVES for way in WAYS}
     assert of([timings(**free)] * 64).s_max == pytest.approx(64)
 
 
-def test_the_slowest_worker_counts() -> None:
+def test_measured_times_are_those_of_the_slowest_worker() -> None:
     made = of([timings(forward=1.0, backward=7.0), timings(forward=3.0, backward=2.0)])
     assert (made.t_ff_s, made.t_bp_s) == (3.0, 7.0)
 
@@ -64,7 +64,7 @@ def test_medians_are_over_all_rounds() -> None:
     assert made.samples_s["all_gather/whole"] == [1.0, 2.0, 30.0]
 
 
-def test_nothing_measured_is_no_figure() -> None:
+def test_measured_without_timings_is_none() -> None:
     assert measured([], bucket_bytes=1) is None
 
 

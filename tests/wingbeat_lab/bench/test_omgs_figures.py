@@ -153,7 +153,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert named in capsys.readouterr().err
 
 
-def test_figures_stand_beside_the_papers(omgs: ModuleType) -> None:
+def test_omgs_figures_have_the_papers_beside_them(omgs: ModuleType) -> None:
     out = made(
         omgs,
         topksgd=run(0.5, merge(0.5, buckets=1)),
@@ -208,7 +208,7 @@ def test_the_prediction_is_judged_in_both_directions(omgs: ModuleType) -> None:
     assert line == "resnet50: omgs has predicted nothing"
 
 
-def test_the_limits_are_those_that_are_asked_for(
+def test_omgs_limits_are_those_of_the_assignment(
     omgs: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = arguments(omgs, monkeypatch, "--within", "0.01", "--off", "0.5")

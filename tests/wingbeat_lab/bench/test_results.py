@@ -188,7 +188,7 @@ def test_how_often_a_bound_has_acted_is_added_up_over_rounds_and_told() -> None:
     assert said in str(shown)
 
 
-def test_exposed_time_is_never_negative() -> None:
+def test_run_exposed_time_is_never_negative() -> None:
     ddp, _ = runs(checked(), [block(0, 0.01), block(1, 0.01)])
     assert ddp.exposed_s == 0.0
 
@@ -210,7 +210,7 @@ def test_a_real_model_has_no_bound_and_is_exposed_against_training_alone() -> No
     assert ddp.exposed_s is None
 
 
-def test_unshaped_links_have_no_bound() -> None:
+def test_run_on_unshaped_links_has_no_bound() -> None:
     ddp, _ = runs(checked(lab="loopback:2"), [block(0, 2.0), block(1, 2.0)])
     assert ddp.bound_s is None
     assert "no stated rate" in ddp.bound_formula
@@ -298,7 +298,7 @@ def test_without_lockstep_the_mean_counts_and_not_the_median() -> None:
     assert (late.typical_s, late.ratio) == (3.0, 1.5)
 
 
-def test_a_missing_figure_is_a_dash() -> None:
+def test_results_table_shows_a_dash_for_a_missing_figure() -> None:
     assert table.milliseconds(None) == table.MISSING
     assert table.milliseconds(0.01234) == "12.3"
     assert table.megabytes(434_000) == "0.434"
@@ -370,7 +370,7 @@ def test_the_table_says_what_deciding_cost_and_what_came_of_it() -> None:
     assert table.decided({"thresholds": [0.8125, 0.25]}) == "thresholds 0.8125+0.25"
 
 
-def test_the_table_says_who_was_slow() -> None:
+def test_results_table_names_slow_workers() -> None:
     assert "slow" not in str(table.render(report()).caption)
     slowed = replace(report(), config={"slow": ["1=+2x", "0=+1x@1-2"]}, normal_iteration_s=0.272)
     caption = str(table.render(slowed).caption)

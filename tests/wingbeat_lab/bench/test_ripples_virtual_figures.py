@@ -49,7 +49,9 @@ def test_rows_that_can_be_simulated_are_and_those_of_groups_are_judged(
     assert [line.split(":")[1].strip() for line in missed] == ["ripples", "ripples"]
 
 
-def test_what_is_no_report_is_refused(virtual: ModuleType, tmp_path: Path) -> None:
+def test_ripples_virtual_file_that_is_no_report_is_refused(
+    virtual: ModuleType, tmp_path: Path
+) -> None:
     path = tmp_path / "file.json"
     for text in ("", "[]", "{}", '{"17": {"0": {"rows": {}}}}'):
         path.write_text(text)

@@ -34,7 +34,7 @@ def test_messages_move_the_progress_and_the_rest_is_kept(
 
 
 @pytest.mark.parametrize("text", ["", " ", " {", " 3", " " + "[" * 100_000])
-def test_what_is_no_message_is_output(text: str) -> None:
+def test_runner_prints_lines_that_are_no_messages(text: str) -> None:
     assert protocol.parse_message(text and f"@wingbeat-bench{text}") is None
 
 
@@ -50,7 +50,7 @@ def test_a_dead_worker_is_named_with_its_last_lines_and_its_code() -> None:
     assert "line 11" not in text
 
 
-def test_a_dead_worker_that_said_nothing() -> None:
+def test_runner_names_a_dead_worker_without_output() -> None:
     assert str(runner._failure(ended(1), listener())).endswith("no output")
 
 

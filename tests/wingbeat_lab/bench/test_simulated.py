@@ -11,7 +11,7 @@ from wingbeat_lab.bench import simulated
 from wingbeat_lab.bench.config import BenchConfig
 
 
-def test_a_row_runs_at_the_pace_of_its_lab() -> None:
+def test_simulated_row_runs_at_the_pace_of_its_lab() -> None:
     config = BenchConfig(
         lab="star:2@8gbit,prio=2",
         model="paced:resnet50@0.05",

@@ -76,7 +76,7 @@ def test_a_faster_option_that_changes_nothing_else_is_missed(
         assert defaults.missed([defaults_bench("geryon", seconds)]) == missed
 
 
-def test_options_are_shown_beside_the_default() -> None:
+def test_options_table_has_the_default_beside_each() -> None:
     bench = defaults_bench("geryon", {"geryon": 0.1, "geryon:encrypted=false": 0.05})
     with benchmark("defaults") as defaults:
         made = defaults.table(bench)
@@ -175,7 +175,7 @@ def test_the_simulator_stands_beside_the_labs_spread() -> None:
     assert made.rows == (("dear", "200.0", "190.0 .. 250.0", "210.0", "+5.0"),)
 
 
-def test_cards_have_the_range_of_rounds() -> None:
+def test_interfaces_table_has_the_range_of_rounds() -> None:
     def turn(seconds: float) -> dict[str, Any]:
         return {"seconds": seconds, "mb": {"eth0": 0.5, "eth1": 0.7}}
 

@@ -46,13 +46,13 @@ def runs(strategy: str, *ends: tuple[float, float], same: bool = True) -> list[d
         ([None, 1.0, None], None),
     ],
 )
-def test_best_and_worst_are_dropped_and_who_is_not_there_is_the_worst(
+def test_time_to_accuracy_drops_best_and_worst_with_missing_as_worst(
     timed: ModuleType, seconds: list[float | None], score: float | None
 ) -> None:
     assert timed.score(seconds) == score
 
 
-def test_who_ends_below_the_target_has_no_seconds_and_is_counted(timed: ModuleType) -> None:
+def test_time_to_accuracy_below_the_target_has_no_seconds(timed: ModuleType) -> None:
     trained = runs("ddp", (9.0, 97.0), (8.0, 97.5), (7.0, 99.0))
     trained += runs("omgs", (2.0, 96.9), (2.0, 96.9), (2.0, 98.0))
     first, second = timed.summary(trained, 97.0)
@@ -73,7 +73,7 @@ def test_a_form_of_ddp_that_is_there_first_is_a_miss(timed: ModuleType) -> None:
     assert timed.missed(parted) == ["dear leaves the workers with different weights"]
 
 
-def test_the_slowest_stands_first_and_who_is_not_there_before_it(timed: ModuleType) -> None:
+def test_time_to_accuracy_table_lists_missing_and_slowest_first(timed: ModuleType) -> None:
     trained = runs("dear", (3.0, 98.0), (4.0, 98.5), (5.0, 98.0))
     trained += runs("ddp", *[(9.0, 98.0)] * 3) + runs("omgs", *[(9.0, 90.0)] * 3)
     options = argparse.Namespace(task="digits", target=97.0, lab="star:4@100mbit", seeds=[0, 1, 2])

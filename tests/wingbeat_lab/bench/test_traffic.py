@@ -88,7 +88,7 @@ def test_the_peak_is_of_one_host_and_the_series_of_all() -> None:
     assert found.series == pytest.approx([(1.0 + 0.25) / 2])
 
 
-def test_rounds_follow_each_other() -> None:
+def test_traffic_rounds_are_joined_in_order() -> None:
     found = traffic.traffic(
         [[[(0.0, 0.0), (2.0, 250.0)]], [[(9.0, 0.0), (10.0, 0.0)]]], lambda _: 1000.0, 1.0
     )

@@ -40,7 +40,7 @@ def training(monkeypatch: pytest.MonkeyPatch, worth: list[float] | None) -> tupl
     return row, own
 
 
-def test_in_lockstep_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_in_lockstep_counts_each_of_its_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     row, own = training(monkeypatch, None)
     assert list(row.iterations(5, 3)) == [0, 1, 2]
     assert own == [5, 6, 7]
@@ -57,7 +57,7 @@ def test_in_lockstep_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([5.0], 1),
     ],
 )
-def test_without_lockstep_what_was_applied_counts(
+def test_worker_without_lockstep_counts_applied_iterations(
     monkeypatch: pytest.MonkeyPatch, worth: list[float], made: int
 ) -> None:
     row, own = training(monkeypatch, worth)
@@ -65,7 +65,9 @@ def test_without_lockstep_what_was_applied_counts(
     assert len(own) == made
 
 
-def test_what_was_applied_before_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_lockstep_ignores_rounds_applied_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     row, own = training(monkeypatch, [2.0] + [1.0] * 9)
     list(row.iterations(1, 1))
     assert list(row.iterations(2, 2)) == [0, 1]
@@ -117,7 +119,9 @@ def collectives_of(only: str) -> dict[str, int]:
         ("AG-only", {"all_gather": 3 * STEPS}),
     ],
 )
-def test_only_one_half_travels(pool: Pool, only: str, left: dict[str, int]) -> None:
+def test_dear_row_of_one_half_runs_only_its_collectives(
+    pool: Pool, only: str, left: dict[str, int]
+) -> None:
     assert pool.run(collectives_of, only) == [left, left]
 
 
@@ -202,7 +206,7 @@ def test_a_row_with_nothing_to_find_out_is_not_built_for_it(attached: list[Any])
     assert attached == []
 
 
-def test_a_worker_alone_finds_out_nothing(attached: list[Any]) -> None:
+def test_single_worker_decides_nothing(attached: list[Any]) -> None:
     attached.append(None)
     own = worker_of("dear")
     assert worker.decide(own, 0) is None

@@ -26,7 +26,7 @@ def test_lab_command_has_its_three_verbs() -> None:
 
 
 @pytest.mark.parametrize("verb", ["run", "stats", "doctor"])
-def test_help_has_examples(verb: str) -> None:
+def test_lab_help_has_examples(verb: str) -> None:
     shown = cli.invoke(app, [verb, "--help"])
     assert shown.exit_code == 0
     assert "Examples:" in shown.output

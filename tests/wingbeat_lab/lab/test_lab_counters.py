@@ -50,7 +50,7 @@ def test_qdiscs_with_and_without_priorities() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc/net/dev is Linux's")
-def test_read_sees_own_traffic() -> None:
+def test_counters_read_own_traffic() -> None:
     before = counters.read()["lo"]
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
@@ -98,7 +98,7 @@ def test_worker_environment_keeps_what_the_user_set() -> None:
     assert env["NCCL_SOCKET_IFNAME"] == "lo"
 
 
-def test_explain_names_the_line_that_failed() -> None:
+def test_explained_failure_names_the_line() -> None:
     stderr = "Error: Specified qdisc kind is unknown.\nCommand failed -:2\n"
     assert explain(stderr, ["one", "two"]) == "Error: Specified qdisc kind is unknown. (in: two)"
     assert explain("", ["one"]) == "no message"

@@ -94,7 +94,7 @@ def assert_gone(pids: set[int], networks: set[str], launcher_pid: int) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_nothing_outlives_the_launcher(
+def test_killed_launcher_leaves_no_process(
     launcher: subprocess.Popen[str], number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
     shaped = "star" in request.node.callspec.params["launcher"]
@@ -114,7 +114,7 @@ def test_nothing_outlives_the_launcher(
 
 
 @pytest.mark.parametrize("launcher", LOOPBACK_OR_LAB, indirect=True)
-def test_counters_of_a_running_lab(
+def test_running_lab_counters_show_its_traffic(
     launcher: subprocess.Popen[str], request: pytest.FixtureRequest
 ) -> None:
     (name,) = our_labs(launcher.pid)

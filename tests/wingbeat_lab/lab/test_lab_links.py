@@ -79,7 +79,7 @@ def test_trunk_is_the_bottleneck_between_leaf_switches(measure: Measure) -> None
 
 
 @alone
-def test_many_senders_share_the_receivers_link(measure_quietly: Measure) -> None:
+def test_receivers_link_is_shared_by_many_senders(measure_quietly: Measure) -> None:
     flows = [[n, 0, "10.0.0.1", 0] for n in (1, 2, 3)]
     measured = measure_quietly("star:4@300mbit", flows, enough=lambda m: m.together > 0.85 * 3e8)
     assert 0.85 * 3e8 < measured.together < 1.01 * 3e8
@@ -119,7 +119,7 @@ def test_urgent_flow_takes_an_oversubscribed_trunk(measure_quietly: Measure) -> 
 
 
 @alone
-def test_without_priorities_flows_share(measure: Measure) -> None:
+def test_flows_without_priorities_share_the_link(measure: Measure) -> None:
     """Of few flows the first to start keeps most for seconds: so many, and any attempt will do.
 
     Honoured marks would give the urgent ones nine tenths every time, as above.
@@ -193,7 +193,7 @@ def test_bcube_switches_work_at_the_same_time(measure: Measure) -> None:
     assert_rates(measure, "bcube:2x2@150mbit", flows, [15e7, 15e7])
 
 
-def test_idle_network_is_silent(run_lab: Callable[..., Any]) -> None:
+def test_idle_lab_counts_no_bytes(run_lab: Callable[..., Any]) -> None:
     """So that every byte counted is the job's."""
     stats = run_lab("star:3x2@1gbit", ["sleep", "0.5"]).result.stats
     for ports in stats.hosts.values():

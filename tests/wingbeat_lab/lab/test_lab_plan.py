@@ -124,7 +124,7 @@ def test_cross_traffic_has_a_host_on_each_leaf_switch_that_no_worker_is_on() -> 
     assert {i.rate for h in others for i in h.interfaces} == {500 * 10**6}
 
 
-def test_loopback_has_no_network() -> None:
+def test_plan_of_loopback_has_no_network() -> None:
     with pytest.raises(UsageError, match="loopback"):
         plan_network(LabSpec.parse("loopback:2"))
 
@@ -138,7 +138,7 @@ def test_pieces_fit_the_burst_and_bursts_stay_below_a_percent_of_a_second(rate: 
     assert network.queue_bytes(rate) >= max(1_000_000, rate // 8 // 20)
 
 
-def test_fast_links_take_whole_pieces() -> None:
+def test_piece_size_on_fast_links_is_the_largest() -> None:
     assert network.piece_bytes(10**9) == 65536
 
 

@@ -88,7 +88,9 @@ def test_first_failing_exit_code_is_passed_on(spec: str, run_python: Run, tmp_pa
 
 
 @pytest.mark.parametrize("spec", EVERYWHERE)
-def test_grace_lets_others_report_then_ends_them(spec: str, run_python: Run) -> None:
+def test_grace_after_a_failure_lets_others_report_then_ends_them(
+    spec: str, run_python: Run
+) -> None:
     code = """if True:
         import os, sys, time
         if os.environ["RANK"] == "0": sys.exit(5)
@@ -124,12 +126,14 @@ def test_run_at_the_time_limit_is_ended_with_124(spec: str, run_lab: Run) -> Non
 
 
 @pytest.mark.parametrize("spec", EVERYWHERE)
-def test_signal_death_is_128_plus_n(spec: str, run_lab: Run) -> None:
+def test_worker_ended_by_a_signal_has_exit_code_128_plus_its_number(
+    spec: str, run_lab: Run
+) -> None:
     result = run_lab(spec, ["sh", "-c", "kill -SEGV $$"]).result
     assert result.exit_codes == (128 + signal.SIGSEGV,) * 3
 
 
-def test_prefixes_and_order_of_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_lines_keep_their_order_and_have_a_prefix(capfd: pytest.CaptureFixture[str]) -> None:
     result = lab.run("loopback:2", ["sh", "-c", "echo a; echo b >&2; printf c"], per_host=1)
     assert result.exit_code == 0
     lines = capfd.readouterr().out.splitlines()
@@ -142,7 +146,7 @@ def test_prefix_names_local_worker(capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(capfd.readouterr().out.splitlines()) == ["[h0.0] 0", "[h0.1] 1"]
 
 
-def test_long_and_odd_output_arrives_whole(run_python: Run) -> None:
+def test_output_with_long_and_odd_lines_arrives_whole(run_python: Run) -> None:
     code = "import sys; w = sys.stdout.buffer.write; w(b'x' * 50_000 + b'\\n' + b'\\xff\\r\\nend')"
     ran = run_python("loopback:1", code)
     assert ran.lines[0] == ["x" * 50_000, "\N{REPLACEMENT CHARACTER}", "end"]
@@ -213,7 +217,7 @@ def test_loopback_leaves_no_process(run_python: Run) -> None:
 
 
 @pytest.mark.lab
-def test_a_lab_as_large_as_a_rack(run_lab: Run) -> None:
+def test_lab_with_as_many_hosts_as_a_rack_runs(run_lab: Run) -> None:
     ran = run_lab("fat-tree:24x2/8@1gbit+1gbit", ["hostname"])
     assert ran.lines == {rank: [f"h{rank}"] for rank in range(24)}
 

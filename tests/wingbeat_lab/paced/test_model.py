@@ -43,7 +43,7 @@ def started(fake: FakeTime) -> Clock:
     return clock
 
 
-def test_late_sleeps_do_not_add_up(fake: FakeTime) -> None:
+def test_pace_with_late_sleeps_does_not_accumulate_delay(fake: FakeTime) -> None:
     fake.late = 0.1e-3
     clock = started(fake)
     for _ in range(200):
@@ -53,7 +53,7 @@ def test_late_sleeps_do_not_add_up(fake: FakeTime) -> None:
     assert fake.now - 100.0 == pytest.approx(0.4, abs=0.11e-3)
 
 
-def test_short_times_are_slept_together(fake: FakeTime) -> None:
+def test_pace_of_short_times_sleeps_once_for_several(fake: FakeTime) -> None:
     clock = started(fake)
     for _ in range(100):
         clock.enter()
@@ -63,7 +63,7 @@ def test_short_times_are_slept_together(fake: FakeTime) -> None:
     assert len(fake.slept) <= 11
 
 
-def test_time_away_within_the_slack_is_absorbed(fake: FakeTime) -> None:
+def test_pace_absorbs_delays_within_the_slack(fake: FakeTime) -> None:
     clock = started(fake)
     clock.spend(5e-3)
     fake.now += SLACK * 0.9
@@ -72,7 +72,7 @@ def test_time_away_within_the_slack_is_absorbed(fake: FakeTime) -> None:
     assert fake.now - 100.0 == pytest.approx(10e-3)
 
 
-def test_blocking_is_added_in_full(fake: FakeTime) -> None:
+def test_pace_adds_blocked_time_in_full(fake: FakeTime) -> None:
     clock = started(fake)
     clock.spend(5e-3)
     fake.now += 20e-3
@@ -81,7 +81,7 @@ def test_blocking_is_added_in_full(fake: FakeTime) -> None:
     assert fake.now - 100.0 == pytest.approx(75e-3)
 
 
-def test_own_work_counts_as_part_of_the_time(fake: FakeTime) -> None:
+def test_pace_counts_own_work_as_part_of_the_time(fake: FakeTime) -> None:
     clock = started(fake)
     clock.enter()
     fake.now += 3e-3  # a gradient being written, between enter and spend
@@ -89,7 +89,7 @@ def test_own_work_counts_as_part_of_the_time(fake: FakeTime) -> None:
     assert fake.now - 100.0 == pytest.approx(5e-3)
 
 
-def test_own_work_beyond_its_time_is_made_up_for_later_even_after_blocking(fake: FakeTime) -> None:
+def test_pace_shortens_later_sleeps_after_too_long_work(fake: FakeTime) -> None:
     clock = started(fake)
     clock.enter()
     fake.now += 8e-3
@@ -100,7 +100,7 @@ def test_own_work_beyond_its_time_is_made_up_for_later_even_after_blocking(fake:
     assert fake.now - 100.0 == pytest.approx(5e-3 + 20e-3 + 50e-3)
 
 
-def test_restart_forgets_the_past(fake: FakeTime) -> None:
+def test_pace_restarted_ignores_earlier_delays(fake: FakeTime) -> None:
     clock = started(fake)
     fake.now += 1.0
     clock.spend(0.1)
@@ -141,7 +141,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def test_structure_is_the_profiles() -> None:
+def test_paced_model_has_the_structure_of_its_profile() -> None:
     profile = load_profile("resnet50").scaled(0.01)
     model = PacedModel(profile)
     assert [name for name, _ in model.named_children()] == [
@@ -199,7 +199,9 @@ class LateTime:
         self.now += seconds + 60e-6
 
 
-def test_total_time_is_within_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paced_model_takes_its_total_time_within_two_percent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # 200 layers, 0.4 s: sleeping layer by layer would be 5% to 9% late.
     profile = profile_of(*(layer(f"l{i}", 2 / 3, 4 / 3, (64,), (8,)) for i in range(200)))
     time_ = LateTime()
@@ -215,7 +217,7 @@ def test_total_time_is_within_two_percent(monkeypatch: pytest.MonkeyPatch) -> No
         assert 1e3 * took[name] <= 1.02 * want_ms, name
 
 
-def test_time_scale_stretches_both_passes() -> None:
+def test_paced_model_time_scale_stretches_both_passes() -> None:
     profile = profile_of(layer("a", 10.0, 20.0, (4,)), layer("b", 10.0, 20.0))
     check_pace(profile, PacedModel(profile, time_scale=2.0), 2.0, 0.1)
 
@@ -303,7 +305,7 @@ def test_gradients_go_into_views_of_a_flat_buffer_and_accumulate() -> None:
     assert torch.equal(flat, torch.full((17,), 2.0))
 
 
-def test_the_loss_is_the_gradients_own() -> None:
+def test_paced_model_loss_follows_from_its_gradients() -> None:
     profile = profile_of(layer("a", 0.0, 0.1, (3,), (5,)), layer("b", 0.1, 0.0, (2,)))
     model = PacedModel(profile, rank=1)
     loss = model(None)

@@ -93,7 +93,7 @@ MINE = {
 }
 
 
-def test_the_names_are_the_published_models() -> None:
+def test_profile_names_are_the_published_models() -> None:
     assert set(names()) == set(PUBLISHED)
 
 
@@ -113,7 +113,7 @@ def test_totals_match_the_published_count_and_the_stated_throughput(name: str) -
     "name",
     ["alexnet", "vgg16", "vgg19", "resnet50", "densenet201", "inception_v3"],
 )
-def test_shapes_are_those_of_torchvision(name: str) -> None:
+def test_profile_shapes_equal_torchvisions(name: str) -> None:
     torch = pytest.importorskip("torch")
     models = pytest.importorskip("torchvision.models")
     options = {"aux_logits": True, "init_weights": False} if name == "inception_v3" else {}
@@ -236,7 +236,7 @@ def test_the_other_devices_files_are_what_the_generator_makes() -> None:
 
 @pytest.mark.parametrize("name", S_MAX)
 @pytest.mark.parametrize("column", [0, 1], ids=["10 Gbit/s", "100 Gbit/s"])
-def test_dears_table_of_largest_speed_ups_comes_out(name: str, column: int) -> None:
+def test_profiles_reproduce_dears_table_of_largest_speedups(name: str, column: int) -> None:
     profile, gbit = load_profile(name), (10, 100)[column]
     layers = [LayerCosts(profile.forward_ms / 1e3, profile.backward_ms / 1e3, profile.nbytes)]
     limit = simple("halves", layers, seconds_per_byte([gbit * 1e9 / 8] * 64))
@@ -246,7 +246,7 @@ def test_dears_table_of_largest_speed_ups_comes_out(name: str, column: int) -> N
 
 
 @pytest.mark.parametrize("name", FITTED)
-def test_what_is_fitted_keeps_the_layers_and_says_that_it_is_no_device(name: str) -> None:
+def test_fitted_pace_keeps_layers_and_names_no_device(name: str) -> None:
     here, there = load_profile(name), load_profile(FITTED[name])
     assert [(x.name, x.parameters) for x in here.layers] == [
         (x.name, x.parameters) for x in there.layers
@@ -261,7 +261,7 @@ def test_what_is_fitted_keeps_the_layers_and_says_that_it_is_no_device(name: str
         assert mine.backward_ms / here.backward_ms == pytest.approx(of_backward)
 
 
-def test_a_pace_of_ones_own_may_divide_the_passes_otherwise() -> None:
+def test_own_pace_may_divide_forward_and_backward_differently() -> None:
     mine = decode(json.dumps({**MINE, "forward_share": 0.25, "batch_size": 4}), where="here")
     assert (mine.forward_ms, mine.backward_ms) == (pytest.approx(100.0), pytest.approx(300.0))
     assert decode(encode(mine), where="here") == mine
