@@ -42,6 +42,7 @@ from wingbeat_lab.baselines import PRESETS, parse
         ({"topology": "star"}, "star"),
         ({"topology": ["ring"]}, "unknown DeAR topology \"['ring']\""),
         ({"plan": ["bo"]}, "unknown plan \"['bo']\""),
+        ({"compression": ["fp32"]}, "unknown compression \"['fp32']\""),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
@@ -106,6 +107,12 @@ def test_thresholds_that_cannot_be_are_refused(options: dict[str, Any], words: s
         wingbeat.Canary(**options)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_with_a_list_as_compression_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(UsageError, match=r"unknown compression \"\['fp32'\]\""):
+        PRESETS[name](compression=["fp32"])
 
 
 def test_preset_repr_has_the_options_in_one_order_whatever_the_calls() -> None:

@@ -58,7 +58,7 @@ class Strategy(Settings):
         schedule: SchedulePart | str = "wfbp",
         update: UpdatePart | str = "",
     ) -> None:
-        plain = compression in codecs.DTYPES
+        plain = isinstance(compression, str) and compression in codecs.DTYPES
         found: dict[str, Any] = {
             "plan": _part("plan", plan, PlanPart, names.PLANS),
             "compression": compression if plain else codecs.parse(compression),

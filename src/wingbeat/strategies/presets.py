@@ -716,7 +716,7 @@ def LocalSGD(
     """
     check_flags(overlap=overlap, average_state=average_state)
     update: parts.UpdatePart = parts.Averaged(state=average_state)
-    if compression not in DTYPES:
+    if str(compression) not in DTYPES:
         if average_state:
             raise _refusal(
                 "differences of parameters go through a codec, and the optimizer's state does not; "
