@@ -14,6 +14,7 @@
 #include "loops.h"
 #include "merge.h"
 #include "messages.h"
+#include "net.h"
 #include "sketch.h"
 #include "topk.h"
 
@@ -21,19 +22,7 @@ namespace nb = nanobind;
 
 namespace {
 
-// Lets other threads use the interpreter while a kernel runs.
-class Unlocked {
- public:
-  Unlocked() : state_(PyEval_SaveThread()) {}
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-  ~Unlocked() {
-    wingbeat::or_wait_for_the_end([this] { PyEval_RestoreThread(state_); });
-  }
-
- private:
-  PyThreadState* state_;
-};
+using wingbeat::Unlocked;
 
 template <class T>
 T* at(std::uintptr_t address) {
@@ -117,4 +106,5 @@ NB_MODULE(_native, module) {
   module.def("instructions", [] { return wingbeat::loops().name; });
   module.def("prefer_portable", &wingbeat::prefer_portable);
   bind_messages(module);
+  bind_net(module);
 }

@@ -1,6 +1,8 @@
 // What runs the interpreter from a thread that may outlive it.
 #pragma once
 
+#include <Python.h>
+
 #include <chrono>
 #include <thread>
 
@@ -17,5 +19,19 @@ auto or_wait_for_the_end(Call call) {
     for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
   }
 }
+
+// Lets other threads use the interpreter while a kernel runs.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    or_wait_for_the_end([this] { PyEval_RestoreThread(state_); });
+  }
+
+ private:
+  PyThreadState* state_;
+};
 
 }  // namespace wingbeat

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <random>
 #include <string>
@@ -18,6 +19,7 @@
 #include "loops.h"
 #include "merges.h"
 #include "naive.h"
+#include "nets.h"
 #include "sketch.h"
 #include "topk.h"
 
@@ -388,6 +390,12 @@ int main() {
   check_numbered("half of seed ", 4000, naive::wrong_half);
   check_numbered("header of seed ", 3000, naive::wrong_header);
   check_numbered("flow of seed ", 300, naive::wrong_flow);
+  current = "net";
+  try {
+    checks += nets::check();
+  } catch (const std::exception& error) {
+    expect(false, error.what());
+  }
   std::printf("driver: %ld checks passed with %s\n", checks, wingbeat::loops().name);
   return 0;
 }

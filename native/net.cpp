@@ -1,0 +1,239 @@
+#include "net.h"
+
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "ending.h"
+#include "net/lane.h"
+#include "net/nic.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace wingbeat::net;
+using wingbeat::Unlocked;
+
+std::uint8_t* at(std::uintptr_t address) { return reinterpret_cast<std::uint8_t*>(address); }
+
+// One message, and the thread that waits for it.
+class Pending : public Owner {
+ public:
+  void progress(Work&) override {
+    const std::lock_guard lock(mutex_);
+    changed_.notify_all();
+  }
+
+  bool wait(const Operation& operation, double seconds) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+      return operation.state.load(std::memory_order_acquire) != State::pending;
+    });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+// A message as Python holds it, with the object whose memory it uses.
+struct Message {
+  std::shared_ptr<Nic> nic;
+  std::shared_ptr<Pending> pending;
+  OperationPtr operation;
+  nb::object memory;
+
+  Message(std::shared_ptr<Nic> of, nb::object holder)
+      : nic(std::move(of)),
+        pending(std::make_shared<Pending>()),
+        operation(std::make_shared<Operation>()),
+        memory(std::move(holder)) {
+    operation->owner = pending;
+  }
+  Message(Message&&) = default;
+  Message& operator=(Message&&) = delete;
+
+  ~Message() {
+    if (operation == nullptr) return;
+    if (operation->state.load(std::memory_order_acquire) == State::pending) {
+      Work work;
+      nic->cancel(pending.get(), work);
+      work.run();
+    }
+  }
+
+  void wait(double seconds) {
+    bool ended = false;
+    {
+      const Unlocked unlocked;
+      ended = pending->wait(*operation, seconds);
+    }
+    if (!ended) {
+      throw std::runtime_error("Timed out: nothing arrived for " + std::to_string(seconds) + " s");
+    }
+    if (operation->state.load() == State::failed) throw std::runtime_error(operation->error);
+  }
+};
+
+Message post(const std::shared_ptr<Nic>& nic, nb::object memory, std::uintptr_t address,
+             std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag, bool send) {
+  Message message(nic, std::move(memory));
+  Operation& operation = *message.operation;
+  operation.data = at(address);
+  operation.bytes = bytes;
+  operation.peer = peer;
+  operation.channel = channel;
+  operation.tag = tag;
+  const Unlocked unlocked;
+  Work work;
+  if (send) {
+    nic->send(message.operation, work);
+  } else {
+    nic->receive(message.operation, work);
+  }
+  work.run();
+  return message;
+}
+
+using TransferTuple = std::tuple<int, std::uint64_t, std::uint64_t, std::uint32_t, bool, int>;
+
+std::vector<Transfer> transfers(nb::handle from) {
+  std::vector<Transfer> out;
+  for (const nb::handle each : from) {
+    const auto fields = nb::cast<nb::tuple>(each);
+    out.push_back({nb::cast<int>(fields[0]), nb::cast<std::uint64_t>(fields[1]),
+                   nb::cast<std::uint64_t>(fields[2]), nb::cast<std::uint32_t>(fields[3]),
+                   nb::cast<bool>(fields[4]), nb::cast<int>(fields[5])});
+  }
+  return out;
+}
+
+void bind_nic(nb::module_& module) {
+  nb::class_<Message>(module, "Message", "A message that is being sent or received.")
+      .def("wait", &Message::wait)
+      .def("done", [](const Message& self) { return self.operation->state != State::pending; });
+  nb::class_<Nic>(module, "Nic",
+                  "The connections over one network interface, and the thread that serves them.")
+      .def(nb::new_([](const std::string& name) {
+        auto made = std::make_shared<Nic>(name);
+        made->start();
+        return made;
+      }))
+      .def("add", &Nic::add, "Takes over the descriptor of a connected socket to a peer.")
+      .def("send",
+           [](const std::shared_ptr<Nic>& self, nb::object memory, std::uintptr_t address,
+              std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {
+             return post(self, std::move(memory), address, bytes, peer, channel, tag, true);
+           })
+      .def("receive",
+           [](const std::shared_ptr<Nic>& self, nb::object memory, std::uintptr_t address,
+              std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {
+             return post(self, std::move(memory), address, bytes, peer, channel, tag, false);
+           })
+      .def("fail", &Nic::fail, nb::call_guard<Unlocked>())
+      .def("close", &Nic::close, nb::call_guard<Unlocked>())
+      .def("stop", &Nic::stop)
+      .def("forget_after_fork", &Nic::forget_after_fork);
+}
+
+nb::object described(const Waiting& found) {
+  return nb::make_tuple(found.number, found.index, found.peer, found.link, found.seconds,
+                        found.reason);
+}
+
+// These types derive from enable_shared_from_this: nanobind would otherwise take the interpreter's
+// lock when a lane, which holds its own lock, releases one of them.
+void bind_lane(nb::module_& module) {
+  nb::class_<Program>(module, "Program")
+      .def(nb::new_([](nb::handle first, nb::handle receives, nb::handle unlocks) {
+        auto made = std::make_shared<Program>();
+        made->first = transfers(first);
+        made->receives = transfers(receives);
+        for (const nb::handle each : unlocks) made->unlocks.push_back(transfers(each));
+        return made;
+      }));
+  nb::class_<Completions>(module, "Completions")
+      .def(nb::new_([] { return std::make_shared<Completions>(); }))
+      .def("wait", &Completions::wait, nb::call_guard<Unlocked>())
+      .def("close", &Completions::close);
+  nb::class_<Task>(module, "Task")
+      .def("wait", &Task::wait, nb::call_guard<Unlocked>())
+      .def("report", &Task::report)
+      .def_prop_ro("received", &Task::received)
+      .def_prop_ro("done", &Task::done)
+      .def_prop_ro("failed", &Task::failed)
+      .def_ro("begin_ns", &Task::begin_ns)
+      .def_ro("received_ns", &Task::received_ns);
+  nb::class_<Lane>(module, "Lane")
+      .def(nb::new_([](std::vector<std::shared_ptr<Nic>> nics, std::uint16_t channel,
+                       std::size_t ahead, std::size_t depth, std::uint32_t chunks_per_tag,
+                       std::shared_ptr<Completions> completions, std::uint64_t number) {
+        return std::make_shared<Lane>(std::move(nics), channel, ahead, depth, chunks_per_tag,
+                                      std::move(completions), number);
+      }))
+      .def("submit",
+           [](Lane& self, std::shared_ptr<Program> program, std::uintptr_t address, int dtype,
+              std::uint32_t base_tag, std::uint64_t number, std::shared_ptr<Task> after, int cast,
+              std::uint64_t own_start, std::uint64_t own_stop, std::uint32_t rows,
+              std::uint32_t own_row, std::uint64_t row_elements) {
+             auto task = std::make_shared<Task>();
+             task->program = std::move(program);
+             task->after = std::move(after);
+             task->buffer = at(address);
+             task->dtype = static_cast<Dtype>(dtype);
+             task->base_tag = base_tag;
+             task->number = number;
+             task->rows = rows;
+             task->own_row = own_row;
+             task->row_elements = row_elements;
+             if (cast >= 0) {
+               task->packing = std::make_unique<CastPacking>(static_cast<Dtype>(cast));
+               task->own_start = own_start;
+               task->own_stop = own_stop;
+             }
+             const Unlocked unlocked;
+             self.submit(task);
+             return task;
+           },
+           "program"_a, "address"_a, "dtype"_a, "base_tag"_a, "number"_a, "after"_a.none(),
+           "cast"_a, "own_start"_a, "own_stop"_a, "rows"_a, "own_row"_a, "row_elements"_a)
+      .def("fail", &Lane::fail, nb::call_guard<Unlocked>())
+      .def("waiting",
+           [](Lane& self) -> nb::object {
+             Waiting found;
+             bool waits = false;
+             {
+               const Unlocked unlocked;
+               waits = self.waiting(found);
+             }
+             return waits ? described(found) : nb::none();
+           })
+      .def("failure",
+           [](Lane& self) -> nb::object {
+             Waiting found;
+             bool failed = false;
+             {
+               const Unlocked unlocked;
+               failed = self.failure(found);
+             }
+             return failed ? described(found) : nb::none();
+           })
+      .def_prop_ro("idle", &Lane::idle, nb::call_guard<Unlocked>());
+}
+
+}  // namespace
+
+void bind_net(nb::module_& module) {
+  bind_nic(module);
+  bind_lane(module);
+}

@@ -1,0 +1,33 @@
+// The header of every frame on a connection; docs/developers/network.md lists the fields.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace wingbeat::net {
+
+enum class Kind : std::uint8_t { data = 1, credit };
+
+inline constexpr std::size_t frame_header_bytes = 48;
+inline constexpr std::uint32_t most_frame_bytes = 256U << 10;
+inline constexpr std::uint64_t most_message_bytes = std::uint64_t{1} << 40;
+
+// A frame carries `length` bytes of a message of `total` bytes, from `offset` on. `consumed` is the
+// number of bytes that the sender of this frame has received and consumed on the channel.
+struct FrameHeader {
+  Kind kind = Kind::data;
+  std::uint16_t channel = 0;
+  std::uint32_t tag = 0;
+  std::uint32_t length = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t total = 0;
+  std::uint64_t consumed = 0;
+};
+
+// Writes frame_header_bytes bytes.
+void write_frame_header(const FrameHeader& header, std::uint8_t* out);
+
+// Reads frame_header_bytes bytes. Returns null, or the reason for which they are malformed.
+const char* read_frame_header(const std::uint8_t* data, FrameHeader& header);
+
+}  // namespace wingbeat::net

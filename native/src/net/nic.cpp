@@ -1,0 +1,814 @@
+#include "nic.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace wingbeat::net {
+
+namespace {
+
+// Bytes and frames of one system call, and bytes after which other connections are served.
+constexpr std::size_t most_write_bytes = 1U << 20;
+constexpr std::size_t most_write_frames = 16;
+constexpr std::size_t most_turn_bytes = 4U << 20;
+// A frame that a full window divides has at least this size.
+constexpr std::uint64_t least_part_bytes = 64U << 10;
+// Read after the rest of a payload: the next header, and small messages.
+constexpr std::size_t read_ahead_bytes = 4U << 10;
+// Of a peer: channels, and messages of a channel before their receives are posted.
+constexpr std::uint16_t most_channels = 1024;
+constexpr std::size_t most_early_messages = 1U << 16;
+constexpr std::size_t most_pool_bytes = 256U << 20;
+
+std::string describe(int error) { return std::generic_category().message(error); }
+
+}  // namespace
+
+std::unique_ptr<std::uint8_t[]> ScratchPool::acquire(std::size_t bytes) {
+  const std::size_t size = std::bit_ceil(std::max<std::size_t>(bytes, 64));
+  {
+    const std::lock_guard lock(mutex_);
+    auto& free = free_[size];
+    if (!free.empty()) {
+      auto memory = std::move(free.back());
+      free.pop_back();
+      free_bytes_ -= size;
+      return memory;
+    }
+  }
+  return std::make_unique_for_overwrite<std::uint8_t[]>(size);
+}
+
+void ScratchPool::release(std::unique_ptr<std::uint8_t[]> memory, std::size_t bytes) {
+  const std::size_t size = std::bit_ceil(std::max<std::size_t>(bytes, 64));
+  const std::lock_guard lock(mutex_);
+  if (free_bytes_ + size > most_pool_bytes) return;
+  free_bytes_ += size;
+  free_[size].push_back(std::move(memory));
+}
+
+void Work::add(const std::shared_ptr<Owner>& owner) {
+  if (owner != nullptr && std::find(owners.begin(), owners.end(), owner) == owners.end()) {
+    owners.push_back(owner);
+  }
+}
+
+void Work::add(const std::shared_ptr<Connection>& connection) {
+  if (std::find(connections.begin(), connections.end(), connection) == connections.end()) {
+    connections.push_back(connection);
+  }
+}
+
+void Work::run() {
+  while (true) {
+    if (!owners.empty()) {
+      const auto owner = std::move(owners.back());
+      owners.pop_back();
+      owner->progress(*this);
+    } else if (!connections.empty()) {
+      const auto connection = std::move(connections.back());
+      connections.pop_back();
+      connection->flush(*this);
+    } else {
+      return;
+    }
+  }
+}
+
+Connection::Connection(Nic& nic, int peer, int fd)
+    : nic_(nic),
+      peer_(peer),
+      fd_(fd),
+      staging_(std::make_unique_for_overwrite<std::uint8_t[]>(staging_bytes)) {}
+
+Connection::~Connection() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+// -- Operations ---------------------------------------------------------------------------------
+
+void Connection::post_send(const OperationPtr& operation, Work& work) {
+  const std::lock_guard lock(mutex_);
+  if (failed_ || closing_) {
+    return mark_failed(operation, failed_ ? reason_ : "the link is closed", work);
+  }
+  Channel& into = channel(operation->channel);
+  into.queue.push_back(operation);
+  queued_bytes_ += operation->bytes;
+  make_ready(into);
+  work.add(shared_from_this());
+}
+
+void Connection::post_receive(const OperationPtr& operation, Work& work) {
+  const std::lock_guard lock(mutex_);
+  Channel& from = channel(operation->channel);
+  const auto found = std::find_if(from.early.begin(), from.early.end(), [&](const Message& each) {
+    return each.tag == operation->tag && each.operation == nullptr;
+  });
+  if (found == from.early.end()) {
+    // What has arrived completely before the end is delivered all the same.
+    if (failed_) return mark_failed(operation, reason_, work);
+    from.posted.push_back(operation);
+  } else if (into_ == &from && from.into == Into::buffer && &*found == &from.early.back()) {
+    found->operation = operation;  // the reading thread delivers it after the frame
+  } else {
+    deliver(from, found, operation, work);
+  }
+}
+
+// Hands over what has arrived of an early message, and receives the rest of it directly.
+void Connection::deliver(Channel& from, std::deque<Message>::iterator place,
+                         const OperationPtr& operation, Work& work) {
+  const Message& message = *place;
+  const bool in_progress = from.into == Into::buffer && &message == &from.early.back();
+  if (message.total != operation->bytes) {
+    mark_failed(operation,
+                "sent " + std::to_string(message.total) + " bytes where " +
+                    std::to_string(operation->bytes) + " were expected",
+                work);
+    if (in_progress) from.into = Into::dropped;
+  } else {
+    prepare(operation);
+    if (message.received > 0) {
+      std::memcpy(operation->data, message.data.get(), message.received);
+    }
+    if (in_progress) {
+      from.into = Into::operation;
+      from.operation = operation;
+    } else {
+      mark_done(operation, work);
+    }
+  }
+  const std::uint64_t received = message.received;
+  from.early.erase(place);
+  consume(from, received, work);
+}
+
+void Connection::prepare(const OperationPtr& operation) {
+  if (operation->data != nullptr || operation->bytes == 0) return;
+  operation->scratch = nic_.scratch().acquire(operation->bytes);
+  operation->data = operation->scratch.get();
+}
+
+void Connection::mark_done(const OperationPtr& operation, Work& work) {
+  operation->state.store(State::done, std::memory_order_release);
+  work.add(operation->owner);
+}
+
+void Connection::mark_failed(const OperationPtr& operation, const std::string& reason,
+                             Work& work) {
+  if (operation->state.load(std::memory_order_relaxed) != State::pending) return;
+  operation->error = reason;
+  operation->state.store(State::failed, std::memory_order_release);
+  if (operation->owner != nullptr) operation->owner->troubled = true;
+  work.add(operation->owner);
+}
+
+Connection::Channel& Connection::channel(std::uint16_t number) {
+  Channel& found = channels_[number];
+  found.number = number;
+  return found;
+}
+
+// -- Sending ------------------------------------------------------------------------------------
+
+void Connection::make_ready(Channel& channel) {
+  if (channel.ready || channel.queue.empty()) return;
+  channel.ready = true;
+  ready_.push_back(&channel);
+}
+
+void Connection::flush(Work& work) {
+  bool small = false;
+  {
+    const std::lock_guard lock(mutex_);
+    // Another thread that writes, or the socket's readiness, continues with what was added.
+    if (failed_ || writing_ || blocked_ || !has_to_write()) return;
+    small = queued_bytes_ <= most_inline_bytes;
+  }
+  if (small || nic_.in_thread()) {
+    write(work);
+  } else {
+    nic_.wake(shared_from_this());
+  }
+}
+
+void Connection::write(Work& work) {
+  std::unique_lock lock(mutex_);
+  if (failed_ || writing_ || fd_ < 0) return;
+  writing_ = true;
+  bool blocked = false;
+  std::size_t written = 0;
+  while (!failed_ && write_error_.empty()) {
+    fill_frames();
+    if (frames_.empty()) break;
+    iovec parts[2 * most_write_frames];
+    std::size_t count = 0;
+    std::size_t bytes = 0;
+    for (OutgoingFrame& frame : frames_) {
+      if (frame.header_left > 0) {
+        parts[count++] = {frame.header + frame_header_bytes - frame.header_left,
+                          frame.header_left};
+      }
+      if (frame.payload_left > 0) {
+        parts[count++] = {const_cast<std::uint8_t*>(frame.payload), frame.payload_left};
+      }
+      bytes += frame.header_left + frame.payload_left;
+    }
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    lock.unlock();
+    const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const int error = errno;
+    lock.lock();
+    if (sent >= 0) {
+      mark_sent(static_cast<std::size_t>(sent), work);
+      written += static_cast<std::size_t>(sent);
+      blocked = static_cast<std::size_t>(sent) < bytes || written >= most_turn_bytes;
+    } else if (error == EAGAIN || error == EWOULDBLOCK) {
+      blocked = true;
+    } else if (error != EINTR) {
+      // What has arrived before is still read; then the stream ends.
+      write_error_ = describe(error);
+      ::shutdown(fd_, SHUT_RDWR);
+    }
+    if (blocked) break;
+  }
+  writing_ = false;
+  idle_.notify_all();
+  if (failed_) return;
+  if (blocked != blocked_ && fd_ >= 0) {
+    blocked_ = blocked;
+    nic_.watch(*this, blocked);
+  }
+  end_stream_if_drained();
+}
+
+// Divides messages into frames, one channel after the other.
+void Connection::fill_frames() {
+  std::size_t bytes = 0;
+  for (const OutgoingFrame& frame : frames_) bytes += frame.payload_left;
+  while (frames_.size() < most_write_frames && bytes < most_write_bytes) {
+    if (!credits_.empty()) {
+      Channel& of = *credits_.front();
+      credits_.pop_front();
+      of.credit_due = false;
+      if (of.consumed == of.announced) continue;
+      push_frame(of, {Kind::credit, of.number, 0, 0, 0, 0, 0}, nullptr);
+      continue;
+    }
+    if (ready_.empty()) return;
+    Channel& from = *ready_.front();
+    ready_.pop_front();
+    from.ready = false;
+    const OperationPtr operation = from.queue.front();
+    const std::uint64_t room = window_bytes - (from.sent - from.consumed_by_peer);
+    std::uint64_t length =
+        std::min<std::uint64_t>(operation->bytes - operation->moved, most_frame_bytes);
+    if (length > room) {
+      if (room < least_part_bytes) continue;  // ready again after a credit
+      length = room;
+    }
+    push_frame(from,
+               {Kind::data, from.number, operation->tag, static_cast<std::uint32_t>(length),
+                operation->moved, operation->bytes, 0},
+               operation);
+    bytes += length;
+    make_ready(from);
+  }
+}
+
+void Connection::push_frame(Channel& channel, const FrameHeader& header,
+                            const OperationPtr& operation) {
+  OutgoingFrame& frame = frames_.emplace_back();
+  FrameHeader full = header;
+  full.consumed = channel.announced = channel.consumed;
+  write_frame_header(full, frame.header);
+  if (operation == nullptr) return;
+  frame.payload = operation->data + operation->moved;
+  frame.payload_left = header.length;
+  frame.operation = operation;
+  operation->moved += header.length;
+  channel.sent += header.length;
+  queued_bytes_ -= header.length;
+  frame.last = operation->moved == operation->bytes;
+  if (frame.last) channel.queue.pop_front();
+}
+
+void Connection::mark_sent(std::size_t bytes, Work& work) {
+  while (!frames_.empty()) {
+    OutgoingFrame& frame = frames_.front();
+    const std::size_t header = std::min(bytes, frame.header_left);
+    frame.header_left -= header;
+    bytes -= header;
+    const std::size_t payload = std::min(bytes, frame.payload_left);
+    frame.payload += payload;
+    frame.payload_left -= payload;
+    bytes -= payload;
+    if (frame.header_left > 0 || frame.payload_left > 0) return;
+    if (frame.last) mark_done(frame.operation, work);
+    frames_.pop_front();
+  }
+}
+
+void Connection::close_gracefully() {
+  const std::lock_guard lock(mutex_);
+  closing_ = true;
+  if (!writing_) end_stream_if_drained();
+}
+
+void Connection::end_stream_if_drained() {
+  if (!closing_ || end_sent_ || has_to_write() || fd_ < 0) return;
+  for (const auto& [number, each] : channels_) {
+    if (!each.queue.empty()) return;  // it waits for a credit
+  }
+  end_sent_ = true;
+  ::shutdown(fd_, SHUT_WR);
+}
+
+// -- Receiving ----------------------------------------------------------------------------------
+
+void Connection::read(Work& work) {
+  std::unique_lock lock(mutex_);
+  std::size_t turn = 0;
+  while (true) {
+    if (failed_) return release_socket(lock);
+    if (staged_begin_ > 0) {
+      std::memmove(staging_.get(), staging_.get() + staged_begin_, staged_end_ - staged_begin_);
+      staged_end_ -= staged_begin_;
+      staged_begin_ = 0;
+    }
+    iovec parts[2];
+    int count = 0;
+    std::size_t direct = 0;
+    std::size_t ahead = staging_bytes - staged_end_;
+    if (payload_left_ > 0 && target_ != nullptr) {
+      direct = payload_left_;
+      parts[count++] = {target_, direct};
+      ahead = std::min(ahead, read_ahead_bytes);
+    }
+    parts[count++] = {staging_.get() + staged_end_, ahead};
+    reading_ = true;
+    lock.unlock();
+    const ssize_t got = ::readv(fd_, parts, count);
+    const int error = errno;
+    lock.lock();
+    reading_ = false;
+    idle_.notify_all();
+    if (failed_) continue;
+    if (got < 0) {
+      if (error == EINTR) continue;
+      if (error == EAGAIN || error == EWOULDBLOCK) return;
+      fail_locked(lock, "the connection was lost: " + describe(error), work);
+      continue;
+    }
+    if (got == 0) {
+      fail_locked(lock,
+                  closing_ ? "the link is closed"
+                           : (write_error_.empty() ? "the connection was closed by the peer"
+                                                   : "the connection was lost: " + write_error_),
+                  work);
+      continue;
+    }
+    const auto bytes = static_cast<std::size_t>(got);
+    const std::size_t placed = std::min(bytes, direct);
+    if (placed > 0) {
+      target_ += placed;
+      payload_left_ -= placed;
+      if (payload_left_ == 0) end_frame(work);
+    }
+    staged_end_ += bytes - placed;
+    if (const char* why = parse(work)) {
+      fail_locked(lock, std::string("the peer sent malformed data: ") + why, work);
+      continue;
+    }
+    turn += bytes;
+    if (bytes < direct + ahead || turn >= most_turn_bytes) return;
+  }
+}
+
+const char* Connection::parse(Work& work) {
+  while (true) {
+    const std::size_t staged = staged_end_ - staged_begin_;
+    const std::uint8_t* from = staging_.get() + staged_begin_;
+    if (payload_left_ > 0) {
+      const std::size_t bytes = std::min(staged, payload_left_);
+      if (bytes == 0) return nullptr;
+      if (target_ != nullptr) {
+        std::memcpy(target_, from, bytes);
+        target_ += bytes;
+      }
+      payload_left_ -= bytes;
+      staged_begin_ += bytes;
+      if (payload_left_ == 0) end_frame(work);
+      continue;
+    }
+    if (staged < frame_header_bytes) return nullptr;
+    FrameHeader header;
+    if (const char* why = read_frame_header(from, header)) return why;
+    staged_begin_ += frame_header_bytes;
+    if (const char* why = begin_frame(header, work)) return why;
+  }
+}
+
+const char* Connection::begin_frame(const FrameHeader& header, Work& work) {
+  if (header.channel >= most_channels) return "there is no such channel";
+  Channel& from = channel(header.channel);
+  if (header.consumed > from.sent) return "it acknowledges more than was sent";
+  if (header.consumed < from.consumed_by_peer) return "an acknowledgement decreased";
+  if (header.consumed > from.consumed_by_peer) {
+    from.consumed_by_peer = header.consumed;
+    if (!from.ready && !from.queue.empty()) {
+      make_ready(from);
+      work.add(shared_from_this());
+    }
+  }
+  if (header.kind == Kind::credit) return nullptr;
+  if (from.received + header.length - from.consumed > window_bytes) {
+    return "a channel exceeds its window";
+  }
+  if (header.offset == 0) {
+    if (const char* why = begin_message(from, header, work)) return why;
+  } else if (from.into == Into::nothing || header.tag != from.tag || header.total != from.total ||
+             header.offset != from.offset) {
+    return "a frame does not continue its message";
+  }
+  from.received += header.length;
+  into_ = &from;
+  frame_length_ = payload_left_ = header.length;
+  switch (from.into) {
+    case Into::operation:
+      target_ = from.operation->data + header.offset;
+      break;
+    case Into::buffer:
+      target_ = from.early.back().data.get() + header.offset;
+      break;
+    default:
+      target_ = nullptr;
+  }
+  if (header.length == 0) end_frame(work);
+  return nullptr;
+}
+
+const char* Connection::begin_message(Channel& from, const FrameHeader& header, Work& work) {
+  if (from.into != Into::nothing) return "a message begins within another one";
+  from.tag = header.tag;
+  from.total = header.total;
+  from.offset = 0;
+  const auto found = std::find_if(from.posted.begin(), from.posted.end(),
+                                  [&](const auto& each) { return each->tag == header.tag; });
+  if (found == from.posted.end()) {
+    if (from.early.size() >= most_early_messages) return "too many messages are not received";
+    Message& message = from.early.emplace_back();
+    message.tag = header.tag;
+    message.total = header.total;
+    message.data = std::make_unique_for_overwrite<std::uint8_t[]>(
+        std::min<std::uint64_t>(header.total, window_bytes));
+    from.into = Into::buffer;
+    return nullptr;
+  }
+  const OperationPtr operation = *found;
+  from.posted.erase(found);
+  if (operation->bytes != header.total) {
+    mark_failed(operation,
+                "sent " + std::to_string(header.total) + " bytes where " +
+                    std::to_string(operation->bytes) + " were expected",
+                work);
+    from.into = Into::dropped;
+    return nullptr;
+  }
+  prepare(operation);
+  from.operation = operation;
+  from.into = Into::operation;
+  return nullptr;
+}
+
+void Connection::end_frame(Work& work) {
+  Channel& from = *into_;
+  into_ = nullptr;
+  target_ = nullptr;
+  from.offset += frame_length_;
+  const bool complete = from.offset == from.total;
+  if (from.into == Into::buffer) {
+    Message& message = from.early.back();
+    message.received = from.offset;
+    if (message.operation != nullptr) {
+      const OperationPtr operation = std::move(message.operation);
+      deliver(from, std::prev(from.early.end()), operation, work);
+    }
+  } else {
+    consume(from, frame_length_, work);
+  }
+  if (!complete) return;
+  if (from.into == Into::operation) {
+    mark_done(from.operation, work);
+    from.operation.reset();
+  }
+  from.into = Into::nothing;
+}
+
+void Connection::consume(Channel& channel, std::uint64_t bytes, Work& work) {
+  channel.consumed += bytes;
+  if (channel.credit_due || channel.consumed - channel.announced < credit_bytes) return;
+  channel.credit_due = true;
+  credits_.push_back(&channel);
+  work.add(shared_from_this());
+}
+
+// -- The end ------------------------------------------------------------------------------------
+
+void Connection::fail(const std::string& reason, Work& work) {
+  std::unique_lock lock(mutex_);
+  fail_locked(lock, reason, work);
+}
+
+void Connection::fail_locked(std::unique_lock<std::mutex>& lock, const std::string& reason,
+                             Work& work) {
+  if (failed_) return;
+  failed_ = true;
+  reason_ = reason;
+  if (fd_ >= 0) ::shutdown(fd_, SHUT_RDWR);  // the interface's thread closes it
+  wait_idle(lock);
+  for (const OutgoingFrame& frame : frames_) {
+    if (frame.operation != nullptr) mark_failed(frame.operation, reason, work);
+  }
+  for (auto& [number, each] : channels_) {
+    for (const auto& operation : each.queue) mark_failed(operation, reason, work);
+    for (const auto& operation : each.posted) mark_failed(operation, reason, work);
+    if (each.operation != nullptr) mark_failed(each.operation, reason, work);
+    for (const auto& message : each.early) {
+      if (message.operation != nullptr) mark_failed(message.operation, reason, work);
+    }
+    if (each.into == Into::buffer) each.early.pop_back();  // incomplete
+    each.into = Into::nothing;
+    each.queue.clear();
+    each.posted.clear();
+    each.operation.reset();
+    each.ready = each.credit_due = false;
+  }
+  frames_.clear();
+  ready_.clear();
+  credits_.clear();
+  into_ = nullptr;
+  target_ = nullptr;
+  payload_left_ = 0;
+}
+
+void Connection::wait_idle(std::unique_lock<std::mutex>& lock) {
+  idle_.wait(lock, [this] { return !reading_ && !writing_; });
+}
+
+void Connection::release_socket(std::unique_lock<std::mutex>& lock) {
+  wait_idle(lock);
+  const int fd = fd_.exchange(-1);
+  if (fd < 0) return;
+  nic_.unwatch(fd);
+  ::close(fd);
+  nic_.report_end();
+}
+
+void Connection::cancel(const Owner* owner, Work& work) {
+  std::unique_lock lock(mutex_);
+  wait_idle(lock);  // also after a failure, whose system calls may not have ended
+  if (failed_) return;
+  const auto owned = [&](const OperationPtr& each) {
+    return each != nullptr && each->owner.get() == owner;
+  };
+  bool partly_sent = std::any_of(frames_.begin(), frames_.end(), [&](const OutgoingFrame& each) {
+    return owned(each.operation);
+  });
+  for (auto& [number, each] : channels_) {
+    partly_sent |= std::any_of(each.queue.begin(), each.queue.end(), [&](const auto& operation) {
+      return owned(operation) && operation->moved > 0;
+    });
+  }
+  if (partly_sent) return fail_locked(lock, "a message was abandoned while it was sent", work);
+  for (auto& [number, each] : channels_) {
+    std::erase_if(each.queue, [&](const auto& operation) {
+      if (!owned(operation)) return false;
+      queued_bytes_ -= operation->bytes;
+      return true;
+    });
+    if (each.queue.empty() && each.ready) {
+      each.ready = false;
+      std::erase(ready_, &each);
+    }
+    std::erase_if(each.posted, owned);
+    if (owned(each.operation)) {
+      each.operation.reset();
+      each.into = Into::dropped;
+      if (into_ == &each) target_ = nullptr;
+    }
+    for (auto& message : each.early) {
+      if (owned(message.operation)) message.operation.reset();
+    }
+  }
+}
+
+bool Connection::ended() { return fd_ < 0; }
+
+void Connection::forget_after_fork() {
+  const int fd = fd_.exchange(-1);
+  if (fd >= 0) ::close(fd);
+}
+
+// -- The interface ------------------------------------------------------------------------------
+
+Nic::Nic(std::string name) : name_(std::move(name)) {
+  epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+  event_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.ptr = nullptr;
+  if (epoll_ < 0 || event_ < 0 || ::epoll_ctl(epoll_, EPOLL_CTL_ADD, event_, &event) != 0) {
+    const int error = errno;
+    if (epoll_ >= 0) ::close(epoll_);
+    if (event_ >= 0) ::close(event_);
+    throw std::system_error(error, std::generic_category(), "cannot serve interface " + name_);
+  }
+}
+
+Nic::~Nic() {
+  if (epoll_ >= 0) ::close(epoll_);
+  if (event_ >= 0) ::close(event_);
+}
+
+void Nic::start() {
+  running_ = true;
+  std::thread([self = shared_from_this()] { self->run(); }).detach();
+}
+
+void Nic::add(int peer, int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  if (flags < 0 || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) {
+    throw std::system_error(errno, std::generic_category(), "cannot use a connection");
+  }
+  const auto made = std::make_shared<Connection>(*this, peer, fd);
+  {
+    const std::lock_guard lock(mutex_);
+    connections_[peer] = made;
+  }
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.ptr = made.get();
+  if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
+    throw std::system_error(errno, std::generic_category(), "cannot watch a connection");
+  }
+}
+
+std::shared_ptr<Connection> Nic::connection(int peer) {
+  const std::lock_guard lock(mutex_);
+  const auto found = connections_.find(peer);
+  return found == connections_.end() ? nullptr : found->second;
+}
+
+std::vector<std::shared_ptr<Connection>> Nic::connections() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Connection>> all;
+  for (const auto& [peer, each] : connections_) all.push_back(each);
+  return all;
+}
+
+namespace {
+
+void fail_unconnected(const OperationPtr& operation, Work& work) {
+  operation->error = "there is no connection to it";
+  operation->state.store(State::failed, std::memory_order_release);
+  if (operation->owner != nullptr) operation->owner->troubled = true;
+  work.add(operation->owner);
+}
+
+}  // namespace
+
+void Nic::send(const OperationPtr& operation, Work& work) {
+  if (const auto to = connection(operation->peer)) {
+    to->post_send(operation, work);
+  } else {
+    fail_unconnected(operation, work);
+  }
+}
+
+void Nic::receive(const OperationPtr& operation, Work& work) {
+  if (const auto from = connection(operation->peer)) {
+    from->post_receive(operation, work);
+  } else {
+    fail_unconnected(operation, work);
+  }
+}
+
+void Nic::cancel(const Owner* owner, Work& work) {
+  for (const auto& each : connections()) each->cancel(owner, work);
+}
+
+void Nic::fail(const std::string& reason) {
+  Work work;
+  for (const auto& each : connections()) each->fail(reason, work);
+  work.run();
+}
+
+void Nic::close(double seconds) {
+  const auto all = connections();
+  for (const auto& each : all) each->close_gracefully();
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+      return !running_ ||
+             std::all_of(all.begin(), all.end(), [](const auto& each) { return each->ended(); });
+    });
+  }
+  fail("the link is closed");
+  stop();
+  if (in_thread()) return;
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !running_; });
+}
+
+void Nic::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  signal();
+}
+
+void Nic::signal() {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(event_, &one, sizeof one);
+}
+
+void Nic::wake(const std::shared_ptr<Connection>& connection) {
+  {
+    const std::lock_guard lock(mutex_);
+    to_write_.push_back(connection);
+    if (to_write_.size() > 1) return;  // signalled before, and not yet taken
+  }
+  signal();
+}
+
+void Nic::watch(Connection& connection, bool write) {
+  epoll_event event{};
+  event.events = EPOLLIN | (write ? std::uint32_t{EPOLLOUT} : 0U);
+  event.data.ptr = &connection;
+  ::epoll_ctl(epoll_, EPOLL_CTL_MOD, connection.fd(), &event);
+}
+
+// Closing is not enough: a forked process may have a copy of the descriptor.
+void Nic::unwatch(int fd) { ::epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
+
+void Nic::report_end() {
+  const std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+void Nic::run() {
+  id_ = std::this_thread::get_id();
+  epoll_event events[64];
+  while (true) {
+    const int count = ::epoll_wait(epoll_, events, 64, -1);
+    Work work;
+    for (int i = 0; i < count; ++i) {
+      auto* const connection = static_cast<Connection*>(events[i].data.ptr);
+      if (connection == nullptr) {
+        std::uint64_t value = 0;
+        [[maybe_unused]] const ssize_t got = ::read(event_, &value, sizeof value);
+        std::vector<std::shared_ptr<Connection>> ready;
+        {
+          const std::lock_guard lock(mutex_);
+          ready.swap(to_write_);
+        }
+        for (const auto& each : ready) each->write(work);
+        continue;
+      }
+      if (events[i].events & EPOLLOUT) connection->write(work);
+      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) connection->read(work);
+    }
+    work.run();
+    const std::lock_guard lock(mutex_);
+    if (stopping_) break;
+  }
+  const std::lock_guard lock(mutex_);
+  running_ = false;
+  changed_.notify_all();
+}
+
+void Nic::forget_after_fork() {
+  for (const auto& [peer, each] : connections_) each->forget_after_fork();
+  ::close(std::exchange(epoll_, -1));
+  ::close(std::exchange(event_, -1));
+}
+
+}  // namespace wingbeat::net

@@ -1,0 +1,270 @@
+// The connections of this process over one network interface, and the thread that serves them.
+//
+// Messages have a channel and a tag. On a connection, messages of one channel keep their order, and
+// channels do not delay each other: a sender has at most `window_bytes` of a channel's messages
+// that the receiver has not consumed, and the receiver buffers what has no posted receive. Posting
+// never blocks. A small message is written by the thread that posts it, all others by the
+// interface's thread; the same thread reads. Results are reported to the operation's owner.
+//
+// Locks: a connection's mutex guards its queues, and is not held during system calls or while an
+// owner runs. Memory of an operation is not accessed once `Nic::cancel` has returned.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "frame.h"
+
+namespace wingbeat::net {
+
+inline constexpr std::uint64_t window_bytes = 4U << 20;
+// Consumed bytes after which a credit is sent without waiting for a message that carries it.
+inline constexpr std::uint64_t credit_bytes = window_bytes / 4;
+// Queued bytes up to which the posting thread writes.
+inline constexpr std::uint64_t most_inline_bytes = 32U << 10;
+inline constexpr std::size_t staging_bytes = 32U << 10;
+
+class Nic;
+class Connection;
+struct Work;
+
+// Reacts to finished operations. `progress` may be called by any thread, with no lock held.
+class Owner {
+ public:
+  virtual ~Owner() = default;
+  virtual void progress(Work& work) = 0;
+
+  std::atomic<bool> troubled = false;  // whether one of its operations has failed
+};
+
+// Memory that is kept for the next request of the same size class. Thread-safe.
+class ScratchPool {
+ public:
+  std::unique_ptr<std::uint8_t[]> acquire(std::size_t bytes);
+  void release(std::unique_ptr<std::uint8_t[]> memory, std::size_t bytes);
+
+ private:
+  std::mutex mutex_;
+  std::map<std::size_t, std::vector<std::unique_ptr<std::uint8_t[]>>> free_;
+  std::size_t free_bytes_ = 0;
+};
+
+enum class State : std::uint8_t { pending, done, failed };
+
+// One message, sent or received. Without `data`, a receive allocates `scratch` when it begins.
+struct Operation {
+  std::uint8_t* data = nullptr;
+  std::uint64_t bytes = 0;
+  int peer = 0;
+  std::uint16_t channel = 0;
+  std::uint32_t tag = 0;
+  std::shared_ptr<Owner> owner;
+  std::unique_ptr<std::uint8_t[]> scratch;
+  std::string error;  // set before `state` becomes failed
+  std::atomic<State> state{State::pending};
+
+  std::uint64_t moved = 0;  // bytes queued for sending, or received; guarded by the connection
+};
+
+using OperationPtr = std::shared_ptr<Operation>;
+
+// What a thread has to do once it holds no lock.
+struct Work {
+  std::vector<std::shared_ptr<Owner>> owners;
+  std::vector<std::shared_ptr<Connection>> connections;
+
+  void add(const std::shared_ptr<Owner>& owner);
+  void add(const std::shared_ptr<Connection>& connection);
+  // Runs owners and writes connections until nothing is left.
+  void run();
+};
+
+class Connection : public std::enable_shared_from_this<Connection> {
+ public:
+  Connection(Nic& nic, int peer, int fd);
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+  ~Connection();
+
+  void post_send(const OperationPtr& operation, Work& work);
+  void post_receive(const OperationPtr& operation, Work& work);
+
+  // Writes what is queued, or has the interface's thread write it.
+  void flush(Work& work);
+  // Writes until nothing is queued or the socket's buffer is full.
+  void write(Work& work);
+  // Reads what has arrived. Only the interface's thread calls it.
+  void read(Work& work);
+
+  // Fails all operations; the first reason is kept.
+  void fail(const std::string& reason, Work& work);
+  // Removes the owner's operations. A send that is partly written fails the connection.
+  void cancel(const Owner* owner, Work& work);
+  // Sends what is queued, then the end of the stream; ends when the peer has done the same.
+  void close_gracefully();
+  void forget_after_fork();
+
+  int fd() const { return fd_; }
+  bool ended();
+
+ private:
+  struct Message {  // that arrived before its receive was posted; the last one may be incomplete
+    std::uint32_t tag = 0;
+    std::uint64_t total = 0;
+    std::uint64_t received = 0;
+    std::unique_ptr<std::uint8_t[]> data;
+    OperationPtr operation;  // posted while a frame of the message was being received
+  };
+
+  enum class Into : std::uint8_t { nothing, operation, buffer, dropped };
+
+  struct Channel {
+    std::uint16_t number = 0;
+    // Sending.
+    std::deque<OperationPtr> queue;
+    std::uint64_t sent = 0;
+    std::uint64_t consumed_by_peer = 0;
+    bool ready = false;  // whether it is in `ready_`
+    // Receiving. The message in progress goes into `operation`, the last of `early`, or nowhere.
+    std::deque<OperationPtr> posted;
+    std::deque<Message> early;
+    Into into = Into::nothing;
+    OperationPtr operation;
+    std::uint32_t tag = 0;
+    std::uint64_t total = 0;
+    std::uint64_t offset = 0;
+    std::uint64_t received = 0;
+    std::uint64_t consumed = 0;
+    std::uint64_t announced = 0;
+    bool credit_due = false;
+  };
+
+  struct OutgoingFrame {
+    std::uint8_t header[frame_header_bytes];
+    std::size_t header_left = frame_header_bytes;
+    const std::uint8_t* payload = nullptr;
+    std::size_t payload_left = 0;
+    OperationPtr operation;  // null: a credit
+    bool last = false;
+  };
+
+  Channel& channel(std::uint16_t number);
+  void make_ready(Channel& channel);
+  void fill_frames();
+  void push_frame(Channel& channel, const FrameHeader& header, const OperationPtr& operation);
+  void mark_sent(std::size_t bytes, Work& work);
+  bool has_to_write() const { return !frames_.empty() || !ready_.empty() || !credits_.empty(); }
+  void end_stream_if_drained();
+
+  const char* parse(Work& work);
+  const char* begin_frame(const FrameHeader& header, Work& work);
+  const char* begin_message(Channel& channel, const FrameHeader& header, Work& work);
+  void end_frame(Work& work);
+  void deliver(Channel& channel, std::deque<Message>::iterator place,
+               const OperationPtr& operation, Work& work);
+  void consume(Channel& channel, std::uint64_t bytes, Work& work);
+  void prepare(const OperationPtr& operation);
+
+  void mark_done(const OperationPtr& operation, Work& work);
+  void mark_failed(const OperationPtr& operation, const std::string& reason, Work& work);
+  void fail_locked(std::unique_lock<std::mutex>& lock, const std::string& reason, Work& work);
+  void wait_idle(std::unique_lock<std::mutex>& lock);
+  void release_socket(std::unique_lock<std::mutex>& lock);
+
+  Nic& nic_;
+  const int peer_;
+  std::atomic<int> fd_;
+
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  std::map<std::uint16_t, Channel> channels_;
+  bool failed_ = false;
+  bool closing_ = false;
+  bool end_sent_ = false;
+  std::string reason_;
+  std::string write_error_;
+
+  // Sending. Only the thread that has set `writing_` removes frames.
+  std::deque<Channel*> ready_;
+  std::deque<Channel*> credits_;
+  std::deque<OutgoingFrame> frames_;
+  std::uint64_t queued_bytes_ = 0;
+  bool writing_ = false;
+  bool blocked_ = false;
+
+  // Receiving. `reading_` is set during the system call.
+  bool reading_ = false;
+  std::unique_ptr<std::uint8_t[]> staging_;
+  std::size_t staged_begin_ = 0, staged_end_ = 0;
+  Channel* into_ = nullptr;         // the channel of the frame in progress
+  std::uint8_t* target_ = nullptr;  // null: the payload is dropped
+  std::size_t payload_left_ = 0;
+  std::size_t frame_length_ = 0;
+};
+
+class Nic : public std::enable_shared_from_this<Nic> {
+ public:
+  explicit Nic(std::string name);
+  Nic(const Nic&) = delete;
+  Nic& operator=(const Nic&) = delete;
+  ~Nic();
+
+  // Starts the thread, which keeps this object until `close` or `stop`.
+  void start();
+
+  // Takes over a connected socket. Throws std::runtime_error.
+  void add(int peer, int fd);
+
+  // Posts a message. If there is no connection to its peer, the operation fails.
+  void send(const OperationPtr& operation, Work& work);
+  void receive(const OperationPtr& operation, Work& work);
+
+  void cancel(const Owner* owner, Work& work);
+  // Fails all operations with the reason and closes the connections.
+  void fail(const std::string& reason);
+  // Ends all connections after what is queued; waits up to `seconds` for the peers to do the same.
+  void close(double seconds);
+  // Ends the thread without waiting for it.
+  void stop();
+  // Closes this process's copies of the sockets; the thread does not exist here.
+  void forget_after_fork();
+
+  const std::string& name() const { return name_; }
+  bool in_thread() const { return std::this_thread::get_id() == id_; }
+  // Has the thread write the connection.
+  void wake(const std::shared_ptr<Connection>& connection);
+  void watch(Connection& connection, bool write);
+  void unwatch(int fd);
+  void report_end();
+  ScratchPool& scratch() { return scratch_; }
+
+ private:
+  void run();
+  void signal();
+  std::shared_ptr<Connection> connection(int peer);
+  std::vector<std::shared_ptr<Connection>> connections();
+
+  std::string name_;
+  int epoll_ = -1;
+  int event_ = -1;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int, std::shared_ptr<Connection>> connections_;
+  std::vector<std::shared_ptr<Connection>> to_write_;
+  std::string reason_;  // not empty: no connection accepts operations
+  bool stopping_ = false;
+  bool running_ = false;
+  std::atomic<std::thread::id> id_{};
+  ScratchPool scratch_;
+};
+
+}  // namespace wingbeat::net

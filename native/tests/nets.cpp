@@ -1,0 +1,229 @@
+#include "nets.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "net/lane.h"
+#include "net/nic.h"
+
+namespace nets {
+
+namespace {
+
+using namespace wingbeat::net;
+
+long checks = 0;
+
+void expect(bool holds, const std::string& what) {
+  ++checks;
+  if (!holds) throw std::runtime_error(what);
+}
+
+struct Cluster {
+  explicit Cluster(int size) {
+    for (int i = 0; i < size; ++i) {
+      nics.push_back(std::make_shared<Nic>("lo"));
+      nics.back()->start();
+    }
+    for (int i = 0; i < size; ++i) {
+      for (int j = 0; j < i; ++j) {
+        int ends[2];
+        if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+        nics[static_cast<std::size_t>(i)]->add(j, ends[0]);
+        nics[static_cast<std::size_t>(j)]->add(i, ends[1]);
+      }
+    }
+    for (int i = 0; i < size; ++i) {
+      lanes.push_back(std::make_shared<Lane>(
+          std::vector<std::shared_ptr<Nic>>{nics[static_cast<std::size_t>(i)]}, std::uint16_t{1},
+          std::size_t{128}, std::size_t{4}, 256U, completions, static_cast<std::uint64_t>(i)));
+    }
+  }
+
+  ~Cluster() {
+    std::vector<std::thread> closing;
+    for (const auto& nic : nics) closing.emplace_back([nic] { nic->close(5.0); });
+    for (auto& each : closing) each.join();
+  }
+
+  std::vector<std::shared_ptr<Nic>> nics;
+  std::shared_ptr<Completions> completions = std::make_shared<Completions>();
+  std::vector<std::shared_ptr<Lane>> lanes;
+};
+
+// A ring's all-reduce with one chunk for each block.
+std::shared_ptr<const Program> ring(int rank, int size, std::uint64_t n) {
+  auto program = std::make_shared<Program>();
+  const auto block = [&](int number) {
+    const auto k = static_cast<std::uint64_t>((number % size + size) % size);
+    const auto parts = static_cast<std::uint64_t>(size);
+    return std::pair{n * k / parts, n * (k + 1) / parts};
+  };
+  const int next = (rank + 1) % size;
+  const int previous = (rank + size - 1) % size;
+  std::vector<Transfer> sends;
+  for (int round = 0; round < 2 * (size - 1); ++round) {
+    const auto tag = static_cast<std::uint32_t>(round);
+    const auto out = block(rank - round);
+    const auto in = block(rank - round - 1);
+    sends.push_back({next, out.first, out.second, tag, false, 0});
+    program->receives.push_back({previous, in.first, in.second, tag, round < size - 1, 0});
+    program->unlocks.emplace_back();
+  }
+  program->first.push_back(sends[0]);
+  for (std::size_t i = 1; i < sends.size(); ++i) program->unlocks[i - 1].push_back(sends[i]);
+  return program;
+}
+
+std::shared_ptr<Task> submit(Cluster& cluster, int rank, std::vector<float>& buffer,
+                             std::uint64_t number, Dtype cast) {
+  auto task = std::make_shared<Task>();
+  const int size = static_cast<int>(cluster.lanes.size());
+  task->program = ring(rank, size, buffer.size());
+  task->buffer = reinterpret_cast<std::uint8_t*>(buffer.data());
+  task->number = number;
+  task->base_tag = static_cast<std::uint32_t>(number) << 8;
+  if (cast != Dtype::float32) {
+    task->packing = std::make_unique<CastPacking>(cast);
+    const auto parts = static_cast<std::uint64_t>(size);
+    const auto k = static_cast<std::uint64_t>((rank + 1) % size);
+    task->own_start = buffer.size() * k / parts;
+    task->own_stop = buffer.size() * (k + 1) / parts;
+  }
+  cluster.lanes[static_cast<std::size_t>(rank)]->submit(task);
+  return task;
+}
+
+void check_sums() {
+  for (const int size : {2, 3, 4}) {
+    Cluster cluster(size);
+    std::uint64_t number = 1;
+    for (const std::size_t n : {0U, 1U, 5U, 1000U, 100'003U, 3'000'000U}) {
+      for (const Dtype cast : {Dtype::float32, Dtype::bfloat16}) {
+        std::vector<std::vector<float>> buffers;
+        std::vector<std::shared_ptr<Task>> tasks;
+        for (int rank = 0; rank < size; ++rank) {
+          buffers.emplace_back(n);
+          for (std::size_t i = 0; i < n; ++i) {
+            buffers.back()[i] = static_cast<float>((i + static_cast<std::size_t>(rank)) % 16);
+          }
+        }
+        for (int rank = 0; rank < size; ++rank) {
+          tasks.push_back(
+              submit(cluster, rank, buffers[static_cast<std::size_t>(rank)], number, cast));
+        }
+        ++number;
+        for (const auto& task : tasks) {
+          expect(task->wait(20.0, true), "a collective ends");
+          expect(!task->failed(), "a collective succeeds");
+        }
+        for (std::size_t i = 0; i < n; ++i) {
+          float sum = 0;
+          for (int rank = 0; rank < size; ++rank) {
+            sum += static_cast<float>((i + static_cast<std::size_t>(rank)) % 16);
+          }
+          for (const auto& each : buffers) {
+            if (each[i] != sum) throw std::runtime_error("a sum is wrong");
+          }
+        }
+        ++checks;
+      }
+    }
+  }
+}
+
+// Tasks from two threads at once, and a peer that closes in the middle.
+void check_failures() {
+  for (int round = 0; round < 10; ++round) {
+    Cluster cluster(3);
+    std::vector<std::vector<float>> buffers(2, std::vector<float>(2'000'000, 1.0F));
+    std::vector<std::shared_ptr<Task>> tasks(2);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        const auto k = static_cast<std::size_t>(rank);
+        tasks[k] = submit(cluster, rank, buffers[k], 1, Dtype::float32);
+      });
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(round));
+    cluster.nics[2]->fail("gone");
+    for (auto& each : threads) each.join();
+    for (const auto& task : tasks) {
+      expect(task->wait(20.0, true), "a failed collective ends");
+      expect(task->failed(), "a collective without its peer fails");
+    }
+    buffers.clear();  // nothing may access them any more
+  }
+}
+
+void check_random_bytes() {
+  std::mt19937 random(7);
+  for (int round = 0; round < 300; ++round) {
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+    const auto nic = std::make_shared<Nic>("lo");
+    nic->start();
+    nic->add(0, ends[0]);
+    std::vector<std::uint8_t> bytes;
+    for (int frame = 0; frame < 20; ++frame) {
+      std::uint8_t header[frame_header_bytes];
+      FrameHeader fields;
+      fields.kind = random() % 4 == 0 ? Kind::credit : Kind::data;
+      fields.channel = static_cast<std::uint16_t>(random() % 3);
+      fields.tag = random() % 4;
+      fields.length = fields.kind == Kind::credit ? 0 : random() % 300;
+      fields.total = fields.kind == Kind::credit ? 0 : fields.length + random() % 3 * 50;
+      fields.offset = random() % 5 == 0 ? random() % 400 : 0;
+      fields.consumed = random() % 50 == 0 ? random() : 0;
+      write_frame_header(fields, header);
+      if (random() % 40 == 0) header[random() % frame_header_bytes] ^= 1;
+      bytes.insert(bytes.end(), header, header + frame_header_bytes);
+      for (std::uint32_t i = 0; i < fields.length; ++i) {
+        bytes.push_back(static_cast<std::uint8_t>(random()));
+      }
+    }
+    std::vector<std::vector<std::uint8_t>> into(4, std::vector<std::uint8_t>(100));
+    std::vector<OperationPtr> posted;
+    for (std::uint32_t tag = 0; tag < 4; ++tag) {
+      auto operation = std::make_shared<Operation>();
+      operation->data = into[tag].data();
+      operation->bytes = into[tag].size();
+      operation->tag = tag;
+      Work work;
+      nic->receive(operation, work);
+      work.run();
+      posted.push_back(operation);
+    }
+    std::size_t at = 0;
+    while (at < bytes.size()) {
+      const std::size_t length = std::min<std::size_t>(1 + random() % 700, bytes.size() - at);
+      if (::send(ends[1], bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
+      at += length;
+    }
+    ::shutdown(ends[1], SHUT_WR);
+    nic->close(5.0);
+    ::close(ends[1]);
+    for (const auto& operation : posted) {
+      expect(operation->state != State::pending, "every receive ends");
+    }
+  }
+}
+
+}  // namespace
+
+long check() {
+  check_sums();
+  check_failures();
+  check_random_bytes();
+  return checks;
+}
+
+}  // namespace nets

@@ -1,0 +1,9 @@
+// Connections and lanes, over socket pairs in this process.
+#pragma once
+
+namespace nets {
+
+// Throws std::runtime_error where something is wrong; returns the number of checks.
+long check();
+
+}  // namespace nets
