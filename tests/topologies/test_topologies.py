@@ -53,8 +53,7 @@ def test_doubling_takes_the_logarithm_of_the_workers_in_rounds(size: int, rounds
         for what in ("reduce_scatter", "all_gather"):
             program = getattr(topologies.get("doubling"), what)(rank, blocks)
             assert len(program) == rounds
-            # Blocks next to each other travel as one; the row of blocks is cut open once.
-            assert all(sum(isinstance(s, Send) for s in hops) <= 2 for hops in program)
+            assert sum(isinstance(s, Send) for hops in program for s in hops) == size - 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -100,5 +99,3 @@ def test_symmetric_ones_are_rank_zeros_moved_on(name: str, what: str, size: int)
 
     alike = all(moved(rank) == moved(0) for rank in range(size))
     assert alike or not topology.symmetric
-    if size == 5 and name == "doubling":
-        assert not alike, "then it could be called symmetric"

@@ -178,6 +178,8 @@ class Doubling(Topology):
     any number of workers.
     """
 
+    symmetric: ClassVar[bool] = True
+
     def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """As `Topology.reduce_scatter`; the reverse of the all-gather."""
         rounds = reversed(self._rounds(rank, blocks))
@@ -213,12 +215,8 @@ class Doubling(Topology):
 
 
 def _spans(blocks: Sequence[Span], last: int, count: int) -> list[Span]:
-    """Return the ``count`` blocks that end with ``last``; adjacent blocks are merged."""
-    size = len(blocks)
-    out: list[Span] = []
-    for index in sorted((last - k) % size for k in range(count)):
-        if out and out[-1].stop == blocks[index].start:
-            out[-1] = Span(out[-1].start, blocks[index].stop)
-        else:
-            out.append(blocks[index])
-    return out
+    """Return the ``count`` blocks that end with ``last``, in the order in which it received them.
+
+    A block of its own comes first. Both ends thus send and receive in one order.
+    """
+    return [blocks[(last - k) % len(blocks)] for k in range(count)]
