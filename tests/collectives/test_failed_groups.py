@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from wingbeat.collectives import Collectives, executor
+from wingbeat.collectives import Collectives, native
 from wingbeat.collectives.handle import wait_for_all
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
@@ -44,14 +44,14 @@ def test_failed_group_is_collected(close: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(world_module, "MAX_OPEN_GROUPS", 3)
     world, other = loopback.worlds(2, timeout=0.02)
     gc.collect()
-    before = len(executor._executors)
+    before = len(native._executors)
     buffers = []
     for epoch in range(6):
         said, buffer = fail(world, epoch, close)
         assert "rank 1" in said
         buffers.append(buffer)
         gc.collect()  # those who catch an error hold it in a circle
-    assert len(executor._executors) <= before
+    assert len(native._executors) <= before
     assert not any(buffer() is not None for buffer in buffers)
     world.close()
     other.close()

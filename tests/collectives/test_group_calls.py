@@ -12,7 +12,7 @@ import torch
 from wingbeat import compression
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.collectives import Collectives, Encoded, executor
+from wingbeat.collectives import Collectives, Encoded, native
 from wingbeat.collectives.encoded import Gathered, GatheredSum
 from wingbeat.collectives.executor import Executor
 from wingbeat.collectives.handle import Handle
@@ -129,7 +129,7 @@ def test_two_threads_that_start_together_share_executors(monkeypatch: pytest.Mon
             never.wait(0.1)
             super().__init__(*args)
 
-    monkeypatch.setattr(executor, "Executor", Slow)
+    monkeypatch.setattr(native, "Executor", Slow)
     with loopback.worlds(2)[0] as world:
         threads = [threading.Thread(target=Collectives, args=(world,)) for _ in range(2)]
         for thread in threads:

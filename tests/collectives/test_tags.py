@@ -15,7 +15,7 @@ from wingbeat.collectives import Collectives, executor
 from wingbeat.collectives.executor import CHUNKS_PER_TAG, LABELS, TAG_PERIOD, group_tag
 from wingbeat.collectives.program import DEPTH
 from wingbeat.transport import loopback
-from wingbeat.transport.link import BITS_BELOW, TAG_BITS
+from wingbeat.transport.link import BITS_BELOW, TAG_BITS, UNUSED_TAG
 from wingbeat.transport.world import World
 
 base_tag = functools.partial(executor.base_tag, dtype=torch.float32)
@@ -80,7 +80,7 @@ def test_unused_tag_is_never_assigned() -> None:
     }
     assert (
         max(found | {base_tag("all_reduce", 127, 8, "", TAG_PERIOD - 1)}) + CHUNKS_PER_TAG
-        <= executor.UNUSED_TAG
+        <= UNUSED_TAG
     )
 
 

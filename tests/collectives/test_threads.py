@@ -70,7 +70,7 @@ def test_forked_child_has_its_own_threads() -> None:
         return buffer.tolist()
 
     assert loopback.run(loopback.worlds(2, timeout=PATIENCE), body) == [[2.0] * 2] * 2
-    until(lambda: executor._threads._free > 0)
+    until(lambda: executor.executor_threads._free > 0)
     child = os.fork()
     if child == 0:
         right = False

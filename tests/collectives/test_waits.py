@@ -26,14 +26,14 @@ class Rig:
         monkeypatch.setattr("wingbeat.collectives.waits.time.monotonic", self.clock)
         monkeypatch.setattr(waits, "WaitLog", lambda me, what: WaitLog(me, what, self.clock))
         monkeypatch.setattr(failures, "is_alive", lambda store, rank: rank in self.alive)
-        monkeypatch.setattr(
-            waits, "abort_waits", lambda link, end: self.aborted.append(self.waiting)
-        )
         self.waiting: Any = None
         self.watch = WaitMonitor(self.store, 0, TIMEOUT, self)
 
+    def abort_waits(self, peer: int) -> None:
+        self.aborted.append(self.waiting)
+
     def wait(self) -> None:
-        self.waiting = CurrentWait(1, "all-reduce of bucket 3", None, 1)  # type: ignore[arg-type]
+        self.waiting = CurrentWait(1, "all-reduce of bucket 3", self, 1)  # type: ignore[arg-type]
         self.watch.check()
 
     def pass_(self, seconds: float) -> None:

@@ -78,6 +78,9 @@ class LateLink:
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Received:
         return Received(self._board, (self.name, peer, self._rank, tag), tensor)
 
+    def abort_waits(self, peer: int) -> None:
+        self.close()
+
     def close(self) -> None:
         with self._board.changed:
             self._board.closed.add(self._rank)

@@ -453,23 +453,22 @@ def test_malformed_networks_are_refused(answer: str) -> None:
 
 def ends_at_once_but_rank_0_connects_slowly() -> None:
     """Rank 0 is told of its connections late; then the others may not have left."""
-    real = rendezvous.GlooLink
+    real = rendezvous.tcp.connect
 
-    class Slow(real):  # type: ignore[misc, valid-type]
-        def __init__(self, store: dist.Store, rank: int, *args: Any) -> None:
-            super().__init__(store, rank, *args)
-            if rank == 0:
-                time.sleep(0.3)
-                store.set("rank 0 is connected", "")
-            seen.append(store)
+    def slow(rank: int, *args: Any) -> Any:
+        links = real(rank, *args)
+        if rank == 0:
+            time.sleep(0.3)
+            dist.distributed_c10d._get_default_store().set("rank 0 is connected", "")
+        return links
 
-    seen: list[dist.Store] = []
-    rendezvous.GlooLink = Slow  # type: ignore[misc]
+    rendezvous.tcp.connect = slow
     try:
         wingbeat.init(timeout=20)
-        assert seen[0].check(["rank 0 is connected"]), "init returned before rank 0 was connected"
+        store = dist.distributed_c10d._get_default_store()
+        assert store.check(["rank 0 is connected"]), "init returned before rank 0 was connected"
     finally:
-        rendezvous.GlooLink = real  # type: ignore[misc]
+        rendezvous.tcp.connect = real
         wingbeat.shutdown()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -13,8 +15,9 @@ from wingbeat import topologies
 from wingbeat.codecs.lowrank import Factors
 from wingbeat.collectives import nccl
 from wingbeat.collectives.encoded import FactoredSum, Gathered, GatheredSum
-from wingbeat.collectives.executor import decode_queue, executors_of, factor_threads
-from wingbeat.collectives.handle import Call, Handle, Job, NcclJob, wait_for_all
+from wingbeat.collectives.executor import decode_queue, factor_threads
+from wingbeat.collectives.handle import Call, Handle, Job, NativeJob, NcclJob, wait_for_all
+from wingbeat.collectives.native import NATIVE_DTYPES, NativeExecutor, executors_of
 from wingbeat.collectives.packing import (
     Cast,
     Encoded,
@@ -24,22 +27,49 @@ from wingbeat.collectives.packing import (
     encoded_of,
     narrower_dtype,
 )
-from wingbeat.collectives.program import MIN_CHUNK_BYTES, compile_collective, least_message
+from wingbeat.collectives.program import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    NATIVE_CHUNK_BYTES,
+    Program,
+    compile_collective,
+    least_message,
+)
 from wingbeat.collectives.threads import SerialQueue
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
-from wingbeat.topologies import Doubling, Mesh, Topology
+from wingbeat.topologies import Doubling, Mesh, Ring, Topology
 from wingbeat.transport.world import World
 from wingbeat.types import Span, blocks_of
 
 Blocks = tuple[Span, ...] | None
 """The contiguous span of a buffer that each worker owns, in order; None: nearly equal spans."""
 
+MAX_PLANS = 1024
+"""Maximum programs that are kept by shape."""
+
+DIRECT_BYTES = 64 << 10
+"""Bytes of a buffer up to which ranks that are connected over TCP exchange it in single rounds, in
+which each sends to all others; of all ranks' buffers together for an all-reduce.
+"""
+
+DIRECT_RANKS = 16
+"""Ranks up to which single rounds are used: each sends as many messages."""
+
 SMALL_GATHER_BYTES = 80 << 10
 """Total payload size below which a gather uses doubling (Thakur, Rabenseifner and Gropp 2005,
 section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The program of each link that carries a collective; ``rows`` as in `Executor.submit`."""
+
+    programs: tuple[Program, ...]
+    topology: Topology
+    rows: int = 0
 
 
 class Collectives:
@@ -67,6 +97,8 @@ class Collectives:
         self.world = world
         self._topology = _fit_topology(topology, world)
         self._executors = executors_of(world)
+        self._native = all(isinstance(each, NativeExecutor) for each in self._executors)
+        self._plans: dict[Hashable, _Plan] = {}
         self._turns = SerialQueue(factor_threads)
         self._second: Collectives | None = None
 
@@ -77,6 +109,7 @@ class Collectives:
         not fit the workers, their interfaces or networks.
         """
         self._topology = _fit_topology(topology, self.world)
+        self._plans.clear()
 
     def fits(self, topology: str) -> bool:
         """Whether the topology fits the workers, their interfaces and networks."""
@@ -240,38 +273,80 @@ class Collectives:
     ) -> Handle:
         """Queue a collective on every link, or submit it to NCCL, which preserves the order."""
         world = self.world
-        own = self.owned(buffer.numel()) if blocks is None else blocks[world.rank]
-        packing = self._packing(buffer, wire, own)
+        packing = None if wire is None else self._packing(buffer, wire, blocks)
         if buffer.device.type in world.nccl_devices:
             return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
         encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
-        topology = Mesh() if encoded else topology or self._topology
-        if not topology.in_place:  # packed chunks are copies; no block is shared by all peers
+        topology = Mesh() if encoded else topology
+        plain = packing is None and buffer.dtype in NATIVE_DTYPES
+        key = what, buffer.numel(), buffer.dtype, itemsize, plain, encoded, topology, blocks
+        plan = self._plans.get(key)
+        if plan is None:
+            least = MIN_CHUNK_BYTES if encoded else None
+            plan = self._compile(what, buffer, itemsize, plain, topology, least, blocks)
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        if not plan.topology.in_place:  # packed chunks are copies; no block is shared by all peers
             packing = Cast(buffer.dtype if packing is None else packing.dtype, Span(0, 0))
-        # Chunks are encoded separately: their bounds must not depend on measurements.
-        least = MIN_CHUNK_BYTES if encoded else least_message(world.speeds)
-        programs = compile_collective(
-            what, topology, world.rank, world.size, buffer.numel(), itemsize, world.speeds, least,
-            blocks,
-        )  # fmt: skip
         identity = ""
         if world.group is not None:
             way = None if packing is None else (type(packing).__name__, packing.dtype, itemsize)
-            shape = (label, buffer.numel(), buffer.dtype, way, type(topology).__name__)
+            shape = (label, buffer.numel(), buffer.dtype, way, type(plan.topology).__name__)
             identity = repr((what, bucket, *shape))
-        call, jobs = Call(buffer, what, bucket, packing, label, identity), list[Job]()
+        if after is not None and len(after.jobs) != len(plan.programs):
+            after.wait()  # rare: only one of two halves has a codec, and the buffer is small
+            after = None
+        call, jobs = Call(buffer, what, bucket, packing, label, identity), list[Job | NativeJob]()
         try:
-            for link, (executor, program) in enumerate(zip(self._executors, programs, strict=True)):
+            for link, program in enumerate(plan.programs):
                 previous = None if after is None else after.jobs[link]
-                previous = previous if isinstance(previous, Job) else None
-                jobs.append(executor.submit(program, call, previous))
+                previous = None if isinstance(previous, NcclJob) else previous
+                jobs.append(self._executors[link].submit(program, call, previous, plan.rows))
         except PeerError:  # no job may use the buffer after this returns
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)
             raise
         return Handle(jobs)
+
+    def _compile(
+        self,
+        what: str,
+        buffer: torch.Tensor,
+        itemsize: float,
+        plain: bool,
+        topology: Topology | None,
+        least: int | None,
+        blocks: Blocks,
+    ) -> _Plan:
+        """Compile a collective for all links, or for the first one if the buffer is small.
+
+        ``least`` is the minimum size of a message if it must not depend on measured speeds.
+        """
+        world, numel = self.world, buffer.numel()
+        size, speeds, rows = world.size, world.speeds, 0
+        if topology is None and self._is_direct and buffer.nbytes <= DIRECT_BYTES:
+            topology, speeds = Mesh(), speeds[:1]
+            if what == "all_reduce" and plain and size * buffer.nbytes <= DIRECT_BYTES:
+                what, numel, rows = "all_gather", size * numel, size
+        topology = topology or self._topology
+        most = MAX_CHUNK_BYTES
+        if plain and self._native:
+            least, most = NATIVE_CHUNK_BYTES
+        elif least is None:
+            least = least_message(speeds)
+        programs = compile_collective(
+            what, topology, world.rank, size, numel, itemsize, speeds, least, blocks, most
+        )
+        return _Plan(programs, topology, rows)
+
+    @cached_property
+    def _is_direct(self) -> bool:
+        """Whether small buffers are exchanged in single rounds."""
+        is_ring = isinstance(self._topology, Ring)
+        return is_ring and self._native and self.world.size <= DIRECT_RANKS and self.fits("mesh")
 
     def _start_nccl(
         self,
@@ -292,7 +367,8 @@ class Collectives:
             previous.wait()  # orders streams; the host does not wait
         return nccl.start_encoded(self.world, what, buffer, encoded)
 
-    def _packing(self, buffer: torch.Tensor, wire: WireFormat | None, own: Span) -> Packing | None:
+    def _packing(self, buffer: torch.Tensor, wire: WireFormat, blocks: Blocks) -> Packing | None:
+        own = self.owned(buffer.numel()) if blocks is None else blocks[self.world.rank]
         encoded = encoded_of(wire)
         if encoded is not None:
             return None if self.world.size == 1 else Encoded(encoded.coding, encoded.residual, own)

@@ -5,20 +5,19 @@ A `Machine` yields commands; an executor performs them on links and tensors.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wingbeat.collectives import program as programs
-from wingbeat.collectives.handle import Call, Job
+from wingbeat.collectives.handle import Call, Job, NativeJob
 from wingbeat.collectives.packing import Packing, ScratchPool, malformed_text
 from wingbeat.collectives.program import Machine
 from wingbeat.collectives.threads import SerialQueue, ThreadPool
@@ -49,6 +48,9 @@ if TYPE_CHECKING:
     from wingbeat.types import Group, Span
 
 
+AnyJob = Job | NativeJob
+
+
 class SharedFailure:
     """The failure of a world's executors, which all report the reason of the first to fail.
 
@@ -72,6 +74,11 @@ class SharedFailure:
         self._reason = reason
         self._settled.set()
 
+    @property
+    def settled(self) -> bool:
+        """Whether the reason is known."""
+        return self._settled.is_set()
+
     def reason(self) -> str:
         """Wait for the reason and return it."""
         self._settled.wait()
@@ -91,7 +98,7 @@ class LostPeer(Exception):
     """
 
     def __init__(
-        self, job: Job, transfer: Transfer, peer: int, seconds: float, err: Exception | str
+        self, job: AnyJob, transfer: Transfer, peer: int, seconds: float, err: Exception | str
     ) -> None:
         self.job, self.transfer, self.seconds = job, transfer, seconds
         self.connected = not isinstance(err, GroupSetupError)
@@ -152,9 +159,6 @@ def _finished_text(rank: int, finished: int, waiting_in: str, group: Group | Non
 
 _counter = itertools.count()
 
-_MIN_WAIT_S = 0.001
-"""Seconds; gloo's minimum timeout."""
-
 
 class Executor:
     """Runs jobs first in, first out; up to `programs.DEPTH` of them overlap.
@@ -174,7 +178,7 @@ class Executor:
         self._group = world.group
         self._timeout = world.timeout
         prefix = "" if world.group is None else group_prefix(world.group)
-        self.waiting: CurrentWait | None = None
+        self._waiting: CurrentWait | None = None
         # Not for groups, whose members have just connected, or for threads of one process.
         self._monitor: WaitMonitor | None = None
         if not world.threads and world.group is None and world.size > 1:
@@ -200,33 +204,49 @@ class Executor:
             )
             self._thread.start()
 
-    def submit(self, program: Program, call: Call, after: Job | None) -> Job:
+    @property
+    def waiting(self) -> CurrentWait | None:
+        """The current wait: the same object until it ends."""
+        return self._waiting
+
+    def submit(self, program: Program, call: Call, after: AnyJob | None, rows: int = 0) -> AnyJob:
         """Queue a program of ``call``. A chunk is sent when job ``after`` has finished it.
 
-        A `PeerError` if an earlier job failed, or the executor was closed.
+        With ``rows``, the program gathers as many copies of the buffer, whose sum in the order of
+        ranks is the result. A `PeerError` if an earlier job failed, or the executor was closed.
         """
+        assert after is None or isinstance(after, Job)
+        assert not rows, "only the extension sums rows"
         job = Job(program, call, after)
         with self._condition:
-            self._failure.refuse()
-            if self._closing:
-                over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
-                raise PeerError(f"{job} was started after {over}")
-            turn = self._submitted
-            job.turn = turn
+            self._admit(job, call)
             if self._group is None:
                 job.stalled = self._compare
-                job.base_tag = base_tag(
-                    call.what, call.bucket, call.buffer.nbytes, call.label, turn, call.dtype
-                )
-            else:
-                job.base_tag = group_tag(call.identity, turn)
-            self._submitted += 1
             self._machine.submit(job)
             self._condition.notify_all()
             if self._threads is not None and not self._running:
                 self._running = True
                 self._threads.start(self._run)
         return job
+
+    def _admit(self, job: AnyJob, call: Call) -> None:
+        """Give the job its turn and its tags, or raise a `PeerError`."""
+        self._failure.refuse()
+        if self._closing:
+            over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
+            raise PeerError(f"{job} was started after {over}")
+        turn = job.turn = self._submitted
+        if self._group is None:
+            job.base_tag = base_tag(
+                call.what, call.bucket, call.buffer.nbytes, call.label, turn, call.dtype
+            )
+        else:
+            job.base_tag = group_tag(call.identity, turn)
+        self._submitted += 1
+
+    def _begun(self) -> list[AnyJob]:
+        """Return the jobs in progress, oldest first."""
+        return list(self._machine.begun())
 
     def stop(self) -> None:
         """End the thread once the queue is empty, without waiting for it."""
@@ -237,12 +257,18 @@ class Executor:
     def close(self) -> None:
         """End the thread once the queue is empty, and wait for it, unless called from it."""
         self.stop()
+        if not self._running:
+            self._stop_monitoring()
         if self._abandoned or self._runner == threading.get_ident():
             return
         if self._thread is not None:
             self._thread.join(self._timeout)
         with self._condition:
             self._condition.wait_for(lambda: not self._running, self._timeout)
+
+    def _stop_monitoring(self) -> None:
+        if self._monitor is not None:
+            stop_monitoring(self._monitor)
 
     def abandon(self) -> None:
         """Make `close` not wait for transfers in progress on closed links.
@@ -262,7 +288,7 @@ class Executor:
                 else:
                     _PERFORM[type(command)](self, command)
         except Exception as err:
-            self._fail(self._machine.begun(), err)
+            self._fail(self._begun(), err)
 
     def _begin(self, command: programs.Begin[Job]) -> None:
         command.task.begin_ns = time.monotonic_ns()
@@ -278,8 +304,8 @@ class Executor:
             return True
 
     def _end(self) -> None:
-        if self._monitor is not None:
-            stop_monitoring(self._monitor)
+        if self._closing or self._failure.settled:
+            self._stop_monitoring()
         self._running, self._runner = False, 0
         self._condition.notify_all()
 
@@ -375,7 +401,7 @@ class Executor:
                 raise self._lost(job, transfer, time.monotonic() - begin, err) from None
             return
         peer, link = self._ranks[transfer.peer], self._links[transfer.link]
-        self.waiting = CurrentWait(peer, job, link, transfer.peer)
+        self._waiting = CurrentWait(peer, job, link, transfer.peer)
         try:
             pending.wait((1 + MAX_WAIT_FACTOR) * self._timeout)
         except RuntimeError as err:
@@ -383,12 +409,14 @@ class Executor:
             lasted = time.monotonic() - begin
             raise self._lost(job, transfer, lasted, self._monitor.why or err) from None
         finally:
-            self.waiting = None
+            self._waiting = None
 
-    def _lost(self, job: Job, transfer: Transfer, seconds: float, err: Exception | str) -> LostPeer:
+    def _lost(
+        self, job: AnyJob, transfer: Transfer, seconds: float, err: Exception | str
+    ) -> LostPeer:
         return LostPeer(job, transfer, self._ranks[transfer.peer], seconds, err)
 
-    def _fail(self, begun: list[Job], err: Exception) -> None:
+    def _fail(self, begun: list[AnyJob], err: Exception) -> None:
         """Fail all started and queued jobs, because workers are no longer synchronized."""
         if self._failure.claim():
             try:
@@ -406,7 +434,7 @@ class Executor:
         with self._condition:
             self._end()
 
-    def _compare(self, job: Job) -> None:
+    def _compare(self, job: AnyJob) -> None:
         """Fail ``job``, which has waited for long, if a peer runs a different call.
 
         Messages of different calls never match, so both ranks would wait until their timeouts.
@@ -414,15 +442,13 @@ class Executor:
         if not self._differing(job):
             return
         for transfer in job.program.transfers():
-            # A wait that times out ends all other waits of its gloo group, in any thread.
             link = self._links[transfer.link]
-            with contextlib.suppress(RuntimeError):
-                link.recv(torch.empty(1), transfer.peer, UNUSED_TAG).wait(_MIN_WAIT_S)
+            link.abort_waits(transfer.peer)
             link.close()
 
-    def _differing(self, job: Job) -> str:
+    def _differing(self, job: AnyJob) -> str:
         """Return the error text for a peer that runs a different collective, or empty."""
-        calls = {each.turn: each.call for each in (*self._machine.begun(), job)}
+        calls = {each.turn: each.call for each in (*self._begun(), job)}
         peers = sorted({self._ranks[transfer.peer] for transfer in job.program.transfers()})
         found = self._call_table.compare(calls, peers)
         if found is None:
@@ -435,7 +461,7 @@ class Executor:
             "order, with buffers of the same size and dtype"
         )
 
-    def _reason(self, begun: list[Job], err: Exception) -> str:
+    def _reason(self, begun: list[AnyJob], err: Exception) -> str:
         if self._abandoned:  # no peer has failed
             self._break(begun, err)
             return f"rank {self._rank}: {self._group or 'the world'} was abandoned by this rank"
@@ -450,7 +476,7 @@ class Executor:
             self._break(begun, err)
         return reason
 
-    def _break(self, begun: list[Job], err: Exception) -> None:
+    def _break(self, begun: list[AnyJob], err: Exception) -> None:
         """Close the connections; gloo does so once its group has no references."""
         for job in begun:
             job.drop()
@@ -461,7 +487,7 @@ class Executor:
         for link in used if self._group is None else range(len(self._links)):
             self._links[link].close()
 
-    def _explain(self, begun: list[Job], lost: LostPeer) -> PeerError:
+    def _explain(self, begun: list[AnyJob], lost: LostPeer) -> PeerError:
         if self._group is not None and lost.seconds < self._timeout / 2:
             # A peer that waited longer was blocked itself. Must precede the closing of this rank's
             # connections, on which others may wait.
@@ -484,47 +510,22 @@ _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
 """The method of each command. A ``match`` would test the classes in sequence for each message."""
 
 
-_threads = ThreadPool("wingbeat-group")
+executor_threads = ThreadPool("wingbeat-group")
+"""Run executors that have a thread only while there is work."""
 factor_threads = ThreadPool("wingbeat-factors")
 """Computes second factors between the two sums."""
 decode_queue = SerialQueue(ThreadPool("wingbeat-decode"))
 """Decodes gathered payloads while backward runs."""
-_creating = threading.RLock()
-"""Reentrant, because the garbage collector may run in the thread that holds it."""
 
 
 def _after_fork() -> None:
-    """Reset in a forked child, where a thread that no longer exists may have held the lock."""
-    global _creating
-    _creating = threading.RLock()
-    _threads.reset_after_fork()
+    """Reset in a forked child, which has none of these threads."""
+    executor_threads.reset_after_fork()
     factor_threads.reset_after_fork()
     decode_queue.reset_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-_executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
-
-
-def executors_of(world: World) -> list[Executor]:
-    """Return a world's executors, one per link, which all of its `Collectives` share.
-
-    The executors of groups have threads only while there is work.
-    """
-    with _creating:
-        if world not in _executors:
-            threads = None if world.group is None else _threads
-            failure = SharedFailure()
-            lanes = range(len(world.links))
-            executors = [Executor(world, lane, failure, threads) for lane in lanes]
-            _executors[world] = executors
-            for executor in executors:
-                world.on_close(executor.close)
-                # A deleted model drops its channel but cannot end the thread.
-                weakref.finalize(world, executor.stop)
-        return _executors[world]
-
 
 CHUNK_BITS = 8
 CHUNKS_PER_TAG = 1 << CHUNK_BITS
@@ -540,9 +541,6 @@ TAG_PERIOD = 1 << _SEQUENCE_BITS
 
 _OPERATIONS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2}
 _CONTROL = 3
-
-UNUSED_TAG = (1 << BITS_BELOW) - 1
-"""A tag that no message has, as there is no label of that number."""
 
 LABELS = (
     *("norms", "infinities", "batches left", "intents", "control", "sparse gradients"),
@@ -560,13 +558,17 @@ def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: 
     Exchanges of different sizes or dtypes mostly differ: a message that is larger than its receive
     buffer would abort the process.
     """
+    kind = _kind(what, bucket, nbytes, label, dtype)
+    return (((turn % TAG_PERIOD) << _KIND_BITS) | kind) << CHUNK_BITS
+
+
+@lru_cache(maxsize=4096)
+def _kind(what: str, bucket: int, nbytes: int, label: str, dtype: torch.dtype) -> int:
     digest = zlib.crc32(f"{what} {nbytes} {dtype}".encode())
     if bucket >= 0 and what in _OPERATIONS:
-        kind = (_OPERATIONS[what] << 9) | ((bucket & 127) << 2) | (digest & 3)
-    else:
-        number = LABELS.index(label) + 1 if label in LABELS else 0
-        kind = (_CONTROL << 9) | (number << 5) | (digest & 31)
-    return (((turn % TAG_PERIOD) << _KIND_BITS) | kind) << CHUNK_BITS
+        return (_OPERATIONS[what] << 9) | ((bucket & 127) << 2) | (digest & 3)
+    number = LABELS.index(label) + 1 if label in LABELS else 0
+    return (_CONTROL << 9) | (number << 5) | (digest & 31)
 
 
 _DIGESTS = (1 << (_KIND_BITS + CHANNEL_BITS)) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wingbeat import _native
 from wingbeat.collectives.packing import Packing
 from wingbeat.collectives.program import Task
 from wingbeat.collectives.threads import run_callback
@@ -52,6 +54,9 @@ class OneShotEvent:
 FIRST_COMPARISON_S = 1.0
 """Seconds of waiting before the first comparison of calls with peers; doubles after each one."""
 
+MAX_UNINTERRUPTED_S = 0.25
+"""Maximum seconds in the extension, during which Python handles no signal."""
+
 _done_lock = threading.Lock()
 """Held briefly while any job is marked as done or a callback is added."""
 
@@ -77,25 +82,16 @@ class Call:
         return self.buffer.dtype if self.packing is None else self.packing.dtype
 
 
-class Job(Task):
-    """One collective on one link, with its tensors and transfers in progress."""
+class CallInProgress:
+    """A collective in progress on one link: what it is, for messages and traces."""
 
-    def __init__(self, program: Program, call: Call, after: Job | None) -> None:
-        super().__init__(program, after)
+    def __init__(self, call: Call) -> None:
         self.buffer, self.packing = call.buffer, call.packing
         self.what = call.what.partition(":")[0]
         self.bucket, self.label, self.dtype = call.bucket, call.label, call.dtype
-        self._error = ""
         self.base_tag = 0
         self.turn = 0
-        self.stalled: Callable[[Job], None] | None = None
-        self.begin_ns = 0
-        self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
-        self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
-        self.packed: list[torch.Tensor] = []
-        self.results: dict[Span, torch.Tensor] = {}
-        self._pieces: dict[int, torch.Tensor] | None = None
-        self._received, self._done = OneShotEvent(), OneShotEvent()
+        self._error = ""
         self._callbacks: list[Callable[[], None]] = []
 
     def __str__(self) -> str:
@@ -109,6 +105,22 @@ class Job(Task):
         """The operation, its size and its dtype on the link, which must be equal on all ranks."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self} ({self.buffer.numel()} elements, {dtype})"
+
+
+class Job(CallInProgress, Task):
+    """One collective on one link, run by Python, with its tensors and transfers in progress."""
+
+    def __init__(self, program: Program, call: Call, after: Job | None) -> None:
+        Task.__init__(self, program, after)
+        CallInProgress.__init__(self, call)
+        self.stalled: Callable[[Job], None] | None = None
+        self.begin_ns = 0
+        self.coming: deque[tuple[Pending, torch.Tensor]] = deque()
+        self.sends: list[tuple[Pending, Transfer, torch.Tensor]] = []
+        self.packed: list[torch.Tensor] = []
+        self.results: dict[Span, torch.Tensor] = {}
+        self._pieces: dict[int, torch.Tensor] | None = None
+        self._received, self._done = OneShotEvent(), OneShotEvent()
 
     def _cut(self) -> dict[int, torch.Tensor]:
         """Split the buffer into the program's chunks with one call."""
@@ -179,6 +191,86 @@ class Job(Task):
             raise PeerError(self._error)
 
 
+class NativeJob(CallInProgress):
+    """One collective on one link, run by the extension.
+
+    ``failure`` returns the reason for which the jobs of this link failed, and ``compare`` compares
+    the calls of the ranks after a long wait. ``expect`` has `complete` called at
+    the end, or returns False if the job is done. ``forget`` is called when it is done.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        call: Call,
+        failure: Callable[[], str],
+        compare: Callable[[NativeJob], None],
+        expect: Callable[[NativeJob], bool],
+        forget: Callable[[NativeJob], None],
+    ) -> None:
+        super().__init__(call)
+        self.program = program
+        self._failure, self._compare = failure, compare
+        self._expect, self._forget = expect, forget
+        self.number = 0
+        self.task: _native.Task
+
+    def finish(self, error: str) -> None:
+        """Note why the job has failed."""
+        self._error = self._error or error
+
+    def complete(self) -> None:
+        """Call the callbacks, in the thread of completions."""
+        if self.task.failed:
+            self._failure()
+        with _done_lock:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            run_callback(callback)
+
+    def done(self) -> bool:
+        """Whether `wait` would return or raise immediately."""
+        return self.task.done
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the job is done or has failed; immediately if it already is."""
+        with _done_lock:
+            if self._expect(self):
+                self._callbacks.append(callback)
+                return
+        run_callback(callback)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether there are callbacks to call."""
+        return bool(self._callbacks)
+
+    def drop(self) -> None:
+        """Do nothing: the extension has released the buffer."""
+
+    def wait_received(self) -> None:
+        """Block until the result can be read. Do not write to it before `wait` returns."""
+        self._wait(sent=False)
+
+    def wait(self) -> None:
+        """Block until done. Every transfer has a deadline, so this returns or raises."""
+        self._wait(sent=True)
+        self._forget(self)
+
+    def _wait(self, *, sent: bool) -> None:
+        compare_at, interval = 0.0, FIRST_COMPARISON_S
+        while not self.task.wait(MAX_UNINTERRUPTED_S, sent):
+            now = time.monotonic()
+            if not compare_at:
+                compare_at = now + interval - MAX_UNINTERRUPTED_S
+            elif now >= compare_at:
+                self._compare(self)
+                interval *= 2
+                compare_at = now + interval
+        if self.task.failed:
+            raise PeerError(self._error or self._failure())
+
+
 class NcclJob:
     """A collective in a process group, which runs collectives in the order of submission.
 
@@ -231,7 +323,7 @@ class Handle:
 
     __slots__ = ("jobs",)
 
-    def __init__(self, jobs: Sequence[Job | NcclJob]) -> None:
+    def __init__(self, jobs: Sequence[Job | NativeJob | NcclJob]) -> None:
         self.jobs = jobs
 
     def done(self) -> bool:

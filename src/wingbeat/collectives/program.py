@@ -22,12 +22,18 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Generic, TypeVar
 
+from wingbeat import _native
 from wingbeat.topologies import Topology
 from wingbeat.types import Hop, Round, Send, Span, blocks_of, split
 
 MIN_CHUNK_BYTES = 128 << 10
 MAX_CHUNK_BYTES = 1024 << 10
 CHUNKS_PER_BLOCK = 4
+
+NATIVE_CHUNK_BYTES = 32 << 10, 256 << 10
+"""Minimum and maximum bytes of a message in the extension: its CPU time is a few microseconds, and
+a chunk that is added when it has arrived should still be in the processor's cache.
+"""
 
 MESSAGE_S = 1e-3
 """Minimum seconds on the link per message, whose CPU time is about 0.1 ms."""
@@ -54,6 +60,11 @@ class Transfer:
     reduce: bool = False
     link: int = 0
 
+    @property
+    def fields(self) -> tuple[int, int, int, int, bool, int]:
+        """The fields of the extension's transfers."""
+        return self.peer, self.span.start, self.span.stop, self.tag, self.reduce, self.link
+
 
 @dataclass(frozen=True)
 class Program:
@@ -65,6 +76,15 @@ class Program:
     first: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     unlocks: tuple[tuple[Transfer, ...], ...]
+
+    @cached_property
+    def native(self) -> _native.Program:
+        """The program in the form that the extension runs."""
+        return _native.Program(
+            [each.fields for each in self.first],
+            [each.fields for each in self.receives],
+            [[each.fields for each in unlocked] for unlocked in self.unlocks],
+        )
 
     def transfers(self) -> Iterator[Transfer]:
         """Yield all transfers, in no particular order."""
@@ -103,17 +123,23 @@ def least_message(speeds: Sequence[float]) -> int:
     return least
 
 
-def chunk_elements(block_elements: int, itemsize: float, least: int = MIN_CHUNK_BYTES) -> int:
+def chunk_elements(
+    block_elements: int,
+    itemsize: float,
+    least: int = MIN_CHUNK_BYTES,
+    most: int = MAX_CHUNK_BYTES,
+) -> int:
     """Choose the number of elements in one message, given a block's size.
 
     Several chunks of a block should be in flight, and a message should take longer on the link than
     its CPU time (about 100 microseconds on both sides). ``itemsize`` is the number of bytes of an
-    element on the link; 0 does not divide blocks. ``least`` is the result of `least_message`.
+    element on the link; 0 does not divide blocks. ``least`` is the result of `least_message`, and
+    ``most`` the maximum size of a message unless ``least`` is larger.
     """
     if itemsize <= 0:
         return max(1, block_elements)
     wanted = int(block_elements * itemsize) // CHUNKS_PER_BLOCK
-    size = min(max(wanted, least), max(least, MAX_CHUNK_BYTES))
+    size = min(max(wanted, least), max(least, most))
     return max(1, int(size / itemsize))
 
 
@@ -166,17 +192,18 @@ def compile_collective(
     speeds: tuple[float, ...],
     least: int = MIN_CHUNK_BYTES,
     blocks: tuple[Span, ...] | None = None,
+    most: int = MAX_CHUNK_BYTES,
 ) -> tuple[Program, ...]:
     """Return one worker's program for each link of a collective on ``numel`` elements.
 
     ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``). ``itemsize`` is the
     bytes of an element on the links; 0 does not divide blocks. Each link carries a part of each
     block in proportion to its speed, in messages of at least ``least`` bytes. ``blocks`` has the
-    block of each worker; None: nearly equal blocks.
+    block of each worker; None: nearly equal blocks. ``most`` is the maximum of a message.
     """
     blocks = blocks or tuple(blocks_of(numel, size))
     stripes = [split(block, speeds) for block in blocks]
-    chunk = chunk_elements(max(map(len, blocks)), itemsize, least)
+    chunk = chunk_elements(max(map(len, blocks)), itemsize, least, most)
     if topology.spans_links:
         chunk = max(chunk, _spanning_chunk(numel, itemsize))
         whole = compile_rounds(_rounds(what, topology, rank, blocks, 0), chunk)

@@ -21,7 +21,6 @@ from wingbeat.transport.failures import (
     is_progressing,
     publish_wait,
 )
-from wingbeat.transport.gloo import abort_waits
 from wingbeat.transport.link import Link
 from wingbeat.transport.store import Store
 from wingbeat.transport.text import printable
@@ -150,7 +149,7 @@ class WaitMonitor:
                 "timeout of wingbeat.init(); find the place with `py-spy dump`"
             )
         if self.why:
-            abort_waits(waiting.link, waiting.end)
+            waiting.link.abort_waits(waiting.end)
 
 
 _monitors: weakref.WeakSet[WaitMonitor] = weakref.WeakSet()

@@ -18,6 +18,11 @@ FD_DIRECTORY = "/dev/fd"
 GLOO_DEVICE_DESCRIPTORS = 4
 """Descriptors of a gloo device: listening socket, epoll, pipe. Each connected peer adds one."""
 
+INTERFACE_DESCRIPTORS = 4
+"""Descriptors of an interface besides its connections: epoll, event, and an epoll and a listening
+socket while the peers connect.
+"""
+
 _RESERVED = 4
 """Descriptors kept free for other uses, such as files and imports."""
 

@@ -31,7 +31,7 @@ from wingbeat.transport import descriptors
 from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import (
-    BITS_BELOW,
+    UNUSED_TAG,
     GroupSetupError,
     LazyLink,
     Link,
@@ -221,6 +221,14 @@ class GlooLink:
         """As `Link.recv`. If posted early, the peer can send without a round trip."""
         return GlooPending(self._open_group().recv([tensor], peer, tag))
 
+    def abort_waits(self, peer: int, tag: int = UNUSED_TAG) -> None:
+        """End all waits on this link, in any thread: gloo ends them when one of them times out.
+
+        ``tag`` is one that no message has.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.recv(torch.zeros(1), peer, tag).wait(_MIN_WAIT_S)
+
     def _open_group(self) -> dist.ProcessGroupGloo:
         """Return the group, or raise a `RuntimeError` if another channel has closed it."""
         group: dist.ProcessGroupGloo | None = getattr(self, "_group", None)
@@ -244,15 +252,6 @@ class GlooPending:
     def wait(self, seconds: float) -> None:
         """Block without the GIL; a `RuntimeError` if the connection broke or ``seconds`` passed."""
         self._work.wait(_timedelta(seconds))
-
-
-def abort_waits(link: Link, peer: int, tag: int = (1 << BITS_BELOW) - 1) -> None:
-    """End all waits on a link, in any thread: gloo ends them when one of them times out.
-
-    ``tag`` is one that no message has.
-    """
-    with contextlib.suppress(RuntimeError):
-        link.recv(torch.zeros(1), peer, tag).wait(_MIN_WAIT_S)
 
 
 @lru_cache(maxsize=8)
@@ -436,7 +435,7 @@ class _GroupLink(GlooLink):
 
         Other threads may be waiting for transfers; gloo ends these when one wait times out.
         """
-        abort_waits(self, self._any_peer, _BARRIER_TAG - 1)  # a tag that no message of a group has
+        self.abort_waits(self._any_peer, _BARRIER_TAG - 1)  # a tag that no message of a group has
         super().close()
         with contextlib.suppress(IndexError):  # another call has returned it
             self._devices.release(self._own.pop())

@@ -42,6 +42,9 @@ class Link(Protocol):
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start receiving into ``tensor`` from rank ``peer``."""
 
+    def abort_waits(self, peer: int) -> None:
+        """End all waits on this link, in any thread; ``peer`` is a rank that is awaited."""
+
     def close(self) -> None:
         """Close every connection, so that transfers fail on both ends. Idempotent.
 
@@ -56,6 +59,9 @@ CHANNEL_BITS = 8
 BITS_BELOW = TAG_BITS - CHANNEL_BITS
 """Bits available for the tags inside a channel."""
 
+UNUSED_TAG = (1 << BITS_BELOW) - 1
+"""A tag that no message has."""
+
 MAX_CHANNELS = (1 << CHANNEL_BITS) - 1
 """Maximum open channels, in addition to channel 0 of the world."""
 
@@ -69,20 +75,24 @@ class ChannelLink:
     """
 
     def __init__(self, link: Link, channel: int) -> None:
-        self._link, self.name = link, link.name
+        self.link, self.channel, self.name = link, channel, link.name
         self._offset = channel << BITS_BELOW
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending ``tensor`` to rank ``peer`` in this channel."""
-        return self._link.send(tensor, peer, self._offset + tag)
+        return self.link.send(tensor, peer, self._offset + tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start receiving from rank ``peer`` in this channel."""
-        return self._link.recv(tensor, peer, self._offset + tag)
+        return self.link.recv(tensor, peer, self._offset + tag)
+
+    def abort_waits(self, peer: int) -> None:
+        """End all waits on the link, in all channels."""
+        self.link.abort_waits(peer)
 
     def close(self) -> None:
         """Close the link for all channels: after a failure none of them can continue."""
-        self._link.close()
+        self.link.close()
 
 
 def lowest_free(taken: Iterable[int]) -> int:
@@ -170,6 +180,11 @@ class LazyLink:
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start receiving from member ``peer``. The first call connects all members."""
         return self._connected().recv(tensor, peer, tag)
+
+    def abort_waits(self, peer: int) -> None:
+        """End all waits on the link."""
+        if self._link is not None:
+            self._link.abort_waits(peer)
 
     def _connected(self) -> Link:
         """Return the link. Only one thread calls this; another one may close it meanwhile."""

@@ -130,6 +130,10 @@ class LoopbackLink:
         """Copy the message in `wait`."""
         return _Received(self._switch, (self.name, peer, self._rank, tag), tensor)
 
+    def abort_waits(self, peer: int) -> None:  # noqa: ARG002
+        """Fail all transfers with this rank."""
+        self.close()
+
     def close(self) -> None:
         """Fail all transfers with this rank."""
         self._switch.fail(self._rank)

@@ -25,11 +25,11 @@ import torch.distributed.nn.functional
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import log_to_stderr
-from wingbeat.transport import descriptors, graceful_shutdown, launchers
+from wingbeat.transport import descriptors, graceful_shutdown, launchers, tcp
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
-from wingbeat.transport.gloo import GlooGroups, GlooLink, watch_listeners
+from wingbeat.transport.gloo import GlooGroups, watch_listeners
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
 from wingbeat.transport.text import first_line
@@ -450,18 +450,17 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
     descriptors.require(
         # Includes the default group's device. Rank 0 has a second connection of each rank, to the
         # store.
-        (1 + len(chosen)) * (descriptors.GLOO_DEVICE_DESCRIPTORS + size - 1)
+        descriptors.GLOO_DEVICE_DESCRIPTORS
+        + len(chosen) * descriptors.INTERFACE_DESCRIPTORS
+        + (1 + len(chosen)) * (size - 1)
         + 1
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
     )
     _start_default_group(store, world, chosen)
-    world.links = tuple(
-        GlooLink(dist.PrefixStore(f"link{i}", store), rank, size, interface, world.timeout)
-        for i, interface in enumerate(chosen)
-    )
-    # gloo returns when this rank's own pairs are connected. A worker that left now would break
-    # peers that are still connecting.
+    key = job_key(os.environ)
+    world.links = tcp.connect(rank, size, chosen, world.exchange, key, world.timeout)
+    # A worker that left now would break peers that are still connecting.
     world.exchange("connected", True)
     world.speeds = measure_speeds(world)
     world.publish("speeds", world.speeds)

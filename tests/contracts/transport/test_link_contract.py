@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import late
+from helpers import late, tcp
 from wingbeat.transport.gloo import GlooLink
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import BITS_BELOW, ChannelLink, Link, Pending
@@ -45,7 +45,16 @@ def late_loopback() -> Ends:
     return [late.LateLink(board, rank, NAME) for rank in range(RANKS)]
 
 
-LINKS: dict[str, Callable[[], Ends]] = {"loopback": loopback, "late": late_loopback, "gloo": gloo}
+def over_tcp() -> Ends:
+    return [links[0] for links in tcp.links(RANKS)]
+
+
+LINKS: dict[str, Callable[[], Ends]] = {
+    "loopback": loopback,
+    "late": late_loopback,
+    "gloo": gloo,
+    "tcp": over_tcp,
+}
 
 
 @pytest.fixture(params=[(name, channel) for name in LINKS for channel in (None, 0, 3)], ids=str)

@@ -1,0 +1,325 @@
+"""The executor of links over TCP, whose programs run in the extension, and the executors of worlds.
+
+The extension runs plain and cast collectives without the GIL, from the call until the result. Calls
+that only Python can run (codecs, unusual dtypes) use the same connections, in another channel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from wingbeat import _native
+from wingbeat.collectives import program as programs
+from wingbeat.collectives.executor import (
+    CHUNKS_PER_TAG,
+    AnyJob,
+    Executor,
+    SharedFailure,
+    executor_threads,
+)
+from wingbeat.collectives.handle import MAX_UNINTERRUPTED_S, Call, Job, NativeJob
+from wingbeat.collectives.packing import Cast
+from wingbeat.collectives.program import Transfer
+from wingbeat.collectives.threads import run_callback
+from wingbeat.collectives.waits import CurrentWait
+from wingbeat.observe.events import stream
+from wingbeat.transport.link import ChannelLink
+from wingbeat.transport.tcp import TcpLink, lane_channel
+from wingbeat.types import Span
+
+if TYPE_CHECKING:
+    from wingbeat.collectives.program import Program
+    from wingbeat.transport.link import Link
+    from wingbeat.transport.world import World
+
+NATIVE_DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+    torch.bool: 9,
+}
+"""The numbers of ``enum class Dtype`` in ``native/src/net/arithmetic.h``."""
+
+_NO_BLOCK = Span(0, 0)
+_numbers = itertools.count(1)
+
+
+class _Completions:
+    """Runs, in one thread, what waits for jobs that have ended and for lanes that have failed.
+
+    The thread ends with the last lane.
+    """
+
+    def __init__(self) -> None:
+        self.native = _native.Completions()
+        self._jobs: dict[int, NativeJob] = {}
+        self._lanes: dict[int, weakref.ref[NativeExecutor]] = {}
+        self._closing = threading.RLock()  # the garbage collector may run in its holder
+
+    def watch(self, executor: NativeExecutor, number: int) -> None:
+        """Handle failures of the lane ``number`` of ``executor``."""
+        with self._closing:
+            first = not self._lanes
+            self._lanes[number] = weakref.ref(executor)
+            if first:
+                self.native = _native.Completions()
+                threading.Thread(
+                    target=self._serve,
+                    args=(self.native,),
+                    name="wingbeat-completions",
+                    daemon=True,
+                ).start()
+
+    def release(self, number: int) -> None:
+        """Remove a lane. Idempotent."""
+        with self._closing:
+            if self._lanes.pop(number, None) is not None and not self._lanes:
+                self.native.close()
+
+    def expect(self, job: NativeJob) -> bool:
+        """Have a job's callbacks called at its end; False if it is done."""
+        self._jobs[job.number] = job
+        if job.task.report():
+            return True
+        if not job.awaited:
+            self._jobs.pop(job.number, None)
+        return False
+
+    def _serve(self, native: _native.Completions) -> None:
+        while numbers := native.wait():
+            for number in numbers:
+                job = self._jobs.get(number)
+                if job is not None:
+                    run_callback(job.complete)
+                    self._jobs.pop(number, None)
+                    del job
+                    continue
+                lane = self._lanes.get(number)
+                executor = None if lane is None else lane()
+                if executor is not None:
+                    run_callback(executor.fail_lane)
+                del executor
+
+
+_completions = _Completions()
+
+
+class NativeExecutor(Executor):
+    """An `Executor` whose programs run in the extension where it can run them.
+
+    ``channel`` is the channel of the links, ``nics`` their interfaces in the extension.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        lane: int,
+        failure: SharedFailure,
+        nics: list[_native.Nic],
+        channel: int,
+    ) -> None:
+        self._jobs: dict[int, NativeJob] = {}
+        self._native_wait: CurrentWait | None = None
+        self._native_wait_of: tuple[int, int] = (0, 0)
+        self._number = next(_numbers)
+        _completions.watch(self, self._number)
+        self._lane = _native.Lane(
+            nics, lane_channel(channel), programs.RECEIVES_AHEAD, programs.DEPTH, CHUNKS_PER_TAG,
+            _completions.native, self._number,
+        )  # fmt: skip
+        # Buffers of a world that is dropped without `close` are released with the executor.
+        weakref.finalize(self, _end_lane, self._lane, self._number)
+        self._index = world.rank
+        super().__init__(world, lane, failure, executor_threads)
+
+    def submit(self, program: Program, call: Call, after: AnyJob | None, rows: int = 0) -> AnyJob:
+        """As `Executor.submit`."""
+        cast = _cast_of(call)
+        if cast is None or isinstance(after, Job):
+            if isinstance(after, NativeJob):
+                after.wait()  # rare: only one of two halves has a codec
+                after = None
+            return super().submit(program, call, after)
+        job = NativeJob(
+            program, call, self._lane_failure, self._compare, _completions.expect, self._forget
+        )
+        job.number = next(_numbers)
+        own = _NO_BLOCK if call.packing is None else call.packing.own
+        previous = after.task if isinstance(after, NativeJob) else None
+        with self._condition:
+            self._admit(job, call)
+            self._drop_done()
+            self._jobs[job.number] = job
+            job.task = self._lane.submit(
+                program.native, call.buffer.data_ptr(), NATIVE_DTYPES[call.buffer.dtype],
+                job.base_tag, job.number, previous, cast, own.start, own.stop, rows, self._index,
+                call.buffer.numel() if rows else 0,
+            )  # fmt: skip
+        if stream.on:
+            job.add_done_callback(lambda: self._record(job))
+        return job
+
+    def _record(self, job: NativeJob) -> None:
+        if job.task.failed:
+            return
+        nbytes = job.buffer.numel() * job.buffer.element_size()
+        stream.record(
+            job.what, job.task.begin_ns, job.task.received_ns,
+            bucket=job.bucket, nbytes=nbytes, lane=self._name,
+        )  # fmt: skip
+
+    def _drop_done(self) -> None:
+        """Release the buffers of jobs that nothing waited for."""
+        for number, job in list(self._jobs.items()):
+            if not job.task.done:
+                return
+            self._jobs.pop(number, None)
+
+    def _forget(self, job: NativeJob) -> None:
+        self._jobs.pop(job.number, None)
+
+    def _begun(self) -> list[AnyJob]:
+        return [*super()._begun(), *(job for job in self._submitted_jobs() if not job.task.done)]
+
+    def _submitted_jobs(self) -> list[NativeJob]:
+        with self._condition:  # `submit` holds it until the extension has the task
+            return list(self._jobs.values())
+
+    @property
+    def waiting(self) -> CurrentWait | None:
+        """As `Executor.waiting`."""
+        if self._waiting is not None:
+            return self._waiting
+        found = self._lane.waiting()
+        if found is None:
+            return None
+        number, index, peer, link, _, _ = found
+        if self._native_wait is None or self._native_wait_of != (number, index):
+            job = self._jobs.get(number, "a collective")
+            self._native_wait = CurrentWait(self._ranks[peer], job, self._links[link], peer)
+            self._native_wait_of = number, index
+        return self._native_wait
+
+    def fail_lane(self) -> None:
+        """Determine why the lane failed, and fail everything that uses these links."""
+        found = self._lane.failure()
+        if found is None:
+            return
+        number, _, peer, link, seconds, reason = found
+        job = self._jobs.get(number)
+        if job is None:
+            self._fail(self._begun(), RuntimeError(reason))
+            return
+        why = (self._monitor.why if self._monitor is not None else "") or reason
+        lost = self._lost(job, Transfer(peer, Span(0, 0), 0, link=link), seconds, why)
+        self._fail([job, *(each for each in self._begun() if each is not job)], lost)
+
+    def _lane_failure(self) -> str:
+        """Return the reason for which the lane failed."""
+        if not self._failure.settled:
+            self.fail_lane()
+        return self._failure.reason()
+
+    def _fail(self, begun: list[AnyJob], err: Exception) -> None:
+        jobs = self._submitted_jobs()
+        self._lane.fail()
+        super()._fail([*begun, *(job for job in jobs if job not in begun)], err)
+        self._jobs.clear()
+
+    def close(self) -> None:
+        """As `Executor.close`."""
+        self.stop()
+        deadline = time.monotonic() + self._timeout
+        if not self._abandoned:
+            for job in self._submitted_jobs():
+                while time.monotonic() < deadline and not job.task.wait(MAX_UNINTERRUPTED_S, True):
+                    pass
+            if begun := self._begun():
+                self._fail(begun, RuntimeError("the executor was closed"))
+        super().close()
+        self._lane.fail()
+        self._jobs.clear()
+        _completions.release(self._number)
+
+    def abandon(self) -> None:
+        """As `Executor.abandon`; no buffer is written to afterwards."""
+        super().abandon()
+        self._fail(self._begun(), RuntimeError("abandoned"))
+
+
+def _end_lane(lane: _native.Lane, number: int) -> None:
+    lane.fail()
+    _completions.release(number)
+
+
+def _cast_of(call: Call) -> int | None:
+    """Return the number of the dtype to cast to, -1 for none; None if Python must run the call."""
+    dtype, packing = call.buffer.dtype, call.packing
+    if packing is None:
+        return -1 if dtype in NATIVE_DTYPES else None
+    if isinstance(packing, Cast) and dtype is torch.float32 and packing.dtype is not dtype:
+        return NATIVE_DTYPES[packing.dtype]
+    return None
+
+
+def _native_nics(links: tuple[Link, ...]) -> tuple[list[_native.Nic], int] | None:
+    """Return the interfaces of links over TCP and their channel; None for other links."""
+    channel, nics = 0, []
+    for link in links:
+        if isinstance(link, ChannelLink):
+            channel, link = link.channel, link.link
+        if not isinstance(link, TcpLink):
+            return None
+        nics.append(link.nic)
+    return nics, channel
+
+
+_creating = threading.RLock()
+"""Reentrant, because the garbage collector may run in the thread that holds it."""
+
+_executors: weakref.WeakKeyDictionary[World, list[Executor]] = weakref.WeakKeyDictionary()
+
+
+def executors_of(world: World) -> list[Executor]:
+    """Return a world's executors, one per link, which all of its `Collectives` share."""
+    with _creating:
+        if world not in _executors:
+            _executors[world] = executors = _make_executors(world)
+            for executor in executors:
+                world.on_close(executor.close)
+                # A deleted model drops its channel but cannot end the thread.
+                weakref.finalize(world, executor.stop)
+        return _executors[world]
+
+
+def _make_executors(world: World) -> list[Executor]:
+    failure, lanes = SharedFailure(), range(len(world.links))
+    native = _native_nics(world.links)
+    if native is not None:
+        return [NativeExecutor(world, lane, failure, *native) for lane in lanes]
+    # The executors of groups have threads only while there is work.
+    threads = None if world.group is None else executor_threads
+    return [Executor(world, lane, failure, threads) for lane in lanes]
+
+
+def _after_fork() -> None:
+    """Reset in a forked child, where a thread that no longer exists may have held the lock."""
+    global _creating, _completions
+    _creating = threading.RLock()
+    _completions = _Completions()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,271 @@
+"""Collectives in the extension: the same bits as those of the Python executor, its reference."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import tcp
+from wingbeat import compression, topologies
+from wingbeat.codecs import Coding, make
+from wingbeat.codecs.coding import Region
+from wingbeat.collectives import Collectives, Encoded, engine
+from wingbeat.collectives.handle import Job, NativeJob
+from wingbeat.collectives.native import NATIVE_DTYPES
+from wingbeat.errors import PeerError
+from wingbeat.transport import loopback
+from wingbeat.transport.world import World
+from wingbeat.types import Span
+
+SIZES = ((2, 1), (3, 1), (4, 1), (4, 2))
+"""Ranks and interfaces."""
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[dict[tuple[int, int], list[World]]]:
+    made = {(size, nics): tcp.worlds(size, interfaces=nics) for size, nics in SIZES}
+    yield made
+    for members in made.values():
+        tcp.close(members)
+
+
+@pytest.fixture
+def pair() -> Iterator[list[World]]:
+    members = tcp.worlds(2)
+    yield members
+    tcp.close(members)
+
+
+def filled(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * 50
+    return values > 0 if dtype is torch.bool else values.to(dtype)
+
+
+def results(
+    members: list[World], topology: str, what: str, inputs: list[torch.Tensor], cast: str
+) -> list[torch.Tensor]:
+    wire = getattr(torch, cast) if cast else None
+
+    def body(world: World) -> torch.Tensor:
+        collectives = Collectives(world, topology)
+        buffer = inputs[world.rank].clone()
+        if what == "halves":
+            first = collectives.reduce_scatter(buffer, wire=wire)
+            collectives.all_gather(buffer, after=first, wire=wire).wait()
+            first.wait()
+        elif what == "broadcast":
+            collectives.broadcast(buffer, 1).wait()
+        else:
+            collectives.all_reduce(buffer, wire=wire).wait()
+        return buffer
+
+    return loopback.run(members, body)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_results_equal_those_of_python_to_the_bit(
+    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
+) -> None:
+    size, nics = data.draw(st.sampled_from(SIZES))
+    choices = [name for name in ("ring", "doubling", "mesh", "bcube") if fits(name, size, nics)]
+    topology = data.draw(st.sampled_from(choices))
+    what = data.draw(st.sampled_from(["all_reduce", "halves", "broadcast"]))
+    dtype = data.draw(st.sampled_from(sorted(NATIVE_DTYPES, key=str)))
+    can_cast = dtype is torch.float32 and what != "broadcast"
+    cast = data.draw(st.sampled_from(["", "bfloat16", "float16"])) if can_cast else ""
+    numel = data.draw(st.one_of(st.integers(0, 40), st.integers(1, 300_000)))
+    inputs = [filled(numel, dtype, 7 * rank + numel) for rank in range(size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "DIRECT_BYTES", -1)
+        check_same_bits(clusters, topology, what, cast, inputs, nics)
+
+
+def check_same_bits(
+    clusters: dict[tuple[int, int], list[World]],
+    topology: str,
+    what: str,
+    cast: str,
+    inputs: list[torch.Tensor],
+    nics: int,
+) -> None:
+    size = len(inputs)
+    native = results(clusters[size, nics], topology, what, inputs, cast)
+    python = results(loopback.worlds(size, interfaces=nics), topology, what, inputs, cast)
+    for ours, theirs in zip(native, python, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_small_buffers_are_summed_in_the_order_of_ranks(
+    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
+) -> None:
+    size, nics = data.draw(st.sampled_from(SIZES))
+    dtype = data.draw(st.sampled_from(sorted(NATIVE_DTYPES, key=str)))
+    numel = data.draw(st.integers(0, 16_000 // size // 2))
+    what = data.draw(st.sampled_from(["all_reduce", "halves"]))
+    inputs = [filled(numel, dtype, 3 * rank + numel) for rank in range(size)]
+    expected = inputs[0].clone()
+    for each in inputs[1:]:
+        expected.add_(each)
+    for found in results(clusters[size, nics], "ring", what, inputs, ""):
+        if what == "all_reduce" or not dtype.is_floating_point:
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        else:  # an owner adds to its own part
+            assert torch.allclose(found.double(), expected.double(), rtol=2e-2, atol=1.0)
+
+
+def fits(topology: str, size: int, nics: int) -> bool:
+    try:
+        topologies.get(topology).fitted(size, nics)
+    except ValueError:
+        return False
+    return True
+
+
+def test_collectives_run_in_the_extension_and_codecs_in_python(pair: list[World]) -> None:
+    whole = Span(0, 1000)
+    wire = Encoded(Coding([Region(whole, make(compression.Sketch()))]))
+
+    def body(world: World) -> list[type]:
+        collectives = Collectives(world)
+        plain = collectives.all_reduce(torch.ones(1000))
+        sketched = collectives.all_reduce(torch.ones(1000), wire=wire)
+        odd = collectives.all_reduce(torch.ones(10, dtype=torch.complex64))
+        handles = (plain, sketched, odd)
+        for handle in handles:
+            handle.wait()
+        return [type(handle.jobs[0]) for handle in handles]
+
+    for kinds in loopback.run(pair, body):
+        assert kinds == [NativeJob, Job, Job]
+
+
+def test_many_collectives_in_progress_keep_their_order_and_results(pair: list[World]) -> None:
+    def body(world: World) -> list[float]:
+        collectives = Collectives(world)
+        buffers = [torch.full((1 + 977 * n,), float(n + world.rank)) for n in range(60)]
+        handles = [collectives.all_reduce(buffer, bucket=n) for n, buffer in enumerate(buffers)]
+        for handle in handles:
+            handle.wait()
+        assert all(bool((buffer == buffer[0]).all()) for buffer in buffers)
+        return [float(buffer[0]) for buffer in buffers]
+
+    for found in loopback.run(pair, body):
+        assert found == [2.0 * n + 1 for n in range(60)]
+
+
+def test_rank_that_starts_late_receives_what_was_buffered(pair: list[World]) -> None:
+    """More bytes than a channel's window, so that the sender has to wait for credits."""
+
+    def body(world: World) -> float:
+        collectives, buffer = Collectives(world), torch.full((6_000_000,), 1.0 + world.rank)
+        if world.rank == 1:
+            time.sleep(0.3)
+        collectives.all_reduce(buffer).wait()
+        return float(buffer.sum())
+
+    assert loopback.run(pair, body) == [18_000_000.0] * 2
+
+
+def test_channel_whose_window_is_full_does_not_delay_another(pair: list[World]) -> None:
+    def body(world: World) -> float:
+        stuck, free = Collectives(world.open_channel()), Collectives(world)
+        large, small = torch.ones(6_000_000), torch.ones(10)
+        waiting = stuck.all_reduce(large) if world.rank == 0 else None
+        for _ in range(20):
+            free.all_reduce(small).wait()
+        (waiting or stuck.all_reduce(large)).wait()
+        return float(large[0])
+
+    assert loopback.run(pair, body) == [2.0, 2.0]
+
+
+def test_callbacks_run_once_after_the_result(pair: list[World]) -> None:
+    def body(world: World) -> list[float]:
+        collectives, buffer = Collectives(world), torch.ones(1000)
+        seen: list[float] = []
+        handle = collectives.all_reduce(buffer)
+        called = threading.Semaphore(0)
+        for _ in range(3):
+            handle.add_done_callback(lambda _: (seen.append(float(buffer[0])), called.release()))
+        for _ in range(3):
+            assert called.acquire(timeout=20.0)
+        handle.wait()
+        handle.add_done_callback(lambda _: seen.append(-1.0))
+        return seen
+
+    assert loopback.run(pair, body) == [[2.0, 2.0, 2.0, -1.0]] * 2
+
+
+def test_buffer_is_released_after_the_wait(pair: list[World]) -> None:
+    def body(world: World) -> bool:
+        collectives, buffer = Collectives(world), torch.ones(1000)
+        released = weakref.ref(buffer)
+        collectives.all_reduce(buffer).wait()
+        del buffer
+        gc.collect()
+        return released() is None
+
+    assert loopback.run(pair, body) == [True, True]
+
+
+def test_peer_that_closes_fails_all_jobs_within_a_second_and_is_named() -> None:
+    members = tcp.worlds(3)
+    collectives = [Collectives(world) for world in members]
+    handles = [collectives[0].all_reduce(torch.ones(1000), bucket=n) for n in range(3)]
+    begin = time.monotonic()
+    members[2].links[0].close()
+    for handle in handles:
+        with pytest.raises(PeerError, match=r"rank 0: rank 2 failed during all-reduce of bucket"):
+            handle.wait()
+    assert time.monotonic() - begin < 5.0
+    with pytest.raises(PeerError):
+        collectives[0].all_reduce(torch.ones(4))
+    tcp.close(members)
+
+
+def test_failed_collective_no_longer_writes_to_its_buffer(pair: list[World]) -> None:
+    buffer = torch.zeros(2_000_000)
+    handle = Collectives(pair[0]).all_reduce(buffer)
+    pair[1].links[0].close()
+    with pytest.raises(PeerError):
+        handle.wait()
+    before = buffer.clone()
+    time.sleep(0.05)
+    assert torch.equal(buffer, before)
+
+
+def test_calls_that_differ_are_named_on_a_rank_that_waits(pair: list[World]) -> None:
+    def body(world: World) -> str:
+        collectives = Collectives(world)
+        numel = 1000 if world.rank == 0 else 999
+        try:
+            collectives.all_reduce(torch.ones(numel), bucket=world.rank).wait()
+        except PeerError as err:
+            return str(err)
+        return ""
+
+    texts = loopback.run(pair, body)
+    assert any("all ranks must make the same calls" in text for text in texts), texts
+    assert all(texts)
+
+
+def test_abandoned_collective_ends_at_once(pair: list[World]) -> None:
+    collectives = Collectives(pair[0])
+    handle = collectives.all_reduce(torch.ones(8))
+    begin = time.monotonic()
+    collectives.abandon()
+    with pytest.raises(PeerError):
+        handle.wait()
+    assert time.monotonic() - begin < 5.0

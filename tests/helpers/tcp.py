@@ -1,0 +1,60 @@
+"""Worlds over TCP whose ranks are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from wingbeat.transport import tcp
+from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.world import World
+
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
+
+
+def exchanges(size: int) -> list[Callable[[str, Any], list[Any]]]:
+    """Return `World.exchange` of each rank, for one exchange."""
+    values: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+
+    def of(rank: int) -> Callable[[str, Any], list[Any]]:
+        def exchange(_what: str, value: Any) -> list[Any]:
+            values[rank] = value
+            barrier.wait(20.0)
+            return list(values)
+
+        return exchange
+
+    return [of(rank) for rank in range(size)]
+
+
+def links(
+    size: int, *, interfaces: int = 1, keys: list[bytes | None] | None = None, timeout: float = 20.0
+) -> list[tuple[tcp.TcpLink, ...]]:
+    """Connect ``size`` ranks over loopback, and return the links of each."""
+    found = exchanges(size)
+    used = keys or [None] * size
+
+    def connect(rank: int) -> tuple[tcp.TcpLink, ...]:
+        return tcp.connect(rank, size, [LO] * interfaces, found[rank], used[rank], timeout)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(connect, range(size)))
+
+
+def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[World]:
+    """Return the worlds of ``size`` connected ranks. Close them all at the same time."""
+    store = Switchboard()
+    return [
+        World(rank, size, mine, (1.0,) * interfaces, timeout, store, threads=True)
+        for rank, mine in enumerate(links(size, interfaces=interfaces))
+    ]
+
+
+def close(members: list[World]) -> None:
+    """Close all worlds."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        list(pool.map(lambda world: world.close(), members))
