@@ -1,0 +1,154 @@
+"""Time and CPU time of small all-reduces, beside gloo's and those of plain sockets.
+
+    python benchmarks/latency.py --json out/latency.json
+    python benchmarks/latency.py --labs loopback:2 star:4@1gbit --kb 4 64
+
+Each all-reduce is awaited before the next one. Rounds of wingbeat, of ``torch.distributed`` (gloo)
+and, with two workers, of processes that exchange the bytes over a plain socket and add them with
+numpy, take turns. The CPU time is that of all threads of rank 0, by the kernel's accounting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LABS = ("loopback:2", "star:4@1gbit")
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def plain_sockets(rank: int, size: int, exchange: Callable[..., Any]) -> socket.socket | None:
+    """Connect the two ranks of a host; None with more ranks."""
+    if size != 2:
+        return None
+    listener = socket.create_server(("127.0.0.1", 0))
+    ports = exchange("plain", listener.getsockname()[1])
+    address = "127.0.0.1", ports[0]
+    made = listener.accept()[0] if rank == 0 else socket.create_connection(address)
+    listener.close()
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Time every case on this rank; rank 0 writes the report."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    import wingbeat
+    from wingbeat.collectives import Collectives
+
+    world = wingbeat.init(timeout=60)
+    collectives = Collectives(world)
+    plain = plain_sockets(world.rank, world.size, world.exchange) if args.plain else None
+    rows: dict[tuple[str, float], dict[str, list[float]]] = {}
+    for kb in args.kb:
+        buffer = torch.ones(int(kb * 256))
+        own, other = buffer.numpy(), np.zeros(int(kb * 256), dtype=np.float32)
+
+        def sockets(own: Any = own, other: Any = other) -> None:
+            assert plain is not None
+            plain.sendall(memoryview(own).cast("B"))
+            into = memoryview(other).cast("B")
+            at = 0
+            while at < len(into):
+                at += plain.recv_into(into[at:])
+            np.add(own, other, out=own)
+
+        ways: dict[str, Callable[[], Any]] = {
+            "wingbeat": lambda buffer=buffer: collectives.all_reduce(buffer).wait(),
+            "gloo": lambda buffer=buffer: dist.all_reduce(buffer),
+        }
+        if plain is not None:
+            ways["plain sockets"] = sockets
+        for turn in range(args.rounds + 1):  # the first one warms up
+            for name, once in ways.items():
+                dist.barrier()
+                times, before = [], cpu_s()
+                for _ in range(args.count):
+                    begin = time.perf_counter()
+                    once()
+                    times.append(time.perf_counter() - begin)
+                used = (cpu_s() - before) / args.count
+                buffer.fill_(0.0)
+                if turn:
+                    row = rows.setdefault((name, kb), {"ms": [], "cpu_ms": []})
+                    row["ms"].append(1e3 * statistics.median(times))
+                    row["cpu_ms"].append(1e3 * used)
+    if world.rank == 0:
+        found = [{"way": way, "kb": kb, **row} for (way, kb), row in rows.items()]
+        Path(args.json).write_text(json.dumps(found, indent=1))
+    wingbeat.shutdown()
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Run the workers on each lab, and print a table."""
+    from common import show, write
+
+    from wingbeat_lab import lab
+    from wingbeat_lab.bench import machine
+    from wingbeat_lab.bench.table import Printed
+
+    path = Path(args.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": machine.describe(), "labs": {}}
+    for name in args.labs:
+        spec = lab.LabSpec.parse(name)
+        words = [sys.executable, __file__, "--worker", "--json", str(path.resolve())]
+        words += ["--rounds", str(args.rounds), "--count", str(args.count)]
+        words += ["--kb", *map(str, args.kb)]
+        words += ["--plain"] * name.startswith("loopback")
+        result = lab.run(spec, words, on_line=lambda rank, line: print(f"[{rank}] {line}"))
+        if result.exit_code:
+            return result.exit_code
+        rows = json.loads(path.read_text())
+        report["labs"][name] = rows
+        cells = [
+            (
+                f"{row['way']}, {row['kb']:g} KB",
+                f"{statistics.median(row['ms']):.3f}",
+                f"{min(row['ms']):.3f} .. {max(row['ms']):.3f}",
+                f"{statistics.median(row['cpu_ms']):.3f}",
+            )
+            for row in rows
+        ]
+        columns = ("all-reduce", "ms", "least .. largest", "CPU ms")
+        notes = [f"medians of {args.rounds} rounds of {args.count}, each awaited"]
+        show(report, Printed.of(f"small all-reduces on {name}", columns, cells, notes))
+        write(path, report)
+    return 0
+
+
+def main() -> int:
+    """Parse the command line; inside the lab, act as a worker."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--labs", nargs="+", default=list(LABS))
+    parser.add_argument("--kb", type=float, nargs="+", default=[4.0, 64.0, 1024.0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--count", type=int, default=200, help="all-reduces in a round")
+    parser.add_argument("--json", default="out/latency.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args)
+        return 0
+    return launch(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
