@@ -332,8 +332,8 @@ class Engine:
 
     def refresh(self, params: Sequence[torch.Tensor]) -> None:
         """Apply the deferred updates of parameters that are about to be read."""
-        slots = self.bucketing.slot_of
-        self.apply_updates([slots[param].bucket for param in params if param in slots])
+        found = (self.bucketing.slot_of.get(id(param)) for param in params)
+        self.apply_updates([slot.bucket for slot in found if slot is not None])
 
     # -- backward: gradients into buckets -------------------------------------------------
 

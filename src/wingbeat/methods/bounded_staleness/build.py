@@ -71,7 +71,7 @@ def _refuse_other_optimizers(training: Training) -> None:
             "freeze the others"
         )
     known = training.bucketing.slot_of
-    local = sum(param.requires_grad and param not in known for param in stepper.params())
+    local = sum(param.requires_grad and id(param) not in known for param in stepper.params())
     if local:
         raise UsageError(
             f"{local} parameters of the optimizer are not synchronised: under bounded staleness "
