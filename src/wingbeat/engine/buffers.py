@@ -108,6 +108,11 @@ class BufferSync:
         places = self._places()
         return [place.tensor for place in places if place.tensor is not None and not place.shared]
 
+    @property
+    def pending(self) -> bool:
+        """Whether `apply` has something to wait for."""
+        return self._handle is not None or self._requested is not None
+
     def start(self, root: int = 0) -> None:
         """Broadcast rank ``root``'s buffers in the background, with a validity flag."""
         if self._own is None:

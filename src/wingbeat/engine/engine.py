@@ -40,7 +40,12 @@ from wingbeat.collectives import Collectives
 from wingbeat.engine.buffers import BufferSync
 from wingbeat.engine.context import BuildContext
 from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind
-from wingbeat.engine.gradients.bucketing import Bucketing, ignored, synchronised
+from wingbeat.engine.gradients.bucketing import (
+    Bucketing,
+    ignored,
+    is_compiled,
+    synchronised,
+)
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.engine.gradients.views import (
@@ -214,9 +219,11 @@ class Engine:
         return self.bucketing.buckets
 
     def readers(self) -> set[torch.nn.Module]:
-        """Return the modules that directly hold synchronised parameters or buffers."""
-        trained = {module for module in self.model.modules() if self.bucketing.needed_by(module)}
-        return trained | self.buffer_sync.owners()
+        """Return the modules that directly hold tensors that may not be current in a forward."""
+        modules = filter(self.bucketing.needed_by, self.model.modules())
+        # Buffers may be inside compiled modules too.
+        due = {each for each in modules if self.update.defers or is_compiled(each)}
+        return due | self.buffer_sync.owners()
 
     @property
     def phase(self) -> Phase:
@@ -311,6 +318,12 @@ class Engine:
         if self.hooks is not None:
             self.hooks.remove_inner()
         self.flush()
+
+    def is_pending(self, module: torch.nn.Module) -> bool:
+        """Whether a module's parameters, or any buffers, are not current."""
+        if self.buffer_sync.pending:
+            return True
+        return any(bucket.due for bucket in self.bucketing.needed_by(module))
 
     def before_module_forward(self, module: torch.nn.Module, _args: Any) -> None:
         """Make the tensors that a module reads current before its forward."""

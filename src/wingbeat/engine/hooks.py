@@ -30,7 +30,7 @@ class Hooks:
         skipped.add(model)
         readers = engine.readers() - skipped
         self._inner: list[Any] = [
-            module.register_forward_pre_hook(ForwardHook(ref, "before_module_forward"))
+            module.register_forward_pre_hook(InnerHook(ref, "before_module_forward"))
             for module in model.modules()
             if module in readers
         ]
@@ -221,6 +221,19 @@ class ForwardHook(ModuleHook):
         if engine is not None:
             with unrecorded():
                 engine.flush()
+
+
+class InnerHook(ForwardHook):
+    """Runs before the forward of a module inside the model, if something is pending for it."""
+
+    def __call__(self, *args: Any) -> None:
+        """Call the method only if the module's tensors are not current."""
+        if torch.compiler.is_compiling():
+            super().__call__(*args)
+            return
+        engine = self._engine()
+        if engine is not None and engine.is_pending(args[0]):
+            self.run(args)
 
 
 _UNNAMED = (
