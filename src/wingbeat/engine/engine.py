@@ -128,7 +128,8 @@ class Engine:
         self.before_synced_forward: Callable[[], Any] | None = None
         self._decided: bool | None = None
         self._in_backward = False
-        self._backward: weakref.ref[Any] | None = None
+        self._backward: Callable[[], Any] = lambda: None
+        self._profiled: BackwardProfiler | None = None
         self._skipping = False
         self._shadowing = False
         self._next = 0
@@ -233,7 +234,7 @@ class Engine:
     @property
     def backward_running(self) -> bool:
         """Whether a synchronised backward is running, in any thread."""
-        return self._in_backward and self._backward is not None and self._backward() is not None
+        return self._in_backward and self._backward() is not None
 
     @property
     def backward_aborted(self) -> bool:
@@ -362,12 +363,13 @@ class Engine:
     def on_grad(self, index: int, _param: torch.Tensor) -> None:
         """Copy one accumulated gradient into its bucket; called by several threads of autograd."""
         with self.lock:
-            if not self._enters_backward(self.slots[index].name):
+            slot = self.slots[index]
+            if not self._enters_backward(slot.name):
                 return
-            passes = self.passes
+            passes = self._profiled
             if passes is not None:
                 passes.enter(index)
-            self._add_gradient(self.slots[index])
+            self._add_gradient(slot)
             if passes is not None:
                 passes.leave()
 
@@ -394,9 +396,11 @@ class Engine:
             self._open_backward()
             self._in_backward = True
             self._backward = call_at_backward_end(self, "end_backward")
-            if self.passes is not None:
-                self.passes.begin()
-        elif self.backward_aborted:
+            passes = self.passes
+            self._profiled = passes if passes is not None and passes.enabled else None
+            if self._profiled is not None:
+                self._profiled.begin()
+        elif self._backward() is None:
             raise UsageError(
                 f"parameter {name!r} got a gradient, but an exception has cut the backward before "
                 "this one short; call optimizer.zero_grad() after it"
@@ -478,6 +482,7 @@ class Engine:
                 self.compression.add_own_residual(bucket, bucket.owned(self.world.rank))
             self.dispatch(events.BucketReady(bucket.index))
 
+    @torch.no_grad()
     def _launch_all(self) -> None:
         """Launch whatever is launched once per backward, complete or not."""
         for bucket in self.buckets[self._next :]:

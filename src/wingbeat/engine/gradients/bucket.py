@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ COUNT_MODULUS = 128
 
 _ALIGN = 16
 
+_is_used = operator.attrgetter("used")
+
 
 class Slot:
     """One parameter's place in a bucket.
@@ -29,6 +32,7 @@ class Slot:
     Attributes:
         elements: elements of the buffer that the gradient occupies; two for a complex number.
         view: the gradient's place in the bucket's buffer, at ``address``.
+        kind: the dtype of ``view``, and the type of its device.
         shown: the same memory, as users see it in ``p.grad``.
         pending: the placeholder in ``p.grad`` until the gradient is gathered; None under schedules
             that reduce whole gradients.
@@ -44,6 +48,7 @@ class Slot:
         "elements",
         "fully_connected",
         "index",
+        "kind",
         "name",
         "param",
         "pending",
@@ -70,6 +75,7 @@ class Slot:
         self.view: torch.Tensor
         self.shown: torch.Tensor
         self.address: int
+        self.kind: tuple[torch.dtype, str]
 
     def show(self) -> None:
         """Set ``p.grad`` to the gradient in the buffer; raises as `check_kind`."""
@@ -96,16 +102,19 @@ class Slot:
         )
 
     def fill(self, scale: float) -> bool:
-        """Write the gradient times ``scale`` into the view; return False if there is none."""
+        """Write the gradient times ``scale`` into the view; return False if there is none.
+
+        Call it without gradients enabled.
+        """
         grad = self.param.grad
         if grad is None:
             self.view.zero_()
             return False
-        factor = _factor(scale, self.view.dtype, self.view.device.type)
+        factor = _factor(scale, *self.kind)
         if self.holds(grad):
             self.view.mul_(factor)
         else:
-            torch.mul(grad.detach(), factor, out=self.view)
+            torch.mul(grad, factor, out=self.view)
         return True
 
 
@@ -190,6 +199,7 @@ class Bucket:
         numbers, offset = self.flat[: self.numel], 0
         if first.is_complex():
             numbers = torch.view_as_complex(numbers.view(-1, 2))
+        kind = numbers.dtype, numbers.device.type
         for slot in self.slots:
             end = offset + slot.param.numel()
             slot.bucket = self
@@ -198,13 +208,14 @@ class Bucket:
                 # Autograd lays gradients out like parameters, and fused optimizers rely on it.
                 slot.view = numbers.as_strided(slot.param.shape, slot.strides, offset)
             slot.shown = slot.view.detach()
-            slot.address = slot.view.data_ptr()
+            slot.address, slot.kind = slot.view.data_ptr(), kind
             offset = end
         self._aliases = self._count_aliases()
 
     def is_referenced(self) -> bool:
         """Whether the user refers to gradients removed from ``p.grad``, valid as in DDP."""
-        if any(slot.holds(slot.param.grad) for slot in self.slots):
+        grads = ((slot, slot.param.grad) for slot in self.slots)
+        if any(grad is not None and slot.holds(grad) for slot, grad in grads):
             return False
         return self._count_aliases() > self._aliases or any(s.is_referenced() for s in self.slots)
 
@@ -215,7 +226,7 @@ class Bucket:
     @property
     def dense(self) -> bool:
         """Whether this worker had a gradient for every parameter, so no flag can be zero."""
-        return all(slot.used for slot in self.slots)
+        return all(map(_is_used, self.slots))
 
     def reset(self) -> None:
         """Prepare for the gradients of the next backward."""
