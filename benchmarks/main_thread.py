@@ -44,12 +44,17 @@ WARMUP = 5
 
 
 class Layer(nn.Module):
-    """The parameters of a layer, of which forward reads every element."""
+    """The parameters of a layer, of which forward reads every element, and its buffers."""
 
     def __init__(self, layer: paced.ProfiledLayer) -> None:
         super().__init__()
         for param in layer.parameters:
             self.register_parameter(param.name, nn.Parameter(torch.ones(param.shape)))
+        if layer.kind == "bn":
+            shape = layer.parameters[0].shape
+            self.register_buffer("running_mean", torch.zeros(shape))
+            self.register_buffer("running_var", torch.ones(shape))
+            self.register_buffer("num_batches_tracked", torch.tensor(0))
 
     def forward(self, total: torch.Tensor) -> torch.Tensor:
         """Add the elements of all parameters to ``total``."""

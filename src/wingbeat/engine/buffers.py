@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -62,6 +63,8 @@ class BufferSync:
         self._collectives = collectives
         self._rank = collectives.world.rank
         self._own: Collectives | None = None
+        self._contents = _Contents(model)
+        self._all: list[Place] = []
         found = self._places()
         # `distribute` has compared the workers' models, so all have the root's layout.
         self._layout = _specs(found)
@@ -80,7 +83,13 @@ class BufferSync:
             self._open()
 
     def _places(self) -> list[Place]:
-        return list(_places(self._model, self._ignored))
+        """Return all names of buffers; the model is searched only if one or a module has changed.
+
+        A search of 600 modules takes a millisecond, a comparison a tenth of that.
+        """
+        if self._contents.have_changed():
+            self._all = list(_places(self._model, self._ignored))
+        return self._all
 
     @property
     def _me(self) -> int:
@@ -122,7 +131,7 @@ class BufferSync:
         now = self._fitting()
         sent = self._packed()
         if self._rank == root:
-            self._valid.fill_(None not in now)
+            self._valid.fill_(all(tensor is not None for tensor in now))
             sent.pack([self._valid, *now])
         else:
             self._before = self._before or self._allocate()
@@ -283,6 +292,37 @@ class Place(NamedTuple):
     tensor: torch.Tensor | None
     shared: bool
     persistent: bool
+
+
+class _Contents:
+    """The buffers and modules that a model's modules hold, by name and identity."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._modules: list[torch.nn.Module] = []  # kept alive, as no other may get its identity
+        self._held: list[dict[str, Any]] = []
+        self._sets: list[set[str]] = []
+        self._seen: Any = None
+
+    def have_changed(self) -> bool:
+        """Whether they may have changed since the last call; True for the first one."""
+        if self._seen is not None and self._seen == self._now():
+            return False
+        self._modules = list(self._model.modules())
+        self._seen = None
+        # A compiled module makes its attributes anew at each access.
+        if not any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+            self._held = [d for m in self._modules for d in (m._buffers, m._modules)]
+            self._sets = [module._non_persistent_buffers_set for module in self._modules]
+            self._seen = self._now()
+        return True
+
+    def _now(self) -> Any:
+        return (
+            [*map(len, self._held), *map(len, self._sets)],
+            list(chain.from_iterable(self._held)),
+            list(map(id, chain.from_iterable(map(dict.values, self._held)))),
+        )
 
 
 def _places(model: torch.nn.Module, ignored: Collection[str]) -> Iterator[Place]:

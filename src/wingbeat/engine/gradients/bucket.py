@@ -360,13 +360,15 @@ class ByteBuffer:
             self.flat[a : a + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
             for a, t in zip(offsets, tensors, strict=True)
         ]
+        self._now: ByteBuffer | None = None
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the tensors into the bytes; None leaves its bytes unchanged."""
-        for tensor, view in zip(tensors, self.views, strict=True):
-            if tensor is not None:
-                view.copy_(tensor)
+        pairs = zip(self.views, tensors, strict=True)
+        given = [(view, tensor) for view, tensor in pairs if tensor is not None]
+        if given:
+            torch._foreach_copy_(*map(list, zip(*given, strict=True)))
 
     @torch.no_grad()
     def unpack(
@@ -374,20 +376,29 @@ class ByteBuffer:
     ) -> None:
         """Copy the bytes into the tensors; with ``where`` only into those that are equal to it."""
         unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
+        written, views = [], []
         for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
             if as_before and tensor is not None:
                 # Through `data`, invisible to autograd: batch norm saves its buffers for backward
                 # without using them, and a second forward may run before that backward.
-                tensor.data.copy_(view)
+                written.append(tensor.data)
+                views.append(view)
+        if written:
+            torch._foreach_copy_(written, views)
 
     def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
         """Return for each tensor whether it equals the packed bytes, bit for bit."""
+        pairs = list(zip(tensors, self.views, strict=True))
+        fit = [t is not None and t.dtype is v.dtype and t.shape == v.shape for t, v in pairs]
+        if all(fits or t is None for fits, t in zip(fit, tensors, strict=True)):
+            # Most often all are equal, and one comparison shows it.
+            self._now = self._now or ByteBuffer(self.views, self.flat.device)
+            self._now.pack([view if tensor is None else tensor for tensor, view in pairs])
+            if torch.equal(self._now.flat, self.flat):
+                return fit
         return [
-            tensor is not None
-            and tensor.dtype == view.dtype
-            and tensor.shape == view.shape
-            and torch.equal(_bits(tensor), _bits(view))
-            for tensor, view in zip(tensors, self.views, strict=True)
+            fits and tensor is not None and torch.equal(_bits(tensor), _bits(view))
+            for fits, (tensor, view) in zip(fit, pairs, strict=True)
         ]
 
 
