@@ -28,6 +28,7 @@ is needed (DeAR, section III-B). Gradients arrive in the threads that run autogr
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 import weakref
@@ -84,6 +85,8 @@ from wingbeat.schedules.events import Phase
 from wingbeat.schedules.intents import Intent
 from wingbeat.traits import KEPT, MEANS
 from wingbeat.transport import graceful_shutdown
+
+_is_due = operator.attrgetter("due")
 
 _GONE = "an exception cut its backward short; call optimizer.zero_grad() and run the backward again"
 
@@ -154,6 +157,7 @@ class Engine:
         self.scaled = self.asked = False
         self.copied = world.returned
         self.slots = self.bucketing.slots
+        self.stepper.follow(self.slots)
         self.hooks: Hooks | None = None
         self._single_worker_hook: Any = None
         # Parts of parameters are slices of a flat buffer, and codecs read matrices in order.
@@ -270,8 +274,7 @@ class Engine:
         buckets, forward = self.buckets, self.bucketing.forward_buckets
         for bucket in buckets:
             self.views.on_new_buffer(bucket)
-        owns = self.stepper.owns
-        members = [frozenset(s.index for s in b.slots if owns(s.param)) for b in buckets]
+        members = [frozenset(slot.index for slot in b.slots if slot.owned) for b in buckets]
         self.runtime.exchange.planned(buckets, forward)
         self.dispatch(events.Planned(tuple(bucket.index for bucket in forward), tuple(members)))
         self.update.on_new_buckets()
@@ -324,7 +327,7 @@ class Engine:
         """Whether a module's parameters, or any buffers, are not current."""
         if self.buffer_sync.pending:
             return True
-        return any(bucket.due for bucket in self.bucketing.needed_by(module))
+        return any(map(_is_due, self.bucketing.needed_by(module)))
 
     def before_module_forward(self, module: torch.nn.Module, _args: Any) -> None:
         """Make the tensors that a module reads current before its forward."""
@@ -534,14 +537,13 @@ class Engine:
             self._finish_backward()
             if passes is not None:
                 passes.waited()
-        owns = self.stepper.owns
         lost = self.update.lost_message("backward() for another optimizer")
-        if lost and not all(owns(slot.param) for slot in self.slots):
+        if lost and not all(slot.owned for slot in self.slots):
             raise UsageError(lost)
 
     def _finish_backward(self) -> None:
         # Another optimizer first checks whether there is a gradient at all.
-        others = [slot for slot in self.slots if not self.stepper.owns(slot.param)]
+        others = [slot for slot in self.slots if not slot.owned]
         blind = self._shadowing and self.update.agrees
         lost = self.update.lost_message("a gradient was read")
         self.views.hide()
@@ -549,7 +551,7 @@ class Engine:
         self.sparse.show()
         if lost:
             for slot in self.slots:
-                if self.stepper.owns(slot.param):
+                if slot.owned:
                     self.views.lose(slot, lost)
                 else:
                     slot.param.grad = None

@@ -91,5 +91,5 @@ class Partial(Settings, ExchangePart):
         context.compression = unsent
         return context.runtime(
             lambda: PartialExchange(training.collectives, unsent, self.partitions),
-            MixedGradients(training.bucketing, training.stepper.owns),
+            MixedGradients(training.bucketing),
         )

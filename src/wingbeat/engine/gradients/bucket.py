@@ -38,6 +38,7 @@ class Slot:
             that reduce whole gradients.
         ready: whether its gradient has been copied into the bucket in this backward.
         used: whether this worker had a gradient for it.
+        owned: whether the optimizer updates the parameter.
         fully_connected: whether only fully connected layers have the parameter.
     """
 
@@ -50,6 +51,7 @@ class Slot:
         "index",
         "kind",
         "name",
+        "owned",
         "param",
         "pending",
         "ready",
@@ -70,6 +72,7 @@ class Slot:
         self.pending: Any = None
         self.ready = False
         self.used = False
+        self.owned = False
         self.strides = strides_of(param)  # `distribute` compares them between workers
         self.bucket: Bucket
         self.view: torch.Tensor

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.updates.trials import bare_step
 from wingbeat.errors import UsageError
 
@@ -124,16 +125,29 @@ class Stepper:
         # By identity, because a tensor's hash is a call into Python.
         self._members: dict[int, torch.Tensor] = {}
         self._group_of: dict[int, int] = {}
+        self._slots: Sequence[Slot] = ()
         self.stepping = False
         self.in_parts = False
         self.arguments = StepArguments()
         self.refresh()
 
+    def follow(self, slots: Sequence[Slot]) -> None:
+        """Keep ``owned`` of these slots from now on."""
+        self._slots = slots
+        self._mark()
+
+    def _mark(self) -> None:
+        for slot in self._slots:
+            slot.owned = id(slot.param) in self._group_of
+
     def refresh(self) -> None:
         """Read again which group each parameter belongs to."""
-        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
-        self._members = {id(param): param for group in groups for param in group["params"]}
-        self._group_of = self._grouped()
+        grouped = self._grouped()
+        if grouped != self._group_of:
+            groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+            self._members = {id(param): param for group in groups for param in group["params"]}
+            self._group_of = grouped
+            self._mark()
 
     def _grouped(self) -> dict[int, int]:
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
@@ -147,10 +161,6 @@ class Stepper:
                 'is not possible with a divided optimizer (shard_optimizer, update="server"): call '
                 "wingbeat.release(model, optimizer), change them, and distribute() again"
             )
-
-    def owns(self, param: torch.Tensor) -> bool:
-        """Whether the optimizer updates ``param``."""
-        return id(param) in self._group_of
 
     def group_of(self, param: torch.Tensor) -> int | None:
         """Return the number of the group that contains ``param``, or None."""

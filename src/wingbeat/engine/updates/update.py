@@ -360,7 +360,7 @@ class DeferredUpdate(WholeUpdate):
         host.recover()
         slots = training.bucketing.slots
         coming = host.phase in (Phase.REDUCED, Phase.UNDER_WAY)
-        if not coming or replaced(slots, training.stepper.owns):
+        if not coming or replaced(slots):
             self._step_whole(host, None)
             return loss
         self._steps += 1
@@ -388,9 +388,8 @@ class DeferredUpdate(WholeUpdate):
         buckets = self._training.bucketing.buckets
         match command:
             case events.Defer(number):
-                owns = self._training.stepper.owns
-                params = (slot.param for slot in buckets[number].slots if owns(slot.param))
-                self._pending.add(buckets[number], params)
+                bucket = buckets[number]
+                self._pending.add(bucket, [slot.param for slot in bucket.slots if slot.owned])
             case events.Update(number):
                 if buckets[number].due:  # otherwise updated together with another
                     self._update(buckets[number])
@@ -425,7 +424,7 @@ class DeferredUpdate(WholeUpdate):
     def _step_on(self, buckets: Sequence[Bucket]) -> None:
         stepper = self._training.stepper
         whole = {bucket: bucket.contributed() for bucket in buckets}
-        slots = [slot for each in whole.values() for slot in each if stepper.owns(slot.param)]
+        slots = [slot for each in whole.values() for slot in each if slot.owned]
         # Gradients made or zeroed after step() belong to the next step.
         later = [slot.param.grad for slot in slots]
         for slot in slots:
