@@ -65,6 +65,8 @@ class BufferSync:
         self._own: Collectives | None = None
         self._contents = _Contents(model)
         self._all: list[Place] = []
+        self._laid_out: tuple[object, object] = None, None
+        self._pairs: list[tuple[Spec, torch.Tensor | None]] = []
         found = self._places()
         # `distribute` has compared the workers' models, so all have the root's layout.
         self._layout = _specs(found)
@@ -151,9 +153,7 @@ class BufferSync:
             if _specs(places) != self._layout:
                 status = _LAYOUT
                 self._describe(places)
-            elif self._sent is None or not all(
-                self._sent.equal([self._valid, *self._fitting(places)])
-            ):
+            elif self._sent is None or not all(self._sent.equal([self._valid, *self._fitting()])):
                 status = _VALUES
             self._status[0], self._status[1] = status, self._text.numel()
         self._requested = self._own.broadcast(self._status, root, label="status of buffers")
@@ -215,11 +215,14 @@ class BufferSync:
             if self._rank != 0:
                 self._copy_from_root(values)
 
-    def _fitting(self, places: Iterable[Place] = ()) -> list[torch.Tensor | None]:
+    def _fitting(self) -> list[torch.Tensor | None]:
         """Return this worker's buffer for each entry of the layout; None where it does not fit."""
-        named = {place.name: place.tensor for place in places or self._places()}
-        tensors = ((spec, named.get(spec.name)) for spec in self._layout)
-        return [tensor if spec.fits(tensor) else None for spec, tensor in tensors]
+        places, layout = self._places(), self._layout
+        if self._laid_out[0] is not places or self._laid_out[1] is not layout:
+            named = {place.name: place.tensor for place in places}
+            self._pairs = [(spec, named.get(spec.name)) for spec in layout]
+            self._laid_out = places, layout
+        return [tensor if spec.fits(tensor) else None for spec, tensor in self._pairs]
 
     def _packed(self) -> ByteBuffer:
         """Return the memory for the root's message, allocated once per layout."""

@@ -40,7 +40,7 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.engine.buffers import BufferSync
 from wingbeat.engine.context import BuildContext
-from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind
+from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind, fill
 from wingbeat.engine.gradients.bucketing import (
     Bucketing,
     ignored,
@@ -59,6 +59,7 @@ from wingbeat.engine.hooks import (
     ForwardHook,
     Hooks,
     WeakCall,
+    arrived_twice,
     call_at_backward_end,
     in_backward,
     in_transform,
@@ -133,6 +134,8 @@ class Engine:
         self._in_backward = False
         self._backward: Callable[[], Any] = lambda: None
         self._profiled: BackwardProfiler | None = None
+        # Elsewhere each gradient is copied on the stream that has made it.
+        self._on_cpu = all(param.device.type == "cpu" for param in model.parameters())
         self._skipping = False
         self._shadowing = False
         self._next = 0
@@ -274,6 +277,8 @@ class Engine:
         buckets, forward = self.buckets, self.bucketing.forward_buckets
         for bucket in buckets:
             self.views.on_new_buffer(bucket)
+        if self.hooks is not None:
+            self.hooks.arrivals.watch(buckets)
         members = [frozenset(slot.index for slot in b.slots if slot.owned) for b in buckets]
         self.runtime.exchange.planned(buckets, forward)
         self.dispatch(events.Planned(tuple(bucket.index for bucket in forward), tuple(members)))
@@ -363,15 +368,20 @@ class Engine:
         finally:
             self.sync = before
 
-    def on_grad(self, index: int, _param: torch.Tensor) -> None:
-        """Copy one accumulated gradient into its bucket; called by several threads of autograd."""
+    def on_grad(self, param: torch.Tensor) -> None:
+        """Copy accumulated gradients into their bucket; called by several threads of autograd."""
         with self.lock:
-            slot = self.slots[index]
+            slot = self.bucketing.slot_of[id(param)]
             if not self._enters_backward(slot.name):
+                return
+            assert self.hooks is not None
+            if self.hooks.arrivals.listing:
+                if self.hooks.arrivals.add(slot):
+                    self._add_gradients(slot.bucket)
                 return
             passes = self._profiled
             if passes is not None:
-                passes.enter(index)
+                passes.enter(slot.index)
             self._add_gradient(slot)
             if passes is not None:
                 passes.leave()
@@ -398,11 +408,15 @@ class Engine:
             self._decided = decided
             self._open_backward()
             self._in_backward = True
-            self._backward = call_at_backward_end(self, "end_backward")
+            assert self.hooks is not None
+            arrivals = self.hooks.arrivals
+            self._backward = call_at_backward_end(self, "end_backward", arrivals.abandon)
             passes = self.passes
             self._profiled = passes if passes is not None and passes.enabled else None
             if self._profiled is not None:
                 self._profiled.begin()
+            elif not self.bucketing.observing and self._on_cpu:
+                arrivals.begin()
         elif self._backward() is None:
             raise UsageError(
                 f"parameter {name!r} got a gradient, but an exception has cut the backward before "
@@ -442,34 +456,37 @@ class Engine:
             bucket.reset()
 
     def _add_gradient(self, slot: Slot) -> None:
-        grad = slot.param.grad
         if slot.ready:
-            raise UsageError(
-                f"parameter {slot.name!r} got its gradient twice in one backward, as in two "
-                "reentrant checkpoints that share it; use checkpoint(..., use_reentrant=False)"
-            )
-        if grad is not None and grad.layout is not torch.strided:
-            raise UsageError(
-                f"parameter {slot.name!r} has a sparse gradient, which has no place in a bucket: "
-                "sparse gradients are those of torch.nn.Embedding and EmbeddingBag, made with "
-                "sparse=True before distribute(); use one of these, or sparse=False"
-            )
+            raise arrived_twice(slot.name)
         self.bucketing.observe_ready(slot.index)
-        self._copy_gradient(slot)
         bucket = slot.bucket
+        self._copy_gradients(bucket, [slot])
         bucket.missing -= 1
         if bucket.missing == 0:
             self._launch_complete()
 
-    def _copy_gradient(self, slot: Slot) -> None:
-        bucket, param, view = slot.bucket, slot.param, slot.view
+    def _add_gradients(self, bucket: Bucket) -> None:
+        """Copy all gradients of a bucket that has become complete, and launch it."""
+        self._copy_gradients(bucket, bucket.slots)
+        bucket.missing = 0
+        self._launch_complete()
+
+    def _copy_gradients(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         if bucket.handle is not None:
             bucket.settle()
-        if param.dtype is not view.dtype or param.shape != view.shape:
-            check_kind(slot.name, param, view)
-        slot.used = slot.fill(self.scale)
-        slot.ready = True
-        self.views.on_gradient(slot)
+        for slot in slots:
+            param, view = slot.param, slot.view
+            grad = param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise UsageError(
+                    f"parameter {slot.name!r} has a sparse gradient, which has no place in a "
+                    "bucket: sparse gradients are those of torch.nn.Embedding and EmbeddingBag, "
+                    "made with sparse=True before distribute(); use one of these, or sparse=False"
+                )
+            if param.dtype is not view.dtype or param.shape != view.shape:
+                check_kind(slot.name, param, view)
+        fill(slots, self.scale)
+        self.views.on_gradients(slots)
 
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -489,9 +506,9 @@ class Engine:
     def _launch_all(self) -> None:
         """Launch whatever is launched once per backward, complete or not."""
         for bucket in self.buckets[self._next :]:
-            for slot in bucket.slots:
-                if not slot.ready:
-                    self._copy_gradient(slot)
+            missing = [slot for slot in bucket.slots if not slot.ready]
+            if missing:
+                self._copy_gradients(bucket, missing)
             bucket.missing = 0
         self._launch_complete()
         self._in_backward = False
@@ -511,6 +528,8 @@ class Engine:
             if not self._in_backward:
                 self.meter.enter("other")
                 return
+            assert self.hooks is not None
+            self.hooks.arrivals.end()
             if self.passes is not None:
                 self.passes.end()
             self._launch_all()

@@ -393,7 +393,7 @@ def shown() -> tuple[MixedGradients, list[Slot]]:
     views.begin_backward()
     for slot in slots:
         slot.used = True
-        views.on_gradient(slot)
+    views.on_gradients(slots)
     views.show()
     return views, slots
 

@@ -104,21 +104,22 @@ class Slot:
             or (waiting and sys.getrefcount(self.pending) > 2)
         )
 
-    def fill(self, scale: float) -> bool:
-        """Write the gradient times ``scale`` into the view; return False if there is none.
 
-        Call it without gradients enabled.
-        """
-        grad = self.param.grad
+def fill(slots: Sequence[Slot], scale: float) -> None:
+    """Write the gradients of a bucket's ``slots``, times ``scale``, into their views.
+
+    Slots become ``ready``, and those with a gradient ``used``. Call it without gradients enabled.
+    """
+    factor = _factor(scale, *slots[0].kind)
+    for slot in slots:
+        grad = slot.param.grad
+        slot.ready, slot.used = True, grad is not None
         if grad is None:
-            self.view.zero_()
-            return False
-        factor = _factor(scale, *self.kind)
-        if self.holds(grad):
-            self.view.mul_(factor)
+            slot.view.zero_()
+        elif slot.holds(grad):
+            slot.view.mul_(factor)
         else:
-            torch.mul(grad, factor, out=self.view)
-        return True
+            torch.mul(grad, factor, out=slot.view)
 
 
 @functools.lru_cache(maxsize=32)
@@ -217,10 +218,17 @@ class Bucket:
 
     def is_referenced(self) -> bool:
         """Whether the user refers to gradients removed from ``p.grad``, valid as in DDP."""
-        grads = ((slot, slot.param.grad) for slot in self.slots)
-        if any(grad is not None and slot.holds(grad) for slot, grad in grads):
+        if any(s.holds(s.param.grad) for s in self.slots if s.param.grad is not None):
             return False
-        return self._count_aliases() > self._aliases or any(s.is_referenced() for s in self.slots)
+        if self._count_aliases() > self._aliases:
+            return True
+        count, pending = sys.getrefcount, [s.pending for s in self.slots if s.pending is not None]
+        # Three references: the slot's, the list's and the argument; placeholders refer to views.
+        return (
+            max(map(count, [slot.shown for slot in self.slots])) > 3
+            or max(map(count, [slot.view for slot in self.slots])) > 3 + bool(pending)
+            or (bool(pending) and max(map(count, pending)) > 3)
+        )
 
     def _count_aliases(self) -> int:
         count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)

@@ -95,6 +95,11 @@ class Bucketing:
 
     # -- the ready order ------------------------------------------------------------------
 
+    @property
+    def observing(self) -> bool:
+        """Whether the order in which gradients become ready is being recorded."""
+        return self._observed is not None
+
     def observe_ready(self, index: int) -> None:
         """Record that the gradient of slot ``index`` is ready."""
         if self._observed is not None:

@@ -197,10 +197,11 @@ class ShownGradients:
     def on_zero_grad(self, set_to_none: bool) -> None:
         """Handle the user's ``zero_grad``."""
 
-    def on_gradient(self, slot: Slot) -> None:
-        """Handle the slot's gradient in its bucket, which is about to be sent."""
-        if slot.used:
-            slot.show()
+    def on_gradients(self, slots: Sequence[Slot]) -> None:
+        """Handle the slots' gradients in their bucket, which is about to be sent."""
+        for slot in slots:
+            if slot.used:
+                slot.show()
 
     def on_new_buffer(self, bucket: Bucket) -> None:
         """Handle a bucket's new buffer with new views."""
@@ -264,10 +265,11 @@ class HiddenGradients(ShownGradients):
         super().__init__(bucketing)
         self._gatherer = weakref.ref(gatherer)
 
-    def on_gradient(self, slot: Slot) -> None:
-        """Hide the gradient: until the all-gather, the buffer holds a partial sum."""
-        if slot.used:
-            slot.param.grad = slot.pending
+    def on_gradients(self, slots: Sequence[Slot]) -> None:
+        """Hide the gradients: until the all-gather, the buffer holds a partial sum."""
+        for slot in slots:
+            if slot.used:
+                slot.param.grad = slot.pending
 
     def on_new_buffer(self, bucket: Bucket) -> None:
         """Make placeholders for the new views."""
