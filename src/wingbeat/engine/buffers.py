@@ -66,6 +66,7 @@ class BufferSync:
         self._contents = _Contents(model)
         self._all: list[Place] = []
         self._laid_out: tuple[object, object] = None, None
+        self._same: list[Place] | None = None
         self._pairs: list[tuple[Spec, torch.Tensor | None]] = []
         found = self._places()
         # `distribute` has compared the workers' models, so all have the root's layout.
@@ -149,11 +150,11 @@ class BufferSync:
         self.apply()
         self._root = root
         if self._rank == root:
-            status, places = _AS_SENT, self._places()
-            if _specs(places) != self._layout:
+            status, now = _AS_SENT, self._fitting()
+            if not self._has_layout(now):
                 status = _LAYOUT
-                self._describe(places)
-            elif self._sent is None or not all(self._sent.equal([self._valid, *self._fitting()])):
+                self._describe(self._places())
+            elif self._sent is None or not all(self._sent.equal([self._valid, *now])):
                 status = _VALUES
             self._status[0], self._status[1] = status, self._text.numel()
         self._requested = self._own.broadcast(self._status, root, label="status of buffers")
@@ -215,6 +216,13 @@ class BufferSync:
             if self._rank != 0:
                 self._copy_from_root(values)
 
+    def _has_layout(self, now: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the present buffers, ``now`` by layout, have the layout's names and kinds."""
+        places = self._places()
+        if self._same is not places or any(tensor is None for tensor in now):
+            self._same = places if _specs(places) == self._layout else None
+        return self._same is not None
+
     def _fitting(self) -> list[torch.Tensor | None]:
         """Return this worker's buffer for each entry of the layout; None where it does not fit."""
         places, layout = self._places(), self._layout
@@ -250,7 +258,7 @@ class BufferSync:
                 f"rank {self._me}: rank {self._peer} sent a malformed list of "
                 "buffers; all workers have to run the same wingbeat"
             ) from None
-        self._sent = self._before = None
+        self._sent = self._before = self._same = None
 
     def _copy_from_root(self, values: Sequence[torch.Tensor]) -> None:
         found = {place.name: place for place in self._places()}

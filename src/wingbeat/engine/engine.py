@@ -134,8 +134,6 @@ class Engine:
         self._in_backward = False
         self._backward: Callable[[], Any] = lambda: None
         self._profiled: BackwardProfiler | None = None
-        # Elsewhere each gradient is copied on the stream that has made it.
-        self._on_cpu = all(param.device.type == "cpu" for param in model.parameters())
         self._skipping = False
         self._shadowing = False
         self._next = 0
@@ -415,8 +413,8 @@ class Engine:
             self._profiled = passes if passes is not None and passes.enabled else None
             if self._profiled is not None:
                 self._profiled.begin()
-            elif not self.bucketing.observing and self._on_cpu:
-                arrivals.begin()
+            elif not self.bucketing.observing and self.bucketing.device.type == "cpu":
+                arrivals.begin()  # elsewhere gradients are copied on the streams that made them
         elif self._backward() is None:
             raise UsageError(
                 f"parameter {name!r} got a gradient, but an exception has cut the backward before "

@@ -34,6 +34,7 @@ class Bucketing:
             ``model.named_parameters()``.
         slot_of: the same by the identity of the parameter.
         frozen: names and parameters that require no gradient.
+        device: the first trained parameter's that is not the CPU, else the CPU.
         others: untrained parameters and buffers that are synchronised.
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same buckets, in the order in which forward needs their parameters.
@@ -69,6 +70,8 @@ class Bucketing:
             for name, tensor in named
             if name not in left_out and id(tensor) not in self.slot_of
         ]
+        devices = (slot.param.device for slot in self.slots)
+        self.device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
         self._readers = list(_readers(model, self.slot_of))
         self.buckets: list[Bucket] = []
         self.forward_buckets: list[Bucket] = []
@@ -86,12 +89,6 @@ class Bucketing:
     def needed_by(self, module: nn.Module) -> Sequence[Bucket]:
         """Return the buckets whose parameters the module reads in forward."""
         return self._buckets_of.get(module, ())
-
-    @property
-    def device(self) -> torch.device:
-        """The first parameter's device that is not the CPU, else the CPU."""
-        devices = (slot.param.device for slot in self.slots)
-        return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
 
     # -- the ready order ------------------------------------------------------------------
 
