@@ -6,7 +6,7 @@ import functools
 import operator
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -80,14 +80,6 @@ class Slot:
         self.address: int
         self.kind: tuple[torch.dtype, str]
 
-    def show(self) -> None:
-        """Set ``p.grad`` to the gradient in the buffer; raises as `check_kind`."""
-        if self.param.dtype is not self.view.dtype:
-            check_kind(self.name, self.param, self.view)
-        if self.shown.data_ptr() != self.address:  # the user assigned to p.grad.data
-            self.shown = self.view.detach()
-        self.param.grad = self.shown
-
     def holds(self, grad: torch.Tensor | None) -> bool:
         """Whether ``grad``, read from ``p.grad``, is the buffer's view or its placeholder."""
         if grad is self.shown:
@@ -103,6 +95,16 @@ class Slot:
             or sys.getrefcount(self.view) > 2 + waiting
             or (waiting and sys.getrefcount(self.pending) > 2)
         )
+
+
+def show(slots: Iterable[Slot]) -> None:
+    """Set ``p.grad`` to the gradients in the buffers; raises as `check_kind`."""
+    for slot in slots:
+        if slot.param.dtype is not slot.view.dtype:
+            check_kind(slot.name, slot.param, slot.view)
+        if slot.shown.data_ptr() != slot.address:  # the user assigned to p.grad.data
+            slot.shown = slot.view.detach()
+        slot.param.grad = slot.shown
 
 
 def fill(slots: Sequence[Slot], scale: float) -> None:

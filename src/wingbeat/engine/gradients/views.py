@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from wingbeat.collectives import Collectives, Rows, factors_of
-from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.bucket import Bucket, Slot, show
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
 
@@ -199,9 +199,7 @@ class ShownGradients:
 
     def on_gradients(self, slots: Sequence[Slot]) -> None:
         """Handle the slots' gradients in their bucket, which is about to be sent."""
-        for slot in slots:
-            if slot.used:
-                slot.show()
+        show(slot for slot in slots if slot.used)
 
     def on_new_buffer(self, bucket: Bucket) -> None:
         """Handle a bucket's new buffer with new views."""
@@ -213,8 +211,7 @@ class ShownGradients:
         """Show the whole gradients of these slots, or of all, including other workers'."""
         for bucket in self._bucketing.buckets:
             if not bucket.dense:
-                for slot in bucket.contributed():
-                    slot.show()
+                show(bucket.contributed())
 
     def drop(self) -> None:
         """Invalidate placeholders, because the buffers no longer contain gradients."""
@@ -279,7 +276,8 @@ class HiddenGradients(ShownGradients):
     def hide(self) -> None:
         """Hide all gradients: another worker may have one where this worker has none."""
         for slot in self._bucketing.slots:
-            slot.param.grad = slot.pending
+            if slot.param.grad is not slot.pending:
+                slot.param.grad = slot.pending
 
     def show(self, slots: Iterable[Slot] | None = None) -> None:
         """Replace placeholders by whole gradients, or by None where no worker has one."""
@@ -292,7 +290,7 @@ class HiddenGradients(ShownGradients):
                 bucket.settle()
                 whole[bucket] = set(bucket.contributed())
             if slot in whole[bucket]:
-                slot.show()
+                show([slot])
             else:
                 slot.param.grad = None
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.engine.gradients.bucket import Bucket, StepCounter
+from wingbeat.engine.gradients.bucket import Bucket, StepCounter, show
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.views import reads_values, replaced, tensors_in
@@ -427,8 +427,7 @@ class DeferredUpdate(WholeUpdate):
         slots = [slot for each in whole.values() for slot in each if slot.owned]
         # Gradients made or zeroed after step() belong to the next step.
         later = [slot.param.grad for slot in slots]
-        for slot in slots:
-            slot.show()
+        show(slots)
         versions = [bucket.flat._version for bucket in buckets]
         try:
             stepper.step([slot.param for slot in slots], self._snapshot)
