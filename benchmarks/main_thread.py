@@ -12,12 +12,12 @@ iterations and workers; of all threads of a worker, means. Rows take turns.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,38 +39,35 @@ OPTIMIZERS: dict[str, attach.MakeOptimizer] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-6),
 }
 PARTS = ("zero_grad", "forward", "backward", "step")
-WARMUP = 5
-"""Iterations before those that count: buckets are made again in the second backward."""
+WARMUP = 5  # iterations; buckets are made again in the second backward
 
 
 class Layer(nn.Module):
-    """The parameters of a layer, of which forward reads every element, and its buffers."""
+    """The parameters of a layer, which forward adds up, and its buffers."""
 
     def __init__(self, layer: paced.ProfiledLayer) -> None:
         super().__init__()
         for param in layer.parameters:
             self.register_parameter(param.name, nn.Parameter(torch.ones(param.shape)))
         if layer.kind == "bn":
-            shape = layer.parameters[0].shape
-            self.register_buffer("running_mean", torch.zeros(shape))
-            self.register_buffer("running_var", torch.ones(shape))
+            for name in ("running_mean", "running_var"):
+                self.register_buffer(name, torch.ones(layer.parameters[0].shape))
             self.register_buffer("num_batches_tracked", torch.tensor(0))
 
     def forward(self, total: torch.Tensor) -> torch.Tensor:
-        """Add the elements of all parameters to ``total``."""
         for param in self._parameters.values():
-            assert param is not None
-            total = total + param.sum()
+            total = total + param.sum()  # type: ignore[union-attr]
         return total
 
 
-def turn(row: str, model: str, optimizer: str, iterations: int) -> dict[str, Any]:
+def turn(model: str, optimizer: str, row: str, *, iterations: int) -> dict[str, Any]:
     """Train under one row; return CPU seconds by part of each iteration, and of all threads."""
     profile = paced.parse(f"paced:{model}")
     network = nn.Sequential(*(Layer(layer) for layer in profile.layers if layer.parameters))
     contender = contenders.parse(row).at_scale(profile.scale)
     made = attach.attach(contender, network, OPTIMIZERS[optimizer])
     parts, process, start = [], 0.0, torch.zeros(())
+    dist.barrier()
     for number in range(WARMUP + iterations):
         if number == WARMUP:
             process = time.process_time()
@@ -83,7 +80,7 @@ def turn(row: str, model: str, optimizer: str, iterations: int) -> dict[str, Any
         marks.append(time.thread_time())
         made.optimizer.step()
         marks.append(time.thread_time())
-        parts.append([end - begin for begin, end in pairwise(marks)])
+        parts.append([end - begin for begin, end in itertools.pairwise(marks)])
     process = (time.process_time() - process) / iterations
     made.detach()
     return {"row": row, "model": f"{model}, {optimizer}", "parts": parts[WARMUP:], "all": process}
@@ -94,12 +91,8 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     wingbeat.init()
-    turns = []
-    for model in args.models:
-        for optimizer in args.optimizers * args.rounds:
-            for row in args.rows:
-                turns.append(turn(row, model, optimizer, args.iterations))
-                dist.barrier()
+    shares = itertools.product(args.models, args.optimizers * args.rounds, args.rows)
+    turns = [turn(*share, iterations=args.iterations) for share in shares]
     (args.worker / f"{dist.get_rank()}.json").write_text(json.dumps(turns), encoding="utf-8")
     wingbeat.shutdown()
     dist.destroy_process_group()
@@ -113,15 +106,8 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, float]:
     return {**found, "main thread": sum(found.values()), "all threads": whole}
 
 
-def table(model: str, rows: dict[str, dict[str, float]]) -> Printed:
-    """Return a model's rows for printing."""
-    columns = ("row", *next(iter(rows.values())))
-    cells = [(row, *(f"{value:.2f}" for value in own.values())) for row, own in rows.items()]
-    return Printed.of(model, columns, cells, ["milliseconds of CPU time in one iteration"])
-
-
 def main() -> int:
-    """Parse the command line; inside the lab, act as a worker."""
+    """Parse the command line; inside the lab, run a worker."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--models", nargs="+", default=MODELS, help="networks, with their scale")
@@ -136,8 +122,10 @@ def main() -> int:
         worker(args)
         return 0
     try:
-        _ = [paced.parse(f"paced:{model}") for model in args.models]
-        _ = [contenders.parse(row) for row in args.rows]
+        for row in args.rows:
+            contenders.parse(row)
+        for model in args.models:
+            paced.parse(f"paced:{model}")
     except UsageError as error:
         parser.error(str(error))
     report: dict[str, Any] = {"command": sys.argv, "machine": machine.describe(), "figures": {}}
@@ -149,7 +137,9 @@ def main() -> int:
         mine = [each for each in turns if each["model"] == model]
         rows = {row: figures([each for each in mine if each["row"] == row]) for row in args.rows}
         report["figures"][model] = rows
-        show(report, table(model, rows))
+        cells = [(row, *(f"{ms:.2f}" for ms in own.values())) for row, own in rows.items()]
+        columns = ("row", *next(iter(rows.values())))
+        show(report, Printed.of(model, columns, cells, ["CPU milliseconds in one iteration"]))
     if args.json:
         write(args.json, report)
     return code
