@@ -378,10 +378,10 @@ class ByteBuffer:
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the tensors into the bytes; None leaves its bytes unchanged."""
-        pairs = zip(self.views, tensors, strict=True)
-        given = [(view, tensor) for view, tensor in pairs if tensor is not None]
+        given = [tensor for tensor in tensors if tensor is not None]
+        views = zip(self.views, tensors, strict=True)
         if given:
-            torch._foreach_copy_(*map(list, zip(*given, strict=True)))
+            torch._foreach_copy_([view for view, tensor in views if tensor is not None], given)
 
     @torch.no_grad()
     def unpack(
