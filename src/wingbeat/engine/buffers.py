@@ -321,7 +321,7 @@ class _Contents:
             return False
         self._modules = list(self._model.modules())
         self._seen = None
-        # A compiled module makes its attributes anew at each access.
+        # A compiled module creates its attributes at each access.
         if not any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             self._held = [d for m in self._modules for d in (m._buffers, m._modules)]
             self._sets = [module._non_persistent_buffers_set for module in self._modules]
