@@ -9,7 +9,18 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import wingbeat
-from helpers.training import TINY_MB, assert_same, backward, batch, net, on, sgd, train, weights
+from helpers.training import (
+    TINY_MB,
+    assert_same,
+    backward,
+    batch,
+    engine,
+    net,
+    on,
+    sgd,
+    train,
+    weights,
+)
 
 STRATEGIES = [
     wingbeat.AllReduce(mb=TINY_MB),
@@ -107,6 +118,26 @@ def test_a_backward_cut_short_drops_accumulated_gradients(strategy: Any) -> None
             optimizer.zero_grad()
         backward(model, world.rank, 1)
         optimizer.step()
+        return weights(model)
+
+    got = on(2, lambda world: body(world, True))
+    assert_same(got, on(2, lambda world: body(world, False)))
+
+
+@pytest.mark.parametrize(
+    "strategy", [wingbeat.AllReduce(), wingbeat.DeAR(plan="fixed")], ids=KINDS[:2]
+)
+def test_a_backward_cut_short_within_a_bucket_drops_its_gradients(strategy: Any) -> None:
+    """When the order is known, so that gradients are only listed until their bucket is complete."""
+
+    def body(world: Any, fail: bool) -> Any:
+        model, optimizer = _distributed(world, strategy)
+        train(model, optimizer, range(3))
+        if fail:
+            model(batch(49, world.rank))
+            _cut_short(model, world.rank)
+            assert not engine(model).hooks.arrivals.listing
+        train(model, optimizer, range(4, 6))
         return weights(model)
 
     got = on(2, lambda world: body(world, True))

@@ -96,6 +96,31 @@ class Holder(nn.Module):
         self.inner.register_buffer("again", self.seen)
 
 
+def test_a_missing_tensor_equals_nothing_and_leaves_the_others_comparable() -> None:
+    packed = ByteBuffer([torch.ones(2), torch.ones(3)])
+    packed.pack([torch.ones(2), torch.ones(3)])
+    assert packed.equal([None, torch.ones(3)]) == [False, True]
+    assert packed.equal([None, torch.zeros(3)]) == [False, False]
+    assert packed.equal([torch.ones(2), torch.ones(3)]) == [True, True]
+
+
+def test_a_buffer_replaced_or_moved_changes_the_contents() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    contents = buffers._Contents(model)
+    assert contents.have_changed()
+    assert not contents.have_changed()
+    model[0].running_mean = torch.zeros(2)
+    assert contents.have_changed()
+    model.register_module("late", nn.BatchNorm1d(2))
+    assert contents.have_changed()
+    model[1].register_buffer("more", torch.zeros(1))
+    assert contents.have_changed()
+    moved = model[0]._buffers.pop("num_batches_tracked")
+    model[1]._buffers = {"num_batches_tracked": moved, **model[1]._buffers}
+    assert contents.have_changed()
+    assert not contents.have_changed()
+
+
 def test_ignored_buffers_are_named_in_full() -> None:
     def body(world: Any) -> list[float]:
         holder = Holder(1.0 + world.rank)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import wingbeat
-from helpers.training import TINY_MB, engine
-from wingbeat.engine.hooks import LastGradHook
+from helpers.training import TINY_MB, engine, net, on, sgd, train
+from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.hooks import Arrivals, LastGradHook
+from wingbeat.errors import UsageError
 from wingbeat.transport import loopback
 
 
@@ -106,3 +108,89 @@ def test_copies_have_the_users_hooks_only() -> None:
     assert list(copy.copy(hooks).values()) == [_user_hook]
     assert list(pickle.loads(pickle.dumps(hooks)).values()) == [_user_hook]
     assert len(hooks) == 2
+
+
+class Arriving:
+    """Three parameters of one bucket, and the calls of the engine for their gradients."""
+
+    def __init__(self) -> None:
+        self.params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+        self.slots = [Slot(i, f"p{i}", param) for i, param in enumerate(self.params)]
+        self.bucket = Bucket(0, self.slots)
+        self.called: list[int] = []
+        self.arrivals = Arrivals(self._call, self.slots)
+        self.arrivals.watch([self.bucket])
+
+    def _call(self, param: Tensor) -> None:
+        self.called.append(next(i for i, each in enumerate(self.params) if each is param))
+
+    def backward(self, *order: int) -> list[int]:
+        """Make gradients in this order; return those for which the engine was called."""
+        self.called.clear()
+        for index in order:
+            self.params[index].sum().backward()
+        return self.called
+
+
+def test_only_the_watched_gradient_calls_the_engine_while_others_are_listed() -> None:
+    case = Arriving()
+    assert case.backward(0, 1, 2) == [0, 1, 2]
+    case.arrivals.begin()
+    assert case.backward(1, 0, 2) == [2]
+    assert case.arrivals.add(case.slots[2])
+    case.arrivals.end()
+    assert case.backward(0, 1, 2) == [0, 1, 2]
+
+
+def test_an_incomplete_bucket_watches_a_gradient_that_is_missing() -> None:
+    """From then on that one, as long as the order stays the same."""
+    case = Arriving()
+    case.arrivals.begin()
+    assert case.backward(0, 2) == [2]
+    assert not case.arrivals.add(case.slots[2])
+    assert case.backward(1) == [1]
+    assert case.arrivals.add(case.slots[1])
+    case.arrivals.end()
+    case.arrivals.begin()
+    assert case.backward(0, 2, 1) == [1]
+    assert case.arrivals.add(case.slots[1])
+
+
+@pytest.mark.parametrize("order", [(0, 0), (1, 0, 1)])
+def test_a_listed_gradient_that_arrives_twice_is_refused(order: tuple[int, ...]) -> None:
+    case = Arriving()
+    case.arrivals.begin()
+    case.backward(*order)
+    with pytest.raises(UsageError, match=f"'p{order[0]}' got its gradient twice"):
+        case.arrivals.end()
+
+
+def test_an_abandoned_backward_leaves_nothing_listed() -> None:
+    case = Arriving()
+    case.arrivals.begin()
+    case.backward(0, 1)
+    case.arrivals.abandon()
+    assert case.backward(0) == [0]
+    case.arrivals.begin()
+    case.backward(2)
+    assert not case.arrivals.add(case.slots[2])
+
+
+@pytest.mark.parametrize("strategy", [wingbeat.AllReduce(), wingbeat.DeAR(plan="fixed")])
+def test_a_backward_calls_the_engine_once_for_its_begin_and_once_for_each_bucket(
+    strategy: Any,
+) -> None:
+    def body(world: Any) -> None:
+        model = net()
+        model.use_spare = True
+        optimizer = sgd(model.parameters())
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
+        train(model, optimizer, range(3))
+        found, calls = engine(model), []
+        call = found.on_grad
+        found.on_grad = lambda param: (calls.append(param), call(param))
+        train(model, optimizer, range(3, 6))
+        assert len(found.slots) == 9
+        assert len(calls) == 3 * (1 + len(found.buckets))
+
+    on(2, body)

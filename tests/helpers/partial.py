@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wingbeat.collectives import Handle
-from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.bucket import Bucket, Slot, fill
 from wingbeat.schedules.events import Operation
 from wingbeat_lab.ako.partial import PartialExchange
 from wingbeat_lab.ako.unsent import UnsentGradients
@@ -112,7 +112,7 @@ class Worker:
             bucket.reset()
             for slot in bucket.slots:
                 slot.param.grad = gradients.get(slot.name)
-                slot.used = slot.fill(1.0)
+            fill(bucket.slots, 1.0)
             bucket.write_tail(3, self.world.rank)
             bucket.wire = self.unsent.launching(bucket)
             self.exchange.start(Operation.ALL_REDUCE, bucket)

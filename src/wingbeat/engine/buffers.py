@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -62,6 +63,11 @@ class BufferSync:
         self._collectives = collectives
         self._rank = collectives.world.rank
         self._own: Collectives | None = None
+        self._contents = _Contents(model)
+        self._all: list[Place] = []
+        self._laid_out: tuple[object, object] = None, None
+        self._same: list[Place] | None = None
+        self._pairs: list[tuple[Spec, torch.Tensor | None]] = []
         found = self._places()
         # `distribute` has compared the workers' models, so all have the root's layout.
         self._layout = _specs(found)
@@ -80,7 +86,13 @@ class BufferSync:
             self._open()
 
     def _places(self) -> list[Place]:
-        return list(_places(self._model, self._ignored))
+        """Return all names of buffers; the model is searched only if one or a module has changed.
+
+        A search of 600 modules takes a millisecond, a comparison a tenth of that.
+        """
+        if self._contents.have_changed():
+            self._all = list(_places(self._model, self._ignored))
+        return self._all
 
     @property
     def _me(self) -> int:
@@ -108,6 +120,11 @@ class BufferSync:
         places = self._places()
         return [place.tensor for place in places if place.tensor is not None and not place.shared]
 
+    @property
+    def pending(self) -> bool:
+        """Whether `apply` has something to wait for."""
+        return self._handle is not None or self._requested is not None
+
     def start(self, root: int = 0) -> None:
         """Broadcast rank ``root``'s buffers in the background, with a validity flag."""
         if self._own is None:
@@ -117,7 +134,7 @@ class BufferSync:
         now = self._fitting()
         sent = self._packed()
         if self._rank == root:
-            self._valid.fill_(None not in now)
+            self._valid.fill_(all(tensor is not None for tensor in now))
             sent.pack([self._valid, *now])
         else:
             self._before = self._before or self._allocate()
@@ -133,13 +150,11 @@ class BufferSync:
         self.apply()
         self._root = root
         if self._rank == root:
-            status, places = _AS_SENT, self._places()
-            if _specs(places) != self._layout:
+            status, now = _AS_SENT, self._fitting()
+            if not self._has_layout(now):
                 status = _LAYOUT
-                self._describe(places)
-            elif self._sent is None or not all(
-                self._sent.equal([self._valid, *self._fitting(places)])
-            ):
+                self._describe(self._places())
+            elif self._sent is None or not all(self._sent.equal([self._valid, *now])):
                 status = _VALUES
             self._status[0], self._status[1] = status, self._text.numel()
         self._requested = self._own.broadcast(self._status, root, label="status of buffers")
@@ -201,11 +216,21 @@ class BufferSync:
             if self._rank != 0:
                 self._copy_from_root(values)
 
-    def _fitting(self, places: Iterable[Place] = ()) -> list[torch.Tensor | None]:
+    def _has_layout(self, now: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the present buffers, ``now`` by layout, have the layout's names and kinds."""
+        places = self._places()
+        if self._same is not places or any(tensor is None for tensor in now):
+            self._same = places if _specs(places) == self._layout else None
+        return self._same is not None
+
+    def _fitting(self) -> list[torch.Tensor | None]:
         """Return this worker's buffer for each entry of the layout; None where it does not fit."""
-        named = {place.name: place.tensor for place in places or self._places()}
-        tensors = ((spec, named.get(spec.name)) for spec in self._layout)
-        return [tensor if spec.fits(tensor) else None for spec, tensor in tensors]
+        places, layout = self._places(), self._layout
+        if self._laid_out[0] is not places or self._laid_out[1] is not layout:
+            named = {place.name: place.tensor for place in places}
+            self._pairs = [(spec, named.get(spec.name)) for spec in layout]
+            self._laid_out = places, layout
+        return [tensor if spec.fits(tensor) else None for spec, tensor in self._pairs]
 
     def _packed(self) -> ByteBuffer:
         """Return the memory for the root's message, allocated once per layout."""
@@ -233,7 +258,7 @@ class BufferSync:
                 f"rank {self._me}: rank {self._peer} sent a malformed list of "
                 "buffers; all workers have to run the same wingbeat"
             ) from None
-        self._sent = self._before = None
+        self._sent = self._before = self._same = None
 
     def _copy_from_root(self, values: Sequence[torch.Tensor]) -> None:
         found = {place.name: place for place in self._places()}
@@ -278,6 +303,37 @@ class Place(NamedTuple):
     tensor: torch.Tensor | None
     shared: bool
     persistent: bool
+
+
+class _Contents:
+    """The buffers and modules that a model's modules hold, by name and identity."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._modules: list[torch.nn.Module] = []  # kept alive, as no other may get its identity
+        self._held: list[dict[str, Any]] = []
+        self._sets: list[set[str]] = []
+        self._seen: Any = None
+
+    def have_changed(self) -> bool:
+        """Whether they may have changed since the last call; True for the first one."""
+        if self._seen is not None and self._seen == self._now():
+            return False
+        self._modules = list(self._model.modules())
+        self._seen = None
+        # A compiled module creates its attributes at each access.
+        if not any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+            self._held = [d for m in self._modules for d in (m._buffers, m._modules)]
+            self._sets = [module._non_persistent_buffers_set for module in self._modules]
+            self._seen = self._now()
+        return True
+
+    def _now(self) -> Any:
+        return (
+            [*map(len, self._held), *map(len, self._sets)],
+            list(chain.from_iterable(self._held)),
+            list(map(id, chain.from_iterable(map(dict.values, self._held)))),
+        )
 
 
 def _places(model: torch.nn.Module, ignored: Collection[str]) -> Iterator[Place]:

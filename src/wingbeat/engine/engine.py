@@ -28,6 +28,7 @@ is needed (DeAR, section III-B). Gradients arrive in the threads that run autogr
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 import weakref
@@ -39,8 +40,13 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.engine.buffers import BufferSync
 from wingbeat.engine.context import BuildContext
-from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind
-from wingbeat.engine.gradients.bucketing import Bucketing, ignored, synchronised
+from wingbeat.engine.gradients.bucket import Bucket, Slot, StepCounter, check_kind, fill
+from wingbeat.engine.gradients.bucketing import (
+    Bucketing,
+    ignored,
+    is_compiled,
+    synchronised,
+)
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.engine.gradients.views import (
@@ -53,6 +59,7 @@ from wingbeat.engine.hooks import (
     ForwardHook,
     Hooks,
     WeakCall,
+    arrived_twice,
     call_at_backward_end,
     in_backward,
     in_transform,
@@ -79,6 +86,8 @@ from wingbeat.schedules.events import Phase
 from wingbeat.schedules.intents import Intent
 from wingbeat.traits import KEPT, MEANS
 from wingbeat.transport import graceful_shutdown
+
+_is_due = operator.attrgetter("due")
 
 _GONE = "an exception cut its backward short; call optimizer.zero_grad() and run the backward again"
 
@@ -123,7 +132,8 @@ class Engine:
         self.before_synced_forward: Callable[[], Any] | None = None
         self._decided: bool | None = None
         self._in_backward = False
-        self._backward: weakref.ref[Any] | None = None
+        self._backward: Callable[[], Any] = lambda: None
+        self._profiled: BackwardProfiler | None = None
         self._skipping = False
         self._shadowing = False
         self._next = 0
@@ -148,6 +158,7 @@ class Engine:
         self.scaled = self.asked = False
         self.copied = world.returned
         self.slots = self.bucketing.slots
+        self.stepper.follow(self.slots)
         self.hooks: Hooks | None = None
         self._single_worker_hook: Any = None
         # Parts of parameters are slices of a flat buffer, and codecs read matrices in order.
@@ -214,9 +225,11 @@ class Engine:
         return self.bucketing.buckets
 
     def readers(self) -> set[torch.nn.Module]:
-        """Return the modules that directly hold synchronised parameters or buffers."""
-        trained = {module for module in self.model.modules() if self.bucketing.needed_by(module)}
-        return trained | self.buffer_sync.owners()
+        """Return the modules that directly hold tensors that may not be current in a forward."""
+        modules = filter(self.bucketing.needed_by, self.model.modules())
+        # Buffers may be inside compiled modules too.
+        due = {each for each in modules if self.update.defers or is_compiled(each)}
+        return due | self.buffer_sync.owners()
 
     @property
     def phase(self) -> Phase:
@@ -226,7 +239,7 @@ class Engine:
     @property
     def backward_running(self) -> bool:
         """Whether a synchronised backward is running, in any thread."""
-        return self._in_backward and self._backward is not None and self._backward() is not None
+        return self._in_backward and self._backward() is not None
 
     @property
     def backward_aborted(self) -> bool:
@@ -262,8 +275,9 @@ class Engine:
         buckets, forward = self.buckets, self.bucketing.forward_buckets
         for bucket in buckets:
             self.views.on_new_buffer(bucket)
-        owns = self.stepper.owns
-        members = [frozenset(s.index for s in b.slots if owns(s.param)) for b in buckets]
+        if self.hooks is not None:
+            self.hooks.arrivals.watch(buckets)
+        members = [frozenset(slot.index for slot in b.slots if slot.owned) for b in buckets]
         self.runtime.exchange.planned(buckets, forward)
         self.dispatch(events.Planned(tuple(bucket.index for bucket in forward), tuple(members)))
         self.update.on_new_buckets()
@@ -312,6 +326,12 @@ class Engine:
             self.hooks.remove_inner()
         self.flush()
 
+    def is_pending(self, module: torch.nn.Module) -> bool:
+        """Whether a module's parameters, or any buffers, are not current."""
+        if self.buffer_sync.pending:
+            return True
+        return any(map(_is_due, self.bucketing.needed_by(module)))
+
     def before_module_forward(self, module: torch.nn.Module, _args: Any) -> None:
         """Make the tensors that a module reads current before its forward."""
         if not in_transform():
@@ -332,8 +352,8 @@ class Engine:
 
     def refresh(self, params: Sequence[torch.Tensor]) -> None:
         """Apply the deferred updates of parameters that are about to be read."""
-        slots = self.bucketing.slot_of
-        self.apply_updates([slots[param].bucket for param in params if param in slots])
+        found = (self.bucketing.slot_of.get(id(param)) for param in params)
+        self.apply_updates([slot.bucket for slot in found if slot is not None])
 
     # -- backward: gradients into buckets -------------------------------------------------
 
@@ -346,15 +366,21 @@ class Engine:
         finally:
             self.sync = before
 
-    def on_grad(self, index: int, _param: torch.Tensor) -> None:
-        """Copy one accumulated gradient into its bucket; called by several threads of autograd."""
+    def on_grad(self, param: torch.Tensor) -> None:
+        """Copy accumulated gradients into their bucket; called by several threads of autograd."""
         with self.lock:
-            if not self._enters_backward(self.slots[index].name):
+            slot = self.bucketing.slot_of[id(param)]
+            if not self._enters_backward(slot.name):
                 return
-            passes = self.passes
+            assert self.hooks is not None
+            if self.hooks.arrivals.listing:
+                if self.hooks.arrivals.add(slot):
+                    self._add_gradients(slot.bucket)
+                return
+            passes = self._profiled
             if passes is not None:
-                passes.enter(index)
-            self._add_gradient(self.slots[index])
+                passes.enter(slot.index)
+            self._add_gradient(slot)
             if passes is not None:
                 passes.leave()
 
@@ -380,10 +406,16 @@ class Engine:
             self._decided = decided
             self._open_backward()
             self._in_backward = True
-            self._backward = call_at_backward_end(self, "end_backward")
-            if self.passes is not None:
-                self.passes.begin()
-        elif self.backward_aborted:
+            assert self.hooks is not None
+            arrivals = self.hooks.arrivals
+            self._backward = call_at_backward_end(self, "end_backward", arrivals.abandon)
+            passes = self.passes
+            self._profiled = passes if passes is not None and passes.enabled else None
+            if self._profiled is not None:
+                self._profiled.begin()
+            elif not self.bucketing.observing and self.bucketing.device.type == "cpu":
+                arrivals.begin()  # elsewhere gradients are copied on the streams that made them
+        elif self._backward() is None:
             raise UsageError(
                 f"parameter {name!r} got a gradient, but an exception has cut the backward before "
                 "this one short; call optimizer.zero_grad() after it"
@@ -422,34 +454,37 @@ class Engine:
             bucket.reset()
 
     def _add_gradient(self, slot: Slot) -> None:
-        grad = slot.param.grad
         if slot.ready:
-            raise UsageError(
-                f"parameter {slot.name!r} got its gradient twice in one backward, as in two "
-                "reentrant checkpoints that share it; use checkpoint(..., use_reentrant=False)"
-            )
-        if grad is not None and grad.layout is not torch.strided:
-            raise UsageError(
-                f"parameter {slot.name!r} has a sparse gradient, which has no place in a bucket: "
-                "sparse gradients are those of torch.nn.Embedding and EmbeddingBag, made with "
-                "sparse=True before distribute(); use one of these, or sparse=False"
-            )
+            raise arrived_twice(slot.name)
         self.bucketing.observe_ready(slot.index)
-        self._copy_gradient(slot)
         bucket = slot.bucket
+        self._copy_gradients(bucket, [slot])
         bucket.missing -= 1
         if bucket.missing == 0:
             self._launch_complete()
 
-    def _copy_gradient(self, slot: Slot) -> None:
-        bucket, param, view = slot.bucket, slot.param, slot.view
+    def _add_gradients(self, bucket: Bucket) -> None:
+        """Copy all gradients of a bucket that has become complete, and launch it."""
+        self._copy_gradients(bucket, bucket.slots)
+        bucket.missing = 0
+        self._launch_complete()
+
+    def _copy_gradients(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         if bucket.handle is not None:
             bucket.settle()
-        if param.dtype is not view.dtype or param.shape != view.shape:
-            check_kind(slot.name, param, view)
-        slot.used = slot.fill(self.scale)
-        slot.ready = True
-        self.views.on_gradient(slot)
+        for slot in slots:
+            param, view = slot.param, slot.view
+            grad = param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise UsageError(
+                    f"parameter {slot.name!r} has a sparse gradient, which has no place in a "
+                    "bucket: sparse gradients are those of torch.nn.Embedding and EmbeddingBag, "
+                    "made with sparse=True before distribute(); use one of these, or sparse=False"
+                )
+            if param.dtype is not view.dtype or param.shape != view.shape:
+                check_kind(slot.name, param, view)
+        fill(slots, self.scale)
+        self.views.on_gradients(slots)
 
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -465,12 +500,13 @@ class Engine:
                 self.compression.add_own_residual(bucket, bucket.owned(self.world.rank))
             self.dispatch(events.BucketReady(bucket.index))
 
+    @torch.no_grad()
     def _launch_all(self) -> None:
         """Launch whatever is launched once per backward, complete or not."""
         for bucket in self.buckets[self._next :]:
-            for slot in bucket.slots:
-                if not slot.ready:
-                    self._copy_gradient(slot)
+            missing = [slot for slot in bucket.slots if not slot.ready]
+            if missing:
+                self._copy_gradients(bucket, missing)
             bucket.missing = 0
         self._launch_complete()
         self._in_backward = False
@@ -490,6 +526,8 @@ class Engine:
             if not self._in_backward:
                 self.meter.enter("other")
                 return
+            assert self.hooks is not None
+            self.hooks.arrivals.end()
             if self.passes is not None:
                 self.passes.end()
             self._launch_all()
@@ -516,14 +554,13 @@ class Engine:
             self._finish_backward()
             if passes is not None:
                 passes.waited()
-        owns = self.stepper.owns
         lost = self.update.lost_message("backward() for another optimizer")
-        if lost and not all(owns(slot.param) for slot in self.slots):
+        if lost and not all(slot.owned for slot in self.slots):
             raise UsageError(lost)
 
     def _finish_backward(self) -> None:
         # Another optimizer first checks whether there is a gradient at all.
-        others = [slot for slot in self.slots if not self.stepper.owns(slot.param)]
+        others = [slot for slot in self.slots if not slot.owned]
         blind = self._shadowing and self.update.agrees
         lost = self.update.lost_message("a gradient was read")
         self.views.hide()
@@ -531,7 +568,7 @@ class Engine:
         self.sparse.show()
         if lost:
             for slot in self.slots:
-                if self.stepper.owns(slot.param):
+                if slot.owned:
                     self.views.lose(slot, lost)
                 else:
                     slot.param.grad = None

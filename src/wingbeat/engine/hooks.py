@@ -10,17 +10,23 @@ import contextlib
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.bucketing import is_compiled
 from wingbeat.engine.updates.stepper import recording, unrecorded
+from wingbeat.errors import UsageError
 
 
 class Hooks:
-    """All hooks of an engine; ``gradients``: also on its parameters."""
+    """All hooks of an engine; ``gradients``: also on its parameters.
+
+    Attributes:
+        arrivals: which parameters have got a gradient in the running backward.
+    """
 
     def __init__(self, engine: Any, *, gradients: bool = True) -> None:
         ref = weakref.ref(engine)
@@ -30,17 +36,19 @@ class Hooks:
         skipped.add(model)
         readers = engine.readers() - skipped
         self._inner: list[Any] = [
-            module.register_forward_pre_hook(ForwardHook(ref, "before_module_forward"))
+            module.register_forward_pre_hook(InnerHook(ref, "before_module_forward"))
             for module in model.modules()
             if module in readers
         ]
         self._others: list[Any] = []
+        slots = engine.slots if gradients else ()
+        self.arrivals = Arrivals(functools.partial(_call, ref, "on_grad"), slots)
+        self.arrivals.watch(engine.buckets)
+        self._others += self.arrivals.hooks
         if gradients:
-            dense = ((slot.param, "on_grad", slot.index) for slot in engine.slots)
-            sparse = ((p, "on_sparse_grad", i) for i, p in enumerate(engine.sparse.params))
             self._others += [
-                LastGradHook(param, functools.partial(_call, ref, method, index))
-                for param, method, index in (*dense, *sparse)
+                LastGradHook(param, functools.partial(_call, ref, "on_sparse_grad", index))
+                for index, param in enumerate(engine.sparse.params)
             ]
         before = ModuleHook(ref, "before_state_dict")
         loading = ModuleHook(ref, "before_load_module")
@@ -87,6 +95,12 @@ class LastGradHook:
             param._post_accumulate_grad_hooks, hook
         )
 
+    def replace(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Run another ``hook`` in its place."""
+        hooks = self._param._post_accumulate_grad_hooks
+        if isinstance(hooks, _HooksBeforeLast):
+            hooks.replace_last(hook)
+
     def remove(self) -> None:
         """Remove this hook only."""
         hooks = self._param._post_accumulate_grad_hooks
@@ -109,6 +123,11 @@ class _HooksBeforeLast(OrderedDict[int, Any]):
         if not removed:
             super().__setitem__(_LAST, self._last)
 
+    def replace_last(self, hook: Callable[[torch.Tensor], None]) -> None:
+        self._last = hook
+        if _LAST in self:
+            super().__setitem__(_LAST, hook)
+
     def __reduce__(self) -> Any:
         return OrderedDict, ([(k, v) for k, v in self.items() if k != _LAST],)
 
@@ -117,14 +136,105 @@ _LAST = -1
 """Less than any handle's id."""
 
 
-def call_at_backward_end(engine: Any, method: str) -> weakref.ref[Any]:
+class Arrivals:
+    """Finds complete buckets with one call of the engine for each, not for each gradient.
+
+    The first gradient of a backward calls the engine. From then on torch appends parameters to a
+    list as their gradients arrive, because the list's ``append`` is in the hook that all share. In
+    each bucket one parameter is watched: its hook calls the engine as before. If the bucket still
+    lacks gradients then, one of these is watched instead. So in an order that does not change each
+    bucket's last gradient is watched.
+
+    Attributes:
+        hooks: one for each slot.
+        listing: whether gradients are appended to the list.
+    """
+
+    def __init__(self, call: Callable[[torch.Tensor], None], slots: Sequence[Slot]) -> None:
+        self._call = call
+        self._shared = functools.partial(call)
+        self.hooks = [LastGradHook(slot.param, self._shared) for slot in slots]
+        self._slots = slots
+        self._watched: dict[Bucket, Slot] = {}
+        self._list: list[torch.Tensor] = []
+        self._arrived: set[int] = set()  # identities of parameters
+        self.listing = False
+
+    def watch(self, buckets: Iterable[Bucket]) -> None:
+        """Watch a parameter of each of these buckets, and no others."""
+        for slot in self._watched.values():
+            self.hooks[slot.index].replace(self._shared)
+        self._watched = {bucket: bucket.slots[-1] for bucket in buckets}
+        for slot in self._watched.values():
+            self.hooks[slot.index].replace(self._call)
+
+    def begin(self) -> None:
+        """List the gradients of the running backward."""
+        self._list.clear()
+        self._arrived.clear()
+        self.listing = True
+        self._share(self._list.append)
+
+    def end(self) -> None:
+        """Stop listing at the end of a backward; raises as `read`."""
+        self.read()
+        self.abandon()
+
+    def abandon(self, *_args: Any) -> None:
+        """Stop listing, as the backward has ended or was interrupted."""
+        if self.listing:
+            self.listing = False
+            self._share(self._call)
+            self._list.clear()
+
+    def _share(self, call: Callable[[torch.Tensor], None]) -> None:
+        # Exchanges what the one partial calls, in place of the hooks of all parameters.
+        self._shared.__setstate__((call, (), {}, {}))  # type: ignore[attr-defined]
+
+    def add(self, slot: Slot) -> bool:
+        """Add a gradient for which the engine was called; return whether its bucket is complete."""
+        self._list.append(slot.param)
+        bucket = slot.bucket
+        if self._watched[bucket] is not slot:
+            return False
+        self.read()
+        missing = [each for each in bucket.slots if id(each.param) not in self._arrived]
+        if missing:
+            self.hooks[slot.index].replace(self._shared)
+            self.hooks[missing[-1].index].replace(self._call)
+            self._watched[bucket] = missing[-1]
+        return not missing
+
+    def read(self) -> None:
+        """Read the list; raise a `UsageError` if a gradient has arrived twice."""
+        count = len(self._list)  # other threads may append meanwhile
+        new = list(map(id, self._list[:count]))
+        del self._list[:count]
+        if len(set(new)) < count or not self._arrived.isdisjoint(new):
+            seen = self._arrived.union
+            twice = next(each for i, each in enumerate(new) if each in seen(new[:i]))
+            raise arrived_twice(next(s.name for s in self._slots if id(s.param) == twice))
+        self._arrived.update(new)
+
+
+def arrived_twice(name: str) -> UsageError:
+    """Return the error for a parameter that gets its gradient twice in one backward."""
+    return UsageError(
+        f"parameter {name!r} got its gradient twice in one backward, as in two reentrant "
+        "checkpoints that share it; use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def call_at_backward_end(
+    engine: Any, method: str, then: Callable[..., None] | None = None
+) -> weakref.ref[Any]:
     """Call an engine's method when the running backward ends, after earlier callbacks.
 
-    The returned reference expires with that backward, even after an exception.
+    The returned reference expires with that backward, even after an exception, and calls ``then``.
     """
     callback = functools.partial(_call, weakref.ref(engine), method)
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-    return weakref.ref(callback)
+    return weakref.ref(callback, then)
 
 
 # `torch.compile` would compile this call if the user compiles the code around the backward.
@@ -221,6 +331,19 @@ class ForwardHook(ModuleHook):
         if engine is not None:
             with unrecorded():
                 engine.flush()
+
+
+class InnerHook(ForwardHook):
+    """Runs before the forward of a module inside the model, if something is pending for it."""
+
+    def __call__(self, *args: Any) -> None:
+        """Call the method only if the module's tensors are not current."""
+        if torch.compiler.is_compiling():
+            super().__call__(*args)
+            return
+        engine = self._engine()
+        if engine is not None and engine.is_pending(args[0]):
+            self.run(args)
 
 
 _UNNAMED = (

@@ -140,8 +140,9 @@ class _Model(_Distributed):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As `torch.nn.Module._apply`, if ``fn`` keeps parameters' dtype, device and layout."""
         engine = self._engine
-        refuse_conversion(engine.bucketing.slot_of, fn)
-        refuse_new_layout(engine.bucketing.slot_of, engine.optimizer, fn)
+        params = [slot.param for slot in engine.slots]
+        refuse_conversion(params, fn)
+        refuse_new_layout(params, engine.optimizer, fn)
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def __prepare_scriptable__(self) -> Any:

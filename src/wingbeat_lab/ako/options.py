@@ -98,7 +98,7 @@ class Partial(Settings, ExchangePart):
         context.compression = unsent
         return context.runtime(
             lambda: PartialExchange(training.collectives, unsent, self.partitions),
-            MixedGradients(training.bucketing, training.stepper.owns),
+            MixedGradients(training.bucketing),
         )
 
     def build_simulated(self, context: SimulationContext) -> SimulatedExchanges:

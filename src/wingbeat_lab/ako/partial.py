@@ -171,16 +171,15 @@ class MixedGradients(ShownGradients):
     part that the others have received would be unknown.
     """
 
-    def __init__(self, bucketing: Bucketing, owns: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, bucketing: Bucketing) -> None:
         super().__init__(bucketing)
-        self._owns = owns
         self._mixed: list[Slot] = []
 
     def begin_backward(self) -> None:
         """Raise a `UsageError` if the backward would accumulate into exchanged gradients."""
         slot = next((slot for slot in self._mixed if slot.holds(slot.param.grad)), None)
         if slot is not None:
-            where = "optimizer" if self._owns(slot.param) else "model"
+            where = "optimizer" if slot.owned else "model"
             raise UsageError(
                 f"parameter {slot.name!r} may get a gradient on top of one that was exchanged in "
                 "parts (Partial, Ako) and differs between workers: before each backward call "
@@ -189,7 +188,7 @@ class MixedGradients(ShownGradients):
 
     def on_zero_grad(self, set_to_none: bool) -> None:  # noqa: ARG002
         """The optimizer's gradients are this worker's own from now on."""
-        self._mixed = [slot for slot in self._mixed if not self._owns(slot.param)]
+        self._mixed = [slot for slot in self._mixed if not slot.owned]
 
     def show(self, slots: Iterable[Slot] | None = None) -> None:
         """Show the gradients, which now contain parts of the other workers'."""

@@ -9,7 +9,7 @@ import torch
 
 import wingbeat
 from helpers.training import backward, batch, engine, net, on, sgd
-from wingbeat.engine.gradients.bucket import Bucket, Slot, _factor
+from wingbeat.engine.gradients.bucket import Bucket, Slot, _factor, fill
 from wingbeat.transport.world import World
 
 STRATEGIES = {
@@ -111,7 +111,7 @@ def test_gradients_are_scaled_as_by_a_python_number(dtype: torch.dtype, scale: f
         grad = (made * 1e-6).to(dtype) if param.grad is None else slot.shown.clone()
         if param.grad is None:
             param.grad = grad.clone()
-        slot.fill(scale)
+        fill([slot], scale)
         assert torch.equal(slot.view, grad * scale)
         param.grad = slot.shown
     assert bucket.flat.dtype is dtype

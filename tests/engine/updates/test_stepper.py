@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.updates.stepper import StepArguments, Stepper
 from wingbeat.errors import UsageError
 
@@ -119,6 +121,31 @@ def test_an_exception_in_a_part_leaves_the_optimizer_as_it_was() -> None:
     assert not partial.stepping
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Failing])
+def test_a_step_in_parts_runs_with_the_optimizers_own_class(kind: Any) -> None:
+    """Properties of the class that `distribute` gives it would be read for each parameter."""
+    seen: list[type] = []
+
+    class Own(kind):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> None:
+            seen.append(type(self))
+            super().step()
+
+    class Upgraded(Own):
+        @property
+        def state(self) -> Any:
+            raise AssertionError
+
+    params = _params()
+    optimizer = Own(params, lr=1.0)
+    partial = _partial(optimizer)
+    optimizer.__class__ = Upgraded
+    with contextlib.suppress(ArithmeticError):
+        partial.step(params[:1], partial.snapshot())
+    assert seen == [Own]
+    assert type(optimizer) is Upgraded
+
+
 def test_the_optimizers_own_code_may_call_itself() -> None:
     partial = _partial(torch.optim.SGD(_params()))
     with partial.inside():
@@ -139,6 +166,18 @@ def test_a_parameter_moved_to_another_group_is_detected() -> None:
         partial.refuse_regrouped()
     partial.refresh()
     partial.refuse_regrouped()
+
+
+def test_slots_of_parameters_that_leave_the_optimizer_are_not_owned_from_the_next_step_on() -> None:
+    params = _params()
+    optimizer = torch.optim.SGD(params[:1], lr=1.0)
+    partial = _partial(optimizer)
+    slots = [Slot(i, f"p{i}", param) for i, param in enumerate(params)]
+    partial.follow(slots)
+    assert [slot.owned for slot in slots] == [True, False]
+    optimizer.param_groups[0]["params"] = params[1:]
+    partial.snapshot()
+    assert [slot.owned for slot in slots] == [False, True]
 
 
 def test_the_arguments_of_a_call_are_forgotten_after_it_also_where_it_raises() -> None:

@@ -250,11 +250,12 @@ def shown() -> tuple[MixedGradients, list[Slot]]:
     """ShownGradients after an exchange, of two parameters; the optimizer updates the first one."""
     slots = [Slot(i, f"p{i}", torch.nn.Parameter(torch.ones(3))) for i in range(2)]
     bucketing: Any = SimpleNamespace(slots=slots, buckets=[Bucket(0, slots)])
-    views = MixedGradients(bucketing, lambda param: param is slots[0].param)
+    slots[0].owned = True
+    views = MixedGradients(bucketing)
     views.begin_backward()
     for slot in slots:
         slot.used = True
-        views.on_gradient(slot)
+    views.on_gradients(slots)
     views.show()
     return views, slots
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -22,6 +23,8 @@ COUNT_MODULUS = 128
 
 _ALIGN = 16
 
+_is_used = operator.attrgetter("used")
+
 
 class Slot:
     """One parameter's place in a bucket.
@@ -29,11 +32,13 @@ class Slot:
     Attributes:
         elements: elements of the buffer that the gradient occupies; two for a complex number.
         view: the gradient's place in the bucket's buffer, at ``address``.
+        kind: the dtype of ``view``, and the type of its device.
         shown: the same memory, as users see it in ``p.grad``.
         pending: the placeholder in ``p.grad`` until the gradient is gathered; None under schedules
             that reduce whole gradients.
         ready: whether its gradient has been copied into the bucket in this backward.
         used: whether this worker had a gradient for it.
+        owned: whether the optimizer updates the parameter.
         fully_connected: whether only fully connected layers have the parameter.
     """
 
@@ -44,7 +49,9 @@ class Slot:
         "elements",
         "fully_connected",
         "index",
+        "kind",
         "name",
+        "owned",
         "param",
         "pending",
         "ready",
@@ -65,19 +72,13 @@ class Slot:
         self.pending: Any = None
         self.ready = False
         self.used = False
+        self.owned = False
         self.strides = strides_of(param)  # `distribute` compares them between workers
         self.bucket: Bucket
         self.view: torch.Tensor
         self.shown: torch.Tensor
         self.address: int
-
-    def show(self) -> None:
-        """Set ``p.grad`` to the gradient in the buffer; raises as `check_kind`."""
-        if self.param.dtype is not self.view.dtype:
-            check_kind(self.name, self.param, self.view)
-        if self.shown.data_ptr() != self.address:  # the user assigned to p.grad.data
-            self.shown = self.view.detach()
-        self.param.grad = self.shown
+        self.kind: tuple[torch.dtype, str]
 
     def holds(self, grad: torch.Tensor | None) -> bool:
         """Whether ``grad``, read from ``p.grad``, is the buffer's view or its placeholder."""
@@ -95,18 +96,32 @@ class Slot:
             or (waiting and sys.getrefcount(self.pending) > 2)
         )
 
-    def fill(self, scale: float) -> bool:
-        """Write the gradient times ``scale`` into the view; return False if there is none."""
-        grad = self.param.grad
+
+def show(slots: Iterable[Slot]) -> None:
+    """Set ``p.grad`` to the gradients in the buffers; raises as `check_kind`."""
+    for slot in slots:
+        if slot.param.dtype is not slot.view.dtype:
+            check_kind(slot.name, slot.param, slot.view)
+        if slot.shown.data_ptr() != slot.address:  # the user assigned to p.grad.data
+            slot.shown = slot.view.detach()
+        slot.param.grad = slot.shown
+
+
+def fill(slots: Sequence[Slot], scale: float) -> None:
+    """Write the gradients of a bucket's ``slots``, times ``scale``, into their views.
+
+    Slots become ``ready``, and those with a gradient ``used``. Call it without gradients enabled.
+    """
+    factor = _factor(scale, *slots[0].kind)
+    for slot in slots:
+        grad = slot.param.grad
+        slot.ready, slot.used = True, grad is not None
         if grad is None:
-            self.view.zero_()
-            return False
-        factor = _factor(scale, self.view.dtype, self.view.device.type)
-        if self.holds(grad):
-            self.view.mul_(factor)
+            slot.view.zero_()
+        elif slot.holds(grad):
+            slot.view.mul_(factor)
         else:
-            torch.mul(grad.detach(), factor, out=self.view)
-        return True
+            torch.mul(grad, factor, out=slot.view)
 
 
 @functools.lru_cache(maxsize=32)
@@ -190,6 +205,7 @@ class Bucket:
         numbers, offset = self.flat[: self.numel], 0
         if first.is_complex():
             numbers = torch.view_as_complex(numbers.view(-1, 2))
+        kind = numbers.dtype, numbers.device.type
         for slot in self.slots:
             end = offset + slot.param.numel()
             slot.bucket = self
@@ -198,15 +214,23 @@ class Bucket:
                 # Autograd lays gradients out like parameters, and fused optimizers rely on it.
                 slot.view = numbers.as_strided(slot.param.shape, slot.strides, offset)
             slot.shown = slot.view.detach()
-            slot.address = slot.view.data_ptr()
+            slot.address, slot.kind = slot.view.data_ptr(), kind
             offset = end
         self._aliases = self._count_aliases()
 
     def is_referenced(self) -> bool:
         """Whether the user refers to gradients removed from ``p.grad``, valid as in DDP."""
-        if any(slot.holds(slot.param.grad) for slot in self.slots):
+        if any(s.holds(s.param.grad) for s in self.slots if s.param.grad is not None):
             return False
-        return self._count_aliases() > self._aliases or any(s.is_referenced() for s in self.slots)
+        if self._count_aliases() > self._aliases:
+            return True
+        count, pending = sys.getrefcount, [s.pending for s in self.slots if s.pending is not None]
+        # Three references: the slot's, the list's and the argument; placeholders refer to views.
+        return (
+            max(map(count, [slot.shown for slot in self.slots])) > 3
+            or max(map(count, [slot.view for slot in self.slots])) > 3 + bool(pending)
+            or (bool(pending) and max(map(count, pending)) > 3)
+        )
 
     def _count_aliases(self) -> int:
         count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
@@ -215,7 +239,7 @@ class Bucket:
     @property
     def dense(self) -> bool:
         """Whether this worker had a gradient for every parameter, so no flag can be zero."""
-        return all(slot.used for slot in self.slots)
+        return all(map(_is_used, self.slots))
 
     def reset(self) -> None:
         """Prepare for the gradients of the next backward."""
@@ -349,13 +373,15 @@ class ByteBuffer:
             self.flat[a : a + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
             for a, t in zip(offsets, tensors, strict=True)
         ]
+        self._now: ByteBuffer | None = None
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Copy the tensors into the bytes; None leaves its bytes unchanged."""
-        for tensor, view in zip(tensors, self.views, strict=True):
-            if tensor is not None:
-                view.copy_(tensor)
+        given = [tensor for tensor in tensors if tensor is not None]
+        views = zip(self.views, tensors, strict=True)
+        if given:
+            torch._foreach_copy_([view for view, tensor in views if tensor is not None], given)
 
     @torch.no_grad()
     def unpack(
@@ -363,20 +389,29 @@ class ByteBuffer:
     ) -> None:
         """Copy the bytes into the tensors; with ``where`` only into those that are equal to it."""
         unchanged = [True] * len(tensors) if where is None else where.equal(tensors)
+        written, views = [], []
         for tensor, view, as_before in zip(tensors, self.views, unchanged, strict=True):
             if as_before and tensor is not None:
                 # Through `data`, invisible to autograd: batch norm saves its buffers for backward
                 # without using them, and a second forward may run before that backward.
-                tensor.data.copy_(view)
+                written.append(tensor.data)
+                views.append(view)
+        if written:
+            torch._foreach_copy_(written, views)
 
     def equal(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
         """Return for each tensor whether it equals the packed bytes, bit for bit."""
+        pairs = list(zip(tensors, self.views, strict=True))
+        fit = [t is not None and t.dtype is v.dtype and t.shape == v.shape for t, v in pairs]
+        if all(fits or t is None for fits, t in zip(fit, tensors, strict=True)):
+            # Most often all are equal, and one comparison shows it.
+            self._now = self._now or ByteBuffer(self.views, self.flat.device)
+            self._now.pack([view if tensor is None else tensor for tensor, view in pairs])
+            if torch.equal(self._now.flat, self.flat):
+                return fit
         return [
-            tensor is not None
-            and tensor.dtype == view.dtype
-            and tensor.shape == view.shape
-            and torch.equal(_bits(tensor), _bits(view))
-            for tensor, view in zip(tensors, self.views, strict=True)
+            fits and tensor is not None and torch.equal(_bits(tensor), _bits(view))
+            for fits, (tensor, view) in zip(fit, pairs, strict=True)
         ]
 
 

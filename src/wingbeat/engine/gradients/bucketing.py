@@ -32,7 +32,9 @@ class Bucketing:
     Attributes:
         slots: one for each trained parameter with a dense gradient, in the order of
             ``model.named_parameters()``.
+        slot_of: the same by the identity of the parameter.
         frozen: names and parameters that require no gradient.
+        device: the first trained parameter's that is not the CPU, else the CPU.
         others: untrained parameters and buffers that are synchronised.
         buckets: in the order in which their gradients become ready.
         forward_buckets: the same buckets, in the order in which forward needs their parameters.
@@ -61,13 +63,15 @@ class Bucketing:
             Slot(i, name, param, param in connected) for i, (name, param) in enumerate(trained)
         ]
         self.specs = [spec_of(name, param, kinds.get(param, "")) for name, param in trained]
-        self.slot_of: dict[torch.Tensor, Slot] = {slot.param: slot for slot in self.slots}
+        self.slot_of = {id(slot.param): slot for slot in self.slots}
         left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
         self.others = [
             tensor.detach()
             for name, tensor in named
-            if name not in left_out and tensor not in self.slot_of
+            if name not in left_out and id(tensor) not in self.slot_of
         ]
+        devices = (slot.param.device for slot in self.slots)
+        self.device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
         self._readers = list(_readers(model, self.slot_of))
         self.buckets: list[Bucket] = []
         self.forward_buckets: list[Bucket] = []
@@ -86,13 +90,12 @@ class Bucketing:
         """Return the buckets whose parameters the module reads in forward."""
         return self._buckets_of.get(module, ())
 
-    @property
-    def device(self) -> torch.device:
-        """The first parameter's device that is not the CPU, else the CPU."""
-        devices = (slot.param.device for slot in self.slots)
-        return next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
-
     # -- the ready order ------------------------------------------------------------------
+
+    @property
+    def observing(self) -> bool:
+        """Whether the order in which gradients become ready is being recorded."""
+        return self._observed is not None
 
     def observe_ready(self, index: int) -> None:
         """Record that the gradient of slot ``index`` is ready."""
@@ -182,13 +185,13 @@ def ignored(model: nn.Module) -> set[str]:
 
 
 def _readers(
-    model: nn.Module, slot_of: Mapping[torch.Tensor, Slot]
+    model: nn.Module, slot_of: Mapping[int, Slot]
 ) -> Iterator[tuple[nn.Module, list[Slot]]]:
     """Yield modules that read parameters (compiled ones: all inside), with their slots."""
     for module in model.modules():
         compiled = is_compiled(module)
         params = module.parameters() if compiled else module._parameters.values()
-        slots = [slot_of[param] for param in params if param is not None and param in slot_of]
+        slots = [slot_of[id(param)] for param in params if id(param) in slot_of]
         if slots:
             yield module, slots
 

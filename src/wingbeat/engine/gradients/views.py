@@ -9,13 +9,13 @@ nothing: workers change their own blocks, and exchange one number each for a nor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from wingbeat.collectives import Collectives, Rows, factors_of
-from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.bucket import Bucket, Slot, show
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
 
@@ -197,10 +197,9 @@ class ShownGradients:
     def on_zero_grad(self, set_to_none: bool) -> None:
         """Handle the user's ``zero_grad``."""
 
-    def on_gradient(self, slot: Slot) -> None:
-        """Handle the slot's gradient in its bucket, which is about to be sent."""
-        if slot.used:
-            slot.show()
+    def on_gradients(self, slots: Sequence[Slot]) -> None:
+        """Handle the slots' gradients in their bucket, which is about to be sent."""
+        show(slot for slot in slots if slot.used)
 
     def on_new_buffer(self, bucket: Bucket) -> None:
         """Handle a bucket's new buffer with new views."""
@@ -212,8 +211,7 @@ class ShownGradients:
         """Show the whole gradients of these slots, or of all, including other workers'."""
         for bucket in self._bucketing.buckets:
             if not bucket.dense:
-                for slot in bucket.contributed():
-                    slot.show()
+                show(bucket.contributed())
 
     def drop(self) -> None:
         """Invalidate placeholders, because the buffers no longer contain gradients."""
@@ -232,10 +230,11 @@ class HiddenGradients(ShownGradients):
         super().__init__(bucketing)
         self._gatherer = weakref.ref(gatherer)
 
-    def on_gradient(self, slot: Slot) -> None:
-        """Hide the gradient: until the all-gather, the buffer holds a partial sum."""
-        if slot.used:
-            slot.param.grad = slot.pending
+    def on_gradients(self, slots: Sequence[Slot]) -> None:
+        """Hide the gradients: until the all-gather, the buffer holds a partial sum."""
+        for slot in slots:
+            if slot.used:
+                slot.param.grad = slot.pending
 
     def on_new_buffer(self, bucket: Bucket) -> None:
         """Make placeholders for the new views."""
@@ -245,7 +244,8 @@ class HiddenGradients(ShownGradients):
     def hide(self) -> None:
         """Hide all gradients: another worker may have one where this worker has none."""
         for slot in self._bucketing.slots:
-            slot.param.grad = slot.pending
+            if slot.param.grad is not slot.pending:
+                slot.param.grad = slot.pending
 
     def show(self, slots: Iterable[Slot] | None = None) -> None:
         """Replace placeholders by whole gradients, or by None where no worker has one."""
@@ -258,7 +258,7 @@ class HiddenGradients(ShownGradients):
                 bucket.settle()
                 whole[bucket] = set(bucket.contributed())
             if slot in whole[bucket]:
-                slot.show()
+                show([slot])
             else:
                 slot.param.grad = None
 
@@ -396,9 +396,9 @@ def clone_displaced(bucketing: Bucketing) -> None:
                 slot.param.grad = grad.detach().clone()
 
 
-def replaced(slots: Sequence[Slot], owns: Callable[[torch.Tensor], bool]) -> bool:
+def replaced(slots: Sequence[Slot]) -> bool:
     """Whether the user has replaced or removed placeholders of the optimizer's parameters."""
-    return any(slot.param.grad is not slot.pending for slot in slots if owns(slot.param))
+    return any(slot.param.grad is not slot.pending for slot in slots if slot.owned)
 
 
 # -- clipping and unscaling of this worker's reduced blocks --------------------------------

@@ -96,7 +96,7 @@ class DividedUpdate(Update):
         loss = evaluated(closure)
         host.recover()
         self.refuse_lost("optimizer.step()")
-        if self._reduced and replaced(slots, training.stepper.owns):
+        if self._reduced and replaced(slots):
             host.dispatch(GradientsNeeded())
         training.stepper.refuse_regrouped()
         training.stepper.run_hooks("pre")
@@ -104,7 +104,7 @@ class DividedUpdate(Update):
             host.flush()
         self._snapshot = training.stepper.snapshot()
         training.steps.count += 1
-        owned = (slot for slot in slots if training.stepper.owns(slot.param))
+        owned = (slot for slot in slots if slot.owned)
         used = (s for s in owned if (s.used if self._reduced else s.param.grad is not None))
         self._step(host, StepCalled(used=frozenset(slot.index for slot in used)))
         step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)

@@ -96,9 +96,7 @@ def copy_parameter(slot: Slot, own: Piece | None) -> None:
 class Layout:
     """The parameters in a bucket's buffer, and this worker's pieces of them."""
 
-    def __init__(
-        self, bucket: Bucket, own: Span, stepper: Stepper, whole_tensors: bool = False
-    ) -> None:
+    def __init__(self, bucket: Bucket, own: Span, whole_tensors: bool = False) -> None:
         self.length = bucket.flat.numel()
         self.device = bucket.flat.device
         self.slots: list[tuple[Slot, Span]] = []
@@ -110,7 +108,7 @@ class Layout:
             start = whole.stop
             self.slots.append((slot, whole))
             mine = Span(max(whole.start, own.start), min(whole.stop, own.stop))
-            if mine and stepper.owns(slot.param):
+            if mine and slot.owned:
                 span = Span(mine.start - whole.start, mine.stop - whole.start)
                 self.pieces.append(Piece(slot, span, mine, whole_tensors))
 
@@ -168,10 +166,7 @@ class Shards:
             self._layouts = layouts
 
     def _lay_out(self, buckets: Sequence[Bucket]) -> list[Layout]:
-        return [
-            Layout(bucket, self._collectives.owned(bucket.flat.numel()), self._stepper)
-            for bucket in buckets
-        ]
+        return [Layout(bucket, self._collectives.owned(bucket.flat.numel())) for bucket in buckets]
 
     # -- whole state in and out -----------------------------------------------------------
 
@@ -355,16 +350,13 @@ class TensorShards(Shards):
         loads = [0] * world.size
         self._owners = {}
         for bucket in buckets:
-            costs = [
-                update_cost(slot.param.shape) if self._stepper.owns(slot.param) else 0
-                for slot in bucket.slots
-            ]
+            costs = [update_cost(slot.param.shape) if slot.owned else 0 for slot in bucket.slots]
             counts = partition(costs, loads)
             lengths = [slot.elements for slot in bucket.slots]
             bucket.blocks = spans_of(lengths, counts, bucket.flat.numel())
             ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
             self._owners |= {s.index: r for s, r in zip(bucket.slots, ranks, strict=True)}
-        return [Layout(bucket, bucket.owned(world.rank), self._stepper, True) for bucket in buckets]
+        return [Layout(bucket, bucket.owned(world.rank), True) for bucket in buckets]
 
     def _cut(self, _piece: Piece, _key: str, value: Any) -> Any:
         return value

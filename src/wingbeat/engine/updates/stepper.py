@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.updates.trials import bare_step
 from wingbeat.errors import UsageError
 
@@ -119,40 +120,55 @@ class Stepper:
 
     def __init__(self, optimizer: torch.optim.Optimizer, plain_step: Any) -> None:
         self._optimizer = optimizer
+        self._plain_class = type(optimizer)
         self._plain_step = plain_step
-        self._group_of: dict[torch.Tensor, int] = {}
+        # By identity, because a tensor's hash is a call into Python.
+        self._members: dict[int, torch.Tensor] = {}
+        self._group_of: dict[int, int] = {}
+        self._slots: Sequence[Slot] = ()
         self.stepping = False
         self.in_parts = False
         self.arguments = StepArguments()
         self.refresh()
 
+    def follow(self, slots: Sequence[Slot]) -> None:
+        """Keep ``owned`` of these slots from now on."""
+        self._slots = slots
+        self._mark()
+
+    def _mark(self) -> None:
+        for slot in self._slots:
+            slot.owned = id(slot.param) in self._group_of
+
     def refresh(self) -> None:
         """Read again which group each parameter belongs to."""
+        grouped = self._grouped()
+        if grouped != self._group_of:
+            groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
+            self._members = {id(param): param for group in groups for param in group["params"]}
+            self._group_of = grouped
+            self._mark()
+
+    def _grouped(self) -> dict[int, int]:
         groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
-        self._group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        return {id(param): i for i, group in enumerate(groups) for param in group["params"]}
 
     def refuse_regrouped(self) -> None:
         """Raise a `UsageError` if the groups' parameters have changed since they were read."""
-        groups: list[dict[str, Any]] = self._optimizer.__dict__["param_groups"]
-        now = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        if now != {id(p): i for p, i in self._group_of.items()}:
+        if self._grouped() != self._group_of:
             raise UsageError(
                 "the optimizer's param groups hold other parameters than at distribute(), which "
                 'is not possible with a divided optimizer (shard_optimizer, update="server"): call '
                 "wingbeat.release(model, optimizer), change them, and distribute() again"
             )
 
-    def owns(self, param: torch.Tensor) -> bool:
-        """Whether the optimizer updates ``param``."""
-        return param in self._group_of
-
     def group_of(self, param: torch.Tensor) -> int | None:
         """Return the number of the group that contains ``param``, or None."""
-        return self._group_of.get(param)
+        return self._group_of.get(id(param))
 
     def params(self) -> list[torch.Tensor]:
         """Return all the optimizer's parameters."""
-        return list(self._group_of)
+        return list(self._members.values())
 
     def snapshot(self) -> GroupSnapshot:
         """Copy the groups' settings, because a scheduler may change them before the update."""
@@ -220,7 +236,7 @@ class Stepper:
         """
         members: dict[int, list[torch.Tensor]] = {}
         for param, stand_in in pairs:
-            group = self._group_of.get(param)
+            group = self._group_of.get(id(param))
             if group is not None:
                 members.setdefault(group, []).append(stand_in)
         groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
@@ -231,10 +247,13 @@ class Stepper:
         step = bare_step(self._plain_step) if has_global_hooks else self._plain_step
         inside.update(param_groups=groups, state=state, **{name: {} for name in _HOOKS})
         outer, self.in_parts = self.in_parts, True
+        # Without the properties of an upgraded class: optimizers read `state` for each parameter.
+        upgraded, self._optimizer.__class__ = type(self._optimizer), self._plain_class
         try:
             with self.inside():
                 step(self._optimizer)
         finally:
+            self._optimizer.__class__ = upgraded
             self.in_parts = outer
             inside.update(saved)
 
@@ -245,11 +264,9 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
-def step_outside(
-    slotted: Container[torch.Tensor], stepper: Stepper, snapshot: GroupSnapshot
-) -> None:
-    """Update frozen parameters that have a gradient and are in no bucket."""
-    others = [p for p in stepper.params() if p not in slotted and p.grad is not None]
+def step_outside(slotted: Container[int], stepper: Stepper, snapshot: GroupSnapshot) -> None:
+    """Update frozen parameters that have a gradient and are in no bucket, by their identities."""
+    others = [p for p in stepper.params() if id(p) not in slotted and p.grad is not None]
     if others:
         stepper.step(others, snapshot)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from wingbeat.collectives import Collectives
-from wingbeat.engine.gradients.bucket import Bucket, StepCounter
+from wingbeat.engine.gradients.bucket import Bucket, StepCounter, show
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.engine.gradients.views import reads_values, replaced, tensors_in
@@ -360,7 +360,7 @@ class DeferredUpdate(WholeUpdate):
         host.recover()
         slots = training.bucketing.slots
         coming = host.phase in (Phase.REDUCED, Phase.UNDER_WAY)
-        if not coming or replaced(slots, training.stepper.owns):
+        if not coming or replaced(slots):
             self._step_whole(host, None)
             return loss
         self._steps += 1
@@ -388,9 +388,8 @@ class DeferredUpdate(WholeUpdate):
         buckets = self._training.bucketing.buckets
         match command:
             case events.Defer(number):
-                owns = self._training.stepper.owns
-                params = (slot.param for slot in buckets[number].slots if owns(slot.param))
-                self._pending.add(buckets[number], params)
+                bucket = buckets[number]
+                self._pending.add(bucket, [slot.param for slot in bucket.slots if slot.owned])
             case events.Update(number):
                 if buckets[number].due:  # otherwise updated together with another
                     self._update(buckets[number])
@@ -425,11 +424,10 @@ class DeferredUpdate(WholeUpdate):
     def _step_on(self, buckets: Sequence[Bucket]) -> None:
         stepper = self._training.stepper
         whole = {bucket: bucket.contributed() for bucket in buckets}
-        slots = [slot for each in whole.values() for slot in each if stepper.owns(slot.param)]
+        slots = [slot for each in whole.values() for slot in each if slot.owned]
         # Gradients made or zeroed after step() belong to the next step.
         later = [slot.param.grad for slot in slots]
-        for slot in slots:
-            slot.show()
+        show(slots)
         versions = [bucket.flat._version for bucket in buckets]
         try:
             stepper.step([slot.param for slot in slots], self._snapshot)

@@ -63,7 +63,7 @@ def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
 def _refuse_other_optimizers(training: Training) -> None:
     """Raise a `UsageError` unless the optimizer has exactly the parameters in the buckets."""
     stepper, slots = training.stepper, training.bucketing.slots
-    slot = next((slot for slot in slots if not stepper.owns(slot.param)), None)
+    slot = next((slot for slot in slots if not slot.owned), None)
     if slot is not None:
         raise UsageError(
             f"parameter {slot.name!r} is not the optimizer's: under bounded staleness (Canary) one "
@@ -71,7 +71,7 @@ def _refuse_other_optimizers(training: Training) -> None:
             "freeze the others"
         )
     known = training.bucketing.slot_of
-    local = sum(param.requires_grad and param not in known for param in stepper.params())
+    local = sum(param.requires_grad and id(param) not in known for param in stepper.params())
     if local:
         raise UsageError(
             f"{local} parameters of the optimizer are not synchronised: under bounded staleness "

@@ -520,11 +520,10 @@ class BoundedUpdate(WholeUpdate):
             where = "under bounded staleness (Canary)"
             self._training.stepper.arguments.refuse_others(where, "wingbeat.Canary(s=0)")
         host.recover()
-        slots, owns = self._training.bucketing.slots, self._training.stepper.owns
         if not self._views.sent:
             self._check_nothing_to_step()
             return None
-        if replaced(slots, owns):
+        if replaced(self._training.bucketing.slots):
             raise UsageError(
                 "optimizer.step(): gradients were changed or dropped after backward, when they had "
                 "been sent to the other workers (Canary): leave p.grad alone between backward() "

@@ -482,8 +482,8 @@ class ServerUpdate(DividedUpdate):
         self._remote.updates += 1
         self._has_state = True
         self._summed = self._schedule.phase is Phase.REDUCED
-        slots, owns = self._training.bucketing.slots, self._training.stepper.owns
-        unused = frozenset(slot.index for slot in slots if owns(slot.param)) - answer.used
+        slots = self._training.bucketing.slots
+        unused = frozenset(slot.index for slot in slots if slot.owned) - answer.used
         self._remote.unused = unused if self._summed else frozenset()
         rank = self._training.collectives.world.rank
         if answer.follows(rank):
@@ -579,7 +579,7 @@ class ServerUpdate(DividedUpdate):
             states = old.collect(self._remote, old.overlapping(new.owned))
         self._slices = new
         for bucket in self._training.bucketing.buckets:
-            if not all(self._training.stepper.owns(slot.param) for slot in bucket.slots):
+            if not all(slot.owned for slot in bucket.slots):
                 # Another optimizer's gradients stay in the bucket's buffer.
                 self._remote.landing[bucket.index] = torch.zeros_like(bucket.flat)
         self._load(states)
