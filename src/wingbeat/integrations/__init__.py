@@ -19,6 +19,7 @@ __all__ = [
     "fabric",
     "lightning",
     "lightning_fabric",
+    "process_group",
     "pytorch_lightning",
     "transformers",
 ]

@@ -295,6 +295,33 @@ def _check_arguments(timeout: float) -> None:
         )
 
 
+def connect(
+    store: dist.Store, rank: int, size: int, timeout: float, interfaces: Sequence[str] | None = None
+) -> World:
+    """Connect ranks that have found each other, such as those of a process group of torch.
+
+    Starts no default group and is not the `current` world. `World.close` closes the connections.
+
+    Args:
+        store: torch's store, with a prefix that no other world uses.
+        rank: this process, 0 to ``size - 1``.
+        size: number of processes.
+        timeout: seconds for connecting and for each wait.
+        interfaces: as in `init`.
+
+    Raises:
+        UsageError: an interface does not exist.
+        RendezvousError: ranks are missing; names rank, address, interface and duration.
+    """
+    descriptors.raise_limit()
+    key = job_key(os.environ)
+    signed = TorchStore(store, None if key is None else Authenticator(key, "process group"))
+    world = World(rank, size, (), (), timeout, signed)
+    if size > 1:
+        _connect(world, store, interfaces, default_group=False)
+    return world
+
+
 def shutdown() -> None:
     """Stop wingbeat's threads and close its connections. Does nothing before `init`.
 
@@ -442,7 +469,9 @@ def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
             store.delete_key(f"{key}/{world.rank}")  # the rank has rejoined
 
 
-def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
+def _connect(
+    world: World, store: dist.Store, named: Sequence[str] | None, default_group: bool = True
+) -> None:
     rank, size = world.rank, world.size
     chosen = _choose_interfaces(world, world.exchange("interfaces", nic.local().to_json()), named)
     world.networks = _exchange_networks(world, chosen)
@@ -457,7 +486,8 @@ def _connect(world: World, store: dist.Store, named: Sequence[str] | None) -> No
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
     )
-    _start_default_group(store, world, chosen)
+    if default_group:
+        _start_default_group(store, world, chosen)
     key = job_key(os.environ)
     world.links = tcp.connect(rank, size, chosen, world.exchange, key, world.timeout)
     # A worker that left now would break peers that are still connecting.
