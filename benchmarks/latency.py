@@ -11,6 +11,7 @@ numpy, take turns. The CPU time is that of all threads of rank 0, by the kernel'
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import resource
 import socket
@@ -43,6 +44,15 @@ def plain_sockets(rank: int, size: int, exchange: Callable[..., Any]) -> socket.
     return made
 
 
+def sum_over(plain: socket.socket, own: Any, other: Any) -> None:
+    """Exchange the bytes of ``own`` and add those of the other rank."""
+    plain.sendall(memoryview(own).cast("B"))
+    into, at = memoryview(other).cast("B"), 0
+    while at < len(into):
+        at += plain.recv_into(into[at:])
+    own += other
+
+
 def worker(args: argparse.Namespace) -> None:
     """Time every case on this rank; rank 0 writes the report."""
     import numpy as np
@@ -60,21 +70,15 @@ def worker(args: argparse.Namespace) -> None:
         buffer = torch.ones(int(kb * 256))
         own, other = buffer.numpy(), np.zeros(int(kb * 256), dtype=np.float32)
 
-        def sockets(own: Any = own, other: Any = other) -> None:
-            assert plain is not None
-            plain.sendall(memoryview(own).cast("B"))
-            into = memoryview(other).cast("B")
-            at = 0
-            while at < len(into):
-                at += plain.recv_into(into[at:])
-            np.add(own, other, out=own)
+        def ours(buffer: torch.Tensor = buffer) -> None:
+            collectives.all_reduce(buffer).wait()
 
         ways: dict[str, Callable[[], Any]] = {
-            "wingbeat": lambda buffer=buffer: collectives.all_reduce(buffer).wait(),
-            "gloo": lambda buffer=buffer: dist.all_reduce(buffer),
+            "wingbeat": ours,
+            "gloo": functools.partial(dist.all_reduce, buffer),
         }
         if plain is not None:
-            ways["plain sockets"] = sockets
+            ways["plain sockets"] = functools.partial(sum_over, plain, own, other)
         for turn in range(args.rounds + 1):  # the first one warms up
             for name, once in ways.items():
                 dist.barrier()

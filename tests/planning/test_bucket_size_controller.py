@@ -23,6 +23,7 @@ from wingbeat.planning.controllers import BucketSizeController, bucket_size_key
 from wingbeat.planning.trials import LedTrial
 from wingbeat.topologies import name_of
 from wingbeat.transport import loopback
+from wingbeat_lab.ako import Partial
 
 TRIALS, STEPS = 4, 2
 ENDS_WITHIN = TRIALS * (STEPS + WARMUP + 2) + 4
@@ -451,7 +452,7 @@ def test_bucket_size_key_differs_for_partial_exchange() -> None:
     plan = parts.TunedBuckets()
     keys = [
         bucket_size_key(bucketing, collectives, Strategy(plan=plan, exchange=exchange))
-        for exchange in ("mesh", "partial", "partial@4")
+        for exchange in ("mesh", Partial(), Partial(partitions=4))
     ]
     assert keys[0] != keys[1] != keys[2] != keys[0]
     assert "partitions" not in keys[0]

@@ -13,7 +13,7 @@ iteration: the part, a flag for each parameter that the worker has used, and ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 

@@ -48,6 +48,12 @@ class Connections:
         world.timeout = timeout
         return world
 
+    def open_default(self) -> World:
+        """Return the world of all ranks, on the connections that exist."""
+        if self.world.size == 1:
+            return self.open((0,), self.world.timeout)
+        return self.world.open_channel()
+
     def number(self, group: Group) -> int:
         """Return the number of a group in the tags of its messages; its first rank assigns it.
 

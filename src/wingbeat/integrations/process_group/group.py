@@ -43,7 +43,6 @@ from wingbeat.integrations.process_group.work import (
     Transfers,
     Work,
 )
-from wingbeat.transport.gloo import abort_waits
 from wingbeat.transport.graceful_shutdown import pending_exception
 from wingbeat.transport.link import TAG_BITS
 from wingbeat.types import Span
@@ -121,8 +120,11 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         seconds = timeout.total_seconds()
         self._connections = _shared or Connections(store, rank, size, seconds)
         self._shared = _shared is not None
-        members = tuple(_ranks) if _shared else tuple(range(size))
-        self._world = self._connections.open(members, seconds)
+        if _shared:
+            self._world = _shared.open(tuple(_ranks), seconds)
+        else:
+            self._world = self._connections.open_default()
+        self._where = str(self._world.group or "the default group")
         self._ring, self._doubling = Collectives(self._world), Collectives(self._world, "doubling")
         self._exchanges, self._barriers = itertools.count(), itertools.count()
         self._unsettled: set[Work] = set()
@@ -135,8 +137,8 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
 
     @functools.cached_property
     def _number(self) -> int:
-        assert self._world.group is not None
-        return self._connections.number(self._world.group) if self._shared else 0
+        group = self._world.group
+        return self._connections.number(group) if self._shared and group is not None else 0
 
     # Names, devices and options
 
@@ -566,7 +568,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         if not self._shared:
             world = self._connections.world
             for link in world.links:
-                abort_waits(link, (world.rank + 1) % world.size)
+                link.abort_waits((world.rank + 1) % world.size)
                 link.close()
         self._others.call("abort")
 
@@ -595,7 +597,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         timeout = getattr(opts, "timeout", None)
         seconds = max(0.0, timeout.total_seconds()) if isinstance(timeout, timedelta) else 0.0
-        where = f"rank {self._world.ranks[self.rank()]}: {what} in {self._world.group}"
+        where = f"rank {self._world.ranks[self.rank()]}: {what} in {self._where}"
         unsettled = set() if what in ("send", "recv") else self._unsettled
         return Work(operation, result, finish, seconds, where, unsettled)
 
@@ -636,7 +638,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
 
     def _transfers(self, what: str) -> Transfers:
         connected = self._connections.world
-        what = f"{what} in {self._world.group}"
+        what = f"{what} in {self._where}"
         return Transfers(connected.rank, connected, what, self._timeout.total_seconds())
 
     def _start(
