@@ -10,7 +10,7 @@ TESTS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
-NATIVE := $(wildcard native/CMakeLists.txt native/*.cpp native/*.h native/src/*)
+NATIVE := $(wildcard native/CMakeLists.txt native/*.cpp native/*.h native/src/* native/src/*/*)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
