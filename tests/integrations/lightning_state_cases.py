@@ -263,7 +263,8 @@ def one_fails() -> str:
     module = Failing()
     try:
         with torchrun():
-            fitted(module, WingbeatStrategy(EXACT["dear"]))
+            # A step of DeAR returns earlier, and Lightning then waits in torch's default group.
+            fitted(module, WingbeatStrategy(EXACT["allreduce"]))
     except Exception as error:
         assert not re.match("Distributed", type(module).__name__)
         return f"{type(error).__name__}: {error}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 
 import wingbeat
-from wingbeat.engine.gradients.bucket import Slot
+from wingbeat.engine import engine
+from wingbeat.engine.gradients import bucket
 
 from . import torch_suite
 from .ddp_face import ControlDDP, Face, Nothing
@@ -58,10 +59,10 @@ def run(name: str, who: str) -> None:
 
 def run_wrongly(name: str, who: str) -> None:
     """As `run`, with gradients that are twice what they should be."""
-    plain = Slot.fill
+    plain = bucket.fill
 
-    def fill(self: Slot, scale: float) -> bool:
-        return plain(self, 2 * scale)
+    def fill(slots: Sequence[bucket.Slot], scale: float) -> None:
+        plain(slots, 2 * scale)
 
-    with mock.patch.object(Slot, "fill", fill):
+    with mock.patch.object(engine, "fill", fill):
         run(name, who)

@@ -253,12 +253,12 @@ class Executor:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
+            if self._thread is None and not self._running:
+                self._stop_monitoring()
 
     def close(self) -> None:
         """End the thread once the queue is empty, and wait for it, unless called from it."""
         self.stop()
-        if not self._running:
-            self._stop_monitoring()
         if self._abandoned or self._runner == threading.get_ident():
             return
         if self._thread is not None:

@@ -214,6 +214,10 @@ class NativeJob(CallInProgress):
         self._expect, self._forget = expect, forget
         self.number = 0
         self.task: _native.Task
+        self.record: Callable[[NativeJob], None] | None = None
+        """Records the job in the event stream, once, when its result is known to be readable."""
+        self.recorded_before: NativeJob | None = None
+        """The job whose result this one needs: nothing else may wait for it."""
 
     def finish(self, error: str) -> None:
         """Note why the job has failed."""
@@ -223,6 +227,7 @@ class NativeJob(CallInProgress):
         """Call the callbacks, in the thread of completions."""
         if self.task.failed:
             self._failure()
+        self._record_once()
         with _done_lock:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
@@ -257,6 +262,15 @@ class NativeJob(CallInProgress):
         self._wait(sent=True)
         self._forget(self)
 
+    def _record_once(self) -> None:
+        with _done_lock:
+            record, self.record = self.record, None
+            before, self.recorded_before = self.recorded_before, None
+        if before is not None:
+            before._record_once()
+        if record is not None:
+            record(self)
+
     def _wait(self, *, sent: bool) -> None:
         compare_at, interval = 0.0, FIRST_COMPARISON_S
         while not self.task.wait(MAX_UNINTERRUPTED_S, sent):
@@ -269,6 +283,8 @@ class NativeJob(CallInProgress):
                 compare_at = now + interval
         if self.task.failed:
             raise PeerError(self._error or self._failure())
+        if self.record is not None:
+            self._record_once()
 
 
 class NcclJob:

@@ -169,7 +169,8 @@ class NativeExecutor(Executor):
                 call.buffer.numel() if rows else 0,
             )  # fmt: skip
         if stream.on:
-            job.add_done_callback(lambda: self._record(job))
+            job.record, job.recorded_before = self._record, after
+            job.add_done_callback(lambda: None)
         return job
 
     def _record(self, job: NativeJob) -> None:
@@ -184,7 +185,7 @@ class NativeExecutor(Executor):
     def _drop_done(self) -> None:
         """Release the buffers of jobs that nothing waited for."""
         for number, job in list(self._jobs.items()):
-            if not job.task.done:
+            if not job.task.done or job.task.failed:  # `fail_lane` needs the job that failed
                 return
             self._jobs.pop(number, None)
 
