@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -269,3 +271,22 @@ def test_abandoned_collective_ends_at_once(pair: list[World]) -> None:
     with pytest.raises(PeerError):
         handle.wait()
     assert time.monotonic() - begin < 5.0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_child_that_collects_a_world_does_not_wait_for_its_threads() -> None:
+    members = tcp.worlds(2)
+    made = [Collectives(members[0])]
+    handles = [made[0].all_reduce(torch.ones(1000))]
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that hangs is ended
+        handles.clear()
+        made.clear()
+        members.clear()
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    Collectives(members[1]).all_reduce(torch.ones(1000)).wait()
+    handles[0].wait()
+    tcp.close(members)

@@ -711,16 +711,19 @@ void Nic::receive(const OperationPtr& operation, Work& work) {
 }
 
 void Nic::cancel(const Owner* owner, Work& work) {
+  if (forked_) return;
   for (const auto& each : connections()) each->cancel(owner, work);
 }
 
 void Nic::fail(const std::string& reason) {
+  if (forked_) return;
   Work work;
   for (const auto& each : connections()) each->fail(reason, work);
   work.run();
 }
 
 void Nic::close(double seconds) {
+  if (forked_) return;
   const auto all = connections();
   for (const auto& each : all) each->close_gracefully();
   {
@@ -738,6 +741,7 @@ void Nic::close(double seconds) {
 }
 
 void Nic::stop() {
+  if (forked_) return;
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -806,6 +810,7 @@ void Nic::run() {
 }
 
 void Nic::forget_after_fork() {
+  forked_ = true;
   for (const auto& [peer, each] : connections_) each->forget_after_fork();
   ::close(std::exchange(epoll_, -1));
   ::close(std::exchange(event_, -1));

@@ -263,6 +263,7 @@ class Nic : public std::enable_shared_from_this<Nic> {
   std::string reason_;  // not empty: no connection accepts operations
   bool stopping_ = false;
   bool running_ = false;
+  bool forked_ = false;  // locks may be held by threads that do not exist in this process
   std::atomic<std::thread::id> id_{};
   ScratchPool scratch_;
 };

@@ -141,7 +141,9 @@ class NativeExecutor(Executor):
             _completions.native, self._number,
         )  # fmt: skip
         # Buffers of a world that is dropped without `close` are released with the executor.
-        weakref.finalize(self, _end_lane, self._lane, self._number)
+        self.finalizer = weakref.finalize(self, _end_lane, self._lane, self._number)
+        self.finalizer.atexit = False
+        _native_executors.add(self)
         self._index = world.rank
         super().__init__(world, lane, failure, executor_threads)
 
@@ -261,6 +263,9 @@ class NativeExecutor(Executor):
         self._fail(self._begun(), RuntimeError("abandoned"))
 
 
+_native_executors: weakref.WeakSet[NativeExecutor] = weakref.WeakSet()
+
+
 def _end_lane(lane: _native.Lane, number: int) -> None:
     lane.fail()
     _completions.release(number)
@@ -321,6 +326,8 @@ def _after_fork() -> None:
     global _creating, _completions
     _creating = threading.RLock()
     _completions = _Completions()
+    for executor in list(_native_executors):
+        executor.finalizer.detach()
 
 
 os.register_at_fork(after_in_child=_after_fork)
