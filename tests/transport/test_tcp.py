@@ -123,6 +123,21 @@ def test_peer_that_exceeds_its_window_is_cut_off(peer: Peer) -> None:
     assert "exceeds its window" in peer.failure()
 
 
+def test_message_behind_a_larger_one_than_the_window_can_be_received_first() -> None:
+    made = ranks.links(2)
+    large, small = torch.randn(4_000_000), torch.ones(3)
+    sent = [made[0][0].send(large, 1, 0), made[0][0].send(small, 1, 1)]
+    first, second = torch.zeros(3), torch.zeros(4_000_000)
+    made[1][0].recv(first, 0, 1).wait(20.0)
+    made[1][0].recv(second, 0, 0).wait(20.0)
+    for each in sent:
+        each.wait(20.0)
+    assert torch.equal(first, small)
+    assert torch.equal(second, large)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda links: links[0].close(), made))
+
+
 def test_message_of_another_size_fails_its_receive_alone(peer: Peer) -> None:
     out = torch.zeros(3, dtype=torch.uint8)
     coming = peer.link.recv(out, 0, 7)
@@ -213,6 +228,30 @@ def test_forked_child_keeps_no_connection_open() -> None:
         os.close(reader)
         os.close(writer)
     made[1][0].close()
+
+
+def test_forked_child_of_a_process_that_ends_keeps_no_connection_open() -> None:
+    """A data loader may outlive a killed worker, whose peers have to notice."""
+    ours, theirs = socket.socketpair()
+    reader, writer = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        link = TcpLink("lo")
+        link.nic.add(0, theirs.detach())
+        if os.fork() == 0:
+            os.close(writer)
+            os.read(reader, 1)
+        os._exit(0)
+    os.waitpid(worker, 0)
+    theirs.close()
+    ours.settimeout(20.0)
+    try:
+        assert ours.recv(1) == b""
+    finally:
+        os.write(writer, b"x")
+        for each in (reader, writer):
+            os.close(each)
+        ours.close()
 
 
 def test_closing_waits_until_the_peer_has_read_everything() -> None:

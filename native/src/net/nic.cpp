@@ -31,9 +31,25 @@ constexpr std::size_t read_ahead_bytes = 4U << 10;
 // Of a peer: channels, and messages of a channel before their receives are posted.
 constexpr std::uint16_t most_channels = 1024;
 constexpr std::size_t most_early_messages = 1U << 16;
+constexpr std::uint64_t most_early_bytes = std::uint64_t{4} << 30;
 constexpr std::size_t most_pool_bytes = 256U << 20;
 
+const std::string unconnected = "there is no connection to it";
+
 std::string describe(int error) { return std::generic_category().message(error); }
+
+void mark_done(Operation& operation, Work& work) {
+  operation.state.store(State::done, std::memory_order_release);
+  work.add(operation.owner);
+}
+
+void mark_failed(Operation& operation, const std::string& reason, Work& work) {
+  if (operation.state.load(std::memory_order_relaxed) != State::pending) return;
+  operation.error = reason;
+  operation.state.store(State::failed, std::memory_order_release);
+  if (operation.owner != nullptr) operation.owner->troubled = true;
+  work.add(operation.owner);
+}
 
 }  // namespace
 
@@ -103,7 +119,7 @@ Connection::~Connection() {
 void Connection::post_send(const OperationPtr& operation, Work& work) {
   const std::lock_guard lock(mutex_);
   if (failed_ || closing_) {
-    return mark_failed(operation, failed_ ? reason_ : "the link is closed", work);
+    return mark_failed(*operation, failed_ ? reason_ : "the link is closed", work);
   }
   Channel& into = channel(operation->channel);
   into.queue.push_back(operation);
@@ -120,8 +136,9 @@ void Connection::post_receive(const OperationPtr& operation, Work& work) {
   });
   if (found == from.early.end()) {
     // What has arrived completely before the end is delivered all the same.
-    if (failed_) return mark_failed(operation, reason_, work);
+    if (failed_) return mark_failed(*operation, reason_, work);
     from.posted.push_back(operation);
+    make_way(from, work);
   } else if (into_ == &from && from.into == Into::buffer && &*found == &from.early.back()) {
     found->operation = operation;  // the reading thread delivers it after the frame
   } else {
@@ -135,7 +152,7 @@ void Connection::deliver(Channel& from, std::deque<Message>::iterator place,
   const Message& message = *place;
   const bool in_progress = from.into == Into::buffer && &message == &from.early.back();
   if (message.total != operation->bytes) {
-    mark_failed(operation,
+    mark_failed(*operation,
                 "sent " + std::to_string(message.total) + " bytes where " +
                     std::to_string(operation->bytes) + " were expected",
                 work);
@@ -149,32 +166,39 @@ void Connection::deliver(Channel& from, std::deque<Message>::iterator place,
       from.into = Into::operation;
       from.operation = operation;
     } else {
-      mark_done(operation, work);
+      mark_done(*operation, work);
     }
   }
-  const std::uint64_t received = message.received;
+  const std::uint64_t uncredited = message.received - message.credited;
+  from.early_bytes -= message.received;
   from.early.erase(place);
-  consume(from, received, work);
+  consume(from, uncredited, work);
+}
+
+// A posted receive awaits a message that is still to come, perhaps behind those that fill the
+// window: credits these, so that the sender can send it.
+void Connection::make_way(Channel& from, Work& work) {
+  for (auto message = from.early.rbegin(); message != from.early.rend(); ++message) {
+    const std::uint64_t uncredited = message->received - message->credited;
+    if (uncredited == 0 && message->total > 0) return;  // so are those before
+    message->credited = message->received;
+    consume(from, uncredited, work);
+  }
+}
+
+void Connection::Message::reserve(std::uint64_t bytes) {
+  if (bytes <= capacity && data != nullptr) return;
+  const std::uint64_t larger = std::min(std::max(bytes, 2 * capacity), total);
+  auto memory = std::make_unique_for_overwrite<std::uint8_t[]>(larger);
+  if (received > 0) std::memcpy(memory.get(), data.get(), received);
+  data = std::move(memory);
+  capacity = larger;
 }
 
 void Connection::prepare(const OperationPtr& operation) {
   if (operation->data != nullptr || operation->bytes == 0) return;
   operation->scratch = nic_.scratch().acquire(operation->bytes);
   operation->data = operation->scratch.get();
-}
-
-void Connection::mark_done(const OperationPtr& operation, Work& work) {
-  operation->state.store(State::done, std::memory_order_release);
-  work.add(operation->owner);
-}
-
-void Connection::mark_failed(const OperationPtr& operation, const std::string& reason,
-                             Work& work) {
-  if (operation->state.load(std::memory_order_relaxed) != State::pending) return;
-  operation->error = reason;
-  operation->state.store(State::failed, std::memory_order_release);
-  if (operation->owner != nullptr) operation->owner->troubled = true;
-  work.add(operation->owner);
 }
 
 Connection::Channel& Connection::channel(std::uint16_t number) {
@@ -320,7 +344,7 @@ void Connection::mark_sent(std::size_t bytes, Work& work) {
     frame.payload_left -= payload;
     bytes -= payload;
     if (frame.header_left > 0 || frame.payload_left > 0) return;
-    if (frame.last) mark_done(frame.operation, work);
+    if (frame.last) mark_done(*frame.operation, work);
     frames_.pop_front();
   }
 }
@@ -441,6 +465,9 @@ const char* Connection::begin_frame(const FrameHeader& header, Work& work) {
   if (from.received + header.length - from.consumed > window_bytes) {
     return "a channel exceeds its window";
   }
+  if (from.early_bytes + header.length > most_early_bytes) {
+    return "too many bytes are not received";
+  }
   if (header.offset == 0) {
     if (const char* why = begin_message(from, header, work)) return why;
   } else if (from.into == Into::nothing || header.tag != from.tag || header.total != from.total ||
@@ -455,6 +482,7 @@ const char* Connection::begin_frame(const FrameHeader& header, Work& work) {
       target_ = from.operation->data + header.offset;
       break;
     case Into::buffer:
+      from.early.back().reserve(header.offset + header.length);
       target_ = from.early.back().data.get() + header.offset;
       break;
     default:
@@ -476,15 +504,14 @@ const char* Connection::begin_message(Channel& from, const FrameHeader& header, 
     Message& message = from.early.emplace_back();
     message.tag = header.tag;
     message.total = header.total;
-    message.data = std::make_unique_for_overwrite<std::uint8_t[]>(
-        std::min<std::uint64_t>(header.total, window_bytes));
+    message.reserve(std::min<std::uint64_t>(header.total, window_bytes));
     from.into = Into::buffer;
     return nullptr;
   }
   const OperationPtr operation = *found;
   from.posted.erase(found);
   if (operation->bytes != header.total) {
-    mark_failed(operation,
+    mark_failed(*operation,
                 "sent " + std::to_string(header.total) + " bytes where " +
                     std::to_string(operation->bytes) + " were expected",
                 work);
@@ -506,16 +533,19 @@ void Connection::end_frame(Work& work) {
   if (from.into == Into::buffer) {
     Message& message = from.early.back();
     message.received = from.offset;
+    from.early_bytes += frame_length_;
     if (message.operation != nullptr) {
       const OperationPtr operation = std::move(message.operation);
       deliver(from, std::prev(from.early.end()), operation, work);
+    } else if (!from.posted.empty()) {
+      make_way(from, work);
     }
   } else {
     consume(from, frame_length_, work);
   }
   if (!complete) return;
   if (from.into == Into::operation) {
-    mark_done(from.operation, work);
+    mark_done(*from.operation, work);
     from.operation.reset();
   }
   from.into = Into::nothing;
@@ -544,16 +574,19 @@ void Connection::fail_locked(std::unique_lock<std::mutex>& lock, const std::stri
   if (fd_ >= 0) ::shutdown(fd_, SHUT_RDWR);  // the interface's thread closes it
   wait_idle(lock);
   for (const OutgoingFrame& frame : frames_) {
-    if (frame.operation != nullptr) mark_failed(frame.operation, reason, work);
+    if (frame.operation != nullptr) mark_failed(*frame.operation, reason, work);
   }
   for (auto& [number, each] : channels_) {
-    for (const auto& operation : each.queue) mark_failed(operation, reason, work);
-    for (const auto& operation : each.posted) mark_failed(operation, reason, work);
-    if (each.operation != nullptr) mark_failed(each.operation, reason, work);
+    for (const auto& operation : each.queue) mark_failed(*operation, reason, work);
+    for (const auto& operation : each.posted) mark_failed(*operation, reason, work);
+    if (each.operation != nullptr) mark_failed(*each.operation, reason, work);
     for (const auto& message : each.early) {
-      if (message.operation != nullptr) mark_failed(message.operation, reason, work);
+      if (message.operation != nullptr) mark_failed(*message.operation, reason, work);
     }
-    if (each.into == Into::buffer) each.early.pop_back();  // incomplete
+    if (each.into == Into::buffer) {  // incomplete
+      each.early_bytes -= each.early.back().received;
+      each.early.pop_back();
+    }
     each.into = Into::nothing;
     each.queue.clear();
     each.posted.clear();
@@ -683,22 +716,11 @@ std::vector<std::shared_ptr<Connection>> Nic::connections() {
   return all;
 }
 
-namespace {
-
-void fail_unconnected(const OperationPtr& operation, Work& work) {
-  operation->error = "there is no connection to it";
-  operation->state.store(State::failed, std::memory_order_release);
-  if (operation->owner != nullptr) operation->owner->troubled = true;
-  work.add(operation->owner);
-}
-
-}  // namespace
-
 void Nic::send(const OperationPtr& operation, Work& work) {
   if (const auto to = connection(operation->peer)) {
     to->post_send(operation, work);
   } else {
-    fail_unconnected(operation, work);
+    mark_failed(*operation, unconnected, work);
   }
 }
 
@@ -706,7 +728,7 @@ void Nic::receive(const OperationPtr& operation, Work& work) {
   if (const auto from = connection(operation->peer)) {
     from->post_receive(operation, work);
   } else {
-    fail_unconnected(operation, work);
+    mark_failed(*operation, unconnected, work);
   }
 }
 

@@ -121,8 +121,12 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::uint32_t tag = 0;
     std::uint64_t total = 0;
     std::uint64_t received = 0;
+    std::uint64_t credited = 0;  // bytes of it that count as consumed
     std::unique_ptr<std::uint8_t[]> data;
+    std::uint64_t capacity = 0;
     OperationPtr operation;  // posted while a frame of the message was being received
+
+    void reserve(std::uint64_t bytes);
   };
 
   enum class Into : std::uint8_t { nothing, operation, buffer, dropped };
@@ -137,6 +141,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
     // Receiving. The message in progress goes into `operation`, the last of `early`, or nowhere.
     std::deque<OperationPtr> posted;
     std::deque<Message> early;
+    std::uint64_t early_bytes = 0;
     Into into = Into::nothing;
     OperationPtr operation;
     std::uint32_t tag = 0;
@@ -171,11 +176,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void end_frame(Work& work);
   void deliver(Channel& channel, std::deque<Message>::iterator place,
                const OperationPtr& operation, Work& work);
+  void make_way(Channel& channel, Work& work);
   void consume(Channel& channel, std::uint64_t bytes, Work& work);
   void prepare(const OperationPtr& operation);
 
-  void mark_done(const OperationPtr& operation, Work& work);
-  void mark_failed(const OperationPtr& operation, const std::string& reason, Work& work);
   void fail_locked(std::unique_lock<std::mutex>& lock, const std::string& reason, Work& work);
   void wait_idle(std::unique_lock<std::mutex>& lock);
   void release_socket(std::unique_lock<std::mutex>& lock);
@@ -238,7 +242,6 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Closes this process's copies of the sockets; the thread does not exist here.
   void forget_after_fork();
 
-  const std::string& name() const { return name_; }
   bool in_thread() const { return std::this_thread::get_id() == id_; }
   // Has the thread write the connection.
   void wake(const std::shared_ptr<Connection>& connection);
