@@ -120,8 +120,7 @@ std::vector<Transfer> transfers(nb::handle from) {
 
 void bind_nic(nb::module_& module) {
   nb::class_<Message>(module, "Message", "A message that is being sent or received.")
-      .def("wait", &Message::wait)
-      .def("done", [](const Message& self) { return self.operation->state != State::pending; });
+      .def("wait", &Message::wait);
   nb::class_<Nic>(module, "Nic",
                   "The connections over one network interface, and the thread that serves them.")
       .def(nb::new_([](const std::string& name) {
@@ -169,7 +168,6 @@ void bind_lane(nb::module_& module) {
   nb::class_<Task>(module, "Task")
       .def("wait", &Task::wait, nb::call_guard<Unlocked>())
       .def("report", &Task::report)
-      .def_prop_ro("received", &Task::received)
       .def_prop_ro("done", &Task::done)
       .def_prop_ro("failed", &Task::failed)
       .def_ro("begin_ns", &Task::begin_ns)
@@ -227,8 +225,7 @@ void bind_lane(nb::module_& module) {
                failed = self.failure(found);
              }
              return failed ? described(found) : nb::none();
-           })
-      .def_prop_ro("idle", &Lane::idle, nb::call_guard<Unlocked>());
+           });
 }
 
 }  // namespace

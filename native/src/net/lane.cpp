@@ -390,9 +390,4 @@ bool Lane::failure(Waiting& found) {
   return has_failure_;
 }
 
-bool Lane::idle() {
-  const std::lock_guard lock(mutex_);
-  return queue_.empty() && active_.empty() && draining_.empty();
-}
-
 }  // namespace wingbeat::net

@@ -84,7 +84,6 @@ class Task : public std::enable_shared_from_this<Task> {
  public:
   // Waits up to `seconds` for the result or, with `sent` too, for the end of all transfers.
   bool wait(double seconds, bool sent);
-  bool received() const { return received_; }
   bool done() const { return done_; }
   bool failed() const { return failed_; }
   // Has the number reported when the task is done; false if it is done.
@@ -166,7 +165,6 @@ class Lane : public Owner, public std::enable_shared_from_this<Lane> {
   bool waiting(Waiting& found);
   // The transfer at which it failed; false if it has not failed, or by `fail`.
   bool failure(Waiting& found);
-  bool idle();
 
  private:
   void step(Work& work);
