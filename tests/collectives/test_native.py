@@ -19,7 +19,7 @@ from helpers import tcp
 from wingbeat import compression, topologies
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.coding import Region
-from wingbeat.collectives import Collectives, Encoded, engine
+from wingbeat.collectives import Collectives, Encoded, engine, native
 from wingbeat.collectives.handle import Job, NativeJob
 from wingbeat.collectives.native import NATIVE_DTYPES
 from wingbeat.errors import PeerError
@@ -246,6 +246,38 @@ def test_failed_collective_no_longer_writes_to_its_buffer(pair: list[World]) -> 
     before = buffer.clone()
     time.sleep(0.05)
     assert torch.equal(buffer, before)
+
+
+def test_call_after_a_failure_keeps_the_peer_in_the_error_of_the_first(
+    pair: list[World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure is explained by the thread that waits, after another call has been made."""
+    monkeypatch.setattr(native, "run_callback", lambda _: None)
+    collectives = Collectives(pair[0])
+    first = collectives.all_reduce(torch.ones(8), bucket=3)
+    pair[1].links[0].close()
+    deadline = time.monotonic() + 20.0
+    while not first.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    second = collectives.all_reduce(torch.ones(8), bucket=4)
+    for handle in (first, second):
+        with pytest.raises(PeerError, match="rank 0: rank 1 failed during all-reduce of bucket 3"):
+            handle.wait()
+
+
+def test_world_dropped_without_close_ends_its_collectives_before_their_buffers() -> None:
+    members = tcp.worlds(2)
+    handle = Collectives(members[0]).all_reduce(torch.ones(8))
+    job = handle.jobs[0]
+    assert isinstance(job, NativeJob)
+    lane = job._executor._lane
+    assert lane.waiting() is not None
+    del handle, job
+    members.pop(0)
+    gc.collect()
+    assert lane.waiting() is None
+    tcp.close(members)
 
 
 def test_calls_that_differ_are_named_on_a_rank_that_waits(pair: list[World]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -31,7 +29,6 @@ from wingbeat.collectives.program import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     NATIVE_CHUNK_BYTES,
-    Program,
     compile_collective,
     least_message,
 )
@@ -46,9 +43,6 @@ from wingbeat.types import Span, blocks_of
 Blocks = tuple[Span, ...] | None
 """The contiguous span of a buffer that each worker owns, in order; None: nearly equal spans."""
 
-MAX_PLANS = 1024
-"""Maximum programs that are kept by shape."""
-
 DIRECT_BYTES = 64 << 10
 """Bytes of a buffer up to which ranks that are connected over TCP exchange it in single rounds, in
 which each sends to all others; of all ranks' buffers together for an all-reduce.
@@ -61,15 +55,6 @@ SMALL_GATHER_BYTES = 80 << 10
 """Total payload size below which a gather uses doubling (Thakur, Rabenseifner and Gropp 2005,
 section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The program of each link that carries a collective; ``rows`` as in `Executor.submit`."""
-
-    programs: tuple[Program, ...]
-    topology: Topology
-    rows: int = 0
 
 
 class Collectives:
@@ -98,7 +83,7 @@ class Collectives:
         self._topology = _fit_topology(topology, world)
         self._executors = executors_of(world)
         self._native = all(isinstance(each, NativeExecutor) for each in self._executors)
-        self._plans: dict[Hashable, _Plan] = {}
+        self._is_direct = self._can_be_direct()
         self._turns = SerialQueue(factor_threads)
         self._second: Collectives | None = None
 
@@ -109,7 +94,12 @@ class Collectives:
         not fit the workers, their interfaces or networks.
         """
         self._topology = _fit_topology(topology, self.world)
-        self._plans.clear()
+        self._is_direct = self._can_be_direct()
+
+    def _can_be_direct(self) -> bool:
+        """Whether small buffers are exchanged in single rounds."""
+        few = self._native and self.world.size <= DIRECT_RANKS
+        return few and isinstance(self._topology, Ring) and self.fits("mesh")
 
     def fits(self, topology: str) -> bool:
         """Whether the topology fits the workers, their interfaces and networks."""
@@ -280,73 +270,39 @@ class Collectives:
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
         topology = Mesh() if encoded else topology
-        plain = packing is None and buffer.dtype in NATIVE_DTYPES
-        key = what, buffer.numel(), buffer.dtype, itemsize, plain, encoded, topology, blocks
-        plan = self._plans.get(key)
-        if plan is None:
-            least = MIN_CHUNK_BYTES if encoded else None
-            plan = self._compile(what, buffer, itemsize, plain, topology, least, blocks)
-            if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
-        if not plan.topology.in_place:  # packed chunks are copies; no block is shared by all peers
+        size, numel, speeds, compiled, rows = world.size, buffer.numel(), world.speeds, what, 0
+        plain = packing is None and self._native and buffer.dtype in NATIVE_DTYPES
+        if topology is None and self._is_direct and buffer.nbytes <= DIRECT_BYTES:
+            topology, speeds = Mesh(), speeds[:1]  # a small buffer uses the first link
+            if what == "all_reduce" and plain and size * buffer.nbytes <= DIRECT_BYTES:
+                compiled, numel, rows = "all_gather", size * numel, size
+        topology = topology or self._topology
+        if not topology.in_place:  # packed chunks are copies; no block is shared by all peers
             packing = Cast(buffer.dtype if packing is None else packing.dtype, Span(0, 0))
+        least, most = NATIVE_CHUNK_BYTES if plain else _chunk_bytes(encoded, speeds)
+        programs = compile_collective(
+            compiled, topology, world.rank, size, numel, itemsize, speeds, least, blocks, most
+        )
         identity = ""
         if world.group is not None:
             way = None if packing is None else (type(packing).__name__, packing.dtype, itemsize)
-            shape = (label, buffer.numel(), buffer.dtype, way, type(plan.topology).__name__)
+            shape = (label, buffer.numel(), buffer.dtype, way, type(topology).__name__)
             identity = repr((what, bucket, *shape))
-        if after is not None and len(after.jobs) != len(plan.programs):
+        if after is not None and len(after.jobs) != len(programs):
             after.wait()  # rare: only one of two halves has a codec, and the buffer is small
             after = None
-        call, jobs = Call(buffer, what, bucket, packing, label, identity), list[Job | NativeJob]()
+        call = Call(buffer, what, bucket, packing, label, identity, rows)
+        jobs: list[Job | NativeJob] = []
         try:
-            for link, program in enumerate(plan.programs):
+            for link, program in enumerate(programs):
                 previous = None if after is None else after.jobs[link]
                 previous = None if isinstance(previous, NcclJob) else previous
-                jobs.append(self._executors[link].submit(program, call, previous, plan.rows))
+                jobs.append(self._executors[link].submit(program, call, previous))
         except PeerError:  # no job may use the buffer after this returns
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)
             raise
         return Handle(jobs)
-
-    def _compile(
-        self,
-        what: str,
-        buffer: torch.Tensor,
-        itemsize: float,
-        plain: bool,
-        topology: Topology | None,
-        least: int | None,
-        blocks: Blocks,
-    ) -> _Plan:
-        """Compile a collective for all links, or for the first one if the buffer is small.
-
-        ``least`` is the minimum size of a message if it must not depend on measured speeds.
-        """
-        world, numel = self.world, buffer.numel()
-        size, speeds, rows = world.size, world.speeds, 0
-        if topology is None and self._is_direct and buffer.nbytes <= DIRECT_BYTES:
-            topology, speeds = Mesh(), speeds[:1]
-            if what == "all_reduce" and plain and size * buffer.nbytes <= DIRECT_BYTES:
-                what, numel, rows = "all_gather", size * numel, size
-        topology = topology or self._topology
-        most = MAX_CHUNK_BYTES
-        if plain and self._native:
-            least, most = NATIVE_CHUNK_BYTES
-        elif least is None:
-            least = least_message(speeds)
-        programs = compile_collective(
-            what, topology, world.rank, size, numel, itemsize, speeds, least, blocks, most
-        )
-        return _Plan(programs, topology, rows)
-
-    @cached_property
-    def _is_direct(self) -> bool:
-        """Whether small buffers are exchanged in single rounds."""
-        is_ring = isinstance(self._topology, Ring)
-        return is_ring and self._native and self.world.size <= DIRECT_RANKS and self.fits("mesh")
 
     def _start_nccl(
         self,
@@ -374,6 +330,12 @@ class Collectives:
             return None if self.world.size == 1 else Encoded(encoded.coding, encoded.residual, own)
         dtype = narrower_dtype(dtype_of(wire), buffer)  # `all_reduce_factors` sums factors
         return None if dtype is None or self.world.size == 1 else Cast(dtype, own)
+
+
+def _chunk_bytes(encoded: bool, speeds: Sequence[float]) -> tuple[int, int]:
+    """Return the minimum and maximum size of a message that Python sends."""
+    # Chunks are encoded separately: their bounds must not depend on measurements.
+    return MIN_CHUNK_BYTES if encoded else least_message(speeds), MAX_CHUNK_BYTES
 
 
 def _fit_topology(topology: str | Topology, world: World) -> Topology:

@@ -209,19 +209,18 @@ class Executor:
         """The current wait: the same object until it ends."""
         return self._waiting
 
-    def submit(self, program: Program, call: Call, after: AnyJob | None, rows: int = 0) -> AnyJob:
+    def submit(self, program: Program, call: Call, after: AnyJob | None) -> AnyJob:
         """Queue a program of ``call``. A chunk is sent when job ``after`` has finished it.
 
-        With ``rows``, the program gathers as many copies of the buffer, whose sum in the order of
-        ranks is the result. A `PeerError` if an earlier job failed, or the executor was closed.
+        A `PeerError` if an earlier job failed, or the executor was closed.
         """
         assert after is None or isinstance(after, Job)
-        assert not rows, "only the extension sums rows"
+        assert not call.rows, "only the extension sums rows"
         job = Job(program, call, after)
         with self._condition:
             self._admit(job, call)
             if self._group is None:
-                job.stalled = self._compare
+                job.stalled = self.compare
             self._machine.submit(job)
             self._condition.notify_all()
             if self._threads is not None and not self._running:
@@ -434,7 +433,7 @@ class Executor:
         with self._condition:
             self._end()
 
-    def _compare(self, job: AnyJob) -> None:
+    def compare(self, job: AnyJob) -> None:
         """Fail ``job``, which has waited for long, if a peer runs a different call.
 
         Messages of different calls never match, so both ranks would wait until their timeouts.

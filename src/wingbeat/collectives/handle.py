@@ -17,9 +17,11 @@ from wingbeat.collectives.packing import Packing
 from wingbeat.collectives.program import Task
 from wingbeat.collectives.threads import run_callback
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.observe.events import stream
 from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
+    from wingbeat.collectives.native import NativeExecutor
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
@@ -66,7 +68,8 @@ class Call:
     """A collective, as all of its members must call it.
 
     ``label`` names a buffer that is not a bucket. ``identity`` contains everything that must be
-    equal on all members of a group.
+    equal on all members of a group. With ``rows``, the program gathers as many copies of the
+    buffer, whose sum in the order of ranks is the result.
     """
 
     buffer: torch.Tensor
@@ -75,6 +78,7 @@ class Call:
     packing: Packing | None = None
     label: str = ""
     identity: str = ""
+    rows: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -194,30 +198,25 @@ class Job(CallInProgress, Task):
 class NativeJob(CallInProgress):
     """One collective on one link, run by the extension.
 
-    ``failure`` returns the reason for which the jobs of this link failed, and ``compare`` compares
-    the calls of the ranks after a long wait. ``expect`` has `complete` called at
-    the end, or returns False if the job is done. ``forget`` is called when it is done.
+    ``number`` identifies it in the extension, where ``task`` runs it once it is submitted.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        call: Call,
-        failure: Callable[[], str],
-        compare: Callable[[NativeJob], None],
-        expect: Callable[[NativeJob], bool],
-        forget: Callable[[NativeJob], None],
-    ) -> None:
+    def __init__(self, program: Program, call: Call, executor: NativeExecutor, number: int) -> None:
         super().__init__(call)
-        self.program = program
-        self._failure, self._compare = failure, compare
-        self._expect, self._forget = expect, forget
-        self.number = 0
+        self.program, self.number = program, number
+        self._executor = executor
         self.task: _native.Task
-        self.record: Callable[[NativeJob], None] | None = None
-        """Records the job in the event stream, once, when its result is known to be readable."""
-        self.recorded_before: NativeJob | None = None
-        """The job whose result this one needs: nothing else may wait for it."""
+        self._traced = False
+        self._traced_before: NativeJob | None = None
+
+    def trace(self, before: NativeJob | None) -> None:
+        """Record the job in the event stream, once, when its result is known to be readable.
+
+        So is ``before``, whose result this job needs: nothing else may wait for it.
+        """
+        self._traced, self._traced_before = True, before
+        if not self._executor.expect(self):
+            self._record_once()
 
     def finish(self, error: str) -> None:
         """Note why the job has failed."""
@@ -226,7 +225,7 @@ class NativeJob(CallInProgress):
     def complete(self) -> None:
         """Call the callbacks, in the thread of completions."""
         if self.task.failed:
-            self._failure()
+            self._executor.lane_failure()
         self._record_once()
         with _done_lock:
             callbacks, self._callbacks = self._callbacks, []
@@ -240,7 +239,7 @@ class NativeJob(CallInProgress):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the job is done or has failed; immediately if it already is."""
         with _done_lock:
-            if self._expect(self):
+            if self._executor.expect(self):
                 self._callbacks.append(callback)
                 return
         run_callback(callback)
@@ -260,30 +259,30 @@ class NativeJob(CallInProgress):
     def wait(self) -> None:
         """Block until done. Every transfer has a deadline, so this returns or raises."""
         self._wait(sent=True)
-        self._forget(self)
+        self._executor.forget(self)
 
     def _record_once(self) -> None:
         with _done_lock:
-            record, self.record = self.record, None
-            before, self.recorded_before = self.recorded_before, None
+            traced, self._traced = self._traced, False
+            before, self._traced_before = self._traced_before, None
         if before is not None:
             before._record_once()
-        if record is not None:
-            record(self)
+        if traced and not self.task.failed:
+            nbytes = self.buffer.numel() * self.buffer.element_size()
+            stream.record(
+                self.what, self.task.begin_ns, self.task.received_ns,
+                bucket=self.bucket, nbytes=nbytes, lane=self._executor.name,
+            )  # fmt: skip
 
     def _wait(self, *, sent: bool) -> None:
-        compare_at, interval = 0.0, FIRST_COMPARISON_S
+        begin, compared_after = time.monotonic(), FIRST_COMPARISON_S
         while not self.task.wait(MAX_UNINTERRUPTED_S, sent):
-            now = time.monotonic()
-            if not compare_at:
-                compare_at = now + interval - MAX_UNINTERRUPTED_S
-            elif now >= compare_at:
-                self._compare(self)
-                interval *= 2
-                compare_at = now + interval
+            if time.monotonic() - begin >= compared_after:
+                self._executor.compare(self)
+                compared_after = 2 * compared_after + FIRST_COMPARISON_S
         if self.task.failed:
-            raise PeerError(self._error or self._failure())
-        if self.record is not None:
+            raise PeerError(self._error or self._executor.lane_failure())
+        if self._traced:
             self._record_once()
 
 

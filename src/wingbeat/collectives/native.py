@@ -147,7 +147,7 @@ class NativeExecutor(Executor):
         self._index = world.rank
         super().__init__(world, lane, failure, executor_threads)
 
-    def submit(self, program: Program, call: Call, after: AnyJob | None, rows: int = 0) -> AnyJob:
+    def submit(self, program: Program, call: Call, after: AnyJob | None) -> AnyJob:
         """As `Executor.submit`."""
         cast = _cast_of(call)
         if cast is None or isinstance(after, Job):
@@ -155,10 +155,7 @@ class NativeExecutor(Executor):
                 after.wait()  # rare: only one of two halves has a codec
                 after = None
             return super().submit(program, call, after)
-        job = NativeJob(
-            program, call, self._lane_failure, self._compare, _completions.expect, self._forget
-        )
-        job.number = next(_numbers)
+        job = NativeJob(program, call, self, next(_numbers))
         own = _NO_BLOCK if call.packing is None else call.packing.own
         previous = after.task if isinstance(after, NativeJob) else None
         with self._condition:
@@ -167,22 +164,21 @@ class NativeExecutor(Executor):
             self._jobs[job.number] = job
             job.task = self._lane.submit(
                 program.native, call.buffer.data_ptr(), NATIVE_DTYPES[call.buffer.dtype],
-                job.base_tag, job.number, previous, cast, own.start, own.stop, rows, self._index,
-                call.buffer.numel() if rows else 0,
+                job.base_tag, job.number, previous, cast, own.start, own.stop,
+                call.rows, self._index, call.buffer.numel() if call.rows else 0,
             )  # fmt: skip
         if stream.on:
-            job.record, job.recorded_before = self._record, after
-            job.add_done_callback(lambda: None)
+            job.trace(after)
         return job
 
-    def _record(self, job: NativeJob) -> None:
-        if job.task.failed:
-            return
-        nbytes = job.buffer.numel() * job.buffer.element_size()
-        stream.record(
-            job.what, job.task.begin_ns, job.task.received_ns,
-            bucket=job.bucket, nbytes=nbytes, lane=self._name,
-        )  # fmt: skip
+    @property
+    def name(self) -> str:
+        """Name of the interface, for traces."""
+        return self._name
+
+    def expect(self, job: NativeJob) -> bool:
+        """Have ``job.complete`` called at the end of the job; False if it is done."""
+        return _completions.expect(job)
 
     def _drop_done(self) -> None:
         """Release the buffers of jobs that nothing waited for."""
@@ -191,7 +187,8 @@ class NativeExecutor(Executor):
                 return
             self._jobs.pop(number, None)
 
-    def _forget(self, job: NativeJob) -> None:
+    def forget(self, job: NativeJob) -> None:
+        """Release a job that is done."""
         self._jobs.pop(job.number, None)
 
     def _begun(self) -> list[AnyJob]:
@@ -230,7 +227,7 @@ class NativeExecutor(Executor):
         lost = self._lost(job, Transfer(peer, Span(0, 0), 0, link=link), seconds, why)
         self._fail([job, *(each for each in self._begun() if each is not job)], lost)
 
-    def _lane_failure(self) -> str:
+    def lane_failure(self) -> str:
         """Return the reason for which the lane failed."""
         if not self._failure.settled:
             self.fail_lane()
