@@ -290,12 +290,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
 
         A `UsageError` if their sizes or dtypes differ.
         """
-        if output.numel() != tensor.numel() * self.size() or output.dtype != tensor.dtype:
-            raise UsageError(
-                f"all_gather_into_tensor of {describe(tensor)} over {self.size()} ranks: the "
-                f"output has {describe(output)}; allowed are {tensor.numel() * self.size()} "
-                f"elements of {tensor.dtype}"
-            )
+        self._check_whole("all_gather_into_tensor of", tensor, "output", output)
         packed = Packed([output], reads=False)
         packed.flat.view(self.size(), -1)[self.rank()].copy_(flatten(tensor))
         operation = self._all_gather(packed.flat)
@@ -341,12 +336,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
 
         A `UsageError` if their sizes or dtypes differ.
         """
-        if tensor.numel() != output.numel() * self.size() or output.dtype != tensor.dtype:
-            raise UsageError(
-                f"reduce_scatter_tensor into {describe(output)} over {self.size()} ranks: the "
-                f"input has {describe(tensor)}; allowed are {output.numel() * self.size()} "
-                f"elements of {output.dtype}"
-            )
+        self._check_whole("reduce_scatter_tensor into", output, "input", tensor)
         pieces = flatten(tensor).view(self.size(), -1).unbind()
         return self._reduce_scatter(output, pieces, [output], opts)
 
@@ -677,6 +667,14 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
             raise UsageError(
                 f"{what} over {self.size()} ranks: {which} has {len(pieces)} tensors; pass one for "
                 "each rank"
+            )
+
+    def _check_whole(self, what: str, part: torch.Tensor, which: str, whole: torch.Tensor) -> None:
+        numel = part.numel() * self.size()
+        if whole.numel() != numel or whole.dtype != part.dtype:
+            raise UsageError(
+                f"{what} {describe(part)} over {self.size()} ranks: the {which} has "
+                f"{describe(whole)}; allowed are {numel} elements of {part.dtype}"
             )
 
     def _check_same(self, what: str, one: torch.Tensor, other: torch.Tensor) -> None:
