@@ -22,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from wingbeat.errors import WingbeatError
+
 LABS = ("loopback:2", "star:4@1gbit")
 
 
@@ -99,28 +101,25 @@ def worker(args: argparse.Namespace) -> None:
     wingbeat.shutdown()
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Run the workers on each lab, and print a table."""
+def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Run the workers on each lab, and print a table; there are no limits to miss."""
     from common import show, write
 
     from wingbeat_lab import lab
-    from wingbeat_lab.bench import machine
     from wingbeat_lab.bench.table import Printed
 
     path = Path(args.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"machine": machine.describe(), "labs": {}}
-    for name in args.labs:
-        spec = lab.LabSpec.parse(name)
+    report["labs"] = {}
+    for spec in [lab.LabSpec.parse(name) for name in args.labs]:
         words = [sys.executable, __file__, "--worker", "--json", str(path.resolve())]
         words += ["--rounds", str(args.rounds), "--count", str(args.count)]
         words += ["--kb", *map(str, args.kb)]
-        words += ["--plain"] * name.startswith("loopback")
+        words += ["--plain"] * str(spec).startswith("loopback")
+        path.parent.mkdir(parents=True, exist_ok=True)
         result = lab.run(spec, words, on_line=lambda rank, line: print(f"[{rank}] {line}"))
         if result.exit_code:
-            return result.exit_code
-        rows = json.loads(path.read_text())
-        report["labs"][name] = rows
+            raise WingbeatError(f"the workers on {spec} ended with status {result.exit_code}")
+        rows = report["labs"][str(spec)] = json.loads(path.read_text())
         cells = [
             (
                 f"{row['way']}, {row['kb']:g} KB",
@@ -132,18 +131,20 @@ def launch(args: argparse.Namespace) -> int:
         ]
         columns = ("all-reduce", "ms", "least .. largest", "CPU ms")
         notes = [f"medians of {args.rounds} rounds of {args.count}, each awaited"]
-        show(report, Printed.of(f"small all-reduces on {name}", columns, cells, notes))
+        show(report, Printed.of(f"small all-reduces on {spec}", columns, cells, notes))
         write(path, report)
-    return 0
+    return []
 
 
 def main() -> int:
     """Parse the command line; inside the lab, act as a worker."""
+    from common import at_least_one, run_and_judge
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--labs", nargs="+", default=list(LABS))
-    parser.add_argument("--kb", type=float, nargs="+", default=[4.0, 64.0, 1024.0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=200, help="all-reduces in a round")
+    parser.add_argument("--kb", type=kilobytes, nargs="+", default=[4.0, 64.0, 1024.0])
+    parser.add_argument("--rounds", type=at_least_one, default=5)
+    parser.add_argument("--count", type=at_least_one, default=200, help="all-reduces in a round")
     parser.add_argument("--json", default="out/latency.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
@@ -151,7 +152,15 @@ def main() -> int:
     if args.worker:
         worker(args)
         return 0
-    return launch(args)
+    return run_and_judge(Path(args.json), functools.partial(measure, args))
+
+
+def kilobytes(text: str) -> float:
+    """Parse the size of a buffer of at least one element."""
+    found = float(text)
+    if not 1 / 256 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are kilobytes from 1/256 on")
+    return found
 
 
 if __name__ == "__main__":
