@@ -305,6 +305,28 @@ def test_abandoned_collective_ends_at_once(pair: list[World]) -> None:
     assert time.monotonic() - begin < 5.0
 
 
+def test_executor_that_a_starting_thread_collects_is_released(
+    pair: list[World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completions, thread = native._Completions(), threading.Thread
+    released: list[bool] = []
+
+    class Collecting(thread):
+        def start(self) -> None:
+            collector = thread(target=completions.release, args=(7,), daemon=True)
+            collector.start()
+            collector.join(10.0)
+            released.append(not collector.is_alive())
+            super().start()
+
+    executor = Collectives(pair[0])._executors[0]
+    assert isinstance(executor, native.NativeExecutor)
+    monkeypatch.setattr(threading, "Thread", Collecting)
+    completions.watch(executor, 8)
+    completions.release(8)
+    assert released == [True]
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_that_collects_a_world_does_not_wait_for_its_threads() -> None:
     members = tcp.worlds(2)

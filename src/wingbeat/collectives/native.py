@@ -6,6 +6,7 @@ that only Python can run (codecs, unusual dtypes) use the same connections, in a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -76,12 +77,11 @@ class _Completions:
             self._lanes[number] = weakref.ref(executor)
             if first:
                 self.native = _native.Completions()
-                threading.Thread(
-                    target=self._serve,
-                    args=(self.native,),
-                    name="wingbeat-completions",
-                    daemon=True,
-                ).start()
+            serve = functools.partial(self._serve, self.native)
+        if first:
+            # Not under the lock: the garbage collector may call `release` in the new thread before
+            # `start` returns.
+            threading.Thread(target=serve, name="wingbeat-completions", daemon=True).start()
 
     def release(self, number: int) -> None:
         """Remove a lane. Idempotent."""
