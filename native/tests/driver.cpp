@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "carriers.h"
 #include "ciphers.h"
 #include "frames.h"
 #include "halves.h"
@@ -395,6 +396,8 @@ int main() {
   try {
     checks += ciphers::check();
     checks += nets::check();
+    current = "carriers";
+    checks += carriers::check();
   } catch (const std::exception& error) {
     expect(false, error.what());
   }
