@@ -294,9 +294,10 @@ bool sliced(Carrier& carrier, double seconds, Wait wait) {
       done = wait(std::max(0.0, slice));
     }
     release(carrier);
+    if (done) return true;  // what it found must not be lost
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
     seconds -= slice;
-    if (done || seconds <= 0 || carrier.closed()) return done;
+    if (seconds <= 0 || carrier.closed()) return false;
   }
 }
 

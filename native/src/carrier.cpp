@@ -175,7 +175,7 @@ int Carrier::listen(std::uint32_t interface, std::uint32_t urgency, const std::s
     throw std::system_error(error, std::generic_category(), "cannot listen on " + address);
   }
   const std::lock_guard lock(mutex_);
-  listeners_[next_id_++] = {fd, interface, urgency, tos, address};
+  listeners_[next_id_++] = {fd, interface, urgency, tos};
   return ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(own).sin6_port
                                          : reinterpret_cast<sockaddr_in&>(own).sin_port);
 }
@@ -251,11 +251,10 @@ void Carrier::dial(const Route& route, Link& link, double now) {
     return each.second.interface == route.interface && each.second.urgency == route.urgency;
   });
   if (listener == listeners_.end()) return;
-  const Address own(listener->second.address, 0), theirs(link.address, link.port);
+  const Address theirs(link.address, link.port);
   const int fd = ::socket(theirs.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return;
-  set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
-  if (::bind(fd, own.get(), own.size) != 0 || !configure(fd, listener->second.tos) ||
+  if (!configure(fd, listener->second.tos) ||
       (::connect(fd, theirs.get(), theirs.size) != 0 && errno != EINPROGRESS)) {
     ::close(fd);
     return;
@@ -935,6 +934,7 @@ void Carrier::close(double seconds) {
   if (closed_) return;
   const double deadline = now_s() + seconds;
   leaving_ = true;
+  close_listeners();  // else a peer would connect again
   endpoint_.acknowledge(now_s());
   flush_busy();
   wait(lock, seconds, [&] { return drained(); });
@@ -955,7 +955,16 @@ void Carrier::close(double seconds) {
   abandon_locked();
 }
 
+void Carrier::close_listeners() {
+  for (const auto& [id, each] : listeners_) {
+    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, each.fd, nullptr);  // a forked process may have a copy
+    ::close(each.fd);
+  }
+  listeners_.clear();
+}
+
 void Carrier::abandon() {
+  if (forked_) return;
   const std::lock_guard lock(mutex_);
   abandon_locked();
 }
@@ -965,8 +974,7 @@ void Carrier::abandon_locked() {
   closed_ = true;
   leaving_ = true;
   while (!connections_.empty()) close_connection(connections_.begin()->first);
-  for (const auto& [id, each] : listeners_) ::close(each.fd);
-  listeners_.clear();
+  close_listeners();
   endpoint_.abandon();
   publish();
   signal();

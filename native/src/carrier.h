@@ -131,7 +131,6 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     int fd = -1;
     std::uint32_t interface = 0, urgency = 0;
     int tos = 0;
-    std::string address;
   };
 
   struct Out {
@@ -229,6 +228,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   void block(Connection& connection, bool blocked);
   void fail(Connection& connection, const char* reason);
   void close_connection(std::uint64_t id);
+  void close_listeners();
   void abandon_locked();
   bool drained() const;
 

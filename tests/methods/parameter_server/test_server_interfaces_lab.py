@@ -122,5 +122,5 @@ def test_failed_interface_is_named_on_all_workers(victim: str, late: str) -> Non
     assert sorted(found) == [0, 1], found
     for lines in found.values():
         (line,) = (each for each in lines if "Warning" not in each)
-        assert "gave no sign over interface eth1 (10.1.0." in line, found
+        assert "has been silent over interface eth1 (10.1.0." in line, found
         assert not line.startswith("late"), found
