@@ -47,6 +47,10 @@ constexpr double retry_first_s = 0.05, retry_most_s = 1.0, accept_pause_s = 0.1;
 constexpr double left_retry_s = 5.0;
 // A thread that has waited is expected to wait again; the carrier's own stays away for as long.
 constexpr double grace_s = 0.002;
+// As in net/nic.cpp: a waiting thread looks for events for about as long as it takes to put it to
+// sleep and wake it; after n failures in a row only every 2^n-th time.
+constexpr double spin_s = 30e-6;
+constexpr int most_failed_spins = 6;
 // Timers that are this late show that the process was suspended.
 constexpr double suspended_s = 1.0;
 
@@ -751,8 +755,24 @@ void Carrier::run_timers(double now) {
   endpoint_.tick(now);
 }
 
+// Looks for events without sleeping, if that has succeeded lately. Only the driving thread calls it.
+int Carrier::spin_for(std::span<epoll_event> events) {
+  if (unspun_ > 0) {
+    --unspun_;
+    return 0;
+  }
+  const double end = now_s() + spin_s;
+  int count = 0;
+  while (count == 0 && now_s() < end) {
+    count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), 0);
+  }
+  failed_spins_ = count > 0 ? 0 : std::min(failed_spins_ + 1, most_failed_spins);
+  unspun_ = (1 << failed_spins_) - 1;
+  return count;
+}
+
 // Waits for events and serves them, once. The lock is released while it waits.
-void Carrier::drive(Lock& lock, double until) {
+void Carrier::drive(Lock& lock, double until, bool spin) {
   driving_ = true;
   const double begin = now_s();
   double limit = std::min({until, timer_due_, endpoint_.due()});
@@ -763,7 +783,8 @@ void Carrier::drive(Lock& lock, double until) {
       limit == never ? -1 : static_cast<int>(std::ceil(std::max(0.0, limit - begin) * 1e3));
   epoll_event events[64];
   lock.unlock();
-  const int count = ::epoll_wait(epoll_, events, 64, milliseconds);
+  int count = spin && milliseconds != 0 ? spin_for(events) : 0;
+  if (count == 0) count = ::epoll_wait(epoll_, events, 64, milliseconds);
   lock.lock();
   driving_ = false;
   if (closed_) return;
@@ -786,7 +807,7 @@ void Carrier::run() {
       background_.wait_for(lock, std::chrono::duration<double>(grace_s));
     } else {
       background_drives_ = true;
-      drive(lock, never);
+      drive(lock, never, false);
       background_drives_ = false;
       if (waiting_ > 0) changed_.notify_all();
     }
@@ -802,7 +823,7 @@ bool Carrier::wait(Lock& lock, double seconds, Done done) {
   bool is_done = false;
   do {
     if (!driving_) {
-      drive(lock, deadline);
+      drive(lock, deadline, true);
       if (waiting_ > 1) changed_.notify_all();
     } else {
       if (background_drives_) signal();  // it hands over
@@ -840,7 +861,7 @@ ReceivedPtr Carrier::poll(const std::set<std::uint32_t>* of, bool keep) {
   Lock lock(mutex_);
   ReceivedPtr message = endpoint_.take(now_s(), of, keep);
   if (message == nullptr && !driving_ && !closed_) {
-    drive(lock, 0.0);
+    drive(lock, 0.0, false);
     message = endpoint_.take(now_s(), of, keep);
   }
   settle();
@@ -1006,7 +1027,7 @@ std::vector<PostedPtr> Carrier::released() {
 
 void Carrier::refresh() {
   Lock lock(mutex_);
-  if (!driving_ && !closed_) drive(lock, 0.0);
+  if (!driving_ && !closed_) drive(lock, 0.0, false);
 }
 
 std::map<std::uint32_t, double> Carrier::unconnected() {
