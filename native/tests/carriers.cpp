@@ -343,6 +343,42 @@ void check_hostile_member() {
   }
 }
 
+void send_control(int fd, Type type, std::uint64_t sequence, std::uint64_t arrived) {
+  Header header;
+  header.type = type;
+  header.session = 100;
+  header.receiver = 1;
+  header.sequence = sequence;
+  header.arrived = arrived;
+  std::uint8_t bytes[header_fixed];
+  write_header(header, bytes);
+  ::send(fd, bytes, sizeof bytes, MSG_NOSIGNAL);
+}
+
+// A message may arrive while it is sent once more, and its payload is still read then.
+void check_release_while_queued() {
+  const std::vector<std::uint8_t> payload(largest, 1);
+  Pair pair(false, 1);
+  Carrier& carrier = *pair.ends[1];
+  int fd = connect_as_member(pair.ports[1], pair.key);
+  send_control(fd, Type::hello, 1, 0);
+  const PostedPtr posted = post(carrier, 0, 5, payload);
+  std::vector<std::uint8_t> read(2 * header_fixed + largest);  // welcome and message
+  read_exactly(fd, read.data(), read.size());
+  ::close(fd);
+  fd = connect_as_member(pair.ports[1], pair.key);
+  send_control(fd, Type::hello, 2, 0);
+  const auto queued = [&] {
+    return carrier.inspect([&](const Endpoint&) { return posted->queued; });
+  };
+  until([&] { return queued() > 0; }, "what may be lost is sent again");
+  send_control(fd, Type::acknowledge, 0, 1);
+  until([&] { return posted->arrived.load(); }, "it had arrived");
+  expect(carrier.released().empty(), "a queued payload is not released");
+  ::close(fd);
+  until([&] { return carrier.released().size() == 1; }, "it is released with its connection");
+}
+
 void check_strangers() {
   const std::vector<std::uint8_t> payload(1000, 9);
   Pair pair(true);
@@ -407,6 +443,7 @@ long check() {
   check_answers();
   for (const bool encrypted : {false, true}) check_exchange(encrypted);
   check_hostile_member();
+  check_release_while_queued();
   check_strangers();
   check_removal();
   return checks;
