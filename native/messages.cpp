@@ -368,7 +368,12 @@ void bind_carrier(nb::module_& module) {
       .def("free", &Carrier::free)
       .def("poll",
            [](Carrier& self, const Peers& of, bool keep) {
-             return self.poll(of ? &*of : nullptr, keep);
+             ReceivedPtr message = self.take(of ? &*of : nullptr, keep);
+             if (message == nullptr) {
+               const Unlocked unlocked;  // it may read many bytes
+               message = self.poll(of ? &*of : nullptr, keep);
+             }
+             return message;
            },
            "of"_a.none(), "keep"_a)
       .def("receive",

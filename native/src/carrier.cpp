@@ -857,6 +857,13 @@ void Carrier::free(Received& message) {
   settle();
 }
 
+ReceivedPtr Carrier::take(const std::set<std::uint32_t>* of, bool keep) {
+  const std::lock_guard lock(mutex_);
+  ReceivedPtr message = endpoint_.take(now_s(), of, keep);
+  settle();
+  return message;
+}
+
 ReceivedPtr Carrier::poll(const std::set<std::uint32_t>* of, bool keep) {
   Lock lock(mutex_);
   ReceivedPtr message = endpoint_.take(now_s(), of, keep);

@@ -71,7 +71,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   // Queues a message; false if its window has no room.
   bool post(const Route& route, const PostedPtr& message);
   void free(Received& message);
-  // A message that has arrived, read from the sockets if none waits.
+  // A message that has arrived; `poll` reads the sockets if none waits.
+  ReceivedPtr take(const std::set<std::uint32_t>* of, bool keep);
   ReceivedPtr poll(const std::set<std::uint32_t>* of, bool keep);
 
   // Each waits for up to `seconds`, but not if `changes` differs from `seen`.

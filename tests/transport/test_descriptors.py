@@ -139,7 +139,7 @@ ENDED = re.compile(r"^(?:\[rank\d\]: )?wingbeat\.errors\.\w+: (.*)$", re.MULTILI
         ("allreduce", 24, False),
         ("allreduce", 64, True),
         ("canary", 32, False),
-        ("adpsgd", 40, False),
+        ("adpsgd", 32, False),
         ("ripples", 36, False),
         ("ripples", 96, True),
     ],
