@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
@@ -797,6 +798,7 @@ void Carrier::drive(Lock& lock, double until, bool spin) {
 }
 
 void Carrier::run() {
+  ::pthread_setname_np(::pthread_self(), "wingbeat-mail");
   Lock lock(mutex_);
   while (!closed_) {
     if (waiting_ > 0) {
