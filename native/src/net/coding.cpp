@@ -1,0 +1,123 @@
+#include "coding.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "../layout.h"
+#include "../raw.h"
+#include "../sketch.h"
+#include "../topk.h"
+
+namespace wingbeat::net {
+
+namespace {
+
+constexpr std::uint64_t alignment = 4;  // of each region's payload
+
+std::uint64_t aligned(std::uint64_t bytes) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+// As layout.count_of: Python rounds to the nearest, ties to even.
+std::size_t count_of(std::size_t n, double density) {
+  const double wanted = std::nearbyint(density * static_cast<double>(n));
+  return std::min(n, std::max(std::size_t{1}, static_cast<std::size_t>(wanted)));
+}
+
+}  // namespace
+
+std::uint64_t Region::bytes(std::uint64_t elements) const {
+  switch (codec) {
+    case Codec::sketch:
+      return sketch_bytes(elements, bits);
+    case Codec::topk:
+      return topk_bytes(elements, count_of(elements, density));
+    default:
+      return 4 * elements;
+  }
+}
+
+// Calls visit(part, offset, bytes) for the part of each region in [start, stop), with the place of
+// its payload, until it returns false.
+template <class Visit>
+void EncodedPacking::visit(std::uint64_t start, std::uint64_t stop, Visit visit) const {
+  std::uint64_t offset = 0;
+  for (const Region& region : coding_->regions) {
+    Region part = region;
+    part.start = std::max(start, region.start);
+    part.stop = std::min(stop, region.stop);
+    if (part.start >= part.stop) continue;
+    const std::uint64_t bytes = part.bytes(part.stop - part.start);
+    if (!visit(part, offset, bytes)) return;
+    offset += aligned(bytes);
+  }
+}
+
+std::uint64_t EncodedPacking::bytes(std::uint64_t start, std::uint64_t stop) const {
+  std::uint64_t total = 0;
+  visit(start, stop, [&](const Region&, std::uint64_t offset, std::uint64_t bytes) {
+    total = offset + aligned(bytes);
+    return true;
+  });
+  return total;
+}
+
+void EncodedPacking::encode(const Region& part, const float* x, std::uint8_t* out) const {
+  const std::size_t n = part.stop - part.start;
+  float* residual = residual_ == nullptr ? nullptr : residual_ + part.start;
+  std::vector<float> sum;
+  if (residual != nullptr && !part.feedback && part.codec != Codec::dense) {
+    sum.resize(n);
+    raw_encode(x, n, reinterpret_cast<std::uint8_t*>(sum.data()), residual);
+    x = sum.data();
+    residual = nullptr;
+  }
+  switch (part.codec) {
+    case Codec::sketch:
+      return sketch_encode(x, n, out, part.bits, part.split, part.level, residual, threads_);
+    case Codec::topk:
+      return topk_encode(x, n, out, count_of(n, part.density), residual, nullptr, 0.0F, threads_);
+    default:
+      return raw_encode(x, n, out, residual);
+  }
+}
+
+const char* EncodedPacking::decode(const Region& part, const std::uint8_t* payload, float* out,
+                                   bool add) const {
+  const std::size_t n = part.stop - part.start;
+  switch (part.codec) {
+    case Codec::sketch:
+      sketch_decode(payload, n, out, part.bits, add, threads_);
+      return nullptr;
+    case Codec::topk:
+      return text_of(topk_decode(payload, n, out, count_of(n, part.density), add, threads_));
+    default:
+      raw_decode(payload, n, out, add);
+      return nullptr;
+  }
+}
+
+void EncodedPacking::pack(std::uint8_t* buffer, std::uint64_t start, std::uint64_t stop,
+                          std::uint8_t* out, bool result) const {
+  auto* const values = reinterpret_cast<float*>(buffer);
+  visit(start, stop, [&](const Region& part, std::uint64_t offset, std::uint64_t bytes) {
+    encode(part, values + part.start, out + offset);
+    std::memset(out + offset + bytes, 0, aligned(bytes) - bytes);
+    if (result) decode(part, out + offset, values + part.start, false);
+    return true;
+  });
+}
+
+const char* EncodedPacking::unpack(const std::uint8_t* chunk, std::uint8_t* buffer,
+                                   std::uint64_t start, std::uint64_t stop, bool add) const {
+  auto* const values = reinterpret_cast<float*>(buffer);
+  const char* wrong = nullptr;
+  visit(start, stop, [&](const Region& part, std::uint64_t offset, std::uint64_t) {
+    wrong = decode(part, chunk + offset, values + part.start, add);
+    return wrong == nullptr;
+  });
+  return wrong;
+}
+
+}  // namespace wingbeat::net
