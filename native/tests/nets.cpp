@@ -174,9 +174,13 @@ std::shared_ptr<const Coding> mixed_coding(std::uint64_t n) {
   auto coding = std::make_shared<Coding>();
   Region sketch{0, n / 2, wingbeat::net::Codec::sketch};
   sketch.feedback = true;
-  Region top{n / 2, n - n / 8, wingbeat::net::Codec::topk};
+  Region top{n / 2, n / 2 + n / 8, wingbeat::net::Codec::topk};
   top.density = 0.01;
-  coding->regions = {sketch, top, {n - n / 8, n}};
+  Region sketched{top.stop, n - n / 4, wingbeat::net::Codec::topk};
+  sketched.density = 0.1;
+  top.bits = wingbeat::net::whole_bits;
+  const Region half{sketched.stop, n - n / 8, wingbeat::net::Codec::half};
+  coding->regions = {sketch, top, sketched, half, {n - n / 8, n}};
   return coding;
 }
 
@@ -256,6 +260,7 @@ void check_malformed() {
   auto coding = std::make_shared<Coding>();
   Region top{0, n, wingbeat::net::Codec::topk};
   top.density = 0.01;
+  top.bits = whole_bits;
   coding->regions = {top};
   const auto packing = std::make_shared<EncodedPacking>(coding, nullptr, 1);
   const auto task = submit(cluster, 0, buffer, 1, packing);

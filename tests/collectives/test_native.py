@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from helpers import tcp
 from wingbeat import _native, compression, topologies
 from wingbeat.codecs import Coding, make
-from wingbeat.codecs.codec import Codec, Dense, SketchCodec
+from wingbeat.codecs.codec import Codec, Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Collectives, Encoded, engine, native
@@ -145,6 +145,8 @@ CODECS: dict[str, Codec] = {
     "3 bits": SketchCodec(3, "count", "ends"),
     "no feedback": SketchCodec(feedback=False),
     "top-k": TopKCodec(0.01),
+    "sketched top-k": TopKCodec(0.02, bits=4),
+    "half": HalfCodec(),
 }
 """Codecs that the extension runs."""
 
@@ -158,8 +160,11 @@ def regions_of(data: st.DataObject, numel: int) -> Coding:
     return Coding([Region(span, CODECS[data.draw(names)]) for span in spans])
 
 
+SPECIAL = (0.0, -0.0, 1e-42, 3e38, -3.4e38, float("inf"), float("nan"))
+
+
 def encoded_results(
-    members: list[World], what: str, coding: Coding, keeps: bool, kind: type
+    members: list[World], what: str, coding: Coding, keeps: bool, special: list[float], kind: type
 ) -> list[torch.Tensor]:
     """The buffers and residuals of all ranks after two sums, one after the other."""
     numel = coding.regions[-1].span.stop
@@ -169,6 +174,8 @@ def encoded_results(
         residual = filled(numel, torch.float32, seed + 1) * 1e-3 if keeps else None
         wire = Encoded(coding, residual)
         buffers = [filled(numel, torch.float32, seed + turn) for turn in range(2)]
+        for at, value in enumerate(special):
+            buffers[0][(7919 * at + seed) % numel] = value
         handles = []
         for buffer in buffers:
             if what == "halves":
@@ -193,10 +200,15 @@ def test_encoded_sums_equal_those_of_python_to_the_bit(
     numel = data.draw(st.one_of(st.integers(1, 40), st.integers(1, 900_000)))
     coding, keeps = regions_of(data, numel), data.draw(st.booleans())
     what = data.draw(st.sampled_from(["all_reduce", "halves"]))
-    ours = encoded_results(clusters[size, nics], what, coding, keeps, NativeJob)
-    theirs = encoded_results(loopback.worlds(size, interfaces=nics), what, coding, keeps, Job)
-    for native_, python in zip(ours, theirs, strict=True):
-        assert torch.equal(native_.view(torch.uint8), python.view(torch.uint8))
+    special = data.draw(st.lists(st.sampled_from(SPECIAL), max_size=9))
+    ours = encoded_results(clusters[size, nics], what, coding, keeps, special, NativeJob)
+    python = loopback.worlds(size, interfaces=nics)
+    theirs = encoded_results(python, what, coding, keeps, special, Job)
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.isnan(), reference.isnan())  # the bits of NaN are not specified
+        values = mine.nan_to_num(0.0, torch.inf, -torch.inf)
+        expected = reference.nan_to_num(0.0, torch.inf, -torch.inf)
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_collectives_run_in_the_extension_except_what_only_python_can(pair: list[World]) -> None:

@@ -26,10 +26,10 @@ std::uint64_t thread_cpu_ns() {
 void CodecClock::add(CodecWork work, std::uint64_t ns) {
   const auto index = static_cast<std::size_t>(work);
   const auto spent = static_cast<double>(ns);
+  ++calls_[index];
+  ns_[index] += ns;
   {
     const std::lock_guard lock(mutex_);
-    ++totals_[index].calls;
-    totals_[index].ns += ns;
     const double fixed = std::min(spent, pace_.fixed_ns[index]);
     owed_ns += pace_.stretch * (fixed + (spent - fixed) / pace_.scale) - spent;
   }
@@ -41,8 +41,8 @@ void CodecClock::add(CodecWork work, std::uint64_t ns) {
 }
 
 CodecClock::Total CodecClock::total(CodecWork work) const {
-  const std::lock_guard lock(mutex_);
-  return totals_[static_cast<std::size_t>(work)];
+  const auto index = static_cast<std::size_t>(work);
+  return {calls_[index], ns_[index]};
 }
 
 void CodecClock::set_pace(const Pace& pace) {

@@ -1,6 +1,7 @@
 // How much CPU time slow packings have taken in this process, and how emulations prolong them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 
@@ -40,8 +41,9 @@ class CodecClock {
  private:
   void add(CodecWork work, std::uint64_t ns);
 
-  mutable std::mutex mutex_;
-  Total totals_[2];
+  std::atomic<std::uint64_t> calls_[2] = {0, 0};
+  std::atomic<std::uint64_t> ns_[2] = {0, 0};
+  std::mutex mutex_;
   Pace pace_;
 };
 

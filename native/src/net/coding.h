@@ -10,7 +10,10 @@
 
 namespace wingbeat::net {
 
-enum class Codec : std::uint8_t { dense, sketch, topk };
+enum class Codec : std::uint8_t { dense, half, sketch, topk };
+
+// Bits of a value of top-k that is not sketched.
+inline constexpr int whole_bits = 32;
 
 // Elements [start, stop) of the buffer, which have one codec.
 struct Region {
@@ -18,12 +21,14 @@ struct Region {
   std::uint64_t stop = 0;
   Codec codec = Codec::dense;
   bool feedback = false;  // whether the residual keeps the encoding error
-  int bits = 8;           // of a sketch
+  int bits = 8;           // of each value of a sketch or of top-k
   Split split = Split::error;
   Level level = Level::mean;
   double density = 1.0;  // of top-k
 
   std::uint64_t bytes(std::uint64_t elements) const;
+  // Whether the values of top-k are sketched.
+  bool sketches_values(std::uint64_t elements) const;
 };
 
 // The regions are disjoint and ascend.

@@ -18,8 +18,8 @@ ALIGNMENT = 4
 
 
 NativeFields = tuple[int, int, bool, bool, float]
-"""A codec in ``native/src/net/coding.h``: number, bits, whether levels minimise the error, whether
-they are the means of the ends, and density.
+"""A codec in ``native/src/net/coding.h``: its number, bits, whether a sketch is split by error,
+whether its levels are the means of the ends, and the density.
 """
 
 
@@ -197,7 +197,7 @@ class SketchCodec(Codec):
     @property
     def native(self) -> NativeFields:
         """As `Codec.native`."""
-        return 1, self.bits, self.split == "error", self.level == "ends", 0.0
+        return 2, self.bits, self.split == "error", self.level == "ends", 0.0
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`."""
@@ -247,6 +247,11 @@ class HalfCodec(Codec):
     """
 
     bytes_per_element = 2.0
+
+    @property
+    def native(self) -> NativeFields:
+        """As `Codec.native`."""
+        return 1, 16, False, False, 0.0
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`; an empty payload has no scale."""

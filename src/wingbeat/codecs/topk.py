@@ -42,9 +42,9 @@ class TopKCodec(Codec):
         return (self.bits / 8 + layout.OFFSET_BYTES) * self.density
 
     @property
-    def native(self) -> NativeFields | None:
-        """As `Codec.native`, if values are not sketched."""
-        return (2, 0, False, False, self.density) if self.bits == PLAIN else None
+    def native(self) -> NativeFields:
+        """As `Codec.native`."""
+        return 3, self.bits, False, False, self.density
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`."""
