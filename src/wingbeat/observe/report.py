@@ -49,10 +49,20 @@ Sections: TypeAlias = Annotated[tuple[Section, ...], Length(most=MANY)]
 class Report:
     """The state of one worker at one moment. All numbers are totals since its start.
 
-    ``strategy`` is the text of all models' strategies, and ``iteration`` the maximum over the
-    models. ``number`` counts reports from 0, and ``at_s`` is the worker's own clock. ``spent_s``
-    has the keys of `PARTS`. ``interfaces`` has the host's bytes sent and received, from the
-    kernel's counters. ``counts`` has rare events. ``ended`` marks the last report.
+    Attributes:
+        rank: of the worker.
+        size: number of workers.
+        host: name of the host.
+        pid: of the process.
+        strategy: the text of all models' strategies.
+        number: of the report, from 0.
+        at_s: the worker's own clock.
+        iteration: the maximum over the models.
+        spent_s: by part, see `meter.PARTS`.
+        interfaces: the host's bytes sent and received, from the kernel's counters.
+        counts: of rare events.
+        sections: what strategies show.
+        ended: whether this is the last report.
     """
 
     rank: Whole
@@ -103,9 +113,15 @@ class Report:
 class Worker:
     """The known state of one worker. Rates are recent ones, per second.
 
-    ``silent_s`` is the time since the last report, or since monitoring began, and ``still_s`` the
-    time since the last known step. ``ms`` is milliseconds per iteration by part. ``interfaces`` has
-    bytes sent and received. Unknown values are None or empty.
+    Attributes:
+        rank: of the worker.
+        report: the last one.
+        silent_s: since the last report, or since monitoring began.
+        still_s: since the last known step.
+        rate: iterations per second; None if unknown.
+        ms: milliseconds per iteration, by part; empty if unknown.
+        interfaces: bytes sent and received per second.
+        sections: of the last report; cells that grow are rates.
     """
 
     rank: Whole
@@ -145,7 +161,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job at one moment, ``watched_s`` seconds after monitoring began; workers are by rank."""
+    """A job at one moment.
+
+    Attributes:
+        name: of the job.
+        watched_s: since monitoring began.
+        unix_s: the supervisor's clock.
+        workers: by rank.
+    """
 
     name: Name
     watched_s: Seconds

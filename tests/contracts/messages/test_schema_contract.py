@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable
 from types import NoneType
@@ -15,17 +14,12 @@ from hypothesis import strategies as st
 
 from helpers.amounts import examples
 from wingbeat.methods.bounded_staleness import messages as staleness
-from wingbeat.methods.bounded_staleness.colayers import ColayerDecision
-from wingbeat.methods.bounded_staleness.membership import LogEntry
-from wingbeat.methods.model_averaging import generator, pair_machine
-from wingbeat.methods.model_averaging.client import Status
-from wingbeat.methods.model_averaging.service import RejoinEntry
+from wingbeat.methods.model_averaging import generator
 from wingbeat.observe.meter import Section
-from wingbeat.observe.report import Job, Report
+from wingbeat.observe.report import Report
 from wingbeat.schema import (
     Length,
     MalformedMessage,
-    Messages,
     Table,
     from_words,
     parse_json,
@@ -33,6 +27,9 @@ from wingbeat.schema import (
     to_json,
     to_words,
 )
+
+from . import page
+from .declared import FRAMES, MAILBOXES, TEXTS
 
 QUICK = settings(
     deadline=None,
@@ -42,22 +39,13 @@ QUICK = settings(
 )
 SIZES = {"workers": 3, "colayers": 2, "chunks": 5, "tensors": 4, "classes": 2}
 
-MESSAGES: dict[str, Messages] = {
-    "groups": generator.MESSAGES,
-    "pairs": pair_machine.MESSAGES,
-}
-"""The messages of a mailbox."""
-
+MESSAGES = {group.title: group.messages for group in MAILBOXES}
 IN_WORDS = sorted(
-    {
-        record
-        for each in (*MESSAGES.values(), staleness.MESSAGES)
-        for record in each.records.values()
-    }
+    {record for each in (*MESSAGES.values(), FRAMES.messages) for record in each.records.values()}
     | {staleness.FrameHeader},
     key=lambda record: record.__name__,
 )
-IN_JSON = [Report, Job, LogEntry, Status, RejoinEntry, ColayerDecision]
+IN_JSON = list(TEXTS)
 
 
 def with_rows(given: dict[str, Any]) -> dict[str, Any]:
@@ -237,13 +225,8 @@ def test_random_text_is_refused(record: type, text: Any) -> None:
         parse_json(record, text, **SIZES)
 
 
-@pytest.mark.parametrize("record", [*IN_WORDS, *IN_JSON], ids=lambda record: record.__name__)
-def test_record_has_limits_for_every_number_and_length(record: type) -> None:
-    def check(table: Table) -> None:
-        if table.form == "number" and table.type is int and record in IN_WORDS:
-            assert table.limits.least >= -1
-        for part in table.parts.values():
-            check(part)
-
-    assert dataclasses.is_dataclass(record) or issubclass(record, tuple)
-    check(table_of(record))
+def test_page_shows_the_declared_records() -> None:
+    found = page.PAGE.read_text(encoding="utf-8")
+    assert found == page.text(), (
+        "write it anew: PYTHONPATH=tests .venv/bin/python -m contracts.messages.page"
+    )
