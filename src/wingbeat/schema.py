@@ -15,7 +15,7 @@ import itertools
 import json
 import struct
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -38,15 +38,11 @@ class MalformedMessage(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number from ``least`` to below ``end``, which is a number or the name of a size.
-
-    A record whose fields all have ``bits`` is one word, with the first field in the lowest bits.
-    """
+    """A number from ``least`` to below ``end``, which is a number or the name of a size."""
 
     least: float = 0
     end: float | str = 1 << 32
     unit: str = ""
-    bits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +94,6 @@ class Table:
     limits: Any = None
     parts: Mapping[str, Table] = dataclasses.field(default_factory=dict)
     payload: str = ""
-
-    @property
-    def widths(self) -> list[int]:
-        """Bits of each field, if the record is one word."""
-        limits = [each.limits for each in self.parts.values()]
-        return [each.bits for each in limits if isinstance(each, Range) and each.bits]
 
 
 _NUMBERS = {
@@ -163,8 +153,9 @@ class _Words:
         return self.words[self.at - 1]
 
     def count(self, name: str, limits: Length) -> int:
-        count = self.sizes.get(limits.size, -1)
-        count = self.next(f"the number of {name}") if count < 0 else count
+        what = f"the number of {name}"
+        count = self.sizes[limits.size] if limits.size else self.next(what)
+        _check_count(count, limits, self.sizes, what)
         if count > len(self.words) - self.at:
             raise MalformedMessage(f"{name} has {count} items in {len(self.words) - self.at} words")
         return count
@@ -172,7 +163,7 @@ class _Words:
 
 def _put(table: Table, value: Any, out: list[int]) -> None:
     if table.form == "number":
-        out.append(value - table.limits.least)
+        out.append(value - min(0, table.limits.least))
     elif table.form == "mask":
         limbs = [value >> bit & 0xFFFFFFFF for bit in range(0, value.bit_length(), 32)]
         out += [len(limbs), *limbs]
@@ -182,13 +173,8 @@ def _put(table: Table, value: Any, out: list[int]) -> None:
         for each in sorted(value.items()) if table.type is dict else value:
             _put(table.parts["item"], each, out)
     elif table.form == "record":
-        words: list[int] = []
         for place, (name, part) in enumerate(table.parts.items()):
-            each = value[place] if isinstance(value, tuple) else getattr(value, name)
-            _put(part, each, words)
-        places = itertools.accumulate(table.widths, initial=0)
-        packed = [sum(word << at for word, at in zip(words, places, strict=False))]
-        out += packed if table.widths else words
+            _put(part, value[place] if isinstance(value, tuple) else getattr(value, name), out)
     else:
         raise TypeError(f"{table.type} has no words")
 
@@ -196,26 +182,24 @@ def _put(table: Table, value: Any, out: list[int]) -> None:
 def _get(table: Table, name: str, words: _Words) -> Any:
     """Return the JSON values of these words, which `_load` checks."""
     if table.form == "number":
-        number = words.next(name) + table.limits.least
+        number = words.next(name) + min(0, table.limits.least)
         return number == 1 if table.type is bool and number < 2 else number
     if table.form == "mask":
         limbs = [words.next(name) for _ in range(words.count(name, Length()))]
         return f"{sum(limb << 32 * place for place, limb in enumerate(limbs)):x}"
     if table.form == "items":
         item, count = table.parts["item"], words.count(name, table.limits)
+        if item.form == "number" and item.type is int and item.limits.least >= 0:
+            words.at += count
+            return list(words.words[words.at - count : words.at])
         found = [_get(item, name, words) for _ in range(count)]
         if table.type is not dict:
             return found
         _check_order([key for key, _ in found], name)
         return dict(found)
-    if table.widths:
-        word, parts = words.next(name), []
-        for width in table.widths:
-            parts.append(word & (1 << width) - 1)
-            word >>= width
-        words = _Words(parts, words.sizes)
-    values = {field: _get(part, field, words) for field, part in table.parts.items()}
-    return list(values.values()) if issubclass(table.type, tuple) else values
+    if issubclass(table.type, tuple):
+        return [_get(part, field, words) for field, part in table.parts.items()]
+    return {field: _get(part, field, words) for field, part in table.parts.items()}
 
 
 def to_words(record: Any) -> list[int]:
@@ -223,6 +207,12 @@ def to_words(record: Any) -> list[int]:
     out: list[int] = []
     _put(table_of(type(record)), record, out)
     return out
+
+
+def to_bytes(record: Any) -> bytes:
+    """Return the words of a record, in 4 bytes each."""
+    words = to_words(record)
+    return struct.pack(f"<{len(words)}I", *words)
 
 
 def from_words(kind: type[T], words: Sequence[int], payload: Any = None, **sizes: int) -> T:
@@ -256,6 +246,13 @@ def _typed(kind: type, data: Any, where: str) -> Any:
     if type(data) is not kind and not (kind is float and type(data) is int):
         raise _wrong(where, data, _JSON[kind])
     return data
+
+
+def _check_count(count: int, limits: Length, sizes: Sizes, what: str) -> None:
+    size = sizes[limits.size] if limits.size else None
+    least, most = (limits.least, limits.most) if size is None else (size, size)
+    if not least <= count <= most:
+        raise _wrong(what, count, f"{least} to {most}")
 
 
 def _check_order(items: Sequence[Any], where: str) -> None:
@@ -300,10 +297,12 @@ def _load_number(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
 def _load_items(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
     limits, item = table.limits, table.parts["item"]
     count = len(_typed(dict if table.type is dict else list, data, where))
-    least = most = sizes.get(limits.size, -1)
-    least, most = (limits.least, limits.most) if most < 0 else (least, most)
-    if not least <= count <= most:
-        raise _wrong(f"the number of {where}", count, f"{least} to {most}")
+    _check_count(count, limits, sizes, f"the number of {where}")
+    plain = item.form == "number" and item.type is int and not limits.increasing
+    if plain and set(map(type, data)) == {int}:
+        end = item.limits.end  # a row of numbers, without a name for each
+        if item.limits.least <= min(data) <= max(data) < (sizes[end] if type(end) is str else end):
+            return table.type(data)
     if table.type is dict:
         pairs = [(f"{where}.{key!s:.40}", [key, each]) for key, each in data.items()]
     else:
@@ -315,21 +314,27 @@ def _load_items(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
 
 
 def _load_record(table: Table, data: Any, where: str, sizes: Sizes, payload: Any) -> Any:
-    prefix = f"{where}." if where and table.type is not tuple else where
+    prefix = f"{where}." if where else ""
     if issubclass(table.type, tuple):  # a list of the values in order
         if len(_typed(list, data, where)) != len(table.parts):
             raise _wrong(where, data, f"a list of {len(table.parts)} values")
-        data = dict(zip(table.parts, data, strict=True))
+        if table.type is tuple:
+            parts = zip(table.parts.values(), data, strict=True)
+            return tuple([_load(part, each, where, sizes) for part, each in parts])
+        pairs = zip(table.parts.items(), data, strict=True)
+        found = [_load(part, each, prefix + name, sizes) for (name, part), each in pairs]
+        if not table.payload:
+            return table.type._make(found)
+        return table.type(**dict(zip(table.parts, found, strict=True)), **{table.payload: payload})
     values = {table.payload: payload} if table.payload else {}
-    defaults = getattr(table.type, "__dataclass_fields__", {})
+    defaults = table.type.__dataclass_fields__
     for name, part in table.parts.items():
         if name in _typed(dict, data, where):
-            place = where if table.type is tuple else prefix + name
-            values[name] = _load(part, data[name], place, sizes)
+            values[name] = _load(part, data[name], prefix + name, sizes)
         elif defaults[name].default is dataclasses.MISSING is defaults[name].default_factory:
             raise MalformedMessage(f"{prefix}{name} is missing")
     try:
-        return tuple(values.values()) if table.type is tuple else table.type(**values)
+        return table.type(**values)
     except UsageError as err:
         raise MalformedMessage(f"{where}: {err}" if where else str(err)) from None
 
@@ -400,11 +405,11 @@ class Messages:
     """The messages of a mailbox: a record for each kind.
 
     The first four words of a record are the ids of the message. Further words are the payload of a
-    message whose record has no payload.
+    message that has no other: neither in its record, nor beside it, as kinds in ``payloads`` have.
     """
 
-    def __init__(self, records: Mapping[int, type]) -> None:
-        self.records = records
+    def __init__(self, records: Mapping[int, type], payloads: Collection[int] = ()) -> None:
+        self.records, self.payloads = records, payloads
         self._kinds = {record: int(kind) for kind, record in records.items()}
 
     def kind_of(self, record: Any) -> int:
@@ -414,21 +419,17 @@ class Messages:
     def pack(self, record: Any, kind: int = -1) -> tuple[int, tuple[int, ...], Any]:
         """Return kind, ids and payload of a message; ``kind`` if several have this record."""
         words, payload = to_words(record), table_of(type(record)).payload
-        rest = struct.pack(f"<{len(words[_IDS:])}I", *words[_IDS:])
-        ids = (*words, 0, 0, 0, 0)[:_IDS]
-        return (
-            self.kind_of(record) if kind < 0 else kind,
-            ids,
-            getattr(record, payload) if payload else rest,
-        )
+        rest = struct.pack(f"<{max(0, len(words) - _IDS)}I", *words[_IDS:])
+        kind = self.kind_of(record) if kind < 0 else kind
+        return kind, (*words, 0, 0, 0, 0)[:_IDS], getattr(record, payload) if payload else rest
 
     def parse(self, message: Any, **sizes: int) -> Any:
         """Return the record of a received message; `MalformedMessage` if it is malformed."""
         kind, payload = message.kind, message.payload
         record, words = self.records.get(kind), list(message.ids)
         if record is None:
-            raise _wrong("kind", kind, ", ".join(map(str, map(int, self.records))))
-        if not table_of(record).payload:
+            raise _wrong("kind", int(kind), ", ".join(map(str, map(int, self.records))))
+        if kind not in self.payloads and not table_of(record).payload:
             if len(payload) % 4 or len(payload) > _MAX_WORDS_NBYTES:
                 raise _wrong(f"the payload of {record.__name__}", len(payload), "words of 4 bytes")
             words += struct.unpack(f"<{len(payload) // 4}I", payload)

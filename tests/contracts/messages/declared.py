@@ -10,6 +10,8 @@ from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.model_averaging import generator, pair_machine
 from wingbeat.methods.model_averaging.client import Status
 from wingbeat.methods.model_averaging.service import RejoinEntry
+from wingbeat.methods.parameter_server import protocol
+from wingbeat.methods.parameter_server.coding import SliceHeader
 from wingbeat.observe.report import Job, Report
 from wingbeat.schema import Messages
 
@@ -23,12 +25,21 @@ class Group(NamedTuple):
 
 
 MAILBOXES = (
+    Group("Parameter servers", "parameter_server/protocol.py", protocol.MESSAGES),
     Group("Group generator", "model_averaging/generator.py", generator.MESSAGES),
     Group("Pairs", "model_averaging/pair_machine.py", pair_machine.MESSAGES),
 )
+HEADERS: dict[type, str] = {
+    SliceHeader: "Parameter servers: the payload of an encoded slice begins with it",
+    staleness.FrameHeader: "Bounded staleness: the words of a frame begin with it",
+}
+"""Records before other data."""
+
 FRAMES = Group("Bounded staleness", "bounded_staleness/messages.py", staleness.MESSAGES)
 
 TEXTS: dict[type, str] = {
+    protocol.StepSettings: "payload of `STEP`",
+    protocol.DocumentSize: "payload of `LOAD` and `STATE`: a field of the document",
     Status: "store: the status of a worker without a group generator",
     RejoinEntry: "store: the log of restarted workers, for the group generator",
     LogEntry: "store: the membership log of bounded staleness",

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wingbeat.methods.bounded_staleness.messages import FrameHeader
 from wingbeat.schema import Length, Range, Table, table_of
 
-from .declared import FRAMES, MAILBOXES, TEXTS, Group
+from .declared import FRAMES, HEADERS, MAILBOXES, TEXTS, Group
 
 PAGE = Path(__file__).parents[3] / "docs/developers/wire.md"
 
@@ -24,12 +23,11 @@ the declaration, and so does this page. A message with a wrong kind, value, leng
 `MalformedMessage`, which names the field and the value; nothing is allocated for a length that
 the message cannot contain.
 
-A record is sent as *words*, whole numbers from 0. A number is sent as its distance from the
-lowest value that is allowed, so -1 is sent as 0 where -1 is allowed; a flag is 0 or 1. Items are
-preceded by their number, unless that is a size known to both sides, such as `workers`. A mask is
-sent in words of 32 bits, preceded by their number.
+A record is sent as *words*, whole numbers from 0. A number that may be -1 is sent as its value plus
+1; a flag is 0 or 1. Items are preceded by their number, unless that is a size known to both sides,
+such as `workers`. A mask is sent in words of 32 bits, preceded by their number.
 
-This page is generated, and a test compares it with the records. Write it anew with
+This page is generated, and a test compares it with the records. Write it again with
 `PYTHONPATH=tests .venv/bin/python -m contracts.messages.page`.
 """
 
@@ -46,7 +44,11 @@ _FRAMES = """
 `wingbeat/methods/{place}`. Messages are sent as frames, little-endian: 4 bytes with the width of
 a word (4 or 8 bytes), 4 bytes with the number of words, 8 bytes with the bytes of the payload,
 the words, the payload. Several frames may be in one part; a payload may continue in later parts.
-The words begin with a header:
+The words begin with a `FrameHeader`.
+"""
+
+_HEADERS = """
+## Headers
 """
 
 _TEXTS = """
@@ -148,15 +150,24 @@ def _messages(group: Group) -> Iterator[str]:
     for kind, record in group.messages.records.items():
         by_record.setdefault(record, []).append(kind)
     for record, kinds in by_record.items():
-        numbers = ", ".join(str(int(kind)) for kind in kinds)
+        numbers = ", ".join(str(int(kind)) for kind in sorted(kinds))
         yield f"\n### {record.__name__}: {numbers}\n\n{_summary(record)}"
         named = [kind for kind in kinds if hasattr(kind, "meaning")]
         if named:
-            yield "\n\n| kind | message | meaning |\n|---|---|---|"
-            for kind in named:
-                yield f"\n| {int(kind)} | `{kind.name}` | {kind.meaning} |"
+            yield "\n\n| kind | message | payload | meaning |\n|---|---|---|---|"
+            for kind in sorted(named):
+                payload = "yes" if kind in group.messages.payloads else ""
+                yield f"\n| {int(kind)} | `{kind.name}` | {payload} | {kind.meaning} |"
         yield _fields(record) + "\n"
     for record in _nested(list(by_record)):
+        yield f"\n### {record.__name__}\n\n{_summary(record)}{_fields(record)}\n"
+
+
+def _records(records: dict[type, str]) -> Iterator[str]:
+    for record, place in records.items():
+        yield f"\n### {record.__name__}\n\n{_summary(record)} {place[0].upper()}{place[1:]}."
+        yield _fields(record) + "\n"
+    for record in _nested(list(records)):
         yield f"\n### {record.__name__}\n\n{_summary(record)}{_fields(record)}\n"
 
 
@@ -165,13 +176,9 @@ def text() -> str:
     out = [_HEAD]
     for group in MAILBOXES:
         out += [_MAILBOX.format(title=group.title, place=group.place), *_messages(group)]
-    out += [_FRAMES.format(title=FRAMES.title, place=FRAMES.place), _fields(FrameHeader)[1:], "\n"]
-    out += [*_messages(FRAMES), _TEXTS]
-    for record, place in TEXTS.items():
-        out.append(f"\n### {record.__name__}\n\n{_summary(record)} {place[0].upper()}{place[1:]}.")
-        out.append(_fields(record) + "\n")
-    for record in _nested(list(TEXTS)):
-        out.append(f"\n### {record.__name__}\n\n{_summary(record)}{_fields(record)}\n")
+    out += [_FRAMES.format(title=FRAMES.title, place=FRAMES.place), *_messages(FRAMES), _HEADERS]
+    out += _records(HEADERS)
+    out += [_TEXTS, *_records(TEXTS)]
     return "".join(out)
 
 
