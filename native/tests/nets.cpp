@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <random>
@@ -164,6 +165,85 @@ void check_failures() {
   }
 }
 
+// The result arrives over another interface than that which the waiting thread serves.
+void check_wait_for_another_interface() {
+  std::vector<std::shared_ptr<Nic>> own, other;
+  for (int link = 0; link < 2; ++link) {
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+    for (auto* nics : {&own, &other}) {
+      nics->push_back(std::make_shared<Nic>("lo"));
+      nics->back()->start();
+      nics->back()->add(0, ends[nics == &own ? 0 : 1]);
+    }
+  }
+  const auto lane =
+      std::make_shared<Lane>(own, std::uint16_t{1}, std::size_t{4}, std::size_t{4}, 256U,
+                             std::make_shared<Completions>(), std::uint64_t{1});
+  std::vector<float> buffer(2, 0.0F), sent(1, 3.0F);
+  auto program = std::make_shared<Program>();
+  for (std::uint32_t link = 0; link < 2; ++link) {
+    program->receives.push_back({0, link, link + 1, link, false, static_cast<int>(link)});
+    program->unlocks.emplace_back();
+  }
+  const auto task = std::make_shared<Task>();
+  task->program = program;
+  task->buffer = reinterpret_cast<std::uint8_t*>(buffer.data());
+  task->number = 1;
+  lane->submit(task);
+  std::thread peer([&] {
+    for (std::uint32_t link = 0; link < 2; ++link) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      const auto operation = std::make_shared<Operation>();
+      operation->data = reinterpret_cast<std::uint8_t*>(sent.data());
+      operation->bytes = sizeof(float);
+      operation->channel = 1;
+      operation->tag = link;
+      Work work;
+      other[link]->send(operation, work);
+      work.run();
+    }
+  });
+  const auto begin = std::chrono::steady_clock::now();
+  expect(task->wait(30.0, true), "a collective over two interfaces ends");
+  const auto took = std::chrono::steady_clock::now() - begin;
+  expect(took < std::chrono::seconds(10), "the waiting thread is interrupted");
+  expect(buffer == std::vector<float>({3.0F, 3.0F}), "both halves have arrived");
+  peer.join();
+  for (const auto* nics : {&own, &other}) {
+    for (const auto& nic : *nics) nic->stop();
+  }
+}
+
+// Many threads wait for collectives of one interface at once, and take its work from each other.
+void check_waiting_threads() {
+  Cluster cluster(2);
+  std::vector<std::vector<std::vector<float>>> buffers(
+      2, std::vector<std::vector<float>>(200, std::vector<float>(256, 1.0F)));
+  std::atomic<long> ended = 0;
+  std::vector<std::thread> threads;
+  std::vector<std::vector<std::shared_ptr<Task>>> tasks(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto k = static_cast<std::size_t>(rank);
+      for (std::size_t i = 0; i < buffers[k].size(); ++i) {
+        tasks[k].push_back(submit(cluster, rank, buffers[k][i], i + 1, Dtype::float32));
+      }
+      std::vector<std::thread> waiting;
+      for (std::size_t t = 0; t < 4; ++t) {
+        waiting.emplace_back([&, k, t] {
+          for (std::size_t i = t; i < tasks[k].size(); i += 4) {
+            ended += tasks[k][i]->wait(30.0, true) && !tasks[k][i]->failed();
+          }
+        });
+      }
+      for (auto& each : waiting) each.join();
+    });
+  }
+  for (auto& each : threads) each.join();
+  expect(ended == 400, "every waiting thread sees the end");
+}
+
 void check_random_bytes() {
   std::mt19937 random(7);
   for (int round = 0; round < 300; ++round) {
@@ -222,6 +302,8 @@ void check_random_bytes() {
 long check() {
   check_sums();
   check_failures();
+  check_wait_for_another_interface();
+  check_waiting_threads();
   check_random_bytes();
   return checks;
 }

@@ -71,9 +71,13 @@ void Completions::close() {
 }
 
 bool Task::wait(double seconds, bool sent) {
+  const auto ended = [&] { return sent ? done_.load() : received_.load(); };
+  if (ended()) return true;
+  const std::uint64_t begin = now_ns();
+  if (nic_ != nullptr && nic_->serve_until(ended, seconds)) return true;
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, std::chrono::duration<double>(seconds),
-                           [&] { return sent ? done_.load() : received_.load(); });
+  return changed_.wait_for(
+      lock, std::chrono::duration<double>(std::max(0.0, seconds - seconds_since(begin))), ended);
 }
 
 bool Task::report() {
@@ -95,6 +99,7 @@ void Task::end(bool failed, bool sent, Completions& completions) {
     report = sent && reported_;
   }
   changed_.notify_all();
+  if (nic_ != nullptr) nic_->interrupt();
   if (report) completions.push(number);
 }
 
@@ -137,6 +142,8 @@ void Lane::submit(const std::shared_ptr<Task>& task) {
     if (failed_) return task->end(true, true, *completions_);
     task->unsent_ = task->program->first.size();
     for (const auto& each : task->program->unlocks) task->unsent_ += each.size();
+    const auto& receives = task->program->receives;
+    task->nic_ = nics_[receives.empty() ? 0 : static_cast<std::size_t>(receives.front().link)];
     queue_.push_back(task);
     step(work);
   }

@@ -134,6 +134,7 @@ class Task : public std::enable_shared_from_this<Task> {
   std::deque<Sent> sends_;
   std::map<std::uint64_t, OperationPtr> results_;
 
+  std::shared_ptr<Nic> nic_;  // of the first receive; set when the task is submitted
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> received_ = false, done_ = false, failed_ = false;

@@ -33,6 +33,10 @@ constexpr std::uint16_t most_channels = 1024;
 constexpr std::size_t most_early_messages = 1U << 16;
 constexpr std::uint64_t most_early_bytes = std::uint64_t{4} << 30;
 constexpr std::size_t most_pool_bytes = 256U << 20;
+// A waiting thread looks for events without sleeping for this time, which is about what it costs to
+// put a thread to sleep and wake it. After n failures in a row it does so only every 2^n-th time.
+constexpr std::chrono::microseconds spin_time{30};
+constexpr int most_failed_spins = 6;
 
 const std::string unconnected = "there is no connection to it";
 
@@ -663,13 +667,17 @@ void Connection::forget_after_fork() {
 
 Nic::Nic(std::string name) : name_(std::move(name)) {
   epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+  outer_ = ::epoll_create1(EPOLL_CLOEXEC);
   event_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   epoll_event event{};
   event.events = EPOLLIN;
   event.data.ptr = nullptr;
-  if (epoll_ < 0 || event_ < 0 || ::epoll_ctl(epoll_, EPOLL_CTL_ADD, event_, &event) != 0) {
+  if (epoll_ < 0 || outer_ < 0 || event_ < 0 ||
+      ::epoll_ctl(epoll_, EPOLL_CTL_ADD, event_, &event) != 0 ||
+      ::epoll_ctl(outer_, EPOLL_CTL_ADD, epoll_, &event) != 0) {
     const int error = errno;
     if (epoll_ >= 0) ::close(epoll_);
+    if (outer_ >= 0) ::close(outer_);
     if (event_ >= 0) ::close(event_);
     throw std::system_error(error, std::generic_category(), "cannot serve interface " + name_);
   }
@@ -677,6 +685,7 @@ Nic::Nic(std::string name) : name_(std::move(name)) {
 
 Nic::~Nic() {
   if (epoll_ >= 0) ::close(epoll_);
+  if (outer_ >= 0) ::close(outer_);
   if (event_ >= 0) ::close(event_);
 }
 
@@ -757,7 +766,7 @@ void Nic::close(double seconds) {
   }
   fail("the link is closed");
   stop();
-  if (in_thread()) return;
+  if (std::this_thread::get_id() == id_) return;
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !running_; });
 }
@@ -800,29 +809,41 @@ void Nic::report_end() {
   changed_.notify_all();
 }
 
+// Waits for events and handles them. The caller holds `serving_`.
+void Nic::turn(int milliseconds) {
+  epoll_event events[64];
+  const int count = ::epoll_wait(epoll_, events, 64, milliseconds);
+  Work work;
+  for (int i = 0; i < count; ++i) {
+    auto* const connection = static_cast<Connection*>(events[i].data.ptr);
+    if (connection == nullptr) {
+      std::uint64_t value = 0;
+      [[maybe_unused]] const ssize_t got = ::read(event_, &value, sizeof value);
+      std::vector<std::shared_ptr<Connection>> ready;
+      {
+        const std::lock_guard lock(mutex_);
+        ready.swap(to_write_);
+      }
+      for (const auto& each : ready) each->write(work);
+      continue;
+    }
+    if (events[i].events & EPOLLOUT) connection->write(work);
+    if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) connection->read(work);
+  }
+  work.run();
+}
+
 void Nic::run() {
   id_ = std::this_thread::get_id();
-  epoll_event events[64];
   while (true) {
-    const int count = ::epoll_wait(epoll_, events, 64, -1);
-    Work work;
-    for (int i = 0; i < count; ++i) {
-      auto* const connection = static_cast<Connection*>(events[i].data.ptr);
-      if (connection == nullptr) {
-        std::uint64_t value = 0;
-        [[maybe_unused]] const ssize_t got = ::read(event_, &value, sizeof value);
-        std::vector<std::shared_ptr<Connection>> ready;
-        {
-          const std::lock_guard lock(mutex_);
-          ready.swap(to_write_);
-        }
-        for (const auto& each : ready) each->write(work);
-        continue;
-      }
-      if (events[i].events & EPOLLOUT) connection->write(work);
-      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) connection->read(work);
+    epoll_event event;
+    ::epoll_wait(outer_, &event, 1, -1);
+    {
+      const std::lock_guard serving(serving_);
+      server_ = std::this_thread::get_id();
+      turn(0);
+      server_ = std::thread::id{};
     }
-    work.run();
     const std::lock_guard lock(mutex_);
     if (stopping_) break;
   }
@@ -831,9 +852,55 @@ void Nic::run() {
   changed_.notify_all();
 }
 
+bool Nic::serve_until(const std::function<bool()>& ended, double seconds) {
+  using std::chrono::steady_clock;
+  std::unique_lock serving(serving_, std::try_to_lock);
+  if (!serving.owns_lock()) return false;
+  server_ = std::this_thread::get_id();
+  lend(true);
+  const auto begin = steady_clock::now();
+  const auto deadline = begin + std::chrono::duration<double>(seconds);
+  const bool spins = unspun_ == 0;
+  bool has_ended = ended();
+  while (!has_ended && spins && steady_clock::now() < begin + spin_time) {
+    turn(0);
+    has_ended = ended();
+  }
+  if (!spins) {
+    --unspun_;
+  } else if (has_ended) {
+    failed_spins_ = 0;
+  } else {
+    failed_spins_ = std::min(failed_spins_ + 1, most_failed_spins);
+    unspun_ = (1 << failed_spins_) - 1;
+  }
+  while (!has_ended) {
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline - steady_clock::now());
+    if (left.count() <= 0) break;
+    turn(static_cast<int>(left.count()));
+    has_ended = ended();
+  }
+  lend(false);
+  server_ = std::thread::id{};
+  serving.unlock();
+  const std::lock_guard lock(mutex_);
+  if (stopping_) signal();  // this thread may have taken the signal that was meant for `run`
+  return has_ended;
+}
+
+// The interface's thread is not woken while the waiting thread serves.
+void Nic::lend(bool to_waiting) {
+  lent_ = to_waiting;
+  epoll_event event{};
+  event.events = to_waiting ? 0U : std::uint32_t{EPOLLIN};
+  ::epoll_ctl(outer_, EPOLL_CTL_MOD, epoll_, &event);
+}
+
 void Nic::forget_after_fork() {
   forked_ = true;
   for (const auto& [peer, each] : connections_) each->forget_after_fork();
+  ::close(std::exchange(outer_, -1));
   ::close(std::exchange(epoll_, -1));
   ::close(std::exchange(event_, -1));
 }

@@ -4,7 +4,9 @@
 // channels do not delay each other: a sender has at most `window_bytes` of a channel's messages
 // that the receiver has not consumed, and the receiver buffers what has no posted receive. Posting
 // never blocks. A small message is written by the thread that posts it, all others by the
-// interface's thread; the same thread reads. Results are reported to the operation's owner.
+// interface's thread; the same thread reads. While a thread waits for a result, it does the work of
+// the interface's thread itself, which saves a switch of threads per result. Results are reported
+// to the operation's owner.
 //
 // Locks: a connection's mutex guards its queues, and is not held during system calls or while an
 // owner runs. Memory of an operation is not accessed once `Nic::cancel` has returned.
@@ -15,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -102,7 +105,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void flush(Work& work);
   // Writes until nothing is queued or the socket's buffer is full.
   void write(Work& work);
-  // Reads what has arrived. Only the interface's thread calls it.
+  // Reads what has arrived. Only the thread that serves the interface calls it.
   void read(Work& work);
 
   // Fails all operations; the first reason is kept.
@@ -242,7 +245,16 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Closes this process's copies of the sockets; the thread does not exist here.
   void forget_after_fork();
 
-  bool in_thread() const { return std::this_thread::get_id() == id_; }
+  // Does the work of the interface's thread until `ended` returns true or `seconds` have passed;
+  // whether it is true. Returns at once if another thread does that work. What makes `ended` true
+  // in another thread has to call `interrupt` afterwards.
+  bool serve_until(const std::function<bool()>& ended, double seconds);
+  void interrupt() {
+    if (lent_ && !in_thread()) signal();
+  }
+
+  // Whether the calling thread serves the interface.
+  bool in_thread() const { return std::this_thread::get_id() == server_; }
   // Has the thread write the connection.
   void wake(const std::shared_ptr<Connection>& connection);
   void watch(Connection& connection, bool write);
@@ -252,13 +264,16 @@ class Nic : public std::enable_shared_from_this<Nic> {
 
  private:
   void run();
+  void turn(int milliseconds);
+  void lend(bool to_waiting);
   void signal();
   std::shared_ptr<Connection> connection(int peer);
   std::vector<std::shared_ptr<Connection>> connections();
 
   std::string name_;
-  int epoll_ = -1;
+  int epoll_ = -1;  // of the connections and `event_`; waited for by the thread that serves
   int event_ = -1;
+  int outer_ = -1;  // of `epoll_` unless a waiting thread serves; waited for by `run`
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<int, std::shared_ptr<Connection>> connections_;
@@ -267,6 +282,10 @@ class Nic : public std::enable_shared_from_this<Nic> {
   bool stopping_ = false;
   bool running_ = false;
   bool forked_ = false;  // locks may be held by threads that do not exist in this process
+  std::mutex serving_;             // held by the thread that serves
+  std::atomic<bool> lent_ = false;  // whether that is a waiting thread
+  std::atomic<std::thread::id> server_{};
+  int failed_spins_ = 0, unspun_ = 0;  // guarded by `serving_`
   std::atomic<std::thread::id> id_{};
   ScratchPool scratch_;
 };

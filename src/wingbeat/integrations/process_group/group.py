@@ -515,9 +515,14 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
             return
         missing: list[int] = []
         for member in range(1, self.size()):
+            key = f"{prefix}/{member}"
             try:
-                store.get(f"{prefix}/{member}", max(deadline - time.monotonic(), 0.001))
+                store.get(key, max(deadline - time.monotonic(), 0.001))
             except TimeoutError:
+                # The wait for another rank may have taken all the time, and the store's reply more
+                # than what is left.
+                if store.has(key):
+                    continue
                 missing.append(ranks[member])
                 if not wait_all_ranks:
                     break
