@@ -197,6 +197,8 @@ def _get(table: Table, name: str, words: _Words) -> Any:
             return found
         _check_order([key for key, _ in found], name)
         return dict(found)
+    if table.type is tuple:
+        return [_get(part, name, words) for part in table.parts.values()]
     if issubclass(table.type, tuple):
         return [_get(part, field, words) for field, part in table.parts.items()]
     return {field: _get(part, field, words) for field, part in table.parts.items()}
@@ -285,13 +287,14 @@ def _load(table: Table, data: Any, where: str, sizes: Sizes, payload: Any = None
 
 
 def _load_number(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
-    _typed(table.type if table.type in _NUMBERS else int, data, where)
+    if type(data) is not int or table.type is bool:
+        _typed(table.type if table.type in _NUMBERS else int, data, where)
     least, end = table.limits.least, table.limits.end
     end = sizes[end] if isinstance(end, str) else end
     if not least <= data < end:  # NaN fails too
         real = f"a number from {least:g} to {end:g}"
         raise _wrong(where, data, real if table.type is float else f"{least} to {end - 1}")
-    return table.type(data)
+    return data if table.type is int else table.type(data)
 
 
 def _load_items(table: Table, data: Any, where: str, sizes: Sizes) -> Any:

@@ -110,6 +110,30 @@ def items(table: Table, limits: Length) -> st.SearchStrategy[Any]:
     return some.map(table.type)
 
 
+def is_allowed(table: Table, value: Any) -> bool:
+    """Whether a value is within the limits of a table."""
+    limits = table.limits
+    if table.form == "number":
+        return type(value) is table.type and limits.least <= value < SIZES.get(
+            limits.end, limits.end
+        )
+    if table.form == "mask":
+        return 0 <= value < 1 << SIZES[limits.size]
+    if table.form == "items":
+        size = SIZES.get(limits.size)
+        each = list(value.items() if table.type is dict else value)
+        rising = each == sorted(set(each)) if limits.increasing else True
+        count = len(each) == size if size is not None else limits.least <= len(each) <= limits.most
+        return rising and count and all(is_allowed(table.parts["item"], item) for item in each)
+    if table.form == "record":
+        pairs = enumerate(table.parts.values()) if table.type is tuple else table.parts.items()
+        return all(
+            is_allowed(part, value[name] if table.type is tuple else getattr(value, name))
+            for name, part in pairs
+        )
+    return True
+
+
 def payload_of(record: Any) -> Any:
     name = table_of(type(record)).payload
     return getattr(record, name) if name else None
@@ -121,6 +145,7 @@ def payload_of(record: Any) -> Any:
 def test_record_round_trips_as_words(record: type, data: st.DataObject) -> None:
     made = data.draw(values(table_of(record)))
     words = to_words(made)
+    assert is_allowed(table_of(record), made)
     assert all(word >= 0 for word in words)
     back = from_words(record, words, payload_of(made), **SIZES)
     assert back == made
@@ -139,6 +164,7 @@ def test_changed_words_are_refused_or_another_valid_record(record: type, data: A
             back = from_words(record, changed, **SIZES)
         except MalformedMessage:
             continue
+        assert is_allowed(table_of(record), back)
         assert to_words(back) == changed, "each record has one encoding"
 
 
@@ -157,7 +183,9 @@ def test_shortened_or_extended_words_are_refused(record: type, data: st.DataObje
 @given(st.lists(st.integers(0, 1 << 64) | st.integers(0, 5), max_size=60))
 def test_random_words_are_refused_or_a_valid_record(record: type, words: list[int]) -> None:
     with contextlib.suppress(MalformedMessage):
-        assert to_words(from_words(record, words, **SIZES)) == words
+        found = from_words(record, words, **SIZES)
+        assert is_allowed(table_of(record), found)
+        assert to_words(found) == words
 
 
 class Received:
@@ -195,6 +223,7 @@ def test_random_message_is_refused_or_valid(
     except MalformedMessage:
         return
     assert type(made) is schema.records[kind]
+    assert is_allowed(table_of(type(made)), made)
     if kind in schema.payloads:
         payload = b""
     assert schema.pack(made, kind) == (kind, ids, payload)
