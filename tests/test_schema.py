@@ -58,7 +58,7 @@ def test_record_has_words_in_the_order_of_its_fields() -> None:
         (5, 4, r"pairs is .*; allowed: increasing values"),
         (8, 10, r"pairs\[1\] is 10; allowed: 0 to 9"),
         (10, 4, "mask is '4'; allowed: 2 bits in hexadecimal"),
-        (9, 1 << 40, "allowed: 0 to"),
+        (9, 2, "the number of mask is 2; allowed: 0 to 1"),
         (12, 9, r"rows is \[9, 9\]; allowed: increasing values"),
         (13, 3, "the number of rows is 3; allowed: 0 to 2"),
         (14, 10, "rows.5.* is 10; allowed: 0 to 9"),

@@ -185,7 +185,8 @@ def _get(table: Table, name: str, words: _Words) -> Any:
         number = words.next(name) + min(0, table.limits.least)
         return number == 1 if table.type is bool and number < 2 else number
     if table.form == "mask":
-        limbs = [words.next(name) for _ in range(words.count(name, Length()))]
+        most = -(-words.sizes[table.limits.size] // 32)
+        limbs = [words.next(name) for _ in range(words.count(name, Length(most=most)))]
         return f"{sum(limb << 32 * place for place, limb in enumerate(limbs)):x}"
     if table.form == "items":
         item, count = table.parts["item"], words.count(name, table.limits)
