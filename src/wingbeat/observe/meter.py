@@ -10,9 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-Cell: TypeAlias = "int | float | str"
+from wingbeat.schema import Length, MalformedMessage, Text
+
+TEXT, CELLS = 128, 256
+"""Limits of a report: characters of a text, and cells of a section."""
+
+Cell: TypeAlias = int | float | Annotated[str, Text(TEXT)]
 
 PARTS = ("forward", "backward", "update", "exchange", "other", "codec")
 """The parts of an iteration's time. ``codec`` is work of all threads and may overlap with the
@@ -33,9 +38,14 @@ class Section:
         unit: empty if values are shown as they are; otherwise one of `GROWS`.
     """
 
-    name: str
-    cells: dict[str, Cell]
+    name: Annotated[str, Text(TEXT)]
+    cells: Annotated[dict[Annotated[str, Text(TEXT)], Cell], Length(most=CELLS)]
     unit: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise MalformedMessage if the unit is unknown."""
+        if self.unit not in ("", *GROWS):
+            raise MalformedMessage(f"unit is {self.unit!r:.40}; allowed: {', '.join(GROWS)}")
 
 
 class Tally:
