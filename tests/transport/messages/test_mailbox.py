@@ -581,6 +581,14 @@ def test_forked_child_closes_its_copies_of_the_sockets(closing: list[Mailbox]) -
     assert b.receive(PATIENCE).kind == 5
 
 
+def test_application_counts_messages_that_it_refuses(closing: list[Mailbox]) -> None:
+    a, b = opened()
+    closing += [a, b]
+    for _ in range(2):
+        b.refused["content"] += 1
+    assert b.refused == {"content": 2}
+
+
 def test_threads_may_use_a_mailbox_at_the_same_time(closing: list[Mailbox]) -> None:
     """One waits for messages while others post and wait for arrivals."""
     a, b = opened(classes=1)

@@ -131,6 +131,7 @@ class Mailbox:
         self._describe_interface = describe_interface
         self._routes = Routes(connector.routes, number, name)
         self._reported: set[int] = set()
+        self._refused: Counter[str] = Counter()
         self._closed = False
         # Not at the exit of the interpreter, which may close the mailbox gracefully.
         weakref.finalize(self, carrier.abandon).atexit = False
@@ -148,8 +149,12 @@ class Mailbox:
 
     @property
     def refused(self) -> Counter[str]:
-        """Number of dropped frames, by reason; see docs/developers/messages.md."""
-        return Counter(self._carrier.refused)
+        """Number of dropped frames, by reason; see docs/developers/messages.md.
+
+        The application may count messages that it refuses, under reasons of its own.
+        """
+        self._refused.update(Counter(self._carrier.refused) - self._refused)
+        return self._refused
 
     @property
     def refused_connections(self) -> Counter[str]:
