@@ -22,6 +22,7 @@
 #include "merges.h"
 #include "naive.h"
 #include "nets.h"
+#include "rings.h"
 #include "sketch.h"
 #include "topk.h"
 
@@ -395,6 +396,7 @@ int main() {
   current = "net";
   try {
     checks += ciphers::check();
+    checks += rings::check();
     checks += nets::check();
     current = "carriers";
     checks += carriers::check();

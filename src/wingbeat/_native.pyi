@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import ClassVar, overload
 
 def sketch_encode(
     x: int,
@@ -245,9 +246,19 @@ class Carrier:
 class Message:
     def wait(self, seconds: float, /) -> None: ...
 
+class Rings:
+    DESCRIPTORS: ClassVar[int]
+
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(self, descriptors: list[int], /) -> None: ...
+    @property
+    def descriptors(self) -> list[int]: ...
+
 class Nic:
     def __init__(self, name: str, /) -> None: ...
-    def add(self, peer: int, descriptor: int, /) -> None: ...
+    def add(self, peer: int, fd: int, rings: Rings | None = None) -> None: ...
     def send(
         self, memory: object, address: int, nbytes: int, peer: int, channel: int, tag: int, /
     ) -> Message: ...
