@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "ciphers.h"
 #include "frames.h"
 #include "halves.h"
 #include "inputs.h"
@@ -392,6 +393,7 @@ int main() {
   check_numbered("flow of seed ", 300, naive::wrong_flow);
   current = "net";
   try {
+    checks += ciphers::check();
     checks += nets::check();
   } catch (const std::exception& error) {
     expect(false, error.what());
