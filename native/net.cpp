@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <condition_variable>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -118,7 +119,19 @@ std::vector<Transfer> transfers(nb::handle from) {
   return out;
 }
 
+void add(Nic& nic, int peer, int fd, const nb::bytes& bytes) {
+  std::optional<Keys> keys;
+  if (bytes.size() == sizeof(Keys)) {
+    std::memcpy(&keys.emplace(), bytes.c_str(), sizeof(Keys));
+  } else if (bytes.size() > 0) {
+    throw std::invalid_argument("a key has 16 bytes");
+  }
+  nic.add(peer, fd, keys);
+}
+
 void bind_nic(nb::module_& module) {
+  module.def("can_encrypt", &aegis::supported,
+             "Returns whether this processor has the instructions that encryption needs.");
   nb::class_<Message>(module, "Message", "A message that is being sent or received.")
       .def("wait", &Message::wait);
   nb::class_<Nic>(module, "Nic",
@@ -128,7 +141,9 @@ void bind_nic(nb::module_& module) {
         made->start();
         return made;
       }))
-      .def("add", &Nic::add, "Takes over the descriptor of a connected socket to a peer.")
+      .def("add", &add,
+           "Takes over the descriptor of a connected socket to a peer. Encrypts with `keys`, 16 "
+           "bytes for sending and 16 for receiving, if there are any.")
       .def("send",
            [](const std::shared_ptr<Nic>& self, nb::object memory, std::uintptr_t address,
               std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -27,13 +28,21 @@ from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
-SIZES = ((2, 1), (3, 1), (4, 1), (4, 2))
-"""Ranks and interfaces."""
+Clusters: TypeAlias = dict[tuple[int, int, bool], list[World]]
+
+CLUSTERS = (
+    *((2, 1, False), (3, 1, False), (4, 1, False), (4, 2, False)),
+    *((3, 1, True), (4, 2, True)),
+)
+"""Ranks, interfaces, and whether the connections are encrypted."""
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[dict[tuple[int, int], list[World]]]:
-    made = {(size, nics): tcp.worlds(size, interfaces=nics) for size, nics in SIZES}
+def clusters() -> Iterator[Clusters]:
+    made = {
+        (size, nics, encrypted): tcp.worlds(size, interfaces=nics, encrypted=encrypted)
+        for size, nics, encrypted in CLUSTERS
+    }
     yield made
     for members in made.values():
         tcp.close(members)
@@ -75,10 +84,8 @@ def results(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_results_equal_those_of_python_to_the_bit(
-    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
-) -> None:
-    size, nics = data.draw(st.sampled_from(SIZES))
+def test_results_equal_those_of_python_to_the_bit(clusters: Clusters, data: st.DataObject) -> None:
+    size, nics, encrypted = data.draw(st.sampled_from(CLUSTERS))
     choices = [name for name in ("ring", "doubling", "mesh", "bcube") if fits(name, size, nics)]
     topology = data.draw(st.sampled_from(choices))
     what = data.draw(st.sampled_from(["all_reduce", "halves", "broadcast"]))
@@ -89,20 +96,19 @@ def test_results_equal_those_of_python_to_the_bit(
     inputs = [filled(numel, dtype, 7 * rank + numel) for rank in range(size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "DIRECT_BYTES", -1)
-        check_same_bits(clusters, topology, what, cast, inputs, nics)
+        check_same_bits(clusters[size, nics, encrypted], topology, what, cast, inputs, nics)
 
 
 def check_same_bits(
-    clusters: dict[tuple[int, int], list[World]],
+    members: list[World],
     topology: str,
     what: str,
     cast: str,
     inputs: list[torch.Tensor],
     nics: int,
 ) -> None:
-    size = len(inputs)
-    native = results(clusters[size, nics], topology, what, inputs, cast)
-    python = results(loopback.worlds(size, interfaces=nics), topology, what, inputs, cast)
+    native = results(members, topology, what, inputs, cast)
+    python = results(loopback.worlds(len(inputs), interfaces=nics), topology, what, inputs, cast)
     for ours, theirs in zip(native, python, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -110,9 +116,9 @@ def check_same_bits(
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_small_buffers_are_summed_in_the_order_of_ranks(
-    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
+    clusters: Clusters, data: st.DataObject
 ) -> None:
-    size, nics = data.draw(st.sampled_from(SIZES))
+    size, nics, encrypted = data.draw(st.sampled_from(CLUSTERS))
     dtype = data.draw(st.sampled_from(sorted(NATIVE_DTYPES, key=str)))
     numel = data.draw(st.integers(0, 16_000 // size // 2))
     what = data.draw(st.sampled_from(["all_reduce", "halves"]))
@@ -120,7 +126,7 @@ def test_small_buffers_are_summed_in_the_order_of_ranks(
     expected = inputs[0].clone()
     for each in inputs[1:]:
         expected.add_(each)
-    for found in results(clusters[size, nics], "ring", what, inputs, ""):
+    for found in results(clusters[size, nics, encrypted], "ring", what, inputs, ""):
         if what == "all_reduce" or not dtype.is_floating_point:
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         else:  # an owner adds to its own part

@@ -8,10 +8,11 @@
 // the interface's thread itself, which saves a switch of threads per result. Results are reported
 // to the operation's owner.
 //
-// Locks: a connection's mutex guards its queues, and is not held during system calls or while an
-// owner runs. Memory of an operation is not accessed once `Nic::cancel` has returned.
+// Locks: a connection's mutex guards its queues, and is not held during system calls, while a
+// payload is sealed or opened, or while an owner runs. Memory of an operation is not accessed once `Nic::cancel` has returned.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -21,10 +22,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "cipher.h"
 #include "frame.h"
 
 namespace wingbeat::net {
@@ -91,9 +94,15 @@ struct Work {
   void run();
 };
 
+// Of an encrypted connection: one key for each direction.
+struct Keys {
+  std::array<std::uint8_t, key_bytes> sending;
+  std::array<std::uint8_t, key_bytes> receiving;
+};
+
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(Nic& nic, int peer, int fd);
+  Connection(Nic& nic, int peer, int fd, const std::optional<Keys>& keys);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
   ~Connection();
@@ -163,17 +172,22 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::size_t payload_left = 0;
     OperationPtr operation;  // null: a credit
     bool last = false;
+    // Of an encrypted connection: what is sent as the payload in place of header and payload.
+    std::unique_ptr<std::uint8_t[]> sealed;
+    std::size_t sealed_bytes = 0;
   };
 
   Channel& channel(std::uint16_t number);
   void make_ready(Channel& channel);
   void fill_frames();
   void push_frame(Channel& channel, const FrameHeader& header, const OperationPtr& operation);
+  void seal(OutgoingFrame& frame);
   void mark_sent(std::size_t bytes, Work& work);
   bool has_to_write() const { return !frames_.empty() || !ready_.empty() || !credits_.empty(); }
   void end_stream_if_drained();
 
-  const char* parse(Work& work);
+  const char* parse(std::unique_lock<std::mutex>& lock, Work& work);
+  bool open_payload(std::unique_lock<std::mutex>& lock, const std::uint8_t* tag);
   const char* begin_frame(const FrameHeader& header, Work& work);
   const char* begin_message(Channel& channel, const FrameHeader& header, Work& work);
   void end_frame(Work& work);
@@ -190,6 +204,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Nic& nic_;
   const int peer_;
   std::atomic<int> fd_;
+  // Null: not encrypted. Used by the writing and by the reading thread.
+  std::optional<Cipher> sealer_, opener_;
 
   std::mutex mutex_;
   std::condition_variable idle_;
@@ -200,7 +216,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::string reason_;
   std::string write_error_;
 
-  // Sending. Only the thread that has set `writing_` removes frames.
+  // Sending. Only the thread that has set `writing_` uses frames.
   std::deque<Channel*> ready_;
   std::deque<Channel*> credits_;
   std::deque<OutgoingFrame> frames_;
@@ -208,11 +224,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool writing_ = false;
   bool blocked_ = false;
 
-  // Receiving. `reading_` is set during the system call.
+  // Receiving. `reading_` is set while bytes are read or opened without the lock.
   bool reading_ = false;
   std::unique_ptr<std::uint8_t[]> staging_;
   std::size_t staged_begin_ = 0, staged_end_ = 0;
-  Channel* into_ = nullptr;         // the channel of the frame in progress
+  Channel* into_ = nullptr;         // the channel of the frame in progress, its tag included
   std::uint8_t* target_ = nullptr;  // null: the payload is dropped
   std::size_t payload_left_ = 0;
   std::size_t frame_length_ = 0;
@@ -228,8 +244,8 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Starts the thread, which keeps this object until `close` or `stop`.
   void start();
 
-  // Takes over a connected socket. Throws std::runtime_error.
-  void add(int peer, int fd);
+  // Takes over a connected socket, encrypted if there are keys. Throws std::runtime_error.
+  void add(int peer, int fd, const std::optional<Keys>& keys = std::nullopt);
 
   // Posts a message. If there is no connection to its peer, the operation fails.
   void send(const OperationPtr& operation, Work& work);

@@ -2,7 +2,8 @@
 
 Every connection is authenticated in both directions before any other byte of it is used: both ends
 prove with HMAC-SHA256 over two nonces that they have the job's key. The key is WINGBEAT_JOB_KEY, or
-without it a secret that the ranks exchange through the rendezvous store. The listening sockets are
+without it a secret that the ranks exchange through the rendezvous store. Connections between hosts
+are encrypted, unless the ranks choose otherwise (``encryption.py``). The listening sockets are
 closed once all peers are connected. The bytes are carried by threads of the extension
 (``native/src/net``), one per interface.
 """
@@ -21,13 +22,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from wingbeat import _native
 from wingbeat.errors import RendezvousError
 from wingbeat.observe.log import log
+from wingbeat.transport import encryption
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import BITS_BELOW
 
@@ -112,24 +114,33 @@ def connect(
     exchange: Callable[[str, Any], list[Any]],
     job_key: bytes | None,
     timeout: float,
+    encrypted: bool | None = None,
 ) -> tuple[TcpLink, ...]:
     """Connect this rank to all others over each interface, within ``timeout`` seconds.
 
-    ``exchange`` is `World.exchange`. A `RendezvousError` names the rank, address, interface and
-    duration if a peer could not be reached, or did not connect.
+    ``exchange`` is `World.exchange`, and ``encrypted`` is as in `wingbeat.init`. A
+    `RendezvousError` names the rank, address, interface and duration if a peer could not be
+    reached, or did not connect.
     """
     listeners = [_listen(rank, interface) for interface in interfaces]
     secret = secrets.token_hex(32)
     places = [list(each.getsockname()[:2]) for each in listeners]
-    answers = [
-        _checked(rank, n, a) for n, a in enumerate(exchange("connections", [secret, *places]))
-    ]
-    texts = "/".join(each[0] for each in answers)
+    found = exchange("connections", [secret, encrypted, *places])
+    answers = [_checked(rank, n, answer) for n, answer in enumerate(found)]
+    encryption.check(
+        rank,
+        [each.encrypted for each in answers],
+        [[address for address, _ in each.places] for each in answers],
+        job_key,
+    )
+    texts = "/".join(each.secret for each in answers)
     key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
     links = tuple(TcpLink(interface.name) for interface in interfaces)
     deadline = time.monotonic() + timeout
     acceptors = [
-        _Acceptor(listener, rank, index, key, range(rank + 1, size), deadline, links[index])
+        _Acceptor(
+            listener, rank, index, key, range(rank + 1, size), deadline, links[index], encrypted
+        )
         for index, listener in enumerate(listeners)
     ]
     try:
@@ -137,10 +148,9 @@ def connect(
             acceptor.start()
         for index, interface in enumerate(interfaces):
             for peer in range(rank):
-                place = answers[peer][1][index]
-                links[index].nic.add(
-                    peer, _dial(rank, peer, index, interface, place, key, deadline)
-                )
+                place = answers[peer].places[index]
+                connected = _dial(rank, peer, index, interface, place, key, deadline, encrypted)
+                links[index].nic.add(peer, *connected)
         for acceptor, interface in zip(acceptors, interfaces, strict=True):
             acceptor.join()
             if acceptor.missing:
@@ -173,9 +183,17 @@ def _listen(rank: int, interface: Interface) -> socket.socket:
         ) from None
 
 
-def _checked(rank: int, peer: int, answer: Any) -> tuple[str, list[tuple[str, int]]]:
+class _Answer(NamedTuple):
+    """What a rank publishes."""
+
+    secret: str
+    encrypted: bool | None
+    places: list[tuple[str, int]]
+
+
+def _checked(rank: int, peer: int, answer: Any) -> _Answer:
     match answer:
-        case [str(secret), *places] if all(
+        case [str(secret), bool() | None as encrypted, *places] if all(
             isinstance(place, list)
             and len(place) == 2
             and isinstance(place[0], str)
@@ -183,7 +201,7 @@ def _checked(rank: int, peer: int, answer: Any) -> tuple[str, list[tuple[str, in
             and 0 < place[1] < 1 << 16
             for place in places
         ):
-            return secret, [(place[0], place[1]) for place in places]
+            return _Answer(secret, encrypted, [(place[0], place[1]) for place in places])
     raise RendezvousError(
         f"rank {rank}: rank {peer} sent malformed addresses: {str(answer)[:80]!r}"
     )
@@ -201,17 +219,19 @@ def _dial(
     place: tuple[str, int],
     key: bytes,
     deadline: float,
-) -> int:
-    """Connect to ``peer`` from the interface's address; return the descriptor."""
+    encrypted: bool | None,
+) -> tuple[int, bytes]:
+    """Connect to ``peer`` from the interface's address; return the descriptor and the keys."""
     begin = time.monotonic()
     while True:
         left = max(_MIN_CONNECT_S, deadline - time.monotonic())
         try:
             with socket.create_connection(place, left, (interface.address, 0)) as connection:
                 connection.settimeout(min(left, _HANDSHAKE_S))
-                _prove(connection, rank, peer, index, key)
+                handshake = _prove(connection, rank, peer, index, key)
                 _set_options(connection)
-                return connection.detach()
+                keys = encryption.keys(encrypted, connection, key, True, handshake)
+                return connection.detach(), keys
         except OSError as error:
             if time.monotonic() >= deadline or not isinstance(
                 error, TimeoutError | ConnectionError
@@ -225,8 +245,11 @@ def _dial(
             time.sleep(_RETRY_S)
 
 
-def _prove(connection: socket.socket, rank: int, peer: int, index: int, key: bytes) -> None:
-    """Run the connecting side of the handshake; an `OSError` if the peer lacks the key."""
+def _prove(connection: socket.socket, rank: int, peer: int, index: int, key: bytes) -> bytes:
+    """Run the connecting side of the handshake, and return what it was about.
+
+    Raises an `OSError` if the peer lacks the key.
+    """
     challenge = _read_exactly(connection, _CHALLENGE_BYTES)
     if not challenge.startswith(_MAGIC):
         raise ConnectionError("another program answers there")
@@ -236,6 +259,7 @@ def _prove(connection: socket.socket, rank: int, peer: int, index: int, key: byt
     expected = _tag(key, b"accept", challenge, identity, nonce)
     if not hmac.compare_digest(_read_exactly(connection, _TAG_BYTES), expected):
         raise ConnectionError("the peer does not have this job's key")
+    return challenge + identity + nonce
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -268,10 +292,11 @@ class _Acceptor(threading.Thread):
         expected: Sequence[int],
         deadline: float,
         link: TcpLink,
+        encrypted: bool | None,
     ) -> None:
         super().__init__(name="wingbeat-accept", daemon=True)
         self._listener, self._rank, self._index, self._key = listener, rank, index, key
-        self._deadline, self._link = deadline, link
+        self._deadline, self._link, self._encrypted = deadline, link, encrypted
         self.missing = set(expected)
         self._most = len(self.missing) + _MAX_STRANGERS
         self._cancelled = False
@@ -350,7 +375,9 @@ class _Acceptor(threading.Thread):
             self._drop(connection)
             return
         reply = _tag(self._key, b"accept", newcomer.challenge, identity, nonce)
+        handshake = newcomer.challenge + identity + nonce
         try:
+            keys = encryption.keys(self._encrypted, connection, self._key, False, handshake)
             connection.send(reply)
             _set_options(connection)
         except OSError:
@@ -358,7 +385,7 @@ class _Acceptor(threading.Thread):
             return
         self._selector.unregister(connection)
         del self._pending[connection]
-        self._link.nic.add(peer, connection.detach())
+        self._link.nic.add(peer, connection.detach(), keys)
         self.missing.discard(peer)
 
     def _expire(self) -> None:
