@@ -470,9 +470,10 @@ const char* Connection::parse(std::unique_lock<std::mutex>& lock, Work& work) {
       if (payload_left_ == 0 && !opener_) end_frame(work);
       continue;
     }
-    if (into_ != nullptr) {  // the payload is complete, its tag follows
+    if (tag_follows_) {
       if (staged < tag_bytes) return nullptr;
       if (!open_payload(lock, from)) return wrong_tag;
+      tag_follows_ = false;
       staged_begin_ += tag_bytes;
       if (!failed_) end_frame(work);
       continue;
@@ -485,6 +486,7 @@ const char* Connection::parse(std::unique_lock<std::mutex>& lock, Work& work) {
     if (const char* why = read_frame_header(from, header)) return why;
     staged_begin_ += header_bytes;
     if (const char* why = begin_frame(header, work)) return why;
+    tag_follows_ = opener_ && payload_left_ > 0;
   }
   return nullptr;
 }

@@ -228,10 +228,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool reading_ = false;
   std::unique_ptr<std::uint8_t[]> staging_;
   std::size_t staged_begin_ = 0, staged_end_ = 0;
-  Channel* into_ = nullptr;         // the channel of the frame in progress, its tag included
+  Channel* into_ = nullptr;         // the channel of the frame in progress
   std::uint8_t* target_ = nullptr;  // null: the payload is dropped
   std::size_t payload_left_ = 0;
   std::size_t frame_length_ = 0;
+  bool tag_follows_ = false;  // the one of the payload
 };
 
 class Nic : public std::enable_shared_from_this<Nic> {
