@@ -200,14 +200,15 @@ def encoded_results(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_encoded_sums_equal_those_of_python_to_the_bit(
-    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
+    clusters: Clusters, data: st.DataObject
 ) -> None:
-    size, nics = data.draw(st.sampled_from(SIZES))
+    size, nics, encrypted = data.draw(st.sampled_from(CLUSTERS))
     numel = data.draw(st.one_of(st.integers(1, 40), st.integers(1, 900_000)))
     coding, keeps = regions_of(data, numel), data.draw(st.booleans())
     what = data.draw(st.sampled_from(["all_reduce", "halves"]))
     special = data.draw(st.lists(st.sampled_from(SPECIAL), max_size=9))
-    ours = encoded_results(clusters[size, nics], what, coding, keeps, special, NativeJob)
+    members = clusters[size, nics, encrypted]
+    ours = encoded_results(members, what, coding, keeps, special, NativeJob)
     python = loopback.worlds(size, interfaces=nics)
     theirs = encoded_results(python, what, coding, keeps, special, Job)
     for mine, reference in zip(ours, theirs, strict=True):
