@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <condition_variable>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -124,6 +125,17 @@ std::vector<Transfer> transfers(nb::handle from) {
   return out;
 }
 
+void add(Nic& nic, int peer, int fd, const nb::bytes& bytes, std::shared_ptr<Rings> rings) {
+  if (rings != nullptr) return nic.add(peer, std::make_unique<RingStream>(fd, std::move(rings)));
+  std::optional<Keys> keys;
+  if (bytes.size() == sizeof(Keys)) {
+    std::memcpy(&keys.emplace(), bytes.c_str(), sizeof(Keys));
+  } else if (bytes.size() > 0) {
+    throw std::invalid_argument("a key has 16 bytes");
+  }
+  nic.add(peer, std::make_unique<Stream>(fd), keys);
+}
+
 void bind_nic(nb::module_& module) {
   nb::class_<Rings>(module, "Rings", "Memory that this process shares with one of the same host.")
       .def(nb::new_([] { return std::make_shared<Rings>(); }))
@@ -132,6 +144,8 @@ void bind_nic(nb::module_& module) {
       }))
       .def_prop_ro("descriptors", &Rings::descriptors)
       .def_prop_ro_static("DESCRIPTORS", [](nb::handle) { return rings_descriptors; });
+  module.def("can_encrypt", &aegis::supported,
+             "Returns whether this processor has the instructions that encryption needs.");
   nb::class_<Message>(module, "Message", "A message that is being sent or received.")
       .def("wait", &Message::wait);
   nb::class_<Nic>(module, "Nic",
@@ -141,14 +155,10 @@ void bind_nic(nb::module_& module) {
         made->start();
         return made;
       }))
-      .def("add",
-           [](Nic& self, int peer, int fd, std::shared_ptr<Rings> rings) {
-             if (rings == nullptr) return self.add(peer, std::make_unique<Stream>(fd));
-             self.add(peer, std::make_unique<RingStream>(fd, std::move(rings)));
-           },
-           "peer"_a, "fd"_a, "rings"_a.none() = nb::none(),
-           "Takes over the descriptor of a connected socket to a peer, and the memory shared "
-           "with it.")
+      .def("add", &add, "peer"_a, "fd"_a, "keys"_a = nb::bytes("", 0), "rings"_a.none() = nb::none(),
+           "Takes over the descriptor of a connected socket to a peer, and the memory shared with "
+           "it. Encrypts with `keys`, 16 bytes for sending and 16 for receiving, if there are any; "
+           "not in shared memory.")
       .def("send",
            [](const std::shared_ptr<Nic>& self, nb::object memory, std::uintptr_t address,
               std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {

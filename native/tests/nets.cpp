@@ -6,12 +6,14 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "net/cipher.h"
 #include "net/coding.h"
 #include "net/lane.h"
 #include "net/nic.h"
@@ -35,8 +37,18 @@ std::unique_ptr<Stream> stream(int fd, const std::shared_ptr<Rings>& rings) {
   return std::make_unique<RingStream>(fd, rings);
 }
 
+// The keys of one end of a connection, or of the other.
+Keys keys_of(bool connecting) {
+  Keys keys{};
+  keys.sending.fill(connecting ? 1 : 2);
+  keys.receiving.fill(connecting ? 2 : 1);
+  return keys;
+}
+
+enum class Medium { plain, shared_memory, encrypted };
+
 struct Cluster {
-  explicit Cluster(int size, bool shared_memory = false) {
+  explicit Cluster(int size, Medium medium = Medium::plain) {
     for (int i = 0; i < size; ++i) {
       nics.push_back(std::make_shared<Nic>("lo"));
       nics.back()->start();
@@ -47,14 +59,19 @@ struct Cluster {
         if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
         std::shared_ptr<Rings> rings;
         std::shared_ptr<Rings> theirs;
-        if (shared_memory) {
+        if (medium == Medium::shared_memory) {
           rings = std::make_shared<Rings>();
           std::vector<int> copies;
           for (const int each : rings->descriptors()) copies.push_back(::dup(each));
           theirs = std::make_shared<Rings>(copies);
         }
-        nics[static_cast<std::size_t>(i)]->add(j, stream(ends[0], rings));
-        nics[static_cast<std::size_t>(j)]->add(i, stream(ends[1], theirs));
+        std::optional<Keys> keys[2];
+        if (medium == Medium::encrypted) {
+          keys[0] = keys_of(true);
+          keys[1] = keys_of(false);
+        }
+        nics[static_cast<std::size_t>(i)]->add(j, stream(ends[0], rings), keys[0]);
+        nics[static_cast<std::size_t>(j)]->add(i, stream(ends[1], theirs), keys[1]);
       }
     }
     for (int i = 0; i < size; ++i) {
@@ -120,9 +137,9 @@ std::shared_ptr<Task> submit(Cluster& cluster, int rank, std::vector<float>& buf
   return task;
 }
 
-void check_sums(bool shared_memory) {
+void check_sums(Medium medium) {
   for (const int size : {2, 3, 4}) {
-    Cluster cluster(size, shared_memory);
+    Cluster cluster(size, medium);
     std::uint64_t number = 1;
     for (const std::size_t n : {0U, 1U, 5U, 1000U, 100'003U, 3'000'000U}) {
       for (const auto& packing : {std::shared_ptr<const Packing>(),
@@ -161,8 +178,8 @@ void check_sums(bool shared_memory) {
 }
 
 // Elements that a frame of another dtype has moved off their alignment.
-void check_odd_places(bool shared_memory) {
-  Cluster cluster(2, shared_memory);
+void check_odd_places(Medium medium) {
+  Cluster cluster(2, medium);
   std::uint64_t number = 0;
   for (const std::size_t n : {1U, 100'001U, 1'000'003U}) {
     std::vector<std::vector<std::uint8_t>> bytes(2, std::vector<std::uint8_t>(n, 3));
@@ -192,9 +209,9 @@ void check_odd_places(bool shared_memory) {
 }
 
 // Tasks from two threads at once, and a peer that closes in the middle.
-void check_failures(bool shared_memory) {
+void check_failures(Medium medium) {
   for (int round = 0; round < 10; ++round) {
-    Cluster cluster(3, shared_memory);
+    Cluster cluster(3, medium);
     std::vector<std::vector<float>> buffers(2, std::vector<float>(2'000'000, 1.0F));
     std::vector<std::shared_ptr<Task>> tasks(2);
     std::vector<std::thread> threads;
@@ -379,8 +396,8 @@ void check_wait_for_another_interface() {
 }
 
 // Many threads wait for collectives of one interface at once, and take its work from each other.
-void check_waiting_threads(bool shared_memory) {
-  Cluster cluster(2, shared_memory);
+void check_waiting_threads(Medium medium) {
+  Cluster cluster(2, medium);
   std::vector<std::vector<std::vector<float>>> buffers(
       2, std::vector<std::vector<float>>(200, std::vector<float>(256, 1.0F)));
   std::atomic<long> ended = 0;
@@ -407,17 +424,70 @@ void check_waiting_threads(bool shared_memory) {
   expect(ended == 400, "every waiting thread sees the end");
 }
 
-void check_random_bytes() {
+OperationPtr post(const std::shared_ptr<Nic>& nic, bool send, std::vector<std::uint8_t>& memory,
+                  std::uint32_t tag, int peer = 0) {
+  auto operation = std::make_shared<Operation>();
+  operation->peer = peer;
+  operation->data = memory.data();
+  operation->bytes = memory.size();
+  operation->tag = tag;
+  Work work;
+  if (send) {
+    nic->send(operation, work);
+  } else {
+    nic->receive(operation, work);
+  }
+  work.run();
+  return operation;
+}
+
+void await(const Operation& operation) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (operation.state == State::pending && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+// Sends bytes in pieces, ends the stream, and closes the interface at its other end.
+void feed(int fd, const std::vector<std::uint8_t>& bytes, std::size_t most_piece,
+          const std::shared_ptr<Nic>& nic, std::mt19937& random) {
+  std::size_t at = 0;
+  while (at < bytes.size()) {
+    const std::size_t length = std::min<std::size_t>(1 + random() % most_piece, bytes.size() - at);
+    if (::send(fd, bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
+    at += length;
+  }
+  ::shutdown(fd, SHUT_WR);
+  nic->close(5.0);
+  ::close(fd);
+}
+
+// A peer that has the keys and sends malformed frames, and one that has not.
+void check_random_bytes(bool encrypted) {
   std::mt19937 random(7);
   for (int round = 0; round < 300; ++round) {
     int ends[2];
     if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
     const auto nic = std::make_shared<Nic>("lo");
     nic->start();
-    nic->add(0, std::make_unique<Stream>(ends[0]));
+    std::optional<Keys> keys;
+    std::optional<Cipher> cipher;
+    if (encrypted) {
+      keys = keys_of(true);
+      if (round % 4 > 0) cipher.emplace(keys->receiving.data());
+    }
+    nic->add(0, std::make_unique<Stream>(ends[0]), keys);
     std::vector<std::uint8_t> bytes;
+    const auto append = [&](const std::vector<std::uint8_t>& plain) {
+      std::vector<std::uint8_t> sealed = plain;
+      if (cipher) {
+        sealed.resize(plain.size() + tag_bytes);
+        cipher->seal(plain.data(), plain.size(), sealed.data());
+      }
+      bytes.insert(bytes.end(), sealed.begin(), sealed.end());
+    };
     for (int frame = 0; frame < 20; ++frame) {
-      std::uint8_t header[frame_header_bytes];
+      std::vector<std::uint8_t> header(frame_header_bytes);
       FrameHeader fields;
       fields.kind = random() % 4 == 0 ? Kind::credit : Kind::data;
       fields.channel = static_cast<std::uint16_t>(random() % 3);
@@ -426,54 +496,134 @@ void check_random_bytes() {
       fields.total = fields.kind == Kind::credit ? 0 : fields.length + random() % 3 * 50;
       fields.offset = random() % 5 == 0 ? random() % 400 : 0;
       fields.consumed = random() % 50 == 0 ? random() : 0;
-      write_frame_header(fields, header);
+      write_frame_header(fields, header.data());
       if (random() % 40 == 0) header[random() % frame_header_bytes] ^= 1;
-      bytes.insert(bytes.end(), header, header + frame_header_bytes);
-      for (std::uint32_t i = 0; i < fields.length; ++i) {
-        bytes.push_back(static_cast<std::uint8_t>(random()));
-      }
+      append(header);
+      std::vector<std::uint8_t> payload(fields.length);
+      for (auto& each : payload) each = static_cast<std::uint8_t>(random());
+      if (!payload.empty()) append(payload);
+      if (encrypted && random() % 40 == 0) bytes[random() % bytes.size()] ^= 1;
     }
     std::vector<std::vector<std::uint8_t>> into(4, std::vector<std::uint8_t>(100));
     std::vector<OperationPtr> posted;
-    for (std::uint32_t tag = 0; tag < 4; ++tag) {
-      auto operation = std::make_shared<Operation>();
-      operation->data = into[tag].data();
-      operation->bytes = into[tag].size();
-      operation->tag = tag;
-      Work work;
-      nic->receive(operation, work);
-      work.run();
-      posted.push_back(operation);
-    }
-    std::size_t at = 0;
-    while (at < bytes.size()) {
-      const std::size_t length = std::min<std::size_t>(1 + random() % 700, bytes.size() - at);
-      if (::send(ends[1], bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
-      at += length;
-    }
-    ::shutdown(ends[1], SHUT_WR);
-    nic->close(5.0);
-    ::close(ends[1]);
+    for (std::uint32_t tag = 0; tag < 4; ++tag) posted.push_back(post(nic, false, into[tag], tag));
+    feed(ends[1], bytes, 700, nic, random);
     for (const auto& operation : posted) {
       expect(operation->state != State::pending, "every receive ends");
+      if (encrypted && !cipher) {
+        expect(operation->state == State::failed, "nothing is received without the keys");
+      }
     }
+  }
+}
+
+// What a connection of these messages carries.
+std::vector<std::uint8_t> stream_of(std::vector<std::vector<std::uint8_t>>& messages) {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+  const auto nic = std::make_shared<Nic>("lo");
+  nic->start();
+  nic->add(0, std::make_unique<Stream>(ends[0]), keys_of(true));
+  std::vector<OperationPtr> posted;
+  for (std::uint32_t tag = 0; tag < messages.size(); ++tag) {
+    posted.push_back(post(nic, true, messages[tag], tag));
+  }
+  std::thread closing([&] { nic->close(20.0); });
+  std::vector<std::uint8_t> stream;
+  std::uint8_t piece[4096];
+  ssize_t got = 0;
+  while ((got = ::recv(ends[1], piece, sizeof piece, 0)) > 0) {
+    stream.insert(stream.end(), piece, piece + got);
+  }
+  ::close(ends[1]);
+  closing.join();
+  return stream;
+}
+
+// A message that nothing receives is passed over, and those behind it arrive.
+void check_dropped(bool encrypted) {
+  Cluster cluster(2, encrypted ? Medium::encrypted : Medium::plain);
+  for (std::uint32_t round = 0; round < 20; ++round) {
+    std::vector<std::uint8_t> large(500'000, 1), small(10, 2), into(20), rest(10);
+    const auto wrong = post(cluster.nics[1], false, into, 2 * round);
+    const auto right = post(cluster.nics[1], false, rest, 2 * round + 1);
+    post(cluster.nics[0], true, large, 2 * round, 1);
+    const auto sent = post(cluster.nics[0], true, small, 2 * round + 1, 1);
+    await(*sent);
+    await(*right);
+    expect(wrong->state == State::failed, "a message of another size fails its receive");
+    expect(right->state == State::done && rest == small, "the next message arrives");
+  }
+}
+
+// Somebody between two ends changes, repeats, reorders, removes or adds bytes.
+void check_changed_streams() {
+  std::mt19937 random(11);
+  for (int round = 0; round < 120; ++round) {
+    std::vector<std::vector<std::uint8_t>> messages;
+    for (const std::size_t length : {0U, 1U, 300U, 300U, 70'000U, 600'000U, 0U, 40U}) {
+      messages.emplace_back(length);
+      for (auto& each : messages.back()) each = static_cast<std::uint8_t>(random());
+    }
+    std::vector<std::uint8_t> stream = stream_of(messages);
+    const std::size_t at = random() % stream.size();
+    const std::size_t frame = frame_header_bytes + tag_bytes;  // of a message without bytes
+    switch (round % 6) {
+      case 0: break;
+      case 1: stream[at] ^= static_cast<std::uint8_t>(1U << (random() % 8)); break;
+      case 2: stream.resize(at); break;
+      case 3: stream.erase(stream.begin() + static_cast<std::ptrdiff_t>(at)); break;
+      case 4: stream.insert(stream.begin(), stream.begin(), stream.begin() + frame); break;
+      default: stream.erase(stream.begin(), stream.begin() + frame);
+    }
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+    const auto nic = std::make_shared<Nic>("lo");
+    nic->start();
+    nic->add(0, std::make_unique<Stream>(ends[0]), keys_of(false));
+    std::vector<std::vector<std::uint8_t>> into;
+    std::vector<OperationPtr> posted;
+    for (const auto& each : messages) into.emplace_back(each.size());
+    const auto receive = [&] {
+      for (std::uint32_t tag = 0; tag < into.size(); ++tag) {
+        posted.push_back(post(nic, false, into[tag], tag));
+      }
+    };
+    if (round % 2 == 0) receive();
+    std::thread feeding([&] { feed(ends[1], stream, 300'000, nic, random); });
+    if (round % 2 == 1) receive();
+    feeding.join();
+    std::size_t done = 0;
+    for (std::size_t i = 0; i < into.size(); ++i) {
+      expect(posted[i]->state != State::pending, "every receive ends");
+      if (posted[i]->state != State::done) continue;
+      ++done;
+      expect(into[i] == messages[i], "what is received is what was sent");
+    }
+    expect((done == into.size()) == (round % 6 == 0), "a change is noticed");
   }
 }
 
 }  // namespace
 
 long check() {
-  for (const bool shared_memory : {false, true}) {
-    check_sums(shared_memory);
-    check_odd_places(shared_memory);
-    check_failures(shared_memory);
-    check_waiting_threads(shared_memory);
+  for (const Medium medium : {Medium::plain, Medium::shared_memory, Medium::encrypted}) {
+    if (medium == Medium::encrypted && !aegis::supported()) break;
+    check_sums(medium);
+    check_odd_places(medium);
+    check_failures(medium);
+    check_waiting_threads(medium);
+  }
+  for (const bool encrypted : {false, true}) {
+    if (encrypted && !aegis::supported()) break;
+    check_random_bytes(encrypted);
+    check_dropped(encrypted);
+    if (encrypted) check_changed_streams();
   }
   check_encoded();
   check_failures_while_encoding();
   check_malformed();
   check_wait_for_another_interface();
-  check_random_bytes();
   return checks;
 }
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -31,15 +32,22 @@ from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
-SIZES = ((2, 1), (3, 1), (4, 1), (4, 2))
-"""Ranks and interfaces."""
+Clusters: TypeAlias = dict[tuple[int, int, bool], list[World]]
+
+CLUSTERS = (
+    *((2, 1, False), (3, 1, False), (4, 1, False), (4, 2, False)),
+    *((3, 1, True), (4, 2, True)),
+)
+"""Ranks, interfaces, and whether the connections are encrypted."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tcp", "shared memory"])
-def clusters(request: pytest.FixtureRequest) -> Iterator[dict[tuple[int, int], list[World]]]:
+def clusters(request: pytest.FixtureRequest) -> Iterator[Clusters]:
     made = {
-        (size, nics): tcp.worlds(size, interfaces=nics, shared_memory=request.param)
-        for size, nics in SIZES
+        (size, nics, encrypted): tcp.worlds(
+            size, interfaces=nics, encrypted=encrypted, shared_memory=request.param
+        )
+        for size, nics, encrypted in CLUSTERS
     }
     yield made
     for members in made.values():
@@ -82,10 +90,8 @@ def results(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_results_equal_those_of_python_to_the_bit(
-    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
-) -> None:
-    size, nics = data.draw(st.sampled_from(SIZES))
+def test_results_equal_those_of_python_to_the_bit(clusters: Clusters, data: st.DataObject) -> None:
+    size, nics, encrypted = data.draw(st.sampled_from(CLUSTERS))
     choices = [name for name in ("ring", "doubling", "mesh", "bcube") if fits(name, size, nics)]
     topology = data.draw(st.sampled_from(choices))
     what = data.draw(st.sampled_from(["all_reduce", "halves", "broadcast"]))
@@ -96,20 +102,19 @@ def test_results_equal_those_of_python_to_the_bit(
     inputs = [filled(numel, dtype, 7 * rank + numel) for rank in range(size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "DIRECT_BYTES", -1)
-        check_same_bits(clusters, topology, what, cast, inputs, nics)
+        check_same_bits(clusters[size, nics, encrypted], topology, what, cast, inputs, nics)
 
 
 def check_same_bits(
-    clusters: dict[tuple[int, int], list[World]],
+    members: list[World],
     topology: str,
     what: str,
     cast: str,
     inputs: list[torch.Tensor],
     nics: int,
 ) -> None:
-    size = len(inputs)
-    native = results(clusters[size, nics], topology, what, inputs, cast)
-    python = results(loopback.worlds(size, interfaces=nics), topology, what, inputs, cast)
+    native = results(members, topology, what, inputs, cast)
+    python = results(loopback.worlds(len(inputs), interfaces=nics), topology, what, inputs, cast)
     for ours, theirs in zip(native, python, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -117,9 +122,9 @@ def check_same_bits(
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_small_buffers_are_summed_in_the_order_of_ranks(
-    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
+    clusters: Clusters, data: st.DataObject
 ) -> None:
-    size, nics = data.draw(st.sampled_from(SIZES))
+    size, nics, encrypted = data.draw(st.sampled_from(CLUSTERS))
     dtype = data.draw(st.sampled_from(sorted(NATIVE_DTYPES, key=str)))
     numel = data.draw(st.integers(0, 16_000 // size // 2))
     what = data.draw(st.sampled_from(["all_reduce", "halves"]))
@@ -127,7 +132,7 @@ def test_small_buffers_are_summed_in_the_order_of_ranks(
     expected = inputs[0].clone()
     for each in inputs[1:]:
         expected.add_(each)
-    for found in results(clusters[size, nics], "ring", what, inputs, ""):
+    for found in results(clusters[size, nics, encrypted], "ring", what, inputs, ""):
         if what == "all_reduce" or not dtype.is_floating_point:
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         else:  # an owner adds to its own part
@@ -197,14 +202,15 @@ def encoded_results(
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_encoded_sums_equal_those_of_python_to_the_bit(
-    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
+    clusters: Clusters, data: st.DataObject
 ) -> None:
-    size, nics = data.draw(st.sampled_from(SIZES))
+    size, nics, encrypted = data.draw(st.sampled_from(CLUSTERS))
     numel = data.draw(st.one_of(st.integers(1, 40), st.integers(1, 900_000)))
     coding, keeps = regions_of(data, numel), data.draw(st.booleans())
     what = data.draw(st.sampled_from(["all_reduce", "halves"]))
     special = data.draw(st.lists(st.sampled_from(SPECIAL), max_size=9))
-    ours = encoded_results(clusters[size, nics], what, coding, keeps, special, NativeJob)
+    members = clusters[size, nics, encrypted]
+    ours = encoded_results(members, what, coding, keeps, special, NativeJob)
     python = loopback.worlds(size, interfaces=nics)
     theirs = encoded_results(python, what, coding, keeps, special, Job)
     for mine, reference in zip(ours, theirs, strict=True):

@@ -38,14 +38,22 @@ def links(
     keys: list[bytes | None] | None = None,
     timeout: float = 20.0,
     shared_memory: bool = True,
+    encrypted: bool | None = None,
+    choices: list[bool | None] | None = None,
+    places: list[Interface] | None = None,
 ) -> list[tuple[tcp.TcpLink, ...]]:
-    """Connect ``size`` ranks over loopback, and return the links of each."""
+    """Connect ``size`` ranks over loopback, and return the links of each.
+
+    ``choices`` has a value of ``encrypted`` for each rank, and ``places`` an interface.
+    """
     found = exchanges(size)
-    used = keys or [None] * size
+    used, chosen = keys or [None] * size, choices or [encrypted] * size
+    interface = places or [LO] * size
 
     def connect(rank: int) -> tuple[tcp.TcpLink, ...]:
+        own = [interface[rank]] * interfaces
         return tcp.connect(
-            *(rank, size, [LO] * interfaces, found[rank], used[rank], timeout),
+            *(rank, size, own, found[rank], used[rank], timeout, chosen[rank]),
             shared_memory=shared_memory,
         )
 
@@ -54,13 +62,20 @@ def links(
 
 
 def worlds(
-    size: int, *, interfaces: int = 1, timeout: float = 20.0, shared_memory: bool = True
+    size: int,
+    *,
+    interfaces: int = 1,
+    timeout: float = 20.0,
+    shared_memory: bool = True,
+    encrypted: bool | None = None,
 ) -> list[World]:
     """Return the worlds of ``size`` connected ranks. Close them all at the same time."""
     store = Switchboard()
     return [
         World(rank, size, mine, (1.0,) * interfaces, timeout, store, threads=True)
-        for rank, mine in enumerate(links(size, interfaces=interfaces, shared_memory=shared_memory))
+        for rank, mine in enumerate(
+            links(size, interfaces=interfaces, shared_memory=shared_memory, encrypted=encrypted)
+        )
     ]
 
 

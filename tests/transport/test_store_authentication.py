@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +202,24 @@ def test_a_short_key_is_refused_and_not_shown() -> None:
     ) as caught:
         job_key({"WINGBEAT_JOB_KEY": "secret"})
     assert "secret" not in str(caught.value)
+
+
+def test_key_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("x" * 16 + "\n")
+    assert job_key({"WINGBEAT_JOB_KEY_FILE": str(path)}) == b"x" * 16
+
+
+def test_unusable_file_of_the_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    env = {"WINGBEAT_JOB_KEY_FILE": str(path)}
+    with pytest.raises(UsageError, match=r"WINGBEAT_JOB_KEY_FILE=.*: No such file.*: name a file"):
+        job_key(env)
+    path.write_text("secret\n")
+    with pytest.raises(UsageError, match=r"WINGBEAT_JOB_KEY_FILE=.* has 6 characters"):
+        job_key(env)
+    with pytest.raises(UsageError, match="both WINGBEAT_JOB_KEY and WINGBEAT_JOB_KEY_FILE are set"):
+        job_key({**env, "WINGBEAT_JOB_KEY": "x" * 16})
 
 
 @pytest.mark.parametrize("keys", [(KEY, None), (None, KEY), (KEY, b"another key of the kind")])

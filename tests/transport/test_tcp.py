@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from helpers import tcp as ranks
-from wingbeat.errors import RendezvousError
+from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import tcp
 from wingbeat.transport.tcp import TcpLink
 
@@ -54,13 +54,64 @@ class Peer:
     def __init__(self) -> None:
         ours, self.socket = socket.socketpair()
         self.link = TcpLink("lo")
-        self.link.nic.add(0, ours.detach())
+        self.link.nic.add(0, ours.detach(), b"")
 
     def failure(self) -> str:
         """Return the reason for which the connection failed."""
         with pytest.raises(RuntimeError) as caught:
             self.link.recv(torch.zeros(3, dtype=torch.uint8), 0, 99).wait(20.0)
         return str(caught.value)
+
+
+class Relay:
+    """Passes on the bytes of a connection and keeps them, once the handshake is over."""
+
+    def __init__(self, descriptor: int, change: Callable[[bytes], bytes]) -> None:
+        self.outer = socket.socket(fileno=descriptor)
+        self.outer.setblocking(True)
+        self.inner, self.given = socket.socketpair()
+        self.seen, self._change = bytearray(), change
+        self.threads = [
+            threading.Thread(target=self._pass, args=ends, daemon=True)
+            for ends in ((self.outer, self.inner), (self.inner, self.outer))
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                target.sendall(self._change(data))
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+def watch(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes] = bytes
+) -> Callable[[], bytes]:
+    """Have connecting ranks use relays; the function returns all bytes of ended connections."""
+    relays: list[Relay] = []
+    dial = tcp._dial
+
+    def dialed(*args: Any) -> tuple[int, bytes]:
+        descriptor, keys = dial(*args)
+        relays.append(Relay(descriptor, change))
+        return relays[-1].given.detach(), keys
+
+    def seen() -> bytes:
+        for relay in relays:
+            for thread in relay.threads:
+                thread.join(20.0)
+        return b"".join(relay.seen for relay in relays)
+
+    monkeypatch.setattr(tcp, "_dial", dialed)
+    return seen
+
+
+def close(made: list[tuple[TcpLink, ...]]) -> None:
+    with ThreadPoolExecutor(len(made)) as pool:
+        list(pool.map(lambda links: links[0].close(), made))
 
 
 @pytest.fixture
@@ -140,8 +191,7 @@ def test_message_behind_a_larger_one_than_the_window_can_be_received_first(
         each.wait(20.0)
     assert torch.equal(first, small)
     assert torch.equal(second, large)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda links: links[0].close(), made))
+    close(made)
 
 
 def test_message_of_another_size_fails_its_receive_alone(peer: Peer) -> None:
@@ -171,6 +221,77 @@ def test_dropped_receive_leaves_the_connection_usable(peer: Peer) -> None:
     peer.socket.send(frame(7, b"abc") + frame(8, b"xyz"))
     peer.link.recv(out, 0, 8).wait(20.0)
     assert bytes(out.tolist()) == b"xyz"
+
+
+def test_message_of_another_size_fails_alone_on_an_encrypted_connection() -> None:
+    made = ranks.links(2, encrypted=True)
+    wrong, right = torch.zeros(3, dtype=torch.uint8), torch.zeros(3)
+    first, second = made[1][0].recv(wrong, 0, 7), made[1][0].recv(right, 0, 8)
+    sent = [
+        made[0][0].send(torch.ones(4, dtype=torch.uint8), 1, 7),
+        made[0][0].send(right + 1, 1, 8),
+    ]
+    with pytest.raises(RuntimeError, match="sent 4 bytes where 3 were expected"):
+        first.wait(20.0)
+    second.wait(20.0)
+    for each in sent:
+        each.wait(20.0)
+    assert torch.equal(right, torch.ones(3))
+    close(made)
+
+
+@pytest.mark.parametrize("encrypted", [True, False, None])
+def test_bytes_of_an_encrypted_connection_are_not_readable(
+    encrypted: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends of a loopback connection have one address: by default it is plain."""
+    secret = b"what nobody else may read".ljust(64, b".")
+    seen = watch(monkeypatch)
+    made = ranks.links(2, encrypted=encrypted)
+    out = torch.zeros(len(secret), dtype=torch.uint8)
+    coming = made[1][0].recv(out, 0, 1)
+    made[0][0].send(torch.tensor(list(secret), dtype=torch.uint8), 1, 1).wait(20.0)
+    coming.wait(20.0)
+    assert bytes(out.tolist()) == secret
+    close(made)
+    assert (secret in seen()) == (not encrypted)
+    assert (struct.pack("<I", MAGIC) in seen()) == (not encrypted)
+
+
+def test_connections_between_addresses_are_encrypted_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = [ranks.Interface("lo", f"127.0.0.{n}", "127.0.0.0/8") for n in (1, 2, 2)]
+    seen = watch(monkeypatch)
+    made = ranks.links(3, places=places)
+    values = [torch.full((16,), 7 + rank, dtype=torch.uint8) for rank in range(3)]
+    for source, target in ((0, 1), (1, 2)):
+        out = torch.zeros(16, dtype=torch.uint8)
+        coming = made[target][0].recv(out, source, 1)
+        made[source][0].send(values[source], target, 1).wait(20.0)
+        coming.wait(20.0)
+        assert torch.equal(out, values[source])
+    close(made)
+    assert bytes(values[0].tolist()) not in seen()
+    assert bytes(values[1].tolist()) in seen()
+
+
+def test_bytes_changed_on_their_way_fail_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch(monkeypatch, change=lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    made = ranks.links(2, encrypted=True)
+    coming = made[1][0].recv(torch.zeros(4), 0, 1)
+    made[0][0].send(torch.ones(4), 1, 1)
+    with pytest.raises(RuntimeError, match="an authentication tag is wrong"):
+        coming.wait(20.0)
+    close(made)
+
+
+def test_ranks_with_different_choices_of_encryption_are_refused() -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"rank \d has encrypted=(True|None) and rank \d encrypted=(True|None): set the same",
+    ):
+        ranks.links(2, choices=[True, None])
 
 
 def test_rank_with_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,8 +347,7 @@ def test_strangers_neither_connect_nor_delay_the_ranks(
             dial(address)
     for stranger in strangers:
         stranger.close()
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda links: links[0].close(), made))
+    close(made)
 
 
 @BOTH
@@ -261,7 +381,7 @@ def test_forked_child_of_a_process_that_ends_keeps_no_connection_open() -> None:
     worker = os.fork()
     if worker == 0:
         link = TcpLink("lo")
-        link.nic.add(0, theirs.detach())
+        link.nic.add(0, theirs.detach(), b"")
         if os.fork() == 0:
             os.close(writer)
             os.read(reader, 1)

@@ -38,6 +38,9 @@ constexpr std::size_t most_pool_bytes = 256U << 20;
 constexpr std::chrono::microseconds spin_time{30};
 constexpr int most_failed_spins = 6;
 
+constexpr std::size_t sealed_header_bytes = frame_header_bytes + tag_bytes;
+const char* const wrong_tag = "an authentication tag is wrong: bytes were changed on their way";
+
 const std::string unconnected = "there is no connection to it";
 
 std::string describe(int error) { return std::generic_category().message(error); }
@@ -108,11 +111,16 @@ void Work::run() {
   }
 }
 
-Connection::Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream)
+Connection::Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream,
+                       const std::optional<Keys>& keys)
     : nic_(nic),
       peer_(peer),
       stream_(std::move(stream)),
-      staging_(std::make_unique_for_overwrite<std::uint8_t[]>(staging_bytes)) {}
+      staging_(std::make_unique_for_overwrite<std::uint8_t[]>(staging_bytes)) {
+  if (!keys) return;
+  sealer_.emplace(keys->sending.data());
+  opener_.emplace(keys->receiving.data());
+}
 
 // -- Operations ---------------------------------------------------------------------------------
 
@@ -240,10 +248,13 @@ void Connection::write(Work& work) {
   while (!failed_ && write_error_.empty()) {
     fill_frames();
     if (frames_.empty()) break;
+    write_again_ = false;
+    lock.unlock();
     iovec parts[2 * most_write_frames];
     std::size_t count = 0;
     std::size_t bytes = 0;
     for (OutgoingFrame& frame : frames_) {
+      if (sealer_ && frame.sealed == nullptr) seal(frame);
       if (frame.header_left > 0) {
         parts[count++] = {frame.header + frame_header_bytes - frame.header_left,
                           frame.header_left};
@@ -253,8 +264,6 @@ void Connection::write(Work& work) {
       }
       bytes += frame.header_left + frame.payload_left;
     }
-    write_again_ = false;
-    lock.unlock();
     const ssize_t sent = stream_->write(parts, count);
     lock.lock();
     if (sent >= 0) {
@@ -335,6 +344,19 @@ void Connection::push_frame(Channel& channel, const FrameHeader& header,
   if (frame.last) channel.queue.pop_front();
 }
 
+void Connection::seal(OutgoingFrame& frame) {
+  const std::size_t payload = frame.payload_left > 0 ? frame.payload_left + tag_bytes : 0;
+  frame.sealed_bytes = sealed_header_bytes + payload;
+  frame.sealed = nic_.scratch().acquire(frame.sealed_bytes);
+  sealer_->seal(frame.header, frame_header_bytes, frame.sealed.get());
+  if (payload > 0) {
+    sealer_->seal(frame.payload, frame.payload_left, frame.sealed.get() + sealed_header_bytes);
+  }
+  frame.header_left = 0;
+  frame.payload = frame.sealed.get();
+  frame.payload_left = frame.sealed_bytes;
+}
+
 void Connection::mark_sent(std::size_t bytes, Work& work) {
   while (!frames_.empty()) {
     OutgoingFrame& frame = frames_.front();
@@ -346,6 +368,9 @@ void Connection::mark_sent(std::size_t bytes, Work& work) {
     frame.payload_left -= payload;
     bytes -= payload;
     if (frame.header_left > 0 || frame.payload_left > 0) return;
+    if (frame.sealed != nullptr) {
+      nic_.scratch().release(std::move(frame.sealed), frame.sealed_bytes);
+    }
     if (frame.last) mark_done(*frame.operation, work);
     frames_.pop_front();
   }
@@ -411,10 +436,10 @@ void Connection::read(Work& work) {
     if (placed > 0) {
       target_ += placed;
       payload_left_ -= placed;
-      if (payload_left_ == 0) end_frame(work);
+      if (payload_left_ == 0 && !opener_) end_frame(work);
     }
     staged_end_ += bytes - placed;
-    if (const char* why = parse(work)) {
+    if (const char* why = parse(lock, work)) {
       fail_locked(lock, std::string("the peer sent malformed data: ") + why, work);
       continue;
     }
@@ -455,25 +480,54 @@ void Connection::compact_staging() {
   staged_begin_ = 0;
 }
 
-const char* Connection::parse(Work& work) {
-  while (true) {
+const char* Connection::parse(std::unique_lock<std::mutex>& lock, Work& work) {
+  const std::size_t header_bytes = opener_ ? sealed_header_bytes : frame_header_bytes;
+  while (!failed_) {
     if (adding_ && staged_begin_ % most_element_bytes != 0) compact_staging();
     const std::size_t staged = staged_end_ - staged_begin_;
-    const std::uint8_t* from = staging_.get() + staged_begin_;
+    std::uint8_t* const from = staging_.get() + staged_begin_;
     if (payload_left_ > 0) {
       const std::size_t bytes = place(from, std::min(staged, payload_left_));
       if (bytes == 0) return nullptr;
       payload_left_ -= bytes;
       staged_begin_ += bytes;
-      if (payload_left_ == 0) end_frame(work);
+      if (payload_left_ == 0 && !opener_) end_frame(work);
       continue;
     }
-    if (staged < frame_header_bytes) return nullptr;
+    if (tag_follows_) {
+      if (staged < tag_bytes) return nullptr;
+      if (!open_payload(lock, from)) return wrong_tag;
+      tag_follows_ = false;
+      staged_begin_ += tag_bytes;
+      if (!failed_) end_frame(work);
+      continue;
+    }
+    if (staged < header_bytes) return nullptr;
+    if (opener_ && !opener_->open(from, frame_header_bytes, from + frame_header_bytes)) {
+      return wrong_tag;
+    }
     FrameHeader header;
     if (const char* why = read_frame_header(from, header)) return why;
-    staged_begin_ += frame_header_bytes;
+    staged_begin_ += header_bytes;
     if (const char* why = begin_frame(header, work)) return why;
+    tag_follows_ = opener_ && payload_left_ > 0;
   }
+  return nullptr;
+}
+
+bool Connection::open_payload(std::unique_lock<std::mutex>& lock, const std::uint8_t* tag) {
+  if (target_ == nullptr) {  // dropped
+    opener_->skip();
+    return true;
+  }
+  std::uint8_t* const payload = target_ - frame_length_;
+  reading_ = true;
+  lock.unlock();
+  const bool opened = opener_->open(payload, frame_length_, tag);
+  lock.lock();
+  reading_ = false;
+  idle_.notify_all();
+  return opened;
 }
 
 // Places bytes of the payload; of a sum only whole elements. Returns how many.
@@ -735,8 +789,8 @@ void Nic::start() {
   std::thread([self = shared_from_this()] { self->run(); }).detach();
 }
 
-void Nic::add(int peer, std::unique_ptr<Stream> stream) {
-  const auto made = std::make_shared<Connection>(*this, peer, std::move(stream));
+void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys) {
+  const auto made = std::make_shared<Connection>(*this, peer, std::move(stream), keys);
   {
     const std::lock_guard lock(mutex_);
     connections_[peer] = made;

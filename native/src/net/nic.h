@@ -8,10 +8,11 @@
 // the interface's thread itself, which saves a switch of threads per result. Results are reported
 // to the operation's owner.
 //
-// Locks: a connection's mutex guards its queues, and is not held during system calls or while an
-// owner runs. Memory of an operation is not accessed once `Nic::cancel` has returned.
+// Locks: a connection's mutex guards its queues, and is not held during system calls, while a
+// payload is sealed or opened, or while an owner runs. Memory of an operation is not accessed once `Nic::cancel` has returned.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -21,11 +22,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "arithmetic.h"
+#include "cipher.h"
 #include "frame.h"
 #include "stream.h"
 
@@ -97,9 +100,15 @@ struct Work {
   void run();
 };
 
+// Of an encrypted connection: one key for each direction.
+struct Keys {
+  std::array<std::uint8_t, key_bytes> sending;
+  std::array<std::uint8_t, key_bytes> receiving;
+};
+
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream);
+  Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
@@ -168,19 +177,24 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::size_t payload_left = 0;
     OperationPtr operation;  // null: a credit
     bool last = false;
+    // Of an encrypted connection: what is sent as the payload in place of header and payload.
+    std::unique_ptr<std::uint8_t[]> sealed;
+    std::size_t sealed_bytes = 0;
   };
 
   Channel& channel(std::uint16_t number);
   void make_ready(Channel& channel);
   void fill_frames();
   void push_frame(Channel& channel, const FrameHeader& header, const OperationPtr& operation);
+  void seal(OutgoingFrame& frame);
   void mark_sent(std::size_t bytes, Work& work);
   bool has_to_write() const { return !frames_.empty() || !ready_.empty() || !credits_.empty(); }
   void end_stream_if_drained();
 
   bool add_in_place(std::unique_lock<std::mutex>& lock, std::size_t& turn, Work& work);
   void compact_staging();
-  const char* parse(Work& work);
+  const char* parse(std::unique_lock<std::mutex>& lock, Work& work);
+  bool open_payload(std::unique_lock<std::mutex>& lock, const std::uint8_t* tag);
   std::size_t place(const std::uint8_t* from, std::size_t bytes);
   const char* begin_frame(const FrameHeader& header, Work& work);
   const char* begin_message(Channel& channel, const FrameHeader& header, Work& work);
@@ -198,6 +212,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   Nic& nic_;
   const int peer_;
   const std::unique_ptr<Stream> stream_;
+  // Null: not encrypted. Used by the writing and by the reading thread.
+  std::optional<Cipher> sealer_, opener_;
 
   std::mutex mutex_;
   std::condition_variable idle_;
@@ -208,7 +224,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::string reason_;
   std::string write_error_;
 
-  // Sending. Only the thread that has set `writing_` removes frames.
+  // Sending. Only the thread that has set `writing_` uses frames.
   std::deque<Channel*> ready_;
   std::deque<Channel*> credits_;
   std::deque<OutgoingFrame> frames_;
@@ -217,7 +233,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool write_again_ = false;  // another thread was to write meanwhile
   bool blocked_ = false;
 
-  // Receiving. `reading_` is set during the system call.
+  // Receiving. `reading_` is set while bytes are read or opened without the lock.
   bool reading_ = false;
   std::unique_ptr<std::uint8_t[]> staging_;
   std::size_t staged_begin_ = 0, staged_end_ = 0;
@@ -226,6 +242,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool adding_ = false;             // whether the payload is added to `target_`
   std::size_t payload_left_ = 0;
   std::size_t frame_length_ = 0;
+  bool tag_follows_ = false;  // the one of the payload
 };
 
 class Nic : public std::enable_shared_from_this<Nic> {
@@ -238,8 +255,9 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Starts the thread, which keeps this object until `close` or `stop`.
   void start();
 
-  // Throws std::runtime_error.
-  void add(int peer, std::unique_ptr<Stream> stream);
+  // Encrypted if there are keys. Throws std::runtime_error.
+  void add(int peer, std::unique_ptr<Stream> stream,
+           const std::optional<Keys>& keys = std::nullopt);
 
   // Posts a message. If there is no connection to its peer, the operation fails.
   void send(const OperationPtr& operation, Work& work);

@@ -669,8 +669,8 @@ def ADPSGD(
         compression: encoding of parameters: ``"fp32"`` (unchanged) or ``"bf16"``.
         average_state: average the optimizer's state per element (momentum, the two moments of Adam)
             together with the parameters; otherwise each worker keeps its own.
-        encrypted: encrypt messages between workers, including parameters. `wingbeat.synchronize` is
-            not encrypted: it uses the connections of collectives.
+        encrypted: encrypt messages between workers, including parameters. `wingbeat.synchronize`
+            uses the connections of collectives (``encrypted`` of `wingbeat.init`).
 
     Raises:
         UsageError: a value is out of range.

@@ -25,7 +25,7 @@ import torch.distributed.nn.functional
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import log_to_stderr
-from wingbeat.transport import descriptors, graceful_shutdown, launchers, tcp
+from wingbeat.transport import descriptors, encryption, graceful_shutdown, launchers, tcp
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
@@ -216,7 +216,12 @@ closes.
 _listeners: weakref.WeakKeyDictionary[World, LivenessListener] = weakref.WeakKeyDictionary()
 
 
-def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None = None) -> World:
+def init(
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+    interfaces: Sequence[str] | None = None,
+    encrypted: bool | None = None,
+) -> World:
     """Connect to the other workers of the job.
 
     The job is started by torchrun, srun, mpirun or ``wingbeat lab run``. `init` creates one process
@@ -234,16 +239,19 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
             lasts up to 10 times as long.
         interfaces: names of the interfaces to use on this host, in the same order of networks on
             all hosts; default: all networks that connect all hosts, or in a BCube one per level.
+        encrypted: whether to encrypt the connections of collectives, the same on all workers.
+            Default: ``WINGBEAT_ENCRYPTED`` (``1`` or ``0``), or else between hosts.
 
     Returns:
         The world, which `distribute` uses by default.
 
     Raises:
         UsageError: the environment is incomplete or has an invalid value, an interface does not
-            exist, or a spawned process imports the main script.
+            exist, a spawned process imports the main script, or workers differ in ``encrypted``.
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
-    _check_arguments(timeout)
+    _check_arguments(timeout, encrypted)
+    encrypted = encryption.choose(encrypted)
     descriptors.raise_limit()
     before = world_module.set_current(None)
     if before is not None:
@@ -267,7 +275,7 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
             world.store = TorchStore(store, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
-            _join(world, store, interfaces)
+            _join(world, store, interfaces, encrypted)
         except BaseException:
             incarnation.close()
             raise
@@ -281,8 +289,10 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
     return world
 
 
-def _check_arguments(timeout: float) -> None:
-    """Raise a `UsageError` for an invalid timeout or a process that must not join the job."""
+def _check_arguments(timeout: float, encrypted: bool | None) -> None:
+    """Raise a `UsageError` for an invalid argument or a process that must not join the job."""
+    if encrypted not in (None, True, False):
+        raise UsageError(f"encrypted={encrypted!r}: allowed are True, False and None")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -318,7 +328,8 @@ def connect(
     signed = TorchStore(store, None if key is None else Authenticator(key, "process group"))
     world = World(rank, size, (), (), timeout, signed)
     if size > 1:
-        _connect(world, store, interfaces, default_group=False)
+        encrypted = encryption.choose(None)
+        _connect(world, store, interfaces, encrypted, default_group=False)
     return world
 
 
@@ -453,10 +464,12 @@ def _compare_set(store: TorchStore, rank: int, key: str, before: str, text: str)
         raise RendezvousError(f"rank {rank}: the store does not answer: {error}") from None
 
 
-def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
+def _join(
+    world: World, store: dist.Store, named: Sequence[str] | None, encrypted: bool | None
+) -> None:
     """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
-        _connect(world, store, named)
+        _connect(world, store, named, encrypted)
         return
     # The others are connected to the former process.
     hosts = _parse_hosts(world, world.replay_exchange("interfaces"))
@@ -471,7 +484,11 @@ def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
 
 
 def _connect(
-    world: World, store: dist.Store, named: Sequence[str] | None, default_group: bool = True
+    world: World,
+    store: dist.Store,
+    named: Sequence[str] | None,
+    encrypted: bool | None,
+    default_group: bool = True,
 ) -> None:
     rank, size = world.rank, world.size
     hosts = _parse_hosts(world, world.exchange("interfaces", nic.local().to_json()))
@@ -493,7 +510,7 @@ def _connect(
         _start_default_group(store, world, chosen)
     key = job_key(os.environ)
     world.links = tcp.connect(
-        *(rank, size, chosen, world.exchange, key, world.timeout),
+        *(rank, size, chosen, world.exchange, key, world.timeout, encrypted),
         shared_memory=tcp.shared_memory_enabled(),
     )
     # A worker that left now would break peers that are still connecting.

@@ -5,7 +5,8 @@ if that is impossible.
 
 Every connection is authenticated in both directions before any other byte of it is used: both ends
 prove with HMAC-SHA256 over two nonces that they have the job's key. The key is WINGBEAT_JOB_KEY, or
-without it a secret that the ranks exchange through the rendezvous store. The listening sockets are
+without it a secret that the ranks exchange through the rendezvous store. Connections between hosts
+are encrypted, unless the ranks choose otherwise (``encryption.py``). The listening sockets are
 closed once all peers are connected. The bytes are carried by threads of the extension
 (``native/src/net``), one per interface.
 """
@@ -32,6 +33,7 @@ import torch
 from wingbeat import _native
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import log
+from wingbeat.transport import encryption
 from wingbeat.transport.interfaces import Interface, host_identity
 from wingbeat.transport.link import BITS_BELOW
 
@@ -141,6 +143,7 @@ class _Answer:
 
     secret: str
     host: str
+    encrypted: bool | None
     places: list[_Place]
 
     def place(self, index: int, host: str) -> _Place:
@@ -156,29 +159,35 @@ def connect(
     exchange: Callable[[str, Any], list[Any]],
     job_key: bytes | None,
     timeout: float,
+    encrypted: bool | None = None,
     *,
     shared_memory: bool = True,
 ) -> tuple[TcpLink, ...]:
     """Connect this rank to all others over each interface, within ``timeout`` seconds.
 
-    ``exchange`` is `World.exchange`. ``shared_memory``: use it with ranks of this host that do the
-    same. A `RendezvousError` names the rank, address, interface and duration if a peer could not be
+    ``exchange`` is `World.exchange`, and ``encrypted`` is as in `wingbeat.init`.
+    ``shared_memory``: use it with ranks of this host that do the same; its bytes are not encrypted.
+    A `RendezvousError` names the rank, address, interface and duration if a peer could not be
     reached, or did not connect.
     """
     host = host_identity() if shared_memory else ""
     listeners = [_listen(rank, interface) for interface in interfaces]
     local = [_listen_locally() if shared_memory else None for _ in interfaces]
     places = [_place_of(*pair) for pair in zip(listeners, local, strict=True)]
-    answers = [
-        _checked(rank, n, a)
-        for n, a in enumerate(exchange("connections", [secrets.token_hex(32), host, *places]))
-    ]
+    found = exchange("connections", [secrets.token_hex(32), host, encrypted, *places])
+    answers = [_checked(rank, n, answer) for n, answer in enumerate(found)]
+    encryption.check(
+        rank,
+        [each.encrypted for each in answers],
+        [[place.address for place in each.places] for each in answers],
+        job_key,
+    )
     texts = "/".join(each.secret for each in answers)
     key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
     links = tuple(TcpLink(interface.name) for interface in interfaces)
     deadline = time.monotonic() + timeout
     acceptors = [
-        _Acceptor(pair, rank, index, key, range(rank + 1, size), deadline, links[index])
+        _Acceptor(pair, rank, index, key, range(rank + 1, size), deadline, links[index], encrypted)
         for index, pair in enumerate(zip(listeners, local, strict=True))
     ]
     try:
@@ -187,9 +196,8 @@ def connect(
         for index, interface in enumerate(interfaces):
             for peer in range(rank):
                 place = answers[peer].place(index, host)
-                links[index].nic.add(
-                    peer, *_dial(rank, peer, index, interface, place, key, deadline)
-                )
+                made = _dial(rank, peer, index, interface, place, key, deadline, encrypted)
+                links[index].nic.add(peer, *made)
         for acceptor, interface in zip(acceptors, interfaces, strict=True):
             acceptor.join()
             if acceptor.missing:
@@ -241,14 +249,14 @@ def _place_of(listener: socket.socket, local: socket.socket | None) -> list[str 
 
 def _checked(rank: int, peer: int, answer: Any) -> _Answer:
     match answer:
-        case [str(secret), str(host), *places] if all(
+        case [str(secret), str(host), bool() | None as encrypted, *places] if all(
             isinstance(place, list)
             and [type(each) for each in place] == [str, int, str]
             and 0 < place[1] < 1 << 16
             and len(place[2]) < _MAX_NAME
             for place in places
         ):
-            return _Answer(secret, host, [_Place(*place) for place in places])
+            return _Answer(secret, host, encrypted, [_Place(*place) for place in places])
     raise RendezvousError(
         f"rank {rank}: rank {peer} sent malformed addresses: {str(answer)[:80]!r}"
     )
@@ -266,10 +274,13 @@ def _dial(
     place: _Place,
     key: bytes,
     deadline: float,
-) -> tuple[int, _native.Rings | None]:
-    """Connect to ``peer``; return the socket's descriptor and the shared memory, if any."""
+    encrypted: bool | None,
+) -> tuple[int, bytes, _native.Rings | None]:
+    """Connect to ``peer``; return the socket's descriptor, the keys and the shared memory, if any."""
     made = _dial_locally(rank, peer, index, place.name, key, deadline) if place.name else None
-    return made or (_dial_over_tcp(rank, peer, index, interface, place, key, deadline), None)
+    if made is not None:
+        return made
+    return *_dial_over_tcp(rank, peer, index, interface, place, key, deadline, encrypted), None
 
 
 def _dial_over_tcp(
@@ -280,8 +291,9 @@ def _dial_over_tcp(
     place: _Place,
     key: bytes,
     deadline: float,
-) -> int:
-    """Connect to ``peer`` from the interface's address; return the descriptor."""
+    encrypted: bool | None,
+) -> tuple[int, bytes]:
+    """Connect to ``peer`` from the interface's address; return the descriptor and the keys."""
     target = place.address, place.port
     begin = time.monotonic()
     while True:
@@ -289,9 +301,10 @@ def _dial_over_tcp(
         try:
             with socket.create_connection(target, left, (interface.address, 0)) as connection:
                 connection.settimeout(min(left, _HANDSHAKE_S))
-                _prove(connection, rank, peer, index, key)
+                handshake, _ = _prove(connection, rank, peer, index, key)
                 _set_options(connection)
-                return connection.detach()
+                keys = encryption.keys(encrypted, connection, key, True, handshake)
+                return connection.detach(), keys
         except OSError as error:
             if time.monotonic() >= deadline or not isinstance(
                 error, TimeoutError | ConnectionError
@@ -307,16 +320,17 @@ def _dial_over_tcp(
 
 def _dial_locally(
     rank: int, peer: int, index: int, name: str, key: bytes, deadline: float
-) -> tuple[int, _native.Rings] | None:
+) -> tuple[int, bytes, _native.Rings] | None:
     """Connect to ``peer`` of this host; return the socket's descriptor and the shared memory."""
     seconds = min(max(_MIN_CONNECT_S, deadline - time.monotonic()), _HANDSHAKE_S)
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(seconds)
             connection.connect("\0" + name)
-            rings = _native.Rings(_prove(connection, rank, peer, index, key))
+            _, descriptors = _prove(connection, rank, peer, index, key)
+            rings = _native.Rings(descriptors)
             connection.sendall(_MAPPED)
-            return connection.detach(), rings
+            return connection.detach(), b"", rings
     except (OSError, RuntimeError) as error:
         _log_no_memory(rank, peer, error)
         return None
@@ -329,10 +343,12 @@ def _log_no_memory(rank: int, peer: int, error: Exception) -> None:
     )
 
 
-def _prove(connection: socket.socket, rank: int, peer: int, index: int, key: bytes) -> list[int]:
+def _prove(
+    connection: socket.socket, rank: int, peer: int, index: int, key: bytes
+) -> tuple[bytes, list[int]]:
     """Run the connecting side of the handshake; an `OSError` if the peer lacks the key.
 
-    Returns the descriptors that came with the answer.
+    Returns what both ends have sent, and the descriptors that came with the answer.
     """
     challenge = _read_exactly(connection, _CHALLENGE_BYTES)
     if not challenge.startswith(_MAGIC):
@@ -352,7 +368,7 @@ def _prove(connection: socket.socket, rank: int, peer: int, index: int, key: byt
         for each in descriptors:
             os.close(each)
         raise
-    return descriptors
+    return challenge + identity + nonce, descriptors
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -385,11 +401,12 @@ class _Acceptor(threading.Thread):
         expected: Sequence[int],
         deadline: float,
         link: TcpLink,
+        encrypted: bool | None,
     ) -> None:
         super().__init__(name="wingbeat-accept", daemon=True)
         self._listeners = [each for each in listeners if each is not None]
         self._rank, self._index, self._key = rank, index, key
-        self._deadline, self._link = deadline, link
+        self._deadline, self._link, self._encrypted = deadline, link, encrypted
         self.missing = set(expected)
         self._most = len(self.missing) + _MAX_STRANGERS
         self._cancelled = False
@@ -477,11 +494,15 @@ class _Acceptor(threading.Thread):
             return
         newcomer.peer = peer
         reply = _tag(self._key, b"accept", newcomer.challenge, identity, nonce)
+        handshake = newcomer.challenge + identity + nonce
         try:
             if connection.family == socket.AF_UNIX:
                 newcomer.rings = _native.Rings()
                 socket.send_fds(connection, [reply], newcomer.rings.descriptors)
                 return  # the peer confirms that it has mapped the memory
+            newcomer.keys = encryption.keys(
+                self._encrypted, connection, self._key, False, handshake
+            )
             connection.send(reply)
             _set_options(connection)
         except (OSError, RuntimeError) as error:
@@ -494,7 +515,7 @@ class _Acceptor(threading.Thread):
     def _add(self, connection: socket.socket, newcomer: _Newcomer) -> None:
         self._selector.unregister(connection)
         del self._pending[connection]
-        self._link.nic.add(newcomer.peer, connection.detach(), newcomer.rings)
+        self._link.nic.add(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings)
         self.missing.discard(newcomer.peer)
 
     def _expire(self) -> None:
@@ -515,4 +536,5 @@ class _Newcomer:
         self.address, self.challenge, self.until = address, challenge, until
         self.data = b""
         self.peer = 0
+        self.keys = b""
         self.rings: _native.Rings | None = None

@@ -19,10 +19,13 @@ from wingbeat.transport.text import first_line
 KEY_VARIABLE = "WINGBEAT_JOB_KEY"
 """Environment variable that holds the job's key, the same on all workers."""
 
+KEY_FILE_VARIABLE = "WINGBEAT_JOB_KEY_FILE"
+"""Environment variable that names a file with the job's key instead."""
+
 TAG_PREFIX = "hmac-sha256:"
 """Prefix of every authenticated value."""
 
-_MIN_KEY_CHARS = 16
+_MIN_KEY_CHARS, _MAX_KEY_CHARS = 16, 4096
 _TAG_DIGITS = 64
 
 
@@ -53,13 +56,27 @@ class Authenticator:
 
 
 def job_key(env: Mapping[str, str]) -> bytes | None:
-    """Return the job's key from an environment, or None; a `UsageError` if it is too short."""
-    key = env.get(KEY_VARIABLE)
+    """Return the job's key from an environment, or None.
+
+    Raises a `UsageError` if it is too short, if its file cannot be read, or if there are two.
+    """
+    name, key, path = KEY_VARIABLE, env.get(KEY_VARIABLE), env.get(KEY_FILE_VARIABLE)
+    if path is not None:
+        if key is not None:
+            raise UsageError(f"both {KEY_VARIABLE} and {KEY_FILE_VARIABLE} are set: unset one")
+        name = f"{KEY_FILE_VARIABLE}={path}"
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape") as file:
+                key = file.read(_MAX_KEY_CHARS).strip()
+        except OSError as error:
+            raise UsageError(
+                f"{name}: {error.strerror}: name a file that this worker can read"
+            ) from None
     if key is None:
         return None
     if len(key) < _MIN_KEY_CHARS:
         raise UsageError(
-            f"{KEY_VARIABLE} has {len(key)} characters: set at least {_MIN_KEY_CHARS}, the same on "
+            f"{name} has {len(key)} characters: set at least {_MIN_KEY_CHARS}, the same on "
             "all workers, such as the output of `openssl rand -hex 32`"
         )
     return key.encode("utf-8", "surrogateescape")

@@ -197,7 +197,7 @@ def run(
         "spec": lab.to_text(),
         "command": list(command),
         "per_host": per_host,
-        "env": {**_job(), **os.environ, **(env or {})},
+        "env": _environment({**os.environ, **(env or {})}),
         "fail": "; ".join(event.to_text() for event in fails),
         "timeout": timeout,
         "grace": grace,
@@ -210,12 +210,12 @@ def run(
     return collector.result()
 
 
-def _job() -> dict[str, str]:
-    """Return the job's name and key, which the workers get unless the user sets others."""
-    return {
-        "WINGBEAT_JOB_ID": f"lab-{secrets.token_hex(8)}",
-        "WINGBEAT_JOB_KEY": secrets.token_hex(32),
-    }
+def _environment(env: dict[str, str]) -> dict[str, str]:
+    """Return the environment of the workers, with a name and a key for the job if it has none."""
+    made = {"WINGBEAT_JOB_ID": f"lab-{secrets.token_hex(8)}"}
+    if "WINGBEAT_JOB_KEY_FILE" not in env:
+        made["WINGBEAT_JOB_KEY"] = secrets.token_hex(32)
+    return {**made, **env}
 
 
 class Prefixer:

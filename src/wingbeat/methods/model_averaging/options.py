@@ -178,8 +178,8 @@ class Pairs(PartnersPart):
 
     Args:
         seed: seed of random choices.
-        encrypted: encrypt messages between workers, including parameters. `wingbeat.synchronize` is
-            not encrypted: it uses the connections of collectives.
+        encrypted: encrypt messages between workers, including parameters. `wingbeat.synchronize`
+            uses the connections of collectives (``encrypted`` of `wingbeat.init`).
 
     Raises:
         UsageError: a value is out of range.
