@@ -35,11 +35,11 @@ def links(
     size: int, *, interfaces: int = 1, keys: list[bytes | None] | None = None, timeout: float = 20.0
 ) -> list[tuple[tcp.TcpLink, ...]]:
     """Connect ``size`` ranks over loopback, and return the links of each."""
-    found = exchanges(size)
+    found, store = exchanges(size), Switchboard()
     used = keys or [None] * size
 
     def connect(rank: int) -> tuple[tcp.TcpLink, ...]:
-        return tcp.connect(rank, size, [LO] * interfaces, found[rank], used[rank], timeout)
+        return tcp.connect(rank, [LO] * interfaces, found[rank], used[rank], timeout, store)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(connect, range(size)))

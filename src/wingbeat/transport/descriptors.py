@@ -18,9 +18,9 @@ FD_DIRECTORY = "/dev/fd"
 GLOO_DEVICE_DESCRIPTORS = 4
 """Descriptors of a gloo device: listening socket, epoll, pipe. Each connected peer adds one."""
 
-INTERFACE_DESCRIPTORS = 4
-"""Descriptors of an interface besides its connections: epoll, event, and an epoll and a listening
-socket while the peers connect.
+INTERFACE_DESCRIPTORS = 5
+"""Descriptors of an interface besides its connections: two epoll and an event of its thread, an
+epoll and the listening socket of its port.
 """
 
 _RESERVED = 4

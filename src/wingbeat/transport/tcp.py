@@ -2,16 +2,20 @@
 
 Every connection is authenticated in both directions before any other byte of it is used: both ends
 prove with HMAC-SHA256 over two nonces that they have the job's key. The key is WINGBEAT_JOB_KEY, or
-without it a secret that the ranks exchange through the rendezvous store. The listening sockets are
-closed once all peers are connected. The bytes are carried by threads of the extension
-(``native/src/net``), one per interface.
+without it a secret that the ranks exchange through the rendezvous store. The bytes are carried by
+threads of the extension (``native/src/net``), one per interface.
+
+All ranks connect in `connect`. The ports stay open: a rank that was restarted, and ranks whose
+connection was lost, connect again when a group needs it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import selectors
@@ -21,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,13 +33,17 @@ from wingbeat import _native
 from wingbeat.errors import RendezvousError
 from wingbeat.observe.log import log
 from wingbeat.transport.interfaces import Interface
-from wingbeat.transport.link import BITS_BELOW
+from wingbeat.transport.link import BITS_BELOW, group_prefix
+from wingbeat.transport.store import Store
+from wingbeat.types import Group
 
 _MAGIC = b"wingbeat"
 _NONCE_BYTES = _TAG_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-_IDENTITY = struct.Struct("<III")
-"""Rank of the connecting process, rank that it connects to, and index of the interface."""
+_IDENTITY = struct.Struct("<III8s")
+"""Rank of the connecting process, rank that it connects to, index of the interface, and the
+incarnation of the connecting process.
+"""
 _ANSWER_BYTES = len(_MAGIC) + _IDENTITY.size + _NONCE_BYTES + _TAG_BYTES
 
 _HANDSHAKE_S = 10.0
@@ -47,6 +55,9 @@ _MAX_STRANGERS = 64
 _RETRY_S = 0.05
 _MIN_CONNECT_S = 0.1
 
+_AGAIN_S = 5.0
+"""Seconds to connect again to a rank that a group needs."""
+
 _CLOSE_S = 1.0
 """Seconds for the peers to read what was sent last and to close their ends."""
 
@@ -54,24 +65,31 @@ _CLOSE_S = 1.0
 class TcpLink:
     """The connections of this process over one interface; as `wingbeat.transport.link.Link`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, size: int, port: _Port | None = None) -> None:
         self.name = name
-        self.nic = _native.Nic(name)
+        self.nic = _native.Nic(name) if port is None else port.nic
+        self.port = port
+        self._size = size
         self._closed = False
-        weakref.finalize(self, self.nic.stop)
+        weakref.finalize(self, _release, self.nic, port)
         _links.add(self)
+
+    @functools.cached_property
+    def native(self) -> _native.Group:
+        """The connections to all ranks, once they are made."""
+        return _native.Group(self.nic, _WORLD, list(range(self._size)))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
         """As `Link.send`."""
         channel = _message_channel(tag)
-        return self.nic.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
         """As `Link.recv`."""
         channel = _message_channel(tag)
-        return self.nic.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
 
-    def abort_waits(self, peer: int) -> None:  # noqa: ARG002
+    def abort_waits(self) -> None:
         """End all waits on this link, in any thread, and close it."""
         self.nic.fail("the wait was aborted")
 
@@ -79,7 +97,57 @@ class TcpLink:
         """Send what is queued, then close every connection. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self.port is not None:
+                self.port.close()
+                self.port.join(_CLOSE_S)
             self.nic.close(_CLOSE_S)
+
+
+_WORLD = 0
+"""The number of the world where groups have theirs."""
+
+
+class GroupLink:
+    """The connections to the members of a group over one interface, as a `Link`.
+
+    Its messages have windows of their own, and its end affects no other user of the connections.
+    """
+
+    def __init__(self, link: TcpLink, group: Group) -> None:
+        self.name = link.name
+        self._link, self._ranks = link, list(group.ranks)
+        self._id, self._closed = _number_of(group), False
+
+    @functools.cached_property
+    def native(self) -> _native.Group:
+        """The connections to the members. The first use restores those that are missing."""
+        if self._link.port is not None and not self._closed:
+            for rank in self._ranks:
+                self._link.port.reach(rank)
+        return _native.Group(self._link.nic, self._id, self._ranks)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.send`; ``peer`` is an index in the group."""
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.recv`; ``peer`` is an index in the group."""
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
+
+    def abort_waits(self) -> None:
+        """End all waits of all members in this group."""
+        self._closed = True
+        self.native.end(True)
+
+    def close(self) -> None:
+        """End the group; the others can still receive what was sent completely. Idempotent."""
+        self._closed = True
+        self.native.end(False)
+
+
+def _number_of(group: Group) -> int:
+    """Return the number of a group on its connections: the same on all members, and only its."""
+    return int.from_bytes(hashlib.sha256(group_prefix(group).encode()).digest()[:8], "little")
 
 
 def _message_channel(tag: int) -> int:
@@ -95,11 +163,19 @@ def lane_channel(channel: int) -> int:
 _links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 
 
+def _release(nic: _native.Nic, port: _Port | None) -> None:
+    if port is not None:
+        port.close()
+    nic.stop()
+
+
 def _after_fork() -> None:
     """Close a forked child's copies of the sockets: a peer would not notice the parent's end."""
     for link in list(_links):
         link._closed = True
         link.nic.forget_after_fork()
+        if link.port is not None:
+            link.port.forget_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -107,59 +183,122 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def connect(
     rank: int,
-    size: int,
     interfaces: Sequence[Interface],
     exchange: Callable[[str, Any], list[Any]],
     job_key: bytes | None,
     timeout: float,
+    store: Store,
 ) -> tuple[TcpLink, ...]:
     """Connect this rank to all others over each interface, within ``timeout`` seconds.
 
-    ``exchange`` is `World.exchange`. A `RendezvousError` names the rank, address, interface and
-    duration if a peer could not be reached, or did not connect.
+    ``exchange`` and ``store`` are those of the world. A `RendezvousError` names the rank, address,
+    interface and duration if a peer could not be reached, or did not connect.
     """
     listeners = [_listen(rank, interface) for interface in interfaces]
-    secret = secrets.token_hex(32)
-    places = [list(each.getsockname()[:2]) for each in listeners]
-    answers = [
-        _checked(rank, n, a) for n, a in enumerate(exchange("connections", [secret, *places]))
-    ]
-    texts = "/".join(each[0] for each in answers)
-    key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
-    links = tuple(TcpLink(interface.name) for interface in interfaces)
+    links = _make_links(
+        rank, interfaces, listeners, lambda own: exchange("connections", own), job_key, store
+    )
     deadline = time.monotonic() + timeout
-    acceptors = [
-        _Acceptor(listener, rank, index, key, range(rank + 1, size), deadline, links[index])
-        for index, listener in enumerate(listeners)
-    ]
     try:
-        for acceptor in acceptors:
-            acceptor.start()
-        for index, interface in enumerate(interfaces):
-            for peer in range(rank):
-                place = answers[peer][1][index]
-                links[index].nic.add(
-                    peer, _dial(rank, peer, index, interface, place, key, deadline)
-                )
-        for acceptor, interface in zip(acceptors, interfaces, strict=True):
-            acceptor.join()
-            if acceptor.missing:
-                raise RendezvousError(
-                    f"rank {rank} at {interface.address} on interface {interface.name}: rank "
-                    f"{min(acceptor.missing)} did not connect within {timeout:g} s; check that "
-                    "every host can reach this address, or name other interfaces"
-                )
-    except BaseException:
-        for acceptor in acceptors:
-            acceptor.cancel()
         for link in links:
-            link.abort_waits(0)
+            assert link.port is not None
+            for peer in range(rank):
+                link.port.dial(peer, deadline)
+        for link in links:
+            assert link.port is not None
+            link.port.wait_for_higher(timeout, deadline)
+    except BaseException:
+        for link in links:
+            link.abort_waits()
             link.close()
         raise
-    finally:
+    return links
+
+
+def rejoin(
+    rank: int,
+    interfaces: Sequence[Interface],
+    answers: list[Any],
+    job_key: bytes | None,
+    store: Store,
+) -> tuple[TcpLink, ...]:
+    """Return links of a rank that was restarted; it connects to the others when groups need it.
+
+    ``answers`` are those of the exchange in which its former process took part.
+    """
+    listeners = [_listen(rank, interface) for interface in interfaces]
+
+    def publish(own: Any) -> list[Any]:
+        store.set(f"connections/{rank}", json.dumps(own))
+        return answers
+
+    return _make_links(rank, interfaces, listeners, publish, job_key, store)
+
+
+def _make_links(
+    rank: int,
+    interfaces: Sequence[Interface],
+    listeners: Sequence[socket.socket],
+    publish: Callable[[Any], list[Any]],
+    job_key: bytes | None,
+    store: Store,
+) -> tuple[TcpLink, ...]:
+    """Publish this rank's addresses, and accept connections of ranks that have the key."""
+    secret = secrets.token_hex(32)
+    try:
+        answers = publish([secret, *(list(each.getsockname()[:2]) for each in listeners)])
+        first = [_checked(rank, n, a, len(interfaces)) for n, a in enumerate(answers)]
+        ranks = _Ranks(rank, first, secret, store)
+    except BaseException:
         for listener in listeners:
             listener.close()
-    return links
+        raise
+    texts = "/".join(each.secret for each in ranks.first)
+    key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
+    ports = [
+        _Port(listener, ranks, index, interface, key)
+        for index, (listener, interface) in enumerate(zip(listeners, interfaces, strict=True))
+    ]
+    for port in ports:
+        port.start()
+    return tuple(TcpLink(port.interface.name, len(answers), port) for port in ports)
+
+
+class _Answer(NamedTuple):
+    """What a rank publishes: a secret of its process, and its address on each interface."""
+
+    secret: str
+    places: list[tuple[str, int]]
+
+    @property
+    def incarnation(self) -> bytes:
+        """What distinguishes the process from a former one of its rank."""
+        return _incarnation(self.secret)
+
+
+def _incarnation(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()[:8]
+
+
+class _Ranks:
+    """The addresses of all ranks: those of their first processes, and of restarted ones."""
+
+    def __init__(self, own: int, first: list[_Answer], secret: str, store: Store) -> None:
+        self.own, self.first, self.incarnation = own, first, _incarnation(secret)
+        self._store = store
+
+    def find(self, peer: int) -> _Answer:
+        """Return the present address; a `RendezvousError` if it is malformed."""
+        key = f"connections/{peer}"
+        try:
+            if self._store.has(key):
+                answer = json.loads(self._store.get(key, _AGAIN_S))
+                return _checked(self.own, peer, answer, len(self.first[peer].places))
+        except (TimeoutError, ValueError, RecursionError) as error:
+            raise RendezvousError(
+                f"rank {self.own}: the address of rank {peer} cannot be read: {error}"
+            ) from None
+        return self.first[peer]
 
 
 def _listen(rank: int, interface: Interface) -> socket.socket:
@@ -173,9 +312,9 @@ def _listen(rank: int, interface: Interface) -> socket.socket:
         ) from None
 
 
-def _checked(rank: int, peer: int, answer: Any) -> tuple[str, list[tuple[str, int]]]:
+def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     match answer:
-        case [str(secret), *places] if all(
+        case [str(secret), *places] if len(places) == interfaces and all(
             isinstance(place, list)
             and len(place) == 2
             and isinstance(place[0], str)
@@ -183,7 +322,7 @@ def _checked(rank: int, peer: int, answer: Any) -> tuple[str, list[tuple[str, in
             and 0 < place[1] < 1 << 16
             for place in places
         ):
-            return secret, [(place[0], place[1]) for place in places]
+            return _Answer(secret, [(place[0], place[1]) for place in places])
     raise RendezvousError(
         f"rank {rank}: rank {peer} sent malformed addresses: {str(answer)[:80]!r}"
     )
@@ -193,44 +332,12 @@ def _tag(key: bytes, role: bytes, challenge: bytes, identity: bytes, nonce: byte
     return hmac.new(key, role + challenge + identity + nonce, hashlib.sha256).digest()
 
 
-def _dial(
-    rank: int,
-    peer: int,
-    index: int,
-    interface: Interface,
-    place: tuple[str, int],
-    key: bytes,
-    deadline: float,
-) -> int:
-    """Connect to ``peer`` from the interface's address; return the descriptor."""
-    begin = time.monotonic()
-    while True:
-        left = max(_MIN_CONNECT_S, deadline - time.monotonic())
-        try:
-            with socket.create_connection(place, left, (interface.address, 0)) as connection:
-                connection.settimeout(min(left, _HANDSHAKE_S))
-                _prove(connection, rank, peer, index, key)
-                _set_options(connection)
-                return connection.detach()
-        except OSError as error:
-            if time.monotonic() >= deadline or not isinstance(
-                error, TimeoutError | ConnectionError
-            ):
-                raise RendezvousError(
-                    f"rank {rank} at {interface.address} on interface {interface.name} did not "
-                    f"reach rank {peer} at {place[0]} after {time.monotonic() - begin:.1f} s: "
-                    f"{error}; check that every host can reach this address, or name other "
-                    "interfaces"
-                ) from None
-            time.sleep(_RETRY_S)
-
-
-def _prove(connection: socket.socket, rank: int, peer: int, index: int, key: bytes) -> None:
+def _prove(connection: socket.socket, identity: bytes, key: bytes) -> None:
     """Run the connecting side of the handshake; an `OSError` if the peer lacks the key."""
     challenge = _read_exactly(connection, _CHALLENGE_BYTES)
     if not challenge.startswith(_MAGIC):
         raise ConnectionError("another program answers there")
-    identity, nonce = _IDENTITY.pack(rank, peer, index), secrets.token_bytes(_NONCE_BYTES)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     tag = _tag(key, b"connect", challenge, identity, nonce)
     connection.sendall(_MAGIC + identity + nonce + tag)
     expected = _tag(key, b"accept", challenge, identity, nonce)
@@ -253,42 +360,107 @@ def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-class _Acceptor(threading.Thread):
-    """Accepts the connections of ``expected`` ranks over one interface, in a thread.
+class _Port(threading.Thread):
+    """The port of this rank on one interface: accepts connections in a thread, and makes them.
 
     Connections of other programs are closed after a time limit, or earlier if there are many.
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        rank: int,
-        index: int,
-        key: bytes,
-        expected: Sequence[int],
-        deadline: float,
-        link: TcpLink,
+        self, listener: socket.socket, ranks: _Ranks, index: int, interface: Interface, key: bytes
     ) -> None:
         super().__init__(name="wingbeat-accept", daemon=True)
-        self._listener, self._rank, self._index, self._key = listener, rank, index, key
-        self._deadline, self._link = deadline, link
-        self.missing = set(expected)
-        self._most = len(self.missing) + _MAX_STRANGERS
-        self._cancelled = False
+        self.nic, self.interface = _native.Nic(interface.name), interface
+        self._listener, self._ranks, self._index, self._key = listener, ranks, index, key
+        self._rank, size = ranks.own, len(ranks.first)
+        self._changed = threading.Condition()
+        self._missing = set(range(self._rank + 1, size))
+        self._dialing: set[int] = set()
+        self._incarnations: dict[int, bytes] = {}
+        self._most = size + _MAX_STRANGERS
+        self._closed = False
         self._selector = selectors.DefaultSelector()
         self._pending: dict[socket.socket, _Newcomer] = {}
+        self._warned: set[str] = set()
 
-    def cancel(self) -> None:
-        """Stop accepting."""
-        self._cancelled = True
+    def close(self) -> None:
+        """Stop accepting. Idempotent."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def forget_after_fork(self) -> None:
+        """Close the copies of the sockets in a forked child, where the thread does not exist."""
+        for each in (self._listener, *self._pending):
+            each.close()
+
+    def wait_for_higher(self, timeout: float, deadline: float) -> None:
+        """Wait until all higher ranks have connected; a `RendezvousError` at the deadline."""
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: not self._missing, left):
+                raise RendezvousError(
+                    f"rank {self._rank} at {self.interface.address} on interface "
+                    f"{self.interface.name}: rank {min(self._missing)} did not connect within "
+                    f"{timeout:g} s; check that every host can reach this address, or name other "
+                    "interfaces"
+                )
+
+    def reach(self, peer: int) -> None:
+        """Connect to a rank if there is no connection; log why if that is impossible."""
+        if peer == self._rank or self.nic.connected(peer):
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: peer not in self._dialing, _AGAIN_S)
+            if peer in self._dialing or self.nic.connected(peer):
+                return
+            self._dialing.add(peer)
+        try:
+            self.dial(peer, time.monotonic() + _AGAIN_S)
+        except RendezvousError as error:
+            log.warning("%s", error)
+        finally:
+            with self._changed:
+                self._dialing.discard(peer)
+                self._changed.notify_all()
+
+    def dial(self, peer: int, deadline: float) -> None:
+        """Connect to a rank from the interface's address, unless it connects to this one first."""
+        begin, own, again = time.monotonic(), self.interface, peer in self._dialing
+        while True:
+            answer = self._ranks.find(peer) if again else self._ranks.first[peer]
+            place = answer.places[self._index]
+            left = max(_MIN_CONNECT_S, deadline - time.monotonic())
+            identity = _IDENTITY.pack(self._rank, peer, self._index, self._ranks.incarnation)
+            try:
+                with socket.create_connection(place, left, (own.address, 0)) as connection:
+                    connection.settimeout(min(left, _HANDSHAKE_S))
+                    _prove(connection, identity, self._key)
+                    _set_options(connection)
+                    self._incarnations[peer] = answer.incarnation
+                    self.nic.add(peer, connection.detach())
+                    return
+            except OSError as error:
+                if self.nic.connected(peer):
+                    return
+                gone = again and isinstance(error, ConnectionRefusedError)
+                temporary = isinstance(error, TimeoutError | ConnectionError) and not gone
+                if time.monotonic() >= deadline or not temporary:
+                    raise RendezvousError(
+                        f"rank {self._rank} at {own.address} on interface {own.name} did not reach "
+                        f"rank {peer} at {place[0]} after {time.monotonic() - begin:.1f} s: "
+                        f"{error}; check that every host can reach this address, or name other "
+                        "interfaces"
+                    ) from None
+                time.sleep(_RETRY_S)
 
     def run(self) -> None:
-        """Accept connections until all expected ranks are connected, or the time is over."""
+        """Accept connections until the port is closed."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
-            while self.missing and not self._cancelled and time.monotonic() < self._deadline:
-                for key, _ in self._selector.select(_RETRY_S):
+            while not self._closed:
+                for key, _ in self._selector.select(_RETRY_S if self._pending else None):
                     if key.fileobj is self._listener:
                         self._accept()
                     else:
@@ -298,6 +470,7 @@ class _Acceptor(threading.Thread):
             for connection in list(self._pending):
                 self._drop(connection)
             self._selector.close()
+            self._listener.close()
 
     def _accept(self) -> None:
         try:
@@ -305,6 +478,8 @@ class _Acceptor(threading.Thread):
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left
+            if self._closed:
+                return
             if self._pending:
                 self._drop(next(iter(self._pending)))
             else:
@@ -338,15 +513,19 @@ class _Acceptor(threading.Thread):
         magic, identity, nonce, tag = struct.unpack(
             f"<{len(_MAGIC)}s{_IDENTITY.size}s{_NONCE_BYTES}s{_TAG_BYTES}s", newcomer.data
         )
-        peer, target, index = _IDENTITY.unpack(identity)
+        peer, target, index, incarnation = _IDENTITY.unpack(identity)
         expected = _tag(self._key, b"connect", newcomer.challenge, identity, nonce)
         known = magic == _MAGIC and hmac.compare_digest(tag, expected)
-        if not known or (target, index) != (self._rank, self._index) or peer not in self.missing:
-            log.warning(
-                "rank %d: a connection from %s on interface %s is refused: it %s",
-                *(self._rank, newcomer.address, self._link.name),
-                "is not expected" if known else "does not have this job's key",
-            )
+        others = peer != self._rank and peer < len(self._ranks.first)
+        if not known or (target, index) != (self._rank, self._index) or not others:
+            self._warn(newcomer.address, known)
+            self._drop(connection)
+            return
+        # Both ranks may connect at the same time; then the higher one's connection is used.
+        with self._changed:
+            dialing = peer in self._dialing and self._rank > peer
+        again = self._incarnations.get(peer) == incarnation and self.nic.connected(peer)
+        if dialing or again:
             self._drop(connection)
             return
         reply = _tag(self._key, b"accept", newcomer.challenge, identity, nonce)
@@ -358,8 +537,21 @@ class _Acceptor(threading.Thread):
             return
         self._selector.unregister(connection)
         del self._pending[connection]
-        self._link.nic.add(peer, connection.detach())
-        self.missing.discard(peer)
+        self._incarnations[peer] = incarnation
+        self.nic.add(peer, connection.detach())
+        with self._changed:
+            self._missing.discard(peer)
+            self._changed.notify_all()
+
+    def _warn(self, address: str, known: bool) -> None:
+        if address in self._warned or len(self._warned) == _MAX_STRANGERS:
+            return
+        self._warned.add(address)
+        log.warning(
+            "rank %d: connections from %s on interface %s are refused: %s",
+            *(self._rank, address, self.interface.name),
+            "they are not expected" if known else "they do not have this job's key",
+        )
 
     def _expire(self) -> None:
         now = time.monotonic()

@@ -563,7 +563,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         if not self._shared:
             world = self._connections.world
             for link in world.links:
-                link.abort_waits((world.rank + 1) % world.size)
+                link.abort_waits()
                 link.close()
         self._others.call("abort")
 
