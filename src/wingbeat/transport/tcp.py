@@ -288,17 +288,17 @@ class _Ranks:
         self._store = store
 
     def find(self, peer: int) -> _Answer:
-        """Return the present address; a `RendezvousError` if it is malformed."""
-        key = f"connections/{peer}"
+        """Return the present address of a rank."""
+        key, first = f"connections/{peer}", self.first[peer]
         try:
             if self._store.has(key):
                 answer = json.loads(self._store.get(key, _AGAIN_S))
-                return _checked(self.own, peer, answer, len(self.first[peer].places))
-        except (TimeoutError, ValueError, RecursionError) as error:
-            raise RendezvousError(
-                f"rank {self.own}: the address of rank {peer} cannot be read: {error}"
-            ) from None
-        return self.first[peer]
+                return _checked(self.own, peer, answer, len(first.places))
+        except (TimeoutError, ValueError, RecursionError, RendezvousError) as error:
+            log.warning(
+                "rank %d: the new address of rank %d is not used: %s", self.own, peer, error
+            )
+        return first
 
 
 def _listen(rank: int, interface: Interface) -> socket.socket:
