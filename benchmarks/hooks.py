@@ -125,7 +125,7 @@ def worker(args: argparse.Namespace) -> None:
     for number in range(args.rounds):
         shift = number % len(args.rows)
         for name in (*args.rows[shift:], *args.rows[:shift]):
-            pace.fixed = fixed.get(name, {})
+            pace.use(fixed.get(name, {}))
             turns.append(turn(name, args))
             if dist.get_rank() == 0:
                 print(f"round {number + 1}/{args.rounds}: {name}", flush=True)

@@ -51,18 +51,9 @@ void topk_encode(std::uintptr_t x, std::size_t n, std::uintptr_t payload, std::s
 
 void topk_decode(std::uintptr_t payload, std::size_t n, std::uintptr_t out, std::size_t k,
                  bool add, unsigned threads) {
-  using wingbeat::Decoded;
-  switch (wingbeat::topk_decode(at<const std::uint8_t>(payload), n, at<float>(out), k, add,
-                                threads)) {
-    case Decoded::well:
-      return;
-    case Decoded::wrong_counts:
-      throw std::invalid_argument("malformed top-k payload: the counts do not add up to k");
-    case Decoded::not_ascending:
-      throw std::invalid_argument("malformed top-k payload: the indices do not ascend");
-    case Decoded::beyond_the_end:
-      throw std::invalid_argument("malformed top-k payload: an index is beyond the end");
-  }
+  const char* wrong = wingbeat::text_of(wingbeat::topk_decode(
+      at<const std::uint8_t>(payload), n, at<float>(out), k, add, threads));
+  if (wrong != nullptr) throw std::invalid_argument(wrong);
 }
 
 void add_half(std::uintptr_t total, const std::vector<std::uintptr_t>& payloads, std::size_t n,

@@ -1,5 +1,6 @@
 #include "net.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -13,6 +14,8 @@
 #include <utility>
 
 #include "ending.h"
+#include "net/codec_clock.h"
+#include "net/coding.h"
 #include "net/lane.h"
 #include "net/nic.h"
 
@@ -22,6 +25,8 @@ using namespace nb::literals;
 namespace {
 
 using namespace wingbeat::net;
+using wingbeat::Level;
+using wingbeat::Split;
 using wingbeat::Unlocked;
 
 std::uint8_t* at(std::uintptr_t address) { return reinterpret_cast<std::uint8_t*>(address); }
@@ -167,6 +172,36 @@ nb::object described(const Waiting& found) {
 
 // These types derive from enable_shared_from_this: nanobind would otherwise take the interpreter's
 // lock when a lane, which holds its own lock, releases one of them.
+void bind_packings(nb::module_& module) {
+  nb::class_<Coding>(module, "Coding", "The codecs of a buffer's regions.")
+      .def(nb::new_([] { return std::make_shared<Coding>(); }))
+      .def("add",
+           [](Coding& self, std::uint64_t start, std::uint64_t stop, int codec, bool feedback,
+              int bits, bool by_error, bool ends, double density) {
+             self.regions.push_back({start, stop, static_cast<Codec>(codec), feedback, bits,
+                                     by_error ? Split::error : Split::count,
+                                     ends ? Level::ends : Level::mean, density});
+           });
+  nb::class_<Packing>(module, "Packing", "The form in which chunks are sent.");
+  nb::class_<CastPacking, Packing>(module, "CastPacking")
+      .def(nb::new_([](int to) { return std::make_shared<CastPacking>(static_cast<Dtype>(to)); }));
+  nb::class_<EncodedPacking, Packing>(module, "EncodedPacking")
+      .def(nb::new_([](std::shared_ptr<Coding> coding, std::uintptr_t residual, unsigned threads) {
+        return std::make_shared<EncodedPacking>(
+            std::move(coding), reinterpret_cast<float*>(residual), threads);
+      }));
+  module.def("codec_work", [] {
+    const auto of = [](CodecWork work) {
+      const CodecClock::Total total = codec_clock().total(work);
+      return std::pair(total.calls, total.ns);
+    };
+    return std::pair(of(CodecWork::pack), of(CodecWork::unpack));
+  });
+  module.def("pace_codecs", [](double stretch, double scale, double pack_s, double unpack_s) {
+    codec_clock().set_pace({stretch, scale, {1e9 * pack_s, 1e9 * unpack_s}});
+  });
+}
+
 void bind_lane(nb::module_& module) {
   nb::class_<Program>(module, "Program")
       .def(nb::new_([](nb::handle first, nb::handle receives, nb::handle unlocks) {
@@ -196,8 +231,8 @@ void bind_lane(nb::module_& module) {
       }))
       .def("submit",
            [](Lane& self, std::shared_ptr<Program> program, std::uintptr_t address, int dtype,
-              std::uint32_t base_tag, std::uint64_t number, std::shared_ptr<Task> after, int cast,
-              std::uint64_t own_start, std::uint64_t own_stop, std::uint32_t rows,
+              std::uint32_t base_tag, std::uint64_t number, std::shared_ptr<Task> after,
+              std::shared_ptr<Packing> packing, std::uint64_t own_start, std::uint64_t own_stop, std::uint32_t rows,
               std::uint32_t own_row, std::uint64_t row_elements) {
              auto task = std::make_shared<Task>();
              task->program = std::move(program);
@@ -209,17 +244,15 @@ void bind_lane(nb::module_& module) {
              task->rows = rows;
              task->own_row = own_row;
              task->row_elements = row_elements;
-             if (cast >= 0) {
-               task->packing = std::make_unique<CastPacking>(static_cast<Dtype>(cast));
-               task->own_start = own_start;
-               task->own_stop = own_stop;
-             }
+             task->packing = std::move(packing);
+             task->own_start = own_start;
+             task->own_stop = own_stop;
              const Unlocked unlocked;
              self.submit(task);
              return task;
            },
            "program"_a, "address"_a, "dtype"_a, "base_tag"_a, "number"_a, "after"_a.none(),
-           "cast"_a, "own_start"_a, "own_stop"_a, "rows"_a, "own_row"_a, "row_elements"_a)
+           "packing"_a.none(), "own_start"_a, "own_stop"_a, "rows"_a, "own_row"_a, "row_elements"_a)
       .def("fail", &Lane::fail, nb::call_guard<Unlocked>())
       .def("waiting",
            [](Lane& self) -> nb::object {
@@ -248,5 +281,6 @@ void bind_lane(nb::module_& module) {
 void bind_net(nb::module_& module) {
   bind_nic(module);
   bind_group(module);
+  bind_packings(module);
   bind_lane(module);
 }

@@ -208,6 +208,19 @@ Decoded check(const std::uint8_t* counts, const std::uint8_t* offsets, std::size
 
 }  // namespace
 
+const char* text_of(Decoded decoded) {
+  switch (decoded) {
+    case Decoded::wrong_counts:
+      return "malformed top-k payload: the counts do not add up to k";
+    case Decoded::not_ascending:
+      return "malformed top-k payload: the indices do not ascend";
+    case Decoded::beyond_the_end:
+      return "malformed top-k payload: an index is beyond the end";
+    default:
+      return nullptr;
+  }
+}
+
 Decoded topk_decode(const std::uint8_t* payload, std::size_t n, float* out, std::size_t k,
                     bool add, unsigned threads) {
   if (topk_is_raw(n, k)) {

@@ -18,6 +18,9 @@ std::size_t sample_place(std::size_t i, std::size_t stride);
 
 enum class Decoded { well, wrong_counts, not_ascending, beyond_the_end };
 
+// What is wrong with the payload; null for `well`.
+const char* text_of(Decoded decoded);
+
 // Decode n elements; `add` adds to `out` instead of overwriting it. If the payload is malformed,
 // `out` is not touched.
 Decoded topk_decode(const std::uint8_t* payload, std::size_t n, float* out, std::size_t k,

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "net/coding.h"
 #include "net/lane.h"
 #include "net/nic.h"
 
@@ -51,6 +52,7 @@ struct Cluster {
   }
 
   ~Cluster() {
+    for (const auto& lane : lanes) lane->fail();
     std::vector<std::thread> closing;
     for (const auto& nic : nics) closing.emplace_back([nic] { nic->close(5.0); });
     for (auto& each : closing) each.join();
@@ -96,15 +98,16 @@ std::shared_ptr<const Program> ring(int rank, int size, std::uint64_t n) {
 }
 
 std::shared_ptr<Task> submit(Cluster& cluster, int rank, std::vector<float>& buffer,
-                             std::uint64_t number, Dtype cast) {
+                             std::uint64_t number,
+                             const std::shared_ptr<const Packing>& packing = nullptr) {
   auto task = std::make_shared<Task>();
   const int size = static_cast<int>(cluster.lanes.size());
   task->program = ring(rank, size, buffer.size());
   task->buffer = reinterpret_cast<std::uint8_t*>(buffer.data());
   task->number = number;
   task->base_tag = static_cast<std::uint32_t>(number) << 8;
-  if (cast != Dtype::float32) {
-    task->packing = std::make_unique<CastPacking>(cast);
+  if (packing != nullptr) {
+    task->packing = packing;
     const auto parts = static_cast<std::uint64_t>(size);
     const auto k = static_cast<std::uint64_t>((rank + 1) % size);
     task->own_start = buffer.size() * k / parts;
@@ -119,7 +122,9 @@ void check_sums() {
     Cluster cluster(size);
     std::uint64_t number = 1;
     for (const std::size_t n : {0U, 1U, 5U, 1000U, 100'003U, 3'000'000U}) {
-      for (const Dtype cast : {Dtype::float32, Dtype::bfloat16}) {
+      for (const auto& packing : {std::shared_ptr<const Packing>(),
+                                  std::shared_ptr<const Packing>(
+                                      std::make_shared<CastPacking>(Dtype::bfloat16))}) {
         std::vector<std::vector<float>> buffers;
         std::vector<std::shared_ptr<Task>> tasks;
         for (int rank = 0; rank < size; ++rank) {
@@ -130,7 +135,7 @@ void check_sums() {
         }
         for (int rank = 0; rank < size; ++rank) {
           tasks.push_back(
-              submit(cluster, rank, buffers[static_cast<std::size_t>(rank)], number, cast));
+              submit(cluster, rank, buffers[static_cast<std::size_t>(rank)], number, packing));
         }
         ++number;
         for (const auto& task : tasks) {
@@ -162,7 +167,7 @@ void check_failures() {
     for (int rank = 0; rank < 2; ++rank) {
       threads.emplace_back([&, rank] {
         const auto k = static_cast<std::size_t>(rank);
-        tasks[k] = submit(cluster, rank, buffers[k], 1, Dtype::float32);
+        tasks[k] = submit(cluster, rank, buffers[k], 1);
       });
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(round));
@@ -174,6 +179,118 @@ void check_failures() {
     }
     buffers.clear();  // nothing may access them any more
   }
+}
+
+std::shared_ptr<const Coding> mixed_coding(std::uint64_t n) {
+  auto coding = std::make_shared<Coding>();
+  Region sketch{0, n / 2, wingbeat::net::Codec::sketch};
+  sketch.feedback = true;
+  Region top{n / 2, n / 2 + n / 8, wingbeat::net::Codec::topk};
+  top.density = 0.01;
+  Region sketched{top.stop, n - n / 4, wingbeat::net::Codec::topk};
+  sketched.density = 0.1;
+  top.bits = wingbeat::net::whole_bits;
+  const Region half{sketched.stop, n - n / 8, wingbeat::net::Codec::half};
+  coding->regions = {sketch, top, sketched, half, {n - n / 8, n}};
+  return coding;
+}
+
+// Encoded tasks between plain ones: all ranks get the same values, and those that are sent without
+// loss the exact sums.
+void check_encoded() {
+  const int size = 2;  // around a larger ring, each hop would encode again
+  Cluster cluster(size);
+  for (const std::size_t n : {0U, 8U, 1000U, 700'001U}) {
+    std::vector<std::vector<float>> encoded, plain, residuals;
+    std::vector<std::shared_ptr<Task>> tasks;
+    std::mt19937 random(static_cast<unsigned>(n));
+    for (int rank = 0; rank < size; ++rank) {
+      encoded.emplace_back(n);
+      for (float& each : encoded.back()) each = static_cast<float>(random() % 1000);
+      for (std::size_t i = n - n / 8; i < n; ++i) encoded.back()[i] = 1.0F;
+      plain.emplace_back(n, 1.0F);
+      residuals.emplace_back(n);
+    }
+    const auto coding = mixed_coding(n);
+    for (int rank = 0; rank < size; ++rank) {
+      const auto k = static_cast<std::size_t>(rank);
+      const auto packing = std::make_shared<EncodedPacking>(coding, residuals[k].data(), 2);
+      tasks.push_back(submit(cluster, rank, encoded[k], 2 * n, packing));
+      tasks.push_back(submit(cluster, rank, plain[k], 2 * n + 1));
+    }
+    for (const auto& task : tasks) {
+      expect(task->wait(20.0, true), "an encoded collective ends");
+      expect(!task->failed(), "an encoded collective succeeds");
+    }
+    const auto total = static_cast<float>(size);
+    for (int rank = 0; rank < size; ++rank) {
+      const auto k = static_cast<std::size_t>(rank);
+      expect(encoded[k] == encoded[0], "all ranks have the same encoded sum");
+      expect(plain[k] == std::vector<float>(n, total), "a sum behind an encoded one is right");
+      for (std::size_t i = n - n / 8; i < n; ++i) {
+        if (encoded[k][i] != total) throw std::runtime_error("a sum without loss is wrong");
+      }
+    }
+  }
+}
+
+// A lane that is failed while its thread encodes, and by several threads.
+void check_failures_while_encoding() {
+  for (int round = 0; round < 20; ++round) {
+    Cluster cluster(2);
+    const std::size_t n = 1'000'000;
+    std::vector<std::vector<float>> buffers(2, std::vector<float>(n, 1.0F));
+    std::vector<std::vector<float>> residuals(2, std::vector<float>(n));
+    std::vector<std::shared_ptr<Task>> tasks;
+    const auto coding = mixed_coding(n);
+    for (std::uint64_t number = 1; number <= 3; ++number) {
+      for (int rank = 0; rank < 2; ++rank) {
+        const auto k = static_cast<std::size_t>(rank);
+        const auto packing = std::make_shared<EncodedPacking>(coding, residuals[k].data(), 1);
+        tasks.push_back(submit(cluster, rank, buffers[k], number, packing));
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(300 * round));
+    std::vector<std::thread> failing;
+    for (int i = 0; i < 4; ++i) {
+      const auto lane = cluster.lanes[static_cast<std::size_t>(i % 2)];
+      failing.emplace_back([lane] { lane->fail(); });
+    }
+    for (auto& each : failing) each.join();
+    buffers.clear();  // nothing may access them any more
+    residuals.clear();
+    for (const auto& task : tasks) expect(task->wait(0.0, true), "a failed lane ends its tasks");
+  }
+}
+
+// Top-k payloads that are none fail the lane with the reason.
+void check_malformed() {
+  Cluster cluster(2);
+  const std::size_t n = 10'000;
+  std::vector<float> buffer(n);
+  auto coding = std::make_shared<Coding>();
+  Region top{0, n, wingbeat::net::Codec::topk};
+  top.density = 0.01;
+  top.bits = whole_bits;
+  coding->regions = {top};
+  const auto packing = std::make_shared<EncodedPacking>(coding, nullptr, 1);
+  const auto task = submit(cluster, 0, buffer, 1, packing);
+  const Transfer& expected = task->program->receives[0];
+  std::vector<std::uint8_t> junk(packing->bytes(expected.start, expected.stop), 0xff);
+  auto sent = std::make_shared<Operation>();
+  sent->data = junk.data();
+  sent->bytes = junk.size();
+  sent->channel = 1;
+  sent->tag = task->base_tag;
+  Work work;
+  cluster.world(1)->send(sent, work);
+  work.run();
+  expect(task->wait(20.0, true) && task->failed(), "a malformed payload fails its task");
+  Waiting found;
+  expect(cluster.lanes[0]->failure(found), "a malformed payload fails the lane");
+  expect(found.peer == 1 && found.reason.find("malformed top-k payload") != std::string::npos,
+         "the reason names the payload");
+  expect(buffer == std::vector<float>(n), "a malformed payload changes nothing");
 }
 
 // The result arrives over another interface than that which the waiting thread serves.
@@ -241,7 +358,7 @@ void check_waiting_threads() {
     threads.emplace_back([&, rank] {
       const auto k = static_cast<std::size_t>(rank);
       for (std::size_t i = 0; i < buffers[k].size(); ++i) {
-        tasks[k].push_back(submit(cluster, rank, buffers[k][i], i + 1, Dtype::float32));
+        tasks[k].push_back(submit(cluster, rank, buffers[k][i], i + 1));
       }
       std::vector<std::thread> waiting;
       for (std::size_t t = 0; t < 4; ++t) {
@@ -448,6 +565,9 @@ void check_random_bytes() {
 long check() {
   check_sums();
   check_failures();
+  check_encoded();
+  check_failures_while_encoding();
+  check_malformed();
   check_wait_for_another_interface();
   check_waiting_threads();
   check_group_members();

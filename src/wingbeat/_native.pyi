@@ -200,6 +200,33 @@ class Program:
         self, first: Transfers, receives: Transfers, unlocks: Sequence[Transfers], /
     ) -> None: ...
 
+class Coding:
+    def add(
+        self,
+        start: int,
+        stop: int,
+        codec: int,
+        feedback: bool,
+        bits: int,
+        by_error: bool,
+        ends: bool,
+        density: float,
+        /,
+    ) -> None: ...
+
+class Packing: ...
+
+class CastPacking(Packing):
+    def __init__(self, to: int, /) -> None: ...
+
+class EncodedPacking(Packing):
+    def __init__(self, coding: Coding, residual: int, threads: int, /) -> None: ...
+
+def codec_work() -> tuple[tuple[int, int], tuple[int, int]]: ...
+def pace_codecs(
+    stretch: float, scale: float, fixed_pack_s: float, fixed_unpack_s: float, /
+) -> None: ...
+
 class Completions:
     def wait(self) -> list[int]: ...
     def close(self) -> None: ...
@@ -238,7 +265,7 @@ class Lane:
         base_tag: int,
         number: int,
         after: Task | None,
-        cast: int,
+        packing: Packing | None,
         own_start: int,
         own_stop: int,
         rows: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -16,13 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import tcp
-from wingbeat import compression, topologies
+from wingbeat import _native, compression, topologies
 from wingbeat.codecs import Coding, make
+from wingbeat.codecs.codec import Codec, Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.coding import Region
+from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Collectives, Encoded, engine, native
 from wingbeat.collectives.handle import Job, NativeJob
 from wingbeat.collectives.native import NATIVE_DTYPES
 from wingbeat.errors import PeerError
+from wingbeat.observe import meter
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
@@ -135,22 +139,166 @@ def fits(topology: str, size: int, nics: int) -> bool:
     return True
 
 
-def test_collectives_run_in_the_extension_and_codecs_in_python(pair: list[World]) -> None:
-    whole = Span(0, 1000)
-    wire = Encoded(Coding([Region(whole, make(compression.Sketch()))]))
+CODECS: dict[str, Codec] = {
+    "dense": Dense(),
+    "sketch": SketchCodec(),
+    "3 bits": SketchCodec(3, "count", "ends"),
+    "no feedback": SketchCodec(feedback=False),
+    "top-k": TopKCodec(0.01),
+    "sketched top-k": TopKCodec(0.02, bits=4),
+    "half": HalfCodec(),
+}
+"""Codecs that the extension runs."""
+
+
+def regions_of(data: st.DataObject, numel: int) -> Coding:
+    """Regions of random codecs, of which neighbours may be equal."""
+    cuts = data.draw(st.lists(st.integers(1, max(1, numel - 1)), max_size=4, unique=True))
+    ends = sorted({0, numel, *(each for each in cuts if each < numel)})
+    spans = (Span(start, stop) for start, stop in itertools.pairwise(ends))
+    names = st.sampled_from(sorted(CODECS))
+    return Coding([Region(span, CODECS[data.draw(names)]) for span in spans])
+
+
+SPECIAL = (0.0, -0.0, 1e-42, 3e38, -3.4e38, float("inf"), float("nan"))
+
+
+def encoded_results(
+    members: list[World], what: str, coding: Coding, keeps: bool, special: list[float], kind: type
+) -> list[torch.Tensor]:
+    """The buffers and residuals of all ranks after two sums, one after the other."""
+    numel = coding.regions[-1].span.stop
+
+    def body(world: World) -> torch.Tensor:
+        collectives, seed = Collectives(world), 11 * world.rank
+        residual = filled(numel, torch.float32, seed + 1) * 1e-3 if keeps else None
+        wire = Encoded(coding, residual)
+        buffers = [filled(numel, torch.float32, seed + turn) for turn in range(2)]
+        for at, value in enumerate(special):
+            buffers[0][(7919 * at + seed) % numel] = value
+        handles = []
+        for buffer in buffers:
+            if what == "halves":
+                first = collectives.reduce_scatter(buffer, wire=wire)
+                handles += [first, collectives.all_gather(buffer, after=first, wire=wire)]
+            else:
+                handles.append(collectives.all_reduce(buffer, wire=wire))
+        for handle in handles:
+            handle.wait()
+            assert all(type(job) is kind for job in handle.jobs)
+        return torch.cat([*buffers, *([] if residual is None else [residual])])
+
+    return loopback.run(members, body)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_encoded_sums_equal_those_of_python_to_the_bit(
+    clusters: dict[tuple[int, int], list[World]], data: st.DataObject
+) -> None:
+    size, nics = data.draw(st.sampled_from(SIZES))
+    numel = data.draw(st.one_of(st.integers(1, 40), st.integers(1, 900_000)))
+    coding, keeps = regions_of(data, numel), data.draw(st.booleans())
+    what = data.draw(st.sampled_from(["all_reduce", "halves"]))
+    special = data.draw(st.lists(st.sampled_from(SPECIAL), max_size=9))
+    ours = encoded_results(clusters[size, nics], what, coding, keeps, special, NativeJob)
+    python = loopback.worlds(size, interfaces=nics)
+    theirs = encoded_results(python, what, coding, keeps, special, Job)
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.isnan(), reference.isnan())  # the bits of NaN are not specified
+        values = mine.nan_to_num(0.0, torch.inf, -torch.inf)
+        expected = reference.nan_to_num(0.0, torch.inf, -torch.inf)
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_collectives_run_in_the_extension_except_what_only_python_can(pair: list[World]) -> None:
+    def encoded(wire: compression.Coded) -> Encoded:
+        return Encoded(Coding([Region(Span(0, 1000), make(wire))]))
 
     def body(world: World) -> list[type]:
-        collectives = Collectives(world)
-        plain = collectives.all_reduce(torch.ones(1000))
-        sketched = collectives.all_reduce(torch.ones(1000), wire=wire)
-        odd = collectives.all_reduce(torch.ones(10, dtype=torch.complex64))
-        handles = (plain, sketched, odd)
+        collectives, ones = Collectives(world), torch.ones(1000)
+        handles = [
+            collectives.all_reduce(ones.clone()),
+            collectives.all_reduce(ones.clone(), wire=torch.bfloat16),
+            collectives.all_reduce(ones.clone(), wire=encoded(compression.Sketch())),
+            collectives.all_reduce(ones.clone(), wire=encoded(compression.LowRank(rank=2))),
+            collectives.all_reduce(ones.double(), wire=encoded(compression.Sketch())),
+            collectives.all_reduce(torch.ones(10, dtype=torch.complex64)),
+        ]
         for handle in handles:
             handle.wait()
         return [type(handle.jobs[0]) for handle in handles]
 
     for kinds in loopback.run(pair, body):
-        assert kinds == [NativeJob, Job, Job]
+        assert kinds == [NativeJob, NativeJob, NativeJob, Job, Job, Job]
+
+
+def test_encoded_sums_are_counted_as_work_of_codecs(pair: list[World]) -> None:
+    wire = Encoded(Coding([Region(Span(0, 500_000), CODECS["sketch"])]))
+    before, work = meter.codec.total, _native.codec_work()
+    loopback.run(pair, lambda world: Collectives(world).all_reduce(torch.ones(500_000), wire=wire))
+    loopback.run(pair, lambda world: Collectives(world).all_reduce(torch.ones(10)).wait())
+    after = _native.codec_work()
+    packed, unpacked = (new[0] - old[0] for old, new in zip(work, after, strict=True))
+    assert packed >= 4  # of each rank its contribution to the other, and its result
+    assert unpacked >= 4
+    assert meter.codec.total - before >= sum(
+        new[1] - old[1] for old, new in zip(work, after, strict=True)
+    )
+
+
+def test_malformed_payload_fails_the_sum_and_names_its_sender(pair: list[World]) -> None:
+    """Rank 1 sends bytes of the right size that are no top-k payload."""
+    numel, codec = 5000, CODECS["top-k"]
+    halves = Span(0, numel // 2), Span(numel // 2, numel)
+    room = Coding([Region(halves[0], codec)]).room(halves[0])
+    bogus = [Region(Span(half.start, half.start + room // 4), Dense()) for half in halves]
+    codings = Coding([Region(Span(0, numel), codec)]), Coding(bogus)
+
+    def body(world: World) -> str:
+        buffer = torch.full((4 * numel,), 255, dtype=torch.uint8).view(torch.float32)
+        handle = Collectives(world).all_reduce(buffer, wire=Encoded(codings[world.rank]))
+        if world.rank == 1:
+            return ""
+        with pytest.raises(PeerError) as caught:
+            handle.wait()
+        return str(caught.value)
+
+    text = loopback.run(pair, body)[0]
+    assert "rank 1 failed during all-reduce" in text
+    assert "sent a malformed payload: malformed top-k payload: the" in text
+
+
+def test_encoded_sums_without_their_peer_fail_and_leave_their_buffers(pair: list[World]) -> None:
+    numel = 6_000_000
+    residual, buffer = torch.zeros(numel), torch.rand(numel)
+    wire = Encoded(Coding([Region(Span(0, numel), CODECS["sketch"])]), residual)
+    handle = Collectives(pair[0]).all_reduce(buffer, wire=wire)
+    pair[1].links[0].close()
+    with pytest.raises(PeerError, match="rank 0: rank 1 failed during all-reduce"):
+        handle.wait()
+    before = buffer.clone(), residual.clone()
+    time.sleep(0.05)
+    assert torch.equal(buffer, before[0])
+    assert torch.equal(residual, before[1])
+
+
+def test_plain_sum_behind_an_encoded_one_succeeds(pair: list[World]) -> None:
+    wire = Encoded(Coding([Region(Span(0, 2_000_000), CODECS["sketch"])]))
+
+    def body(world: World) -> list[float]:
+        collectives, found = Collectives(world), []
+        for turn in range(10):
+            large, small = torch.ones(2_000_000), torch.full((7,), float(turn))
+            handles = collectives.all_reduce(large, wire=wire), collectives.all_reduce(small)
+            for handle in handles:
+                handle.wait()
+            found += [float(large[0]), float(small[0])]
+        return found
+
+    expected = [each for turn in range(10) for each in (2.0, 2.0 * turn)]
+    for found in loopback.run(pair, body):
+        assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_many_collectives_in_progress_keep_their_order_and_results(pair: list[World]) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import reprlib
-import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from wingbeat.methods.bounded_staleness import messages
 from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.bounded_staleness.messages import View, ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
-from wingbeat.methods.model_averaging import generator as group_generator
 from wingbeat.methods.model_averaging import service as group_service
 from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
@@ -46,13 +44,13 @@ from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.observe import reporter, top, trace
 from wingbeat.observe.events import Event
 from wingbeat.observe.report import Job, Report, Watch
-from wingbeat.observe.report import Malformed as MalformedReport
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult, Sample
 from wingbeat.planning.costs import Fit, Linear, Workload
 from wingbeat.planning.merging import checked_plans
 from wingbeat.planning.probe import Gradient, LinkFit, Probe
 from wingbeat.planning.thresholds import ThresholdResult
+from wingbeat.schema import MalformedMessage, parse_json, to_json
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
@@ -244,16 +242,7 @@ def residual_file() -> bytes:
 def read_frames(data: bytes) -> None:
     for frame in messages.decode_frames(data, 1 << 16):
         payload = frame.payload if frame.payload_nbytes else None
-        messages.decode_message(frame.numbers, 3, 2, payload)
-
-
-def read_run(data: bytes) -> object:
-    ids = struct.unpack("<4I", data[:16].ljust(16, b"\0"))
-    return group_generator.decode_run(ids, data[16:], 8)
-
-
-def run_message(members: tuple[int, ...], close: tuple[int, ...]) -> bytes:
-    return struct.pack("<4I", 1, 2, members[0], 4) + group_generator.encode_members(members, close)
+        messages.decode_message(frame.words, 3, 2, payload)
 
 
 def statuses(text: str) -> None:
@@ -330,24 +319,17 @@ TARGETS = [
     Target(
         "membership log",
         TEXTS,
-        lambda t: LogEntry.from_json(t, 3),
-        (LogEntry(1, VIEW).to_json(),),
-        (messages.MalformedMessage,),
+        lambda t: parse_json(LogEntry, t, workers=3),
+        (json.dumps(LogEntry(1, VIEW)),),
+        (MalformedMessage,),
     ),
-    Target("frames", RAW, read_frames, FRAMES, (messages.MalformedMessage,)),
+    Target("frames", RAW, read_frames, FRAMES, (MalformedMessage,)),
     Target(
         "headers",
         RAW,
         frames.unpack,
         (bytes(frames.Header(frames.Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
         (frames.Malformed,),
-    ),
-    Target(
-        "groups",
-        RAW,
-        read_run,
-        (run_message((1, 2), (5,)), run_message((3,), ())),
-        (group_generator.ProtocolError,),
     ),
     Target(
         "options",
@@ -389,7 +371,7 @@ TARGETS = [
         "probes",
         VALUES_,
         lambda v: files.from_json(Probe, v, "probe"),
-        (files.to_json(PROBE),),
+        (to_json(PROBE),),
         Usage,
     ),
     Target(
@@ -400,9 +382,9 @@ TARGETS = [
         (PeerError,),
     ),
     Target("traces", RAW, loads(trace.load), (a_part(),), Usage),
-    Target("reports", TEXTS, Report.from_text, (report(1, 3).to_text(),), (MalformedReport,)),
+    Target("reports", TEXTS, Report.from_text, (report(1, 3).to_text(),), (MalformedMessage,)),
     Target(
-        "snapshots", TEXTS, Job.from_text, (json.dumps(job(2, 3).to_json()),), (MalformedReport,)
+        "snapshots", TEXTS, Job.from_text, (json.dumps(job(2, 3).to_json()),), (MalformedMessage,)
     ),
     Target(
         "what a supervisor hears",

@@ -9,7 +9,8 @@ import pytest
 
 from helpers.reports import job, report
 from wingbeat.observe.meter import Section
-from wingbeat.observe.report import Job, Malformed, Watch, Worker
+from wingbeat.observe.report import Job, Watch, Worker
+from wingbeat.schema import MalformedMessage
 
 
 def _worker(watch: Watch, now: float, rank: int = 0) -> Worker:
@@ -200,7 +201,7 @@ def test_a_job_survives_the_way_to_whoever_looks() -> None:
     "text", ["", "null", "[]", "{}", '{"name": 1}', '{"name":"x","watched_s":0,"unix_s":0}']
 )
 def test_what_is_no_job_is_refused(text: str) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedMessage):
         Job.from_text(text)
 
 
@@ -208,5 +209,5 @@ def test_a_job_with_a_malformed_worker_is_refused() -> None:
     data = job(1).to_json()
     for field, value in (("rate", "fast"), ("report", {}), ("interfaces", 3), ("rank", None)):
         broken = {**data, "workers": [{**data["workers"][0], field: value}]}
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedMessage):
             Job.from_text(json.dumps(broken))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from wingbeat.errors import UsageError
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult, Sample, untuned
+from wingbeat.schema import to_json
 from wingbeat.types import Tuning
 
 MB = 2**20
@@ -192,7 +193,7 @@ def test_plan_file_folder_is_refused(tmp_path: Path) -> None:
 
 
 CONTENT = {
-    "format": files.FORMAT, "version": files.VERSION, **files.to_json(TUNED), "key": KEY,
+    "format": files.FORMAT, "version": files.VERSION, **to_json(TUNED), "key": KEY,
 }  # fmt: skip
 
 

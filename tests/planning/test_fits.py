@@ -23,7 +23,8 @@ from wingbeat.planning.costs import (
     fit_linear,
     fit_linearithmic,
 )
-from wingbeat.planning.files import from_json, to_json
+from wingbeat.planning.files import from_json
+from wingbeat.schema import to_json
 
 AMOUNTS = [2.0**k for k in range(10, 25)]
 

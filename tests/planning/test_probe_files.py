@@ -15,9 +15,10 @@ from probe_made import SPECS, WIRE, probe
 
 from wingbeat.errors import UsageError
 from wingbeat.planning import files
-from wingbeat.planning.files import from_json, to_json
+from wingbeat.planning.files import from_json
 from wingbeat.planning.measure import key_of
 from wingbeat.planning.probe import Probe
+from wingbeat.schema import to_json
 
 KEY = key_of(SPECS, 16, ["eth0", "eth1"], WIRE, "payload all-gather")
 

@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <system_error>
+#include <thread>
 #include <utility>
+
+#include "codec_clock.h"
 
 namespace wingbeat::net {
 
@@ -43,9 +47,10 @@ void CastPacking::pack(std::uint8_t* buffer, std::uint64_t start, std::uint64_t 
   if (result) widen(to_, out, part, stop - start, false);
 }
 
-void CastPacking::unpack(const std::uint8_t* chunk, std::uint8_t* buffer, std::uint64_t start,
-                         std::uint64_t stop, bool add) const {
+const char* CastPacking::unpack(const std::uint8_t* chunk, std::uint8_t* buffer,
+                                std::uint64_t start, std::uint64_t stop, bool add) const {
   widen(to_, chunk, reinterpret_cast<float*>(buffer) + start, stop - start, add);
+  return nullptr;
 }
 
 void Completions::push(std::uint64_t number) {
@@ -137,6 +142,7 @@ Lane::Lane(std::vector<std::shared_ptr<Group>> links, std::uint16_t channel, std
 
 void Lane::submit(const std::shared_ptr<Task>& task) {
   Work work;
+  bool starts_thread = false;
   {
     const std::lock_guard lock(mutex_);
     if (failed_) return task->end(true, true, *completions_);
@@ -146,18 +152,51 @@ void Lane::submit(const std::shared_ptr<Task>& task) {
     const int link = receives.empty() ? 0 : receives.front().link;
     task->nic_ = links_[static_cast<std::size_t>(link)]->nic();
     queue_.push_back(task);
-    step(work);
+    if (task->slow()) {
+      ++slow_tasks_;
+      starts_thread = !std::exchange(has_thread_, true);
+    }
+    step_or_wake(work);
+  }
+  if (starts_thread) {
+    try {
+      std::thread([self = shared_from_this()] { self->run_thread(); }).detach();
+    } catch (const std::system_error&) {
+      fail();
+      throw;
+    }
   }
   work.run();
 }
 
 void Lane::progress(Work& work) {
   const std::lock_guard lock(mutex_);
-  step(work);
+  step_or_wake(work);
+}
+
+void Lane::step_or_wake(Work& work) {
+  if (slow_tasks_ == 0) return step(work);
+  awake_ = true;
+  changed_.notify_all();
+}
+
+// Ends when the lane has failed, as it does when it is closed.
+void Lane::run_thread() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return awake_ || stopping_ || failed_; });
+    if (stopping_ || failed_) return;
+    awake_ = false;
+    Work work;
+    step(work);
+    lock.unlock();
+    work.run();
+    lock.lock();
+  }
 }
 
 void Lane::step(Work& work) {
-  while (!failed_) {
+  while (!failed_ && !stopping_) {
     begin_more(work);
     finish_sent();
     if (troubled.exchange(false) && fail_if_lost(work)) return;
@@ -174,13 +213,14 @@ void Lane::step(Work& work) {
       task->end(false, false, *completions_);
       active_.pop_front();
       draining_.push_back(task);
+      if (task->slow()) --slow_tasks_;
     }
   }
 }
 
 // The next task begins as soon as the previous one has sent its last chunk to the connection.
 void Lane::begin_more(Work& work) {
-  while (!queue_.empty() && active_.size() < depth_) {
+  while (!stopping_ && !queue_.empty() && active_.size() < depth_) {
     if (!active_.empty() && active_.back()->unsent_ > 0) return;
     const auto task = std::move(queue_.front());
     queue_.pop_front();
@@ -201,7 +241,7 @@ void Lane::begin_more(Work& work) {
 }
 
 void Lane::release(Task& task, Work& work) {
-  while (!task.held_.empty()) {
+  while (!stopping_ && !task.held_.empty()) {
     const auto [needs, transfer] = task.held_.front();
     if (needs >= 0 && needs >= static_cast<std::int64_t>(task.after->applied_)) return;
     task.held_.pop_front();
@@ -228,18 +268,47 @@ bool Lane::advance(const std::shared_ptr<Task>& task, Work& work) {
   }
   awaited_ns_ = 0;
   task->coming_.pop_front();
-  apply(*task, receives[index], *operation);
+  if (const char* wrong = apply(*task, receives[index], *operation, work)) {
+    fail_at(*task, index, receives[index],
+            std::string("sent a malformed payload: ") + wrong +
+                "; check that all ranks run the same version",
+            work);
+    return false;
+  }
   ++task->applied_;
   if (index + ahead_ < receives.size()) post_receive(*task, receives[index + ahead_], work);
-  for (const Transfer& each : task->program->unlocks[index]) send(*task, each, work);
-  return true;
+  for (const Transfer& each : task->program->unlocks[index]) {
+    if (stopping_) return false;
+    send(*task, each, work);
+  }
+  return !stopping_;
 }
 
-void Lane::apply(Task& task, const Transfer& transfer, Operation& operation) {
+// Runs a slow packing without the lock, after what is to be written before it.
+template <class Function>
+void Lane::run_unlocked(Function run, Work& work) {
+  unlocked_ = true;
+  mutex_.unlock();
+  work.run();
+  run();
+  mutex_.lock();
+  unlocked_ = false;
+  changed_.notify_all();
+}
+
+const char* Lane::apply(Task& task, const Transfer& transfer, Operation& operation, Work& work) {
   const std::size_t n = transfer.size();
+  const char* wrong = nullptr;
   if (task.packing != nullptr) {
-    task.packing->unpack(operation.data, task.memory_, transfer.start, transfer.stop,
-                         transfer.reduce);
+    const auto unpack = [&] {
+      wrong = task.packing->unpack(operation.data, task.memory_, transfer.start, transfer.stop,
+                                   transfer.reduce);
+    };
+    if (task.slow()) {
+      run_unlocked([&] { codec_clock().run(CodecWork::unpack, unpack); }, work);
+    } else {
+      unpack();
+    }
   } else if (transfer.reduce) {
     add(task.dtype, task.memory_ + transfer.start * size_of(task.dtype), operation.data, n);
   }
@@ -247,6 +316,7 @@ void Lane::apply(Task& task, const Transfer& transfer, Operation& operation) {
     links_[static_cast<std::size_t>(transfer.link)]->scratch().release(
         std::move(operation.scratch), operation.bytes);
   }
+  return wrong;
 }
 
 OperationPtr Lane::operation(const Task& task, const Transfer& transfer) {
@@ -280,12 +350,24 @@ void Lane::send(Task& task, const Transfer& transfer, Work& work) {
     made->scratch = link.scratch().acquire(made->bytes);
     made->data = made->scratch.get();
     const bool result = task.own_start < transfer.stop && transfer.start < task.own_stop;
-    task.packing->pack(task.memory_, transfer.start, transfer.stop, made->data, result);
+    pack(task, transfer, *made, result, work);
     if (result) task.results_[transfer.start] = made;
   }
   task.sends_.push_back({made, &transfer});
   --task.unsent_;
   link.send(made, work);
+}
+
+void Lane::pack(Task& task, const Transfer& transfer, Operation& operation, bool result,
+                Work& work) {
+  const auto run = [&] {
+    task.packing->pack(task.memory_, transfer.start, transfer.stop, operation.data, result);
+  };
+  if (task.slow()) {
+    run_unlocked([&] { codec_clock().run(CodecWork::pack, run); }, work);
+  } else {
+    run();
+  }
 }
 
 // Ends tasks, oldest first, whose chunks are all sent.
@@ -362,12 +444,15 @@ void Lane::end_all(Work& work) {
     }
     tasks->clear();
   }
+  changed_.notify_all();
 }
 
 void Lane::fail() {
   Work work;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    stopping_ = true;
+    changed_.wait(lock, [this] { return !unlocked_; });
     if (failed_) return;
     end_all(work);
   }
@@ -376,7 +461,7 @@ void Lane::fail() {
 
 bool Lane::waiting(Waiting& found) {
   const std::lock_guard lock(mutex_);
-  if (failed_) return false;
+  if (failed_ || unlocked_) return false;
   if (!active_.empty()) {
     const Task& task = *active_.front();
     const Transfer& transfer = task.program->receives[task.applied_];

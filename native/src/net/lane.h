@@ -2,7 +2,11 @@
 // its `Machine` is the reference, and both send the same chunks in the same order.
 //
 // A lane advances when it is given a task and whenever one of its transfers has finished, in the
-// thread where that happens.
+// thread where that happens. While it has tasks whose packing is slow, a thread of its own advances
+// it instead, so that the interface's thread serves other lanes meanwhile.
+//
+// Locks: the lane's mutex guards its state. It is not held while a slow packing runs: then only the
+// lane's thread changes tasks that have begun, and `fail` waits for it.
 #pragma once
 
 #include <condition_variable>
@@ -39,15 +43,18 @@ struct Program : std::enable_shared_from_this<Program> {
 };
 
 // The form in which chunks are sent, if not as they are in the buffer.
-class Packing {
+class Packing : public std::enable_shared_from_this<Packing> {
  public:
   virtual ~Packing() = default;
   virtual std::uint64_t bytes(std::uint64_t start, std::uint64_t stop) const = 0;
   // Writes the chunk into `out`. `result`: it is final, and the buffer is rounded to what is sent.
   virtual void pack(std::uint8_t* buffer, std::uint64_t start, std::uint64_t stop,
                     std::uint8_t* out, bool result) const = 0;
-  virtual void unpack(const std::uint8_t* chunk, std::uint8_t* buffer, std::uint64_t start,
-                      std::uint64_t stop, bool add) const = 0;
+  // Returns what is wrong with the chunk, or null.
+  virtual const char* unpack(const std::uint8_t* chunk, std::uint8_t* buffer, std::uint64_t start,
+                             std::uint64_t stop, bool add) const = 0;
+  // Whether a chunk takes so long that other lanes should not wait for it.
+  virtual bool slow() const = 0;
 };
 
 // float32 elements sent as float16 or bfloat16.
@@ -57,8 +64,9 @@ class CastPacking : public Packing {
   std::uint64_t bytes(std::uint64_t start, std::uint64_t stop) const override;
   void pack(std::uint8_t* buffer, std::uint64_t start, std::uint64_t stop, std::uint8_t* out,
             bool result) const override;
-  void unpack(const std::uint8_t* chunk, std::uint8_t* buffer, std::uint64_t start,
-              std::uint64_t stop, bool add) const override;
+  const char* unpack(const std::uint8_t* chunk, std::uint8_t* buffer, std::uint64_t start,
+                     std::uint64_t stop, bool add) const override;
+  bool slow() const override { return false; }
 
  private:
   Dtype to_;
@@ -93,7 +101,7 @@ class Task : public std::enable_shared_from_this<Task> {
   std::shared_ptr<Task> after;  // the previous collective on this buffer
   std::uint8_t* buffer = nullptr;
   Dtype dtype = Dtype::float32;
-  std::unique_ptr<Packing> packing;
+  std::shared_ptr<const Packing> packing;
   std::uint64_t own_start = 0, own_stop = 0;  // with a packing: the block of this worker
   std::uint32_t base_tag = 0;
   std::uint64_t number = 0;
@@ -119,6 +127,7 @@ class Task : public std::enable_shared_from_this<Task> {
   void prepare(ScratchPool& pool);
   void sum_rows();
 
+  bool slow() const { return packing != nullptr && packing->slow(); }
   bool complete() const { return applied_ == program->receives.size(); }
   // Marks the result as readable and, with `sent`, the task as done.
   void end(bool failed, bool sent, Completions& completions);
@@ -168,6 +177,8 @@ class Lane : public Owner, public std::enable_shared_from_this<Lane> {
   bool failure(Waiting& found);
 
  private:
+  void step_or_wake(Work& work);
+  void run_thread();
   void step(Work& work);
   void begin_more(Work& work);
   bool advance(const std::shared_ptr<Task>& task, Work& work);
@@ -175,7 +186,10 @@ class Lane : public Owner, public std::enable_shared_from_this<Lane> {
   OperationPtr operation(const Task& task, const Transfer& transfer);
   void post_receive(Task& task, const Transfer& transfer, Work& work);
   void send(Task& task, const Transfer& transfer, Work& work);
-  void apply(Task& task, const Transfer& transfer, Operation& operation);
+  const char* apply(Task& task, const Transfer& transfer, Operation& operation, Work& work);
+  void pack(Task& task, const Transfer& transfer, Operation& operation, bool result, Work& work);
+  template <class Function>
+  void run_unlocked(Function run, Work& work);
   void finish_sent();
   bool fail_if_lost(Work& work);
   void fail_at(const Task& task, std::uint64_t index, const Transfer& transfer,
@@ -190,7 +204,13 @@ class Lane : public Owner, public std::enable_shared_from_this<Lane> {
   const std::uint64_t number_;
 
   std::mutex mutex_;
+  std::condition_variable changed_;
   std::deque<std::shared_ptr<Task>> queue_, active_, draining_;
+  std::size_t slow_tasks_ = 0;  // queued or active
+  bool has_thread_ = false;
+  bool awake_ = false;     // whether the thread has something to do
+  bool unlocked_ = false;  // whether the thread runs a packing
+  bool stopping_ = false;  // whether `fail` waits for the thread
   bool failed_ = false;
   bool has_failure_ = false;
   Waiting failure_;

@@ -17,6 +17,12 @@ ALIGNMENT = 4
 """Alignment of each region's payload in bytes, so that it can be viewed as float32."""
 
 
+NativeFields = tuple[int, int, bool, bool, float]
+"""A codec in ``native/src/net/coding.h``: its number, bits, whether a sketch is split by error,
+whether its levels are the means of the ends, and the density.
+"""
+
+
 class Codec(ABC):
     """Encodes a flat float32 tensor as bytes, and decodes them to approximately the same values.
 
@@ -35,6 +41,11 @@ class Codec(ABC):
     separate: ClassVar[bool] = False
     feedback: bool = False
     bytes_per_element: float
+
+    @property
+    def native(self) -> NativeFields | None:
+        """The codec in the extension; None if only Python can run it."""
+        return None
 
     def without_matrix(self) -> Codec:
         """Return the codec of elements that are in no matrix."""
@@ -103,6 +114,11 @@ class Dense(_Cast):
     dtype = torch.float32
     lossless = True
     bytes_per_element = 4.0
+
+    @property
+    def native(self) -> NativeFields:
+        """As `Codec.native`."""
+        return 0, 0, False, False, 0.0
 
     def encode(
         self,
@@ -178,6 +194,11 @@ class SketchCodec(Codec):
         """Bytes of an index, without the table."""
         return self.bits / 8
 
+    @property
+    def native(self) -> NativeFields:
+        """As `Codec.native`."""
+        return 2, self.bits, self.split == "error", self.level == "ends", 0.0
+
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`."""
         return layout.sketch_bytes(numel, self.bits)
@@ -226,6 +247,11 @@ class HalfCodec(Codec):
     """
 
     bytes_per_element = 2.0
+
+    @property
+    def native(self) -> NativeFields:
+        """As `Codec.native`."""
+        return 1, 16, False, False, 0.0
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`; an empty payload has no scale."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wingbeat import compression
+from wingbeat import _native, compression
 from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.topk import TopKCodec, warmed_up
@@ -106,6 +106,19 @@ class Coding:
         if any(region.cols for region in self.regions):
             return 0.0  # factors of undivided matrices are the smallest
         return max(self.regions, key=lambda region: len(region.span)).codec.bytes_per_element
+
+    @functools.cached_property
+    def native(self) -> _native.Coding | None:
+        """The coding in the extension; None if only Python can run one of its codecs."""
+        made = _native.Coding()
+        for region in self.regions:
+            codec = region.codec.native
+            if codec is None or region.cols:
+                return None
+            number, bits, by_error, ends, density = codec
+            span, feedback = region.span, region.codec.feedback
+            made.add(span.start, span.stop, number, feedback, bits, by_error, ends, density)
+        return made
 
     def room(self, span: Span) -> int:
         """Return the exact size of the payload of ``span`` in bytes."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wingbeat import kernels
-from wingbeat.codecs.codec import Codec, check_size
+from wingbeat.codecs.codec import Codec, NativeFields, check_size
 from wingbeat.kernels import layout
 
 PLAIN = 32
@@ -40,6 +40,11 @@ class TopKCodec(Codec):
     def bytes_per_element(self) -> float:  # type: ignore[override]
         """Bytes of the sent values and indices, divided by the number of elements."""
         return (self.bits / 8 + layout.OFFSET_BYTES) * self.density
+
+    @property
+    def native(self) -> NativeFields:
+        """As `Codec.native`."""
+        return 3, self.bits, False, False, self.density
 
     def nbytes(self, numel: int, cols: int = 0) -> int:
         """As `Codec.nbytes`."""

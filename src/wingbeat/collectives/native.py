@@ -1,7 +1,8 @@
 """The executor of links over TCP, whose programs run in the extension, and the executors of worlds.
 
-The extension runs plain and cast collectives without the GIL, from the call until the result. Calls
-that only Python can run (codecs, unusual dtypes) use the same connections, in another channel.
+The extension runs collectives without the GIL, from the call until the result. Calls that only
+Python can run (low-rank factors, sketched top-k, unusual dtypes) use the same connections, in
+another channel.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from wingbeat.collectives.executor import (
     executor_threads,
 )
 from wingbeat.collectives.handle import MAX_UNINTERRUPTED_S, Call, Job, NativeJob
-from wingbeat.collectives.packing import Cast
+from wingbeat.collectives.packing import Cast, Packing, encoded_of
 from wingbeat.collectives.program import Transfer
 from wingbeat.collectives.threads import run_callback
 from wingbeat.collectives.waits import CurrentWait, WaitMonitor
+from wingbeat.observe import meter
 from wingbeat.observe.events import stream
 from wingbeat.transport.link import ChannelLink
 from wingbeat.transport.tcp import GroupLink, TcpLink, lane_channel
@@ -149,8 +151,7 @@ class NativeExecutor(Executor):
 
     def submit(self, program: Program, call: Call, after: AnyJob | None) -> AnyJob:
         """As `Executor.submit`."""
-        cast = _cast_of(call)
-        if cast is None or isinstance(after, Job):
+        if not _runs_natively(call) or isinstance(after, Job):
             if isinstance(after, NativeJob):
                 after.wait()  # rare: only one of two halves has a codec
                 after = None
@@ -164,7 +165,8 @@ class NativeExecutor(Executor):
             self._jobs[job.number] = job
             job.task = self._lane.submit(
                 program.native, call.buffer.data_ptr(), NATIVE_DTYPES[call.buffer.dtype],
-                job.base_tag, job.number, previous, cast, own.start, own.stop,
+                job.base_tag, job.number, previous, _native_packing(call.packing),
+                own.start, own.stop,
                 call.rows, self._index, call.buffer.numel() if call.rows else 0,
             )  # fmt: skip
         if stream.on:
@@ -274,14 +276,38 @@ def _end_lane(lane: _native.Lane, number: int) -> None:
     _completions.release(number)
 
 
-def _cast_of(call: Call) -> int | None:
-    """Return the number of the dtype to cast to, -1 for none; None if Python must run the call."""
+def _runs_natively(call: Call) -> bool:
+    """Whether the extension can run the call."""
     dtype, packing = call.buffer.dtype, call.packing
     if packing is None:
-        return -1 if dtype in NATIVE_DTYPES else None
-    if isinstance(packing, Cast) and dtype is torch.float32 and packing.dtype is not dtype:
-        return NATIVE_DTYPES[packing.dtype]
-    return None
+        return dtype in NATIVE_DTYPES
+    if dtype is not torch.float32:
+        return False
+    encoded = encoded_of(packing)
+    return packing.dtype is not dtype if encoded is None else encoded.coding.native is not None
+
+
+def _native_packing(packing: Packing | None) -> _native.Packing | None:
+    if packing is None:
+        return None
+    if isinstance(packing, Cast):
+        return _cast_to(packing.dtype)
+    coding, residual = packing.coding.native, packing.residual
+    assert coding is not None
+    address = 0 if residual is None else residual.data_ptr()
+    return _native.EncodedPacking(coding, address, torch.get_num_threads())
+
+
+def _codec_ns() -> int:
+    return sum(ns for _, ns in _native.codec_work())
+
+
+meter.codec.sources.append(_codec_ns)
+
+
+@functools.cache
+def _cast_to(dtype: torch.dtype) -> _native.Packing:
+    return _native.CastPacking(NATIVE_DTYPES[dtype])
 
 
 def _native_links(links: tuple[Link, ...]) -> tuple[list[_native.Group], int] | None:

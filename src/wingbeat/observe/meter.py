@@ -10,9 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-Cell: TypeAlias = "int | float | str"
+from wingbeat.schema import Length, MalformedMessage, Text
+
+TEXT, CELLS = 128, 256
+"""Limits of a report: characters of a text, and cells of a section."""
+
+Cell: TypeAlias = int | float | Annotated[str, Text(TEXT)]
 
 PARTS = ("forward", "backward", "update", "exchange", "other", "codec")
 """The parts of an iteration's time. ``codec`` is work of all threads and may overlap with the
@@ -33,13 +38,20 @@ class Section:
         unit: empty if values are shown as they are; otherwise one of `GROWS`.
     """
 
-    name: str
-    cells: dict[str, Cell]
+    name: Annotated[str, Text(TEXT)]
+    cells: Annotated[dict[Annotated[str, Text(TEXT)], Cell], Length(most=CELLS)]
     unit: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise MalformedMessage if the unit is unknown."""
+        if self.unit not in ("", *GROWS):
+            raise MalformedMessage(f"unit is {self.unit!r:.40}; allowed: {', '.join(GROWS)}")
 
 
 class Tally:
     """Nanoseconds that several threads add to without a lock.
+
+    ``sources`` return those that are counted elsewhere.
 
     >>> spent = Tally()
     >>> spent.add(5)
@@ -48,10 +60,11 @@ class Tally:
     12
     """
 
-    __slots__ = ("_by_thread",)
+    __slots__ = ("_by_thread", "sources")
 
     def __init__(self) -> None:
         self._by_thread: dict[int, int] = {}
+        self.sources: list[Callable[[], int]] = []
 
     def add(self, ns: int) -> None:
         """Add ``ns``."""
@@ -62,7 +75,8 @@ class Tally:
     @property
     def total(self) -> int:
         """The sum over all threads."""
-        return sum(list(self._by_thread.values()))
+        counted = sum(source() for source in self.sources)
+        return sum(list(self._by_thread.values())) + counted
 
 
 codec = Tally()

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias
 
-from wingbeat.observe.meter import GROWS, PARTS, Cell, Section
+from wingbeat.observe.meter import CELLS, TEXT, Section
+from wingbeat.schema import Length, MalformedMessage, Range, Text, parse_json
 
 LARGEST = 16 << 10
 """Maximum characters of a report. Sections beyond are left out."""
 
-TEXT, MANY, CELLS = 128, 32, 256
-"""Limits: characters of a text; interfaces, counts or sections of a report; cells of a section."""
+MANY = 32
+"""Maximum interfaces, counts or sections of a report."""
 
 READS = 32
 """Maximum reports that rank 0 forwards per second; with more workers each is read less often."""
@@ -34,15 +34,13 @@ STILL_S = 10.0
 WINDOW_S = 10.0
 """Rates are averages over this number of seconds before a worker's last report."""
 
-_MOST = 1 << 63
-
-ValueT = TypeVar("ValueT")
-MadeT = TypeVar("MadeT")
-
-
-class Malformed(ValueError):
-    """The data is not a valid report."""
-
+Whole: TypeAlias = Annotated[int, Range(0, 1 << 63)]
+Real: TypeAlias = Annotated[float, Range(0, 1 << 63)]
+Seconds: TypeAlias = Annotated[float, Range(0, 1 << 63, "s")]
+Name: TypeAlias = Annotated[str, Text(TEXT)]
+Spent: TypeAlias = Annotated[dict[Name, Real], Length(most=MANY)]
+Counts: TypeAlias = Annotated[dict[Name, Whole], Length(most=MANY)]
+Sections: TypeAlias = Annotated[tuple[Section, ...], Length(most=MANY)]
 
 # -- one worker's report --------------------------------------------------------------------------
 
@@ -51,25 +49,45 @@ class Malformed(ValueError):
 class Report:
     """The state of one worker at one moment. All numbers are totals since its start.
 
-    ``strategy`` is the text of all models' strategies, and ``iteration`` the maximum over the
-    models. ``number`` counts reports from 0, and ``at_s`` is the worker's own clock. ``spent_s``
-    has the keys of `PARTS`. ``interfaces`` has the host's bytes sent and received, from the
-    kernel's counters. ``counts`` has rare events. ``ended`` marks the last report.
+    Attributes:
+        rank: of the worker.
+        size: number of workers.
+        host: name of the host.
+        pid: of the process.
+        strategy: the text of all models' strategies.
+        number: of the report, from 0.
+        at_s: the worker's own clock.
+        iteration: the maximum over the models.
+        spent_s: by part, see `meter.PARTS`.
+        interfaces: the host's bytes sent and received, from the kernel's counters.
+        counts: of rare events.
+        sections: what strategies show.
+        ended: whether this is the last report.
     """
 
-    rank: int
-    size: int
-    host: str
-    pid: int
-    strategy: str
-    number: int
-    at_s: float
-    iteration: int
-    spent_s: dict[str, float] = field(default_factory=dict)
-    interfaces: dict[str, tuple[int, int]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    sections: tuple[Section, ...] = ()
+    rank: Whole
+    size: Whole
+    host: Name
+    pid: Whole
+    strategy: Name
+    number: Whole
+    at_s: Seconds
+    iteration: Whole
+    spent_s: Spent = field(default_factory=dict)
+    interfaces: Annotated[dict[Name, tuple[Whole, Whole]], Length(most=MANY)] = field(
+        default_factory=dict
+    )
+    counts: Counts = field(default_factory=dict)
+    sections: Sections = ()
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise MalformedMessage for a rank outside the job, or a cell that is no counter."""
+        if self.rank >= self.size:
+            raise MalformedMessage(f"rank {self.rank} of {self.size}")
+        grown = (cell for each in self.sections if each.unit for cell in each.cells.values())
+        if any(type(cell) is not int or cell < 0 for cell in grown):
+            raise MalformedMessage("a section with a unit has a cell that is no counter")
 
     def to_text(self) -> str:
         """Return one line of JSON of at most `LARGEST` characters; sections beyond are left out."""
@@ -82,10 +100,10 @@ class Report:
 
     @staticmethod
     def from_text(text: str) -> Report:
-        """Parse the output of `to_text`; raises Malformed if it is not valid."""
+        """Parse the output of `to_text`; raises MalformedMessage if it is not valid."""
         if len(text) > LARGEST:
-            raise Malformed(f"{len(text)} characters; allowed are {LARGEST}")
-        return _report(_json(text))
+            raise MalformedMessage(f"{len(text)} characters; allowed are {LARGEST}")
+        return parse_json(Report, text)
 
 
 # -- the state of a job ---------------------------------------------------------------------------
@@ -95,19 +113,27 @@ class Report:
 class Worker:
     """The known state of one worker. Rates are recent ones, per second.
 
-    ``silent_s`` is the time since the last report, or since monitoring began, and ``still_s`` the
-    time since the last known step. ``ms`` is milliseconds per iteration by part. ``interfaces`` has
-    bytes sent and received. Unknown values are None or empty.
+    Attributes:
+        rank: of the worker.
+        report: the last one.
+        silent_s: since the last report, or since monitoring began.
+        still_s: since the last known step.
+        rate: iterations per second; None if unknown.
+        ms: milliseconds per iteration, by part; empty if unknown.
+        interfaces: bytes sent and received per second.
+        sections: of the last report; cells that grow are rates.
     """
 
-    rank: int
+    rank: Whole
     report: Report | None = None
-    silent_s: float = 0.0
-    still_s: float = 0.0
-    rate: float | None = None
-    ms: dict[str, float] = field(default_factory=dict)
-    interfaces: dict[str, tuple[float, float]] = field(default_factory=dict)
-    sections: tuple[Section, ...] = ()
+    silent_s: Seconds = 0.0
+    still_s: Seconds = 0.0
+    rate: Real | None = None
+    ms: Spent = field(default_factory=dict)
+    interfaces: Annotated[dict[Name, tuple[Real, Real]], Length(most=MANY)] = field(
+        default_factory=dict
+    )
+    sections: Sections = ()
 
     @property
     def _turn_s(self) -> float:
@@ -135,12 +161,19 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job at one moment, ``watched_s`` seconds after monitoring began; workers are by rank."""
+    """A job at one moment.
 
-    name: str
-    watched_s: float
-    unix_s: float
-    workers: tuple[Worker, ...]
+    Attributes:
+        name: of the job.
+        watched_s: since monitoring began.
+        unix_s: the supervisor's clock.
+        workers: by rank.
+    """
+
+    name: Name
+    watched_s: Seconds
+    unix_s: Seconds
+    workers: Annotated[tuple[Worker, ...], Length(most=MOST_WORKERS)]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -151,8 +184,8 @@ class Job:
 
     @staticmethod
     def from_text(text: str | bytes) -> Job:
-        """Parse the JSON of `to_json`; raises Malformed if it is not valid."""
-        return _made(Job, _JOB, _json(text))
+        """Parse the JSON of `to_json`; raises MalformedMessage if it is not valid."""
+        return parse_json(Job, text)
 
 
 class Watch:
@@ -172,8 +205,8 @@ class Watch:
         try:
             report = Report.from_text(text)
             if report.size > MOST_WORKERS or self._size not in (0, report.size):
-                raise Malformed(f"a job of {report.size} workers, not {self._size}")
-        except Malformed:
+                raise MalformedMessage(f"a job of {report.size} workers, not {self._size}")
+        except MalformedMessage:
             self.refused += 1
             return
         self._size = report.size
@@ -259,127 +292,3 @@ def _with_rates(worker: Worker, first: Report, last: Report) -> Worker:
         },
         sections=tuple(map(section_rates, last.sections)),
     )
-
-
-# -- checks of JSON; all raise Malformed ----------------------------------------------------------
-
-
-def _json(text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as err:
-        raise Malformed(f"no JSON: {err}"[:TEXT]) from None
-
-
-def _made(cls: type[MadeT], checks: Mapping[str, Callable[[Any], Any]], data: Any) -> MadeT:
-    """Make an object of the fields in ``checks``, each converted by its check."""
-    try:
-        return cls(**{name: check(data[name]) for name, check in checks.items()})
-    except (KeyError, TypeError, AttributeError) as err:
-        raise Malformed(f"no {cls.__name__}: {type(err).__name__} {err}"[:TEXT]) from None
-
-
-def _text(value: Any) -> str:
-    """Return a text without control characters, cut to `TEXT` characters."""
-    if not isinstance(value, str):
-        raise Malformed(f"a text was expected, not {value!r}"[:TEXT])
-    return "".join(c if c.isprintable() else "?" for c in value[:TEXT])
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MOST:
-        raise Malformed(f"a whole number from 0 was expected, not {value!r}"[:TEXT])
-    return value
-
-
-def _seconds(value: Any) -> float:
-    # NaN and infinities fail this comparison too.
-    if type(value) not in (int, float) or not 0 <= value < _MOST:
-        raise Malformed(f"seconds were expected, not {value!r}"[:TEXT])
-    return float(value)
-
-
-def _cell(value: Any) -> Cell:
-    if isinstance(value, str):
-        return _text(value)
-    if type(value) not in (int, float) or not -_MOST < value < _MOST:
-        raise Malformed(f"a number or a text was expected, not {value!r}"[:TEXT])
-    number: int | float = value
-    return number
-
-
-def _list(value: Any, check: Callable[[Any], ValueT], most: int = MANY) -> tuple[ValueT, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) > most:
-        raise Malformed(f"a list of at most {most} was expected")
-    return tuple(map(check, value))
-
-
-def _named(value: Any, check: Callable[[Any], ValueT], most: int = MANY) -> dict[str, ValueT]:
-    if not isinstance(value, dict) or len(value) > most:
-        raise Malformed(f"at most {most} named values were expected")
-    return {_text(name): check(each) for name, each in value.items()}
-
-
-def _by_part(value: Any) -> dict[str, float]:
-    given = _named(value, _seconds)
-    return {part: given[part] for part in PARTS if part in given}
-
-
-def _pairs(value: Any, check: Callable[[Any], ValueT]) -> dict[str, tuple[ValueT, ...]]:
-    pairs = _named(value, lambda pair: _list(pair, check, 2))
-    if any(len(pair) != 2 for pair in pairs.values()):
-        raise Malformed(f"two values were expected by name, not {value!r}"[:TEXT])
-    return pairs
-
-
-def _section(value: Any, *, rates: bool = False) -> Section:
-    unit = value["unit"]
-    if unit not in ("", *GROWS):
-        raise Malformed(f"unknown unit {unit!r}"[:TEXT])
-    # Cells that grow are counters in a report, and rates in the state of a job.
-    check: Callable[[Any], Cell] = _whole if unit and not rates else _cell
-    return Section(_text(value["name"]), _named(value["cells"], check, CELLS), unit)
-
-
-def _report(data: Any) -> Report:
-    report = _made(Report, _REPORT, data)
-    if report.rank >= report.size:
-        raise Malformed(f"rank {report.rank} of {report.size}")
-    return report
-
-
-def _or_none(check: Callable[[Any], ValueT]) -> Callable[[Any], ValueT | None]:
-    return lambda value: None if value is None else check(value)
-
-
-_REPORT: dict[str, Callable[[Any], Any]] = {
-    "rank": _whole,
-    "size": _whole,
-    "host": _text,
-    "pid": _whole,
-    "strategy": _text,
-    "number": _whole,
-    "at_s": _seconds,
-    "iteration": _whole,
-    "spent_s": _by_part,
-    "interfaces": lambda value: _pairs(value, _whole),
-    "counts": lambda value: _named(value, _whole),
-    "sections": lambda value: _list(value, _section),
-    "ended": lambda value: value is True,
-}
-_WORKER: dict[str, Callable[[Any], Any]] = {
-    "rank": _whole,
-    "report": _or_none(_report),
-    "silent_s": _seconds,
-    "still_s": _seconds,
-    "rate": _or_none(_seconds),
-    "ms": _by_part,
-    "interfaces": lambda value: _pairs(value, _seconds),
-    "sections": lambda value: _list(value, lambda each: _section(each, rates=True)),
-}
-_JOB: dict[str, Callable[[Any], Any]] = {
-    "name": _text,
-    "watched_s": _seconds,
-    "unix_s": _seconds,
-    "workers": lambda value: _list(value, lambda each: _made(Worker, _WORKER, each), MOST_WORKERS),
-}

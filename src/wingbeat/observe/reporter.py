@@ -26,8 +26,8 @@ import psutil
 from wingbeat.errors import UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.log import log
-from wingbeat.observe.meter import Cell, Meter, Section
-from wingbeat.observe.report import READS, TEXT, Report
+from wingbeat.observe.meter import TEXT, Cell, Meter, Section
+from wingbeat.observe.report import READS, Report
 from wingbeat.observe.supervisor import Places, socket_folder
 from wingbeat.transport.store import Store
 

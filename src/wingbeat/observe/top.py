@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.cells import cell_len
 
 from wingbeat.errors import UsageError, WingbeatError, unknown
-from wingbeat.observe.report import Job, Malformed, Worker
+from wingbeat.observe.report import Job, Worker
 from wingbeat.observe.supervisor import SUFFIX, NotPrivate, check_private, socket_folder
+from wingbeat.schema import MalformedMessage
 
 TIMEOUT_S = 3.0
 """Seconds to wait for an answer."""
@@ -147,7 +148,7 @@ def job_at(address: str) -> Found:
 def _parsed(text: bytes, name: str) -> Job:
     try:
         return Job.from_text(text)
-    except Malformed as err:
+    except MalformedMessage as err:
         raise JobLost(f"what answers as {name} is no wingbeat job of this version: {err}") from None
 
 

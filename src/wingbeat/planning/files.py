@@ -1,33 +1,28 @@
 """The plan file: measurements, trials and choices as readable JSON.
 
 A file holds one record and the key of the model and cluster for which it is valid. A record is a
-frozen dataclass with a class attribute ``kind`` and a method ``explain``. `to_json` and `from_json`
-convert any such dataclass, following the types of its fields. The dataclasses check ranges in
-``__post_init__``.
+frozen dataclass with a class attribute ``kind`` and a method ``explain``, which `wingbeat.schema`
+converts. The dataclasses check ranges in ``__post_init__``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import os
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, Union, get_args, get_origin
-from typing import get_type_hints as type_hints
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from wingbeat import schema
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
+from wingbeat.schema import to_json
 
 FORMAT, VERSION = "wingbeat plan", 1
 REMEDY = "delete the file to plan again"
-
-MAX_NUMBER = 1e15
-"""Upper limit of measured amounts and times, below which arithmetic cannot overflow to infinity."""
 
 _MAX_LINE = 100
 
@@ -159,98 +154,12 @@ def _indented(value: Any, indent: int = 0) -> str:
     return f"{left}\n{lines}\n{' ' * indent}{right}"
 
 
-# -- records and JSON ----------------------------------------------------------------------------
-
-
-def to_json(value: Any) -> Any:
-    """Convert a frozen dataclass, and all that it contains, to JSON values.
-
-    A class attribute ``kind`` is included, to distinguish the members of a union.
-    """
-    if dataclasses.is_dataclass(value):
-        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
-        fields = dataclasses.fields(value)
-        return kind | {field.name: to_json(getattr(value, field.name)) for field in fields}
-    if isinstance(value, dict):
-        return {key: to_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(each) for each in value]
-    return value
-
-
 def from_json(hint: type[T], data: Any, where: str) -> T:
-    """Convert the output of `to_json` back to a value of the type ``hint``.
-
-    Missing fields take their defaults. Numbers have to be finite, at most `MAX_NUMBER`.
-    """
-    value: T = _converted(hint, data, where)
-    return value
-
-
-def _converted(hint: Any, data: Any, where: str) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return _record(hint, _checked(dict, data, where), where)
-    if origin in (Union, types.UnionType):
-        return _member(args, data, where)
-    if origin is tuple:
-        values = _checked(list, data, where)
-        if args[-1] is Ellipsis:
-            return tuple(
-                _converted(args[0], each, f"{where}[{i}]") for i, each in enumerate(values)
-            )
-        if len(values) != len(args):
-            raise UsageError(f"{where} is {data!r:.60}; allowed: a list of {len(args)} values")
-        return tuple(_converted(arg, each, where) for arg, each in zip(args, values, strict=True))
-    if origin is dict:
-        items = _checked(dict, data, where).items()
-        return {key: _converted(args[1], each, f"{where}.{key}") for key, each in items}
-    if hint is float:
-        return _number(data, where)
-    return _checked(hint, data, where)
-
-
-def _record(cls: Any, data: dict[str, Any], where: str) -> Any:
-    prefix = f"{where}." if where else ""
-    hints, values = type_hints(cls), {}
-    for field in dataclasses.fields(cls):
-        if field.name in data:
-            each = data[field.name]
-            values[field.name] = _converted(hints[field.name], each, prefix + field.name)
-        elif field.default is dataclasses.MISSING:
-            raise UsageError(f"{prefix}{field.name} is missing")
+    """Return what `schema.from_json` does; a `UsageError` if the data is malformed."""
     try:
-        return cls(**values)
-    except UsageError as err:
-        raise UsageError(f"{where}: {err}" if where else str(err)) from None
-
-
-def _member(args: tuple[Any, ...], data: Any, where: str) -> Any:
-    if data is None and types.NoneType in args:
-        return None
-    members = [arg for arg in args if arg is not types.NoneType]
-    if len(members) == 1:
-        return _converted(members[0], data, where)
-    kind = _checked(dict, data, where).get("kind")
-    for member in members:
-        if member.kind == kind:
-            return _converted(member, data, where)
-    kinds = ", ".join(member.kind for member in members)
-    raise UsageError(f"{where}.kind is {kind!r:.60}; allowed: {kinds}")
-
-
-def _checked(hint: Any, data: Any, where: str) -> Any:
-    """Return a dict, list, string or whole number; ``bool`` does not pass as ``int``."""
-    if type(data) is not hint or (hint is int and not abs(data) < 2**53):
-        names = {dict: "an object", list: "a list", str: "a string", int: "a whole number"}
-        raise UsageError(f"{where} is {data!r:.60}; allowed: {names[hint]}")
-    return data
-
-
-def _number(data: Any, where: str) -> float:
-    if type(data) not in (int, float) or not abs(data) <= MAX_NUMBER:  # NaN fails too
-        raise UsageError(f"{where} is {data!r:.60}; allowed: a number up to {MAX_NUMBER:g}")
-    return float(data)
+        return schema.from_json(hint, data, where)
+    except schema.MalformedMessage as err:
+        raise UsageError(str(err)) from None
 
 
 def check_range(name: str, values: Iterable[float], least: float, most: float = math.inf) -> None:

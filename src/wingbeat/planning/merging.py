@@ -30,11 +30,12 @@ from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import controllers, measure, merge
 from wingbeat.planning.backward import BackwardProfiler, combine
 from wingbeat.planning.costs import Fit, Workload, best_fit
-from wingbeat.planning.files import REMEDY, from_json, to_json
+from wingbeat.planning.files import REMEDY, from_json
 from wingbeat.planning.measure import Samples, fit_samples, key_of, payload_bytes, wire_text
 from wingbeat.planning.merge import TRIED, Candidate
 from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
 from wingbeat.planning.trials import DriftDetector, Rows, Trial, plan_trial
+from wingbeat.schema import to_json
 from wingbeat.types import Plan
 
 MISPREDICTED = 0.1

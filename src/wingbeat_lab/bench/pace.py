@@ -11,8 +11,9 @@ few operations for each matrix. Slow motion stretches this part, the scale does 
 derives it from the same calls on a smaller model. Without it the whole call is scaled, which
 overestimates many small calls.
 
-wingbeat's codecs and DDP's hooks are treated alike. Other work of the processor (copies into
-buckets, sums, TCP) keeps its real pace.
+wingbeat's codecs and DDP's hooks are treated alike. The lanes of the extension, which encode and
+decode without Python, sleep likewise (``native/src/net/codec_clock.h``). Other work of the
+processor (copies into buckets, sums, TCP) keeps its real pace.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from wingbeat import _native
 from wingbeat.codecs.coding import Coding
 from wingbeat.codecs.lowrank import Round
 
@@ -46,6 +48,9 @@ WORK: tuple[tuple[Any, str], ...] = (
     (powerSGD_hook, "powerSGD_hook"),
 )
 """The functions that do codec work: owner and name of each."""
+
+NATIVE_WORK = ("pack", "unpack")
+"""The names of codec work of the extension's lanes."""
 
 SMALLER = 0.25
 """Share of the model's parameters in the model that serves to measure fixed costs."""
@@ -88,6 +93,7 @@ class Pace:
     scale: float = 1.0
     fixed: Mapping[str, float] = field(default_factory=dict)
     _measured: dict[str, Calls] | None = None
+    _installed: bool = False
 
     @property
     def slows(self) -> bool:
@@ -112,13 +118,28 @@ class Pace:
             return then(awaited, self.slowed(callback, f"then {callback.__qualname__}"))
 
         future.then = slowed_then
+        self._installed = True
+        self._slow_lanes()
 
         def undo() -> None:
+            self._installed = False
+            _native.pace_codecs(1.0, 1.0, 0.0, 0.0)
             for owner, name, plain in before:
                 setattr(owner, name, plain)
             future.then = then
 
         return undo
+
+    def use(self, fixed: Mapping[str, float]) -> None:
+        """Set `fixed`."""
+        self.fixed = fixed
+        self._slow_lanes()
+
+    def _slow_lanes(self) -> None:
+        """Slow the codec work of the extension's lanes, unless it is measured."""
+        if self._installed and self._measured is None:
+            fixed = (self.fixed.get(name, 0.0) for name in NATIVE_WORK)
+            _native.pace_codecs(self.stretch, self.scale, *fixed)
 
     def slowed(self, work: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return ``work`` followed by a sleep for the additional time of the whole model."""
@@ -172,10 +193,17 @@ class Pace:
     def measured(self) -> Iterator[dict[str, Calls]]:
         """Measure calls by function in the body, without slowing them."""
         self._measured = {}
+        _native.pace_codecs(1.0, 1.0, 0.0, 0.0)
+        before = _native.codec_work()
         try:
             yield self._measured
+            for name, old, new in zip(NATIVE_WORK, before, _native.codec_work(), strict=True):
+                if new[0] > old[0]:
+                    calls = Calls((new[1] - old[1]) / 1e9, new[0] - old[0])
+                    self._measured[name] = calls
         finally:
             self._measured = None
+            self._slow_lanes()
 
 
 def fixed_costs(

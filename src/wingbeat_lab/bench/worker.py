@@ -352,7 +352,7 @@ class Worker:
         self, row: int, *, recorded: bool = False, round_: int | None = None
     ) -> contextlib.AbstractContextManager[Training]:
         """A row's new model, with the row's decisions, inside a round or not."""
-        self.pace.fixed = self.fixed.get(row, {})
+        self.pace.use(self.fixed.get(row, {}))
         return training(
             self.checked,
             row,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections.abc import Collection, Sequence
 from unittest.mock import Mock
@@ -311,12 +312,12 @@ def test_log_entry_waits_for_further_suspects() -> None:
 def test_second_incarnation_can_be_lost() -> None:
     cluster = Cluster(3).run(2.0)
     for worker in (0, 1):
-        cluster.clients[worker].log.append(LogEntry(2, View((0, 0, 2))).to_json())
+        cluster.clients[worker].log.append(json.dumps(LogEntry(2, View((0, 0, 2)))))
         cluster.clients[worker]._changes += [
             MembershipChange(2, 0, False, 2),
             MembershipChange(2, 1, True, 2, Mock(PeerInfo)),
         ]
-    cluster.store.set("membership/r/0", LogEntry(2, View((0, 0, 2))).to_json())
+    cluster.store.set("membership/r/0", json.dumps(LogEntry(2, View((0, 0, 2)))))
     cluster.ended[2] = "in its first life"
     cluster.run(0.2)
     for worker in (0, 1):
@@ -394,11 +395,13 @@ def test_suspect_that_is_heard_again_is_not_lost() -> None:
 
 def test_membership_log_append_returns_changes() -> None:
     log = MembershipLog(3)
-    assert log.append(LogEntry(1, View((0, 0, 1))).to_json()) == [MembershipChange(2, 0, False, 1)]
-    assert log.append(LogEntry(2, View((0, 0, 2))).to_json()) == [MembershipChange(2, 1, True, 2)]
-    both = log.append(LogEntry(2, View((0, 0, 4))).to_json())
+    assert log.append(json.dumps(LogEntry(1, View((0, 0, 1))))) == [
+        MembershipChange(2, 0, False, 1)
+    ]
+    assert log.append(json.dumps(LogEntry(2, View((0, 0, 2))))) == [MembershipChange(2, 1, True, 2)]
+    both = log.append(json.dumps(LogEntry(2, View((0, 0, 4)))))
     assert both == [MembershipChange(2, 1, False, 2), MembershipChange(2, 2, True, 2)]
-    assert log.append(LogEntry(0, View((0, 0, 3))).to_json()) == []
+    assert log.append(json.dumps(LogEntry(0, View((0, 0, 3))))) == []
     assert log.view == (0, 0, 4)
     assert log.length == 4
     assert not log.lacks(View((0, 0, 3)))
@@ -407,12 +410,11 @@ def test_membership_log_append_returns_changes() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"author": 0}', '{"author": 3, "view": [0, 0, 0]}', '{"author": 0, "view": [0, 0]}',
-     '{"author": 0, "view": [0, 0, -1]}', '{"author": 0, "view": [0, 0, true]}', "[" * 100_000,
-     '{"author": true, "view": [0, 0, 0]}', '{"author": 0, "view": 5}'],
+    ["", "{}", "[0]", "[3, [0, 0, 0]]", "[0, [0, 0]]", "[0, [0, 0, -1]]", "[0, [0, 0, true]]",
+     "[" * 100_000, "[true, [0, 0, 0]]", "[0, 5]"],
 )  # fmt: skip
 def test_malformed_log_entry_is_rejected(text: str) -> None:
-    with pytest.raises(MalformedMessage, match="is not a membership log entry"):
+    with pytest.raises(MalformedMessage, match=r"JSON|author|view|list"):
         MembershipLog(3).append(text)
 
 
@@ -438,8 +440,8 @@ def test_malformed_card_is_logged_and_log_is_read_on(
     store = Switchboard()
     roll = MembershipClient(store, "r", 0, 3)
     store.set("messages/r/1.1", '{"session": Infinity}')
-    store.set("membership/r/0", LogEntry(1, View((0, 2, 0))).to_json())
-    store.set("membership/r/1", LogEntry(1, View((0, 2, 1))).to_json())
+    store.set("membership/r/0", json.dumps(LogEntry(1, View((0, 2, 0)))))
+    store.set("membership/r/1", json.dumps(LogEntry(1, View((0, 2, 1)))))
     heard = threading.Event()
     roll.start(heard.set)
     try:
@@ -505,8 +507,8 @@ def test_announce_without_acknowledgement_names_worker() -> None:
 def test_announce_does_not_wait_for_lost_worker() -> None:
     store, whole_ = Switchboard(), initial_view(3)
     store.set("membership/r/accepted/1.1/0", "1")
-    store.set("membership/r/0", LogEntry(1, View((0, 2, 0))).to_json())
-    store.set("membership/r/1", LogEntry(0, View((0, 0, 1))).to_json())
+    store.set("membership/r/0", json.dumps(LogEntry(1, View((0, 2, 0)))))
+    store.set("membership/r/1", json.dumps(LogEntry(0, View((0, 0, 1)))))
     client = MembershipClient(store, "r", 1, 3)
     assert client.log.view == whole_
     assert client.announce(1, 5.0) == {0: 0}
@@ -515,6 +517,6 @@ def test_announce_does_not_wait_for_lost_worker() -> None:
 
 def test_announce_with_occupied_rank_raises() -> None:
     store = Switchboard()
-    store.set("membership/r/0", LogEntry(1, View((0, 4, 0))).to_json())
+    store.set("membership/r/0", json.dumps(LogEntry(1, View((0, 4, 0)))))
     with pytest.raises(RendezvousError, match="rank 1: another process has joined with this rank"):
         MembershipClient(store, "r", 1, 3).announce(1, 1.0)

@@ -18,7 +18,7 @@ from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.messages import (
     PieceSum,
     decode_message,
-    encode_numbers,
+    encode_words,
     initial_view,
 )
 from wingbeat.methods.bounded_staleness.replica import (
@@ -124,15 +124,15 @@ def play(
         for each in crew:
             while each.machine.outbox:
                 post = each.machine.outbox.popleft()
-                numbers = encode_numbers(post.message, 0)
+                words = encode_words(post.message, 0)
                 payload = getattr(post.message, "payload", None)
                 for to in post.to:
-                    network.setdefault((each.rank, to), deque()).append((numbers, payload))
+                    network.setdefault((each.rank, to), deque()).append((words, payload))
         ways = [way for way, queue in network.items() if queue]
         if ways:
             way = chance.choice(ways)
-            numbers, payload = network[way].popleft()
-            incarnation, message = decode_message(numbers, n, bound.colayers, payload)
+            words, payload = network[way].popleft()
+            incarnation, message = decode_message(words, n, bound.colayers, payload)
             crew[way[1]].machine.receive(way[0], incarnation, message)
     assert all(one.machine.drained for one in crew), [one.machine.iteration for one in crew]
     for one in crew:

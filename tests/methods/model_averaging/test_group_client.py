@@ -24,7 +24,21 @@ from wingbeat.methods.model_averaging.client import (
     Client,
     StatusTable,
 )
-from wingbeat.methods.model_averaging.generator import Kind, Reason, Run, encode_members, run_ids
+from wingbeat.methods.model_averaging.generator import (
+    MESSAGES,
+    Added,
+    Done,
+    Keepalive,
+    Lost,
+    Reason,
+    Refused,
+    Removed,
+    Request,
+    Run,
+    RunMessage,
+    SendState,
+    Synchronize,
+)
 from wingbeat.methods.model_averaging.rules import Rules, group_of
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
@@ -40,9 +54,15 @@ class FakeMessage(NamedTuple):
     payload: Any = b""
 
 
+def sent(message: Any) -> FakeMessage:
+    return FakeMessage(*MESSAGES.pack(message))
+
+
 def run_message(*run: Any, connection: int = 5, close: tuple[int, ...] = ()) -> FakeMessage:
     made = Run(*run)
-    return FakeMessage(Kind.RUN, run_ids(made, connection), encode_members(made.members, close))
+    return sent(
+        RunMessage(made.number, made.epoch, made.initiator, connection, made.members, close)
+    )
 
 
 class FakeMailbox:
@@ -51,7 +71,7 @@ class FakeMailbox:
     def __init__(self, *messages: FakeMessage) -> None:
         self.messages = deque(messages)
         self.arrived: deque[FakeMessage] = deque()  # while it waits for members
-        self.posted: list[tuple[int, ...]] = []
+        self.posted: list[Any] = []
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
         self.cut: dict[int, float] = {}
@@ -74,7 +94,7 @@ class FakeMailbox:
         assert peer == GENERATOR
         if self.lost:
             raise PeerError("the generator is gone")
-        self.posted.append((kind, *ids[:3]))
+        self.posted.append(MESSAGES.parse(FakeMessage(kind, ids), workers=GENERATOR))  # type: ignore[arg-type]
 
 
 def client(box: FakeMailbox, rules: Rules | None = None) -> Client:
@@ -87,7 +107,7 @@ def test_step_sends_a_request_averages_and_acknowledges() -> None:
     runs: list[Run] = []
     client(box).step(FunctionReducer(lambda run, alive: runs.append(run)))
     assert runs == [Run(7, 0, (0, 1), 0)]
-    assert box.posted == [(Kind.REQUEST, 0, 0, 0), (Kind.DONE, 7, 0, 0)]
+    assert box.posted == [Request(), Done(7, 0)]
 
 
 def test_connections_are_closed_before_others_are_opened_and_all_in_a_fallback() -> None:
@@ -106,23 +126,23 @@ def test_connections_are_closed_before_others_are_opened_and_all_in_a_fallback()
 
 def test_synchronize_waits_for_one_group_with_any_rules() -> None:
     for rules in (Rules(), Rules.random(2), Rules.all_workers()):
-        box = FakeMailbox(FakeMessage(Kind.KEEPALIVE), run_message(7, 0, (0, 1, 2), 0))
+        box = FakeMailbox(sent(Keepalive()), run_message(7, 0, (0, 1, 2), 0))
         runs: list[int] = []
         client(box, rules).synchronize(
             FunctionReducer(lambda run, alive, runs=runs: runs.append(run.number))
         )
         assert runs == [7]
-        assert box.posted == [(Kind.SYNCHRONIZE, 0, 0, 0), (Kind.DONE, 7, 0, 0)]
+        assert box.posted == [Synchronize(), Done(7, 0)]
 
 
 def test_synchronize_is_repeated_after_an_exclusion() -> None:
     box = FakeMailbox(
-        FakeMessage(Kind.REMOVED, (1, 1, 0, 0)),
-        FakeMessage(Kind.ADDED, (1, 0, 0, 0)),
+        sent(Removed(1, 1, Reason.LATE, False)),
+        sent(Added(1)),
         run_message(9, 0, (1,), 1),
     )
     client(box).synchronize(FunctionReducer(lambda run, alive: None))
-    assert [kind for kind, *_ in box.posted] == [Kind.SYNCHRONIZE, Kind.SYNCHRONIZE, Kind.DONE]
+    assert [type(each) for each in box.posted] == [Synchronize, Synchronize, Done]
 
 
 @pytest.mark.parametrize("does", [Client.step, Client.synchronize])
@@ -131,7 +151,7 @@ def test_messages_of_the_generator_extend_a_wait(
 ) -> None:
     now = iter(range(1000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
-    signs = [FakeMessage(Kind.KEEPALIVE)] * 20
+    signs = [sent(Keepalive())] * 20
     one = client(FakeMailbox(*signs, run_message(9, 0, (1,), 1)))
     does(one, FunctionReducer(lambda run, alive: None))
     assert one.fallback is None
@@ -160,7 +180,7 @@ def test_wait_for_a_live_worker_is_logged_and_fails_after_ten_timeouts(
 ) -> None:
     now = iter(range(1000))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
-    one = client(FakeMailbox(*[FakeMessage(Kind.KEEPALIVE, (1 + 2, 0, 0, 0))] * 60))
+    one = client(FakeMailbox(*[sent(Keepalive(2))] * 60))
     with pytest.raises(PeerError, match=rf"rank 1: rank 2 is alive, but {what} .* for 50 s \(10 "):
         does(one, FunctionReducer(lambda run, alive: None))
     assert len(re.findall(rf"rank 1: has waited for {what} of rank 2 for 3\d s", caplog.text)) == 1
@@ -216,7 +236,7 @@ def test_arrival_is_departed_after_the_generator_is_lost() -> None:
 
 
 def test_fallback_with_rules_of_everyone_has_one_group() -> None:
-    one = client(FakeMailbox(FakeMessage(Kind.REMOVED, (2, 0, 0, 0))), Rules.all_workers())
+    one = client(FakeMailbox(sent(Removed(2, 0, Reason.LATE, False))), Rules.all_workers())
     runs: list[Run] = []
     for _ in range(3):
         one.step(FunctionReducer(lambda run, alive: runs.append(run)))
@@ -226,7 +246,7 @@ def test_fallback_with_rules_of_everyone_has_one_group() -> None:
 def test_group_of_one_averages_nothing() -> None:
     box = FakeMailbox(run_message(7, 0, (1,), 1))
     client(box).step(FunctionReducer(lambda run, alive: pytest.fail("nothing to average")))
-    assert box.posted[-1] == (Kind.DONE, 7, 0, 0)
+    assert box.posted[-1] == Done(7, 0)
 
 
 def test_step_without_a_buffer_runs_groups_until_its_own_is_done() -> None:
@@ -241,63 +261,63 @@ def test_step_without_a_buffer_runs_groups_until_its_own_is_done() -> None:
 def test_lost_member_is_reported_and_the_group_runs_again() -> None:
     box = FakeMailbox(
         run_message(7, 0, (0, 1, 2), 0),
-        FakeMessage(Kind.REMOVED, (2, 0, 0, 0)),
+        sent(Removed(2, 0, Reason.LATE, False)),
         run_message(7, 1, (0, 1), 0),
     )
     one = client(box)
     lost = iter([2, None])
     one.step(FunctionReducer(lambda run, alive: next(lost)))
-    assert box.posted == [(Kind.REQUEST, 0, 0, 0), (Kind.LOST, 7, 0, 2), (Kind.DONE, 7, 1, 0)]
+    assert box.posted == [Request(), Lost(7, 0, 2), Done(7, 1)]
     assert one.lost_peers == {2}
 
 
 def test_exclusion_before_the_last_request_causes_no_second_request() -> None:
     box = FakeMailbox(
-        FakeMessage(Kind.REMOVED, (1, 0, 0, 0)),
-        FakeMessage(Kind.ADDED, (1, 0, 0, 0)),
+        sent(Removed(1, 0, Reason.LATE, False)),
+        sent(Added(1)),
         run_message(9, 0, (1,), 1),
     )
     one = client(box)
     one.step(FunctionReducer(lambda run, alive: None))
-    assert [kind for kind, *_ in box.posted] == [Kind.REQUEST, Kind.DONE]
-    box.messages += [FakeMessage(Kind.REMOVED, (1, 1, 0, 0)), run_message(10, 0, (1,), 1)]
+    assert [type(each) for each in box.posted] == [Request, Done]
+    box.messages += [sent(Removed(1, 1, Reason.LATE, False)), run_message(10, 0, (1,), 1)]
     one.step(FunctionReducer(lambda run, alive: None))
-    assert [kind for kind, *_ in box.posted[2:]] == [Kind.REQUEST, Kind.DONE]
+    assert [type(each) for each in box.posted[2:]] == [Request, Done]
 
 
 def test_exclusion_while_waiting_causes_a_second_request() -> None:
     box = FakeMailbox(
-        FakeMessage(Kind.REMOVED, (1, 1, 0, 0)),
-        FakeMessage(Kind.ADDED, (1, 0, 0, 0)),
+        sent(Removed(1, 1, Reason.LATE, False)),
+        sent(Added(1)),
         run_message(9, 0, (1,), 1),
     )
     client(box).step(FunctionReducer(lambda run, alive: None))
-    assert [kind for kind, *_ in box.posted] == [Kind.REQUEST, Kind.REQUEST, Kind.DONE]
+    assert [type(each) for each in box.posted] == [Request, Request, Done]
 
 
 @pytest.mark.parametrize("heard", [(1,), (0, 1)])
 def test_excluded_worker_that_copies_state_ends_its_step_without_an_average(heard: tuple) -> None:
     """It was excluded while it waits, or before, which the generator repeats."""
-    box = FakeMailbox(*(FakeMessage(Kind.REMOVED, (1, asked, 0, 0)) for asked in heard))
+    box = FakeMailbox(*(sent(Removed(1, asked, Reason.LATE, False)) for asked in heard))
     one = client(box)
     one.copies_state = True
     one.step(FunctionReducer(lambda run, alive: pytest.fail("nothing to average")))
-    assert box.posted == [(Kind.REQUEST, 1, 0, 0)]
+    assert box.posted == [Request(copies_state=True)]
     assert one.excluded
-    box.messages += [FakeMessage(Kind.REMOVED, (1, 2, 0, 0)), run_message(9, 0, (1,), 1)]
+    box.messages += [sent(Removed(1, 2, Reason.LATE, False)), run_message(9, 0, (1,), 1)]
     one.synchronize(FunctionReducer(lambda run, alive: None))
-    assert [kind for kind, *_ in box.posted[1:]] == [Kind.SYNCHRONIZE, Kind.SYNCHRONIZE, Kind.DONE]
+    assert [type(each) for each in box.posted[1:]] == [Synchronize, Synchronize, Done]
     assert not one.excluded
 
 
 def test_silent_worker_has_no_average_until_it_fetches_a_state() -> None:
     """Whatever its strategy: its model is old."""
-    box = FakeMailbox(FakeMessage(Kind.REMOVED, (1, 1, Reason.SILENT, 0)))
+    box = FakeMailbox(sent(Removed(1, 1, Reason.SILENT, False)))
     one = client(box)
     one.step(FunctionReducer(lambda run, alive: pytest.fail("nothing to average")))
-    assert box.posted == [(Kind.REQUEST, 0, 0, 0)]
+    assert box.posted == [Request()]
     assert one.stale
-    box.messages.append(FakeMessage(Kind.SEND_STATE, (0, 1, 3, 0)))
+    box.messages.append(sent(SendState(0, 1, 3)))
     assert one.fetch_state(lambda giver, meeting, lives: (giver, meeting)) == (0, 3)
     assert not one.stale
 
@@ -305,12 +325,8 @@ def test_silent_worker_has_no_average_until_it_fetches_a_state() -> None:
 @pytest.mark.parametrize("missed", [0, 1])
 @pytest.mark.parametrize("why", Reason)
 def test_synchronize_alone_fails_unless_all_others_died_or_left(why: Reason, missed: int) -> None:
-    outs = [FakeMessage(Kind.REMOVED, (other, 0, Reason.DIED, 0)) for other in (0, 2)]
-    one = client(
-        FakeMailbox(
-            *outs, FakeMessage(Kind.REMOVED, (3, 0, why, missed)), run_message(9, 0, (1,), 1)
-        )
-    )
+    outs = [sent(Removed(other, 0, Reason.DIED, False)) for other in (0, 2)]
+    one = client(FakeMailbox(*outs, sent(Removed(3, 0, why, missed)), run_message(9, 0, (1,), 1)))
     reducer = FunctionReducer(lambda run, alive: None)
     if why in (Reason.DIED, Reason.LEFT) and not missed:
         one.synchronize(reducer)
@@ -322,7 +338,7 @@ def test_synchronize_alone_fails_unless_all_others_died_or_left(why: Reason, mis
 def test_stale_run_is_abandoned_after_an_exclusion() -> None:
     """The generator has removed this worker from the group since."""
     box = FakeMailbox(run_message(7, 0, (0, 1), 0), run_message(9, 0, (1,), 1))
-    box.arrived.append(FakeMessage(Kind.REMOVED, (1, 1, Reason.LATE, 0)))
+    box.arrived.append(sent(Removed(1, 1, Reason.LATE, False)))
     seen: list[Arrival] = []
 
     def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
@@ -335,15 +351,15 @@ def test_stale_run_is_abandoned_after_an_exclusion() -> None:
 
 def test_excluded_worker_in_a_group_has_missed_nothing() -> None:
     """All others are gone."""
-    one = client(FakeMailbox(FakeMessage(Kind.REMOVED, (1, 0, 0, 0)), run_message(9, 0, (1,), 1)))
+    one = client(FakeMailbox(sent(Removed(1, 0, Reason.LATE, False)), run_message(9, 0, (1,), 1)))
     one.copies_state = True
     one.step(FunctionReducer(lambda run, alive: None))
     assert not one.excluded
 
 
 def test_lost_and_returned_peers_are_reported_once_each() -> None:
-    late, out = (FakeMessage(Kind.REMOVED, (3, 0, why, 0)) for why in (Reason.LATE, Reason.DIED))
-    back = FakeMessage(Kind.ADDED, (3, 0, 0, 0))
+    late, out = (sent(Removed(3, 0, why, False)) for why in (Reason.LATE, Reason.DIED))
+    back = sent(Added(3))
     one = client(FakeMailbox(late, out, out, back, back, run_message(9, 0, (1,), 1)))
     seen: list[tuple[str, int]] = []
     one.on_lost, one.on_back = (
@@ -355,7 +371,7 @@ def test_lost_and_returned_peers_are_reported_once_each() -> None:
 
 
 def test_returned_peer_is_not_lost() -> None:
-    out, back = FakeMessage(Kind.REMOVED, (3, 0, 0, 0)), FakeMessage(Kind.ADDED, (3, 0, 0, 0))
+    out, back = sent(Removed(3, 0, Reason.LATE, False)), sent(Added(3))
     for messages, absent in (((out,), {3}), ((out, back), set())):
         one = client(FakeMailbox(*messages, run_message(9, 0, (1,), 1)))
         one.step(FunctionReducer(lambda run, alive: None))
@@ -366,9 +382,9 @@ def test_returned_peer_is_not_lost() -> None:
     ("message", "said"),
     [
         (run_message(7, 0, (0, 2), 0), "does not contain worker 1"),
-        (run_message(7, 0, (0, 1, 9), 0), "is no group of 4 workers"),
-        (FakeMessage(Kind.REQUEST), "a message of kind 1"),
-        (FakeMessage(Kind.REFUSED, payload=b"no \xff"), "a refusal: no"),
+        (run_message(7, 0, (0, 1, 9), 0), "members\\[2\\] is 9; allowed: 0 to 3"),
+        (sent(Request()), "Request was sent by the generator"),
+        (sent(Refused(b"no \xff")), "a refusal: no"),
     ],
 )
 def test_protocol_violations_of_the_generator_raise(message: FakeMessage, said: str) -> None:
@@ -377,7 +393,7 @@ def test_protocol_violations_of_the_generator_raise(message: FakeMessage, said: 
 
 
 def test_fallback_starts_the_static_schedule_at_its_first_step() -> None:
-    box = FakeMailbox(run_message(7, 0, (0, 1), 0), FakeMessage(Kind.REMOVED, (3, 0, 0, 0)))
+    box = FakeMailbox(run_message(7, 0, (0, 1), 0), sent(Removed(3, 0, Reason.LATE, False)))
     one = client(box)
     runs: list[Run] = []
     for _ in range(6):
@@ -409,7 +425,7 @@ def test_group_that_not_all_members_know_is_abandoned_in_a_fallback() -> None:
     one.step(FunctionReducer(average))
     assert found == [Arrival.POSSIBLE, Arrival.DEPARTED, Arrival.DEPARTED, Arrival.IMPOSSIBLE]
     assert one._table.fallbacks([0, 1, 2]) == {0: 6, 1: -1}
-    assert (Kind.KEEPALIVE, 0, 0, 0) in box.posted
+    assert Keepalive() in box.posted
     assert one.fallback
     assert one._static.steps == 1
 
@@ -441,7 +457,7 @@ def test_missing_group_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
     with pytest.raises(PeerError, match="rank 1: no group came from the group generator within 5"):
         client(box).step(FunctionReducer(lambda run, alive: None))
-    assert (Kind.KEEPALIVE, 0, 0, 0) in box.posted
+    assert Keepalive() in box.posted
 
 
 def test_arrival_is_impossible_once_the_group_runs_again() -> None:
@@ -453,7 +469,7 @@ def test_arrival_is_impossible_once_the_group_runs_again() -> None:
         if run.epoch:
             return None
         found.append(arrival())
-        box.arrived += [FakeMessage(Kind.REMOVED, (2, 0, 0, 0)), run_message(7, 1, (0, 1), 0)]
+        box.arrived += [sent(Removed(2, 0, Reason.LATE, False)), run_message(7, 1, (0, 1), 0)]
         found.append(arrival())
         return ABANDONED
 
@@ -461,15 +477,15 @@ def test_arrival_is_impossible_once_the_group_runs_again() -> None:
     one.step(reducer)
     assert found == [Arrival.POSSIBLE, Arrival.IMPOSSIBLE]
     assert (one.fallback, one.lost_peers) == (None, {2})
-    assert box.posted[-1] == (Kind.DONE, 7, 1, 0)
+    assert box.posted[-1] == Done(7, 1)
 
 
 def test_messages_from_before_the_generator_died_are_handled() -> None:
     """It ends with the worker that has started it, and removes that one."""
     box = FakeMailbox()
     box.arrived += [
-        FakeMessage(Kind.REMOVED, (3, 0, 0, 0)),
-        FakeMessage(Kind.REMOVED, (0, 0, 0, 0)),
+        sent(Removed(3, 0, Reason.LATE, False)),
+        sent(Removed(0, 0, Reason.LATE, False)),
     ]
     one, runs = client(box, Rules.all_workers()), []
     one.step(FunctionReducer(lambda run, coming: runs.append(run.members)))

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
 import pytest
 
 from helpers.mail import Clock
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.generator import Generator, Kind, Reason, Run, decode_run
+from wingbeat.methods.model_averaging.generator import (
+    MESSAGES,
+    Added,
+    Done,
+    FetchState,
+    Generator,
+    Keepalive,
+    Lost,
+    Reason,
+    Refused,
+    Removed,
+    Request,
+    Run,
+    RunMessage,
+    SendState,
+    Synchronize,
+)
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import AdaptiveTimeout, GroupService, Rejoin
 from wingbeat.transport.messages.mailbox import RECONNECT_S
@@ -34,6 +50,7 @@ class FakeMailbox:
         self.full: set[int] = set()
         self.cut: dict[int, float] = {}
         self.closed = False
+        self.refused: Counter[str] = Counter()
 
     def poll(self) -> FakeMessage | None:
         return self.inbox.popleft() if self.inbox else None
@@ -85,8 +102,8 @@ class Rig:
         timeouts = AdaptiveTimeout(workers, first_s=100.0, factor=8.0, min_s=2.0)
         self.service = GroupService(self.box, self.generator, workers, timeouts, clock=self.clock)  # type: ignore[arg-type]
 
-    def send(self, worker: int, kind: int, *ids: int) -> None:
-        self.box.inbox.append(FakeMessage(worker, kind, (*ids, 0, 0, 0, 0)[:4]))
+    def send(self, worker: int, message: Any) -> None:
+        self.box.inbox.append(FakeMessage(worker, *MESSAGES.pack(message)))
         self.service.step(None)
         self.service.step(self.box.poll())
 
@@ -94,34 +111,30 @@ class Rig:
         self.clock.now += seconds
         self.service.step(None)
 
-    def received(self, worker: int) -> list[FakeMessage]:
+    def received(self, worker: int) -> list[Any]:
         messages = list(self.box.sent[worker])
         self.box.sent[worker].clear()
-        return messages
+        return [MESSAGES.parse(message, workers=self.workers) for message in messages]
 
     def runs(self, worker: int) -> list[Run]:
-        return [
-            decode_run(message.ids, message.payload, self.workers).run
-            for message in self.received(worker)
-            if message.kind == Kind.RUN
-        ]
+        return [each.run for each in self.received(worker) if isinstance(each, RunMessage)]
 
     def round(self, *workers: int, seconds: float = 1.0) -> None:
         """Let these workers make a step, and average."""
         self.advance(seconds)
         for worker in workers:
-            self.send(worker, Kind.REQUEST)
+            self.send(worker, Request())
         for worker in workers:
             run = self.runs(worker)[-1]
-            self.send(worker, Kind.DONE, run.number, run.epoch)
+            self.send(worker, Done(run.number, run.epoch))
 
 
 def test_members_receive_a_run_after_the_last_request() -> None:
     rig = Rig()
-    rig.send(0, Kind.REQUEST)
-    rig.send(2, Kind.REQUEST)
+    rig.send(0, Request())
+    rig.send(2, Request())
     assert not any(rig.box.sent)
-    rig.send(1, Kind.REQUEST)
+    rig.send(1, Request())
     told = [rig.runs(worker) for worker in range(3)]
     assert told[0] == told[1] == told[2]
     assert sorted(told[0][0].members) == [0, 1, 2]
@@ -129,17 +142,15 @@ def test_members_receive_a_run_after_the_last_request() -> None:
 
 def test_lost_worker_is_removed_and_its_group_runs_without_it() -> None:
     rig = Rig()
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
+    rig.send(0, Request())
+    rig.send(1, Request())
     rig.box.lost[2] = "has been silent"
     rig.advance(1.0)
     for worker in (0, 1):
         messages = rig.received(worker)
-        assert [(message.kind, message.ids[0]) for message in messages] == [
-            (Kind.REMOVED, 2),
-            (Kind.RUN, 0),
-        ]
-        assert sorted(decode_run(messages[1].ids, messages[1].payload, 3).run.members) == [0, 1]
+        assert [type(message) for message in messages] == [Removed, RunMessage]
+        assert messages[0].worker == 2
+        assert (messages[1].number, sorted(messages[1].members)) == (0, [0, 1])
 
 
 def test_silent_worker_receives_what_it_missed_and_returns_with_a_state() -> None:
@@ -151,21 +162,21 @@ def test_silent_worker_receives_what_it_missed_and_returns_with_a_state() -> Non
     assert not rig.received(2)
     rig.box.lost.clear()
     rig.advance(1.0)
-    assert [(message.kind, message.ids[0]) for message in rig.received(2)] == [
-        (Kind.ADDED, 0),
-        (Kind.ADDED, 1),
-        (Kind.REMOVED, 2),
+    assert [(type(message), message[0]) for message in rig.received(2)] == [
+        (Added, 0),
+        (Added, 1),
+        (Removed, 2),
     ]
-    rig.send(2, Kind.REQUEST)
+    rig.send(2, Request())
     (out,) = rig.received(2)
-    assert (out.kind, *out.ids[:3]) == (Kind.REMOVED, 2, 2, Reason.SILENT)
-    rig.send(2, Kind.FETCH_STATE, 0, 0)
-    assert [message.kind for message in rig.received(2)] == [Kind.SEND_STATE]
+    assert (type(out), *out[:3]) == (Removed, 2, 2, Reason.SILENT)
+    rig.send(2, FetchState(-1, join=False))
+    assert [type(message) for message in rig.received(2)] == [SendState]
     rig.received(0)
     rig.received(1)
-    rig.send(2, Kind.REQUEST)
+    rig.send(2, Request())
     assert 2 in rig.generator
-    assert Kind.REMOVED not in [message.kind for message in rig.received(2)]
+    assert Removed not in [type(message) for message in rig.received(2)]
 
 
 def test_service_ends_when_all_but_silent_workers_have_left() -> None:
@@ -184,7 +195,7 @@ def test_worker_without_connections_is_removed_before_its_timeout(waits: bool) -
     for _ in range(3):
         rig.round(0, 1, 2, seconds=100.0)  # so that its deadline is far away
     for worker in (2, 0, 1) if waits else (0, 1):
-        rig.send(worker, Kind.REQUEST)
+        rig.send(worker, Request())
         rig.received(worker)
     rig.box.cut[2] = 0.9 * RECONNECT_S
     rig.advance(1.0)
@@ -192,21 +203,21 @@ def test_worker_without_connections_is_removed_before_its_timeout(waits: bool) -
     rig.box.cut[2] = 1.1 * RECONNECT_S
     rig.advance(1.0)
     for worker in (0, 1):
-        kinds = {message.kind: message for message in rig.received(worker)}
-        assert kinds[Kind.REMOVED].ids[0] == 2
-        run = decode_run(kinds[Kind.RUN].ids, kinds[Kind.RUN].payload, 3).run
+        kinds = {type(message): message for message in rig.received(worker)}
+        assert kinds[Removed].worker == 2
+        run = kinds[RunMessage].run
         assert (run.epoch, sorted(run.members)) == (int(waits), [0, 1])
     rig.box.cut.clear()
-    rig.send(2, Kind.REQUEST)
+    rig.send(2, Request())
     assert 2 in rig.generator, "it lives, and is active from its next request"
 
 
 def test_unreachable_member_is_removed_at_once() -> None:
     rig = Rig()
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
+    rig.send(0, Request())
+    rig.send(1, Request())
     rig.box.full.add(1)
-    rig.send(2, Kind.REQUEST)
+    rig.send(2, Request())
     for worker in (0, 2):
         run = rig.runs(worker)[-1]
         assert (run.epoch, sorted(run.members)) == (1, [0, 2])
@@ -218,21 +229,17 @@ def test_late_worker_is_excluded_after_its_timeout_and_returns() -> None:
     for _ in range(3):
         rig.round(0, 1, 2)
     rig.advance(1.0)
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
+    rig.send(0, Request())
+    rig.send(1, Request())
     rig.advance(6.5)
     assert rig.runs(0) == []
-    assert [message.kind for message in rig.received(2)] == [Kind.KEEPALIVE], (
-        "once, to detect whether it lives"
-    )
+    assert rig.received(2) == [Keepalive()], "once, to detect whether it lives"
     rig.advance(1.0)
     assert sorted(rig.runs(0)[0].members) == [0, 1]
-    assert [message[1:3] for message in rig.received(2)] == [(Kind.REMOVED, (2, 3, 0, 0))], (
-        "it has sent three requests"
-    )
-    rig.send(2, Kind.REQUEST)
+    assert rig.received(2) == [Removed(2, 3, Reason.LATE, False)], "it has sent three requests"
+    rig.send(2, Request())
     assert 2 in rig.generator
-    assert [message.kind for message in rig.received(0)] == [Kind.ADDED]
+    assert [type(message) for message in rig.received(0)] == [Added]
     assert [run.members for run in rig.runs(2)] == [(2,)]
 
 
@@ -242,17 +249,17 @@ def test_member_that_dies_before_its_acknowledgement_is_excluded() -> None:
     rig.round(0, 1, 2)
     rig.advance(1.0)
     for worker in range(3):
-        rig.send(worker, Kind.REQUEST)
+        rig.send(worker, Request())
     (run,) = rig.runs(0)
     for worker in (0, 1):
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
+        rig.send(worker, Done(run.number, run.epoch))
     rig.advance(1.0)
     rig.received(2)
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
+    rig.send(0, Request())
+    rig.send(1, Request())
     rig.received(0)
     rig.advance(3.0)
-    assert [message.kind for message in rig.received(2)] == [Kind.KEEPALIVE]
+    assert rig.received(2) == [Keepalive()]
     assert 2 in rig.generator
     rig.advance(5.0)
     assert 2 not in rig.generator
@@ -263,13 +270,13 @@ def test_late_acknowledgement_does_not_shorten_the_next_timeout() -> None:
     rig.round(0, 1, 2)
     rig.advance(1.0)
     for worker in range(3):
-        rig.send(worker, Kind.REQUEST)
+        rig.send(worker, Request())
     (run,) = rig.runs(0)
-    rig.send(0, Kind.DONE, run.number, run.epoch)
+    rig.send(0, Done(run.number, run.epoch))
     rig.advance(6.0)
-    rig.send(1, Kind.DONE, run.number, run.epoch)
-    rig.send(2, Kind.DONE, run.number, run.epoch)
-    rig.send(0, Kind.REQUEST)
+    rig.send(1, Done(run.number, run.epoch))
+    rig.send(2, Done(run.number, run.epoch))
+    rig.send(0, Request())
     rig.advance(6.0)
     assert all(worker in rig.generator for worker in range(3))
 
@@ -281,14 +288,14 @@ def test_worker_that_waits_for_its_own_group_is_not_late_for_a_later_one() -> No
     groups = iter([[[0, 1]], [[1, 2]], [[2, 0]]])
     rig.generator._policy = lambda initiator, crowd: next(groups)
     rig.advance(1.0)
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
-    rig.send(0, Kind.DONE, 0, 0)
+    rig.send(0, Request())
+    rig.send(1, Request())
+    rig.send(0, Done(0, 0))
     rig.advance(1.0)
-    rig.send(1, Kind.DONE, 0, 0)
+    rig.send(1, Done(0, 0))
     rig.advance(58.0)
-    rig.send(2, Kind.REQUEST)
-    rig.send(2, Kind.DONE, 1, 0)
+    rig.send(2, Request())
+    rig.send(2, Done(1, 0))
     rig.advance(1.0)
     assert 1 in rig.generator
 
@@ -299,50 +306,56 @@ def test_worker_that_nobody_waits_for_is_never_late() -> None:
     rig.advance(1000.0)
     rig.advance(10.0)
     assert all(worker in rig.generator for worker in range(3))
-    assert [[message.kind for message in rig.received(worker)] for worker in range(3)] == [
-        [Kind.KEEPALIVE] for _ in range(3)
+    assert [[type(message) for message in rig.received(worker)] for worker in range(3)] == [
+        [Keepalive] for _ in range(3)
     ], "each is probed once"
 
 
 def test_member_reported_lost_is_removed_and_the_rest_run_again() -> None:
     rig = Rig()
     for worker in range(3):
-        rig.send(worker, Kind.REQUEST)
+        rig.send(worker, Request())
     (run,) = rig.runs(0)
-    rig.send(0, Kind.LOST, run.number, run.epoch, 2)
+    rig.send(0, Lost(run.number, run.epoch, 2))
     again = rig.runs(0)
     assert [(each.number, each.epoch) for each in again] == [(run.number, 1)]
     assert sorted(again[0].members) == [0, 1]
     # The other member found out as well; this changes nothing.
-    rig.send(1, Kind.LOST, run.number, run.epoch, 2)
+    rig.send(1, Lost(run.number, run.epoch, 2))
     assert rig.runs(0) == []
     assert 0 in rig.generator
 
 
-@pytest.mark.parametrize("ids", [(0, 0, 0), (0, 0, 3), (0, 0, 9), (1, 0, 1), (0, 1, 1)])
+@pytest.mark.parametrize("ids", [(0, 0, 0), (0, 0, 3), (1, 0, 1), (0, 1, 1)])
 def test_lost_report_from_outside_the_group_is_ignored(ids: tuple[int, int, int]) -> None:
     rig = Rig(workers=4, size=2)
     for worker in range(4):
-        rig.send(worker, Kind.REQUEST)
+        rig.send(worker, Request())
     pair = next(run.members for run in rig.runs(0))
     if ids[2] in pair and ids[2] != 0 and ids[:2] == (rig.generator._buffers[0][0].number, 0):
         pytest.skip("they are")
-    rig.send(0, Kind.LOST, *ids)
+    rig.send(0, Lost(*ids))
     assert all(worker in rig.generator for worker in range(4))
 
 
-@pytest.mark.parametrize("nonsense", [(Kind.DONE, 5, 0), (Kind.REQUEST,), (Kind.RUN,), (99,)])
-def test_protocol_violation_removes_its_sender_only(nonsense: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "nonsense",
+    [(2, (5, 0, 0, 0)), (1, (0,) * 4), (1, (2, 0, 0, 0)), (8, (0,) * 4), (3, (0, 0, 3, 0)),
+     (99, (0,) * 4), (1, (0,) * 4, b"abcd")],
+)  # fmt: skip
+def test_protocol_violation_removes_its_sender_only(nonsense: Any) -> None:
     rig = Rig()
     for worker in range(3):
-        rig.send(worker, Kind.REQUEST) if worker < 2 else None
-    rig.send(1, *nonsense)
+        rig.send(worker, Request()) if worker < 2 else None
+    rig.box.inbox.append(FakeMessage(1, *nonsense))
+    rig.service.step(rig.box.poll())
+    assert rig.box.refused == {"content": 1}
     messages = rig.received(1)
-    assert [message.kind for message in messages] == [Kind.REFUSED]
-    assert messages[0].payload
-    rig.send(2, Kind.REQUEST)
+    assert [type(message) for message in messages] == [Refused]
+    assert messages[0].reason
+    rig.send(2, Request())
     assert sorted(rig.runs(0)[-1].members) == [0, 2]
-    rig.send(1, Kind.REQUEST)
+    rig.send(1, Request())
     assert rig.received(1) == []
     assert 1 not in rig.generator
 
@@ -352,23 +365,24 @@ def test_members_receive_connection_ids_and_ids_to_close() -> None:
 
     def meet() -> list[tuple[int, tuple[int, ...]]]:
         for worker in range(3):
-            rig.send(worker, Kind.REQUEST)
+            rig.send(worker, Request())
         found = []
         for worker in range(3):
-            messages = [message for message in rig.received(worker) if message.kind == Kind.RUN]
+            messages = [
+                message for message in rig.received(worker) if isinstance(message, RunMessage)
+            ]
             for message in messages:
-                decoded = decode_run(message.ids, message.payload, 3)
-                found.append((decoded.connection, decoded.close))
-                rig.send(worker, Kind.DONE, decoded.run.number, decoded.run.epoch)
+                found.append((message.connection, message.close))
+                rig.send(worker, Done(message.number, message.epoch))
         return found
 
     assert meet() == [(1, ())] * 3
     assert meet() == [(1, ())] * 3
     rig.box.lost[2] = "has been silent"
     rig.advance(1.0)
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
-    told = [decode_run(*rig.received(worker)[-1][2:], workers=3) for worker in (0, 1)]
+    rig.send(0, Request())
+    rig.send(1, Request())
+    told = [rig.received(worker)[-1] for worker in (0, 1)]
     assert [(each.connection, each.close) for each in told] == [(2, (1,))] * 2
 
 
@@ -385,8 +399,8 @@ def test_service_ends_with_the_worker_that_started_it() -> None:
     rig = Rig()
     rig.service.run(lambda: False)
     assert rig.box.closed
-    said = [[message[1:3] for message in messages] for messages in rig.box.sent]
-    assert said == [[], [(Kind.REMOVED, (0, 0, 0, 0))], [(Kind.REMOVED, (0, 0, 0, 0))]]
+    said = [rig.received(worker) for worker in range(3)]
+    assert said == [[], *[[Removed(0, 0, Reason.LATE, False)]] * 2]
 
 
 # -- all of them -----------------------------------------------------------------------------
@@ -395,13 +409,13 @@ def test_service_ends_with_the_worker_that_started_it() -> None:
 def test_synchronizing_worker_receives_keepalives_until_all_synchronize() -> None:
     rig = Rig()
     rig.round(0, 1, 2)
-    rig.send(0, Kind.SYNCHRONIZE)
+    rig.send(0, Synchronize())
     for _ in range(2):
         rig.advance(26.0)
-        assert Kind.KEEPALIVE in [message.kind for message in rig.received(0)], "a quarter of 100 s"
+        assert Keepalive in [type(message) for message in rig.received(0)], "a quarter of 100 s"
         rig.round(1, 2)
-    rig.send(1, Kind.SYNCHRONIZE)
-    rig.send(2, Kind.SYNCHRONIZE)
+    rig.send(1, Synchronize())
+    rig.send(2, Synchronize())
     (run,) = rig.runs(0)
     assert sorted(run.members) == [0, 1, 2]
 
@@ -410,13 +424,13 @@ def test_live_worker_is_in_the_synchronization_however_long_it_takes() -> None:
     rig = Rig()
     for _ in range(3):
         rig.round(0, 1, 2)
-    rig.send(0, Kind.SYNCHRONIZE)
-    rig.send(1, Kind.SYNCHRONIZE)
+    rig.send(0, Synchronize())
+    rig.send(1, Synchronize())
     for _ in range(10):
         rig.advance(1000.0)
-        alive = [message.ids[0] for message in rig.received(0) if message.kind == Kind.KEEPALIVE]
-        assert alive == [1 + 2], "the worker that it waits for"
-    rig.send(2, Kind.SYNCHRONIZE)
+        alive = [message[0] for message in rig.received(0) if isinstance(message, Keepalive)]
+        assert alive == [2], "the worker that it waits for"
+    rig.send(2, Synchronize())
     assert sorted(rig.runs(0)[-1].members) == [0, 1, 2]
 
 
@@ -425,8 +439,8 @@ def with_a_late_worker() -> Rig:
     rig = Rig()
     for _ in range(3):
         rig.round(0, 1, 2)
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
+    rig.send(0, Request())
+    rig.send(1, Request())
     rig.advance(10.0)
     return rig
 
@@ -438,13 +452,13 @@ def test_late_worker_is_in_the_synchronization(early: bool) -> None:
     for worker in (0, 1):
         (run,) = rig.runs(worker)
         assert sorted(run.members) == [0, 1]
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
-    assert [message.ids[2] for message in rig.received(2) if message.kind == Kind.REMOVED] == [
+        rig.send(worker, Done(run.number, run.epoch))
+    assert [message[2] for message in rig.received(2) if isinstance(message, Removed)] == [
         Reason.LATE
     ]
     for worker in (2, 0, 1) if early else (0, 1, 2):
         assert not rig.runs(0)
-        rig.send(worker, Kind.SYNCHRONIZE)
+        rig.send(worker, Synchronize())
     assert sorted(rig.runs(0)[-1].members) == [0, 1, 2]
 
 
@@ -453,8 +467,8 @@ def test_late_worker_that_ends_does_not_delay_the_synchronization(how: str) -> N
     rig = with_a_late_worker()
     for worker in (0, 1):
         (run,) = rig.runs(worker)
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
-        rig.send(worker, Kind.SYNCHRONIZE)
+        rig.send(worker, Done(run.number, run.epoch))
+        rig.send(worker, Synchronize())
     assert not rig.runs(0)
     if how == "left":
         rig.box.left.add(2)
@@ -469,46 +483,44 @@ def test_worker_that_missed_a_synchronization_learns_it_in_its_own() -> None:
     rig.round(0, 1)
     rig.box.lost[1] = "has been silent"
     rig.advance(1.0)
-    rig.send(0, Kind.SYNCHRONIZE)
+    rig.send(0, Synchronize())
     (run,) = rig.runs(0)
-    rig.send(0, Kind.DONE, run.number, run.epoch)
+    rig.send(0, Done(run.number, run.epoch))
     rig.box.lost.clear()
     rig.box.left.add(0)
     rig.advance(1.0)
     rig.received(1)
-    rig.send(1, Kind.SYNCHRONIZE)
+    rig.send(1, Synchronize())
     outs = [
-        message
-        for message in rig.received(1)
-        if message.kind == Kind.REMOVED and message.ids[0] == 0
+        message for message in rig.received(1) if isinstance(message, Removed) and message[0] == 0
     ]
-    assert {message.ids[2:] for message in outs} == {(Reason.LEFT, 1)}
+    assert {message[2:] for message in outs} == {(Reason.LEFT, 1)}
 
 
 def test_worker_that_was_in_the_last_synchronization_has_missed_none() -> None:
     rig = Rig(workers=2)
     rig.round(0, 1)
     for worker in (0, 1):
-        rig.send(worker, Kind.SYNCHRONIZE)
+        rig.send(worker, Synchronize())
     for worker in (0, 1):
         (run,) = rig.runs(worker)
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
+        rig.send(worker, Done(run.number, run.epoch))
     rig.box.left.add(0)
     rig.advance(1.0)
     rig.received(1)
-    rig.send(1, Kind.SYNCHRONIZE)
-    outs = [message for message in rig.received(1) if message.kind == Kind.REMOVED]
-    assert {message.ids[2:] for message in outs} == {(Reason.LEFT, 0)}
+    rig.send(1, Synchronize())
+    outs = [message for message in rig.received(1) if isinstance(message, Removed)]
+    assert {message[2:] for message in outs} == {(Reason.LEFT, 0)}
 
 
 def test_worker_that_waits_for_a_long_step_learns_for_whom() -> None:
     rig = Rig()
     for _ in range(3):
         rig.round(0, 1, 2, seconds=100.0)
-    rig.send(0, Kind.REQUEST)
+    rig.send(0, Request())
     rig.advance(6.0)
-    alive = [message.ids[0] for message in rig.received(0) if message.kind == Kind.KEEPALIVE]
-    assert alive == [1 + 1]
+    alive = [message[0] for message in rig.received(0) if isinstance(message, Keepalive)]
+    assert alive == [1]
 
 
 def test_step_after_a_synchronization_has_the_first_timeout() -> None:
@@ -516,20 +528,20 @@ def test_step_after_a_synchronization_has_the_first_timeout() -> None:
     for _ in range(3):
         rig.round(0, 1, 2)
     for worker in range(3):
-        rig.send(worker, Kind.SYNCHRONIZE)
+        rig.send(worker, Synchronize())
     for worker in range(3):
         run = rig.runs(worker)[-1]
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
+        rig.send(worker, Done(run.number, run.epoch))
+    rig.send(0, Request())
+    rig.send(1, Request())
     rig.advance(90.0)
     assert 2 in rig.generator, "it may save a checkpoint"
-    rig.send(2, Kind.REQUEST)
+    rig.send(2, Request())
     for worker in range(3):
         run = rig.runs(worker)[-1]
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
-    rig.send(0, Kind.REQUEST)
-    rig.send(1, Kind.REQUEST)
+        rig.send(worker, Done(run.number, run.epoch))
+    rig.send(0, Request())
+    rig.send(1, Request())
     rig.advance(9.0)
     assert 2 not in rig.generator, "its steps are as short as before"
 
@@ -538,53 +550,53 @@ def test_excluded_worker_that_copies_state_fetches_before_it_is_active() -> None
     """It may be at another fragment of the model, so that a group with it would hang."""
     rig = Rig()
     for worker in range(3):
-        rig.send(worker, Kind.REQUEST, 1)
+        rig.send(worker, Request(copies_state=True))
     run = rig.runs(0)[0]
     for worker in range(3):
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
+        rig.send(worker, Done(run.number, run.epoch))
     for worker in (0, 1):
-        rig.send(worker, Kind.REQUEST, 1)
+        rig.send(worker, Request(copies_state=True))
     rig.advance(200.0)
     again = rig.runs(0)[-1]
     assert sorted(again.members) == [0, 1]
     for worker in range(3):
         rig.received(worker)
     for asked in (2, 3):  # however many requests it sends
-        rig.send(2, Kind.REQUEST, 1)
-        assert [(m.kind, m.ids[:2]) for m in rig.received(2)] == [(Kind.REMOVED, (2, asked))]
+        rig.send(2, Request(copies_state=True))
+        assert [(type(m), m[:2]) for m in rig.received(2)] == [(Removed, (2, asked))]
     assert 2 not in rig.generator
     for worker in (0, 1):
-        rig.send(worker, Kind.DONE, again.number, again.epoch)
-    rig.send(2, Kind.FETCH_STATE, 0, 1)
+        rig.send(worker, Done(again.number, again.epoch))
+    rig.send(2, FetchState(-1, join=True))
     assert 2 in rig.generator
     for worker in range(3):
-        rig.send(worker, Kind.REQUEST, 1)
+        rig.send(worker, Request(copies_state=True))
     assert [sorted(run.members) for run in rig.runs(2)] == [[0, 1, 2]]
 
 
 def test_last_worker_that_copies_state_has_missed_nothing() -> None:
     rig = Rig(workers=2)
-    rig.send(0, Kind.REQUEST, 1)
+    rig.send(0, Request(copies_state=True))
     rig.advance(101.0)
     assert 1 not in rig.generator
     rig.box.left.add(0)
     rig.advance(1.0)
     rig.received(1)
-    rig.send(1, Kind.REQUEST, 1)
+    rig.send(1, Request(copies_state=True))
     assert [run.members for run in rig.runs(1)] == [(1,)]
 
 
 def test_excluded_worker_becomes_active_by_synchronizing() -> None:
     rig = Rig()
-    rig.send(0, Kind.REQUEST)
+    rig.send(0, Request())
     rig.advance(101.0)
     assert [worker in rig.generator for worker in range(3)] == [True, False, False]
-    rig.send(1, Kind.SYNCHRONIZE)
-    assert rig.received(1)[-1].kind == Kind.ADDED
+    rig.send(1, Synchronize())
+    assert type(rig.received(1)[-1]) is Added
     (run,) = rig.runs(0)
-    rig.send(0, Kind.DONE, run.number, run.epoch)
-    rig.send(0, Kind.SYNCHRONIZE)
-    rig.send(2, Kind.SYNCHRONIZE)
+    rig.send(0, Done(run.number, run.epoch))
+    rig.send(0, Synchronize())
+    rig.send(2, Synchronize())
     assert sorted(rig.runs(1)[0].members) == [0, 1, 2]
 
 
@@ -596,7 +608,7 @@ def test_rejoined_worker_is_connected_and_becomes_active_by_a_request() -> None:
     rig.round(0, 1, 2)
     rig.box.lost[1] = "has been silent"
     rig.advance(1.0)
-    rig.send(0, Kind.REQUEST)
+    rig.send(0, Request())
     assert 1 not in rig.generator
     rig.received(0)
     back = Rejoin(2, 1, object())  # type: ignore[arg-type]
@@ -605,17 +617,11 @@ def test_rejoined_worker_is_connected_and_becomes_active_by_a_request() -> None:
     assert rejoins.connected == [back]
     assert 2 not in rig.generator, "the old process is removed"
     told = rig.received(0)
-    assert [(message.kind, message.ids[0]) for message in told] == [
-        (Kind.REMOVED, 2),
-        (Kind.RUN, 0 + 1),
-    ]
-    assert [(message.kind, message.ids[:2]) for message in rig.received(2)] == [
-        (Kind.REMOVED, (1, 1))
-    ]
-    rig.send(2, Kind.REQUEST)
-    assert [(message.kind, message.ids[:2]) for message in rig.received(0)] == [
-        (Kind.ADDED, (2, 1))
-    ]
+    assert [type(message) for message in told] == [Removed, RunMessage]
+    assert (told[0].worker, told[1].number) == (2, 1)
+    assert [(type(message), message[:2]) for message in rig.received(2)] == [(Removed, (1, 1))]
+    rig.send(2, Request())
+    assert [(type(message), message[:2]) for message in rig.received(0)] == [(Added, (2,))]
 
 
 def test_rejoin_with_other_options_is_ignored() -> None:
@@ -624,34 +630,32 @@ def test_rejoin_with_other_options_is_ignored() -> None:
     rig.advance(0.0)
     assert rejoins.connected == []
     assert 2 not in rig.generator
-    rig.send(2, Kind.REQUEST)
+    rig.send(2, Request())
     assert 2 not in rig.generator
 
 
 def test_waiting_worker_sends_its_state_unless_it_was_lost_before() -> None:
     rig = Rig()
-    rig.send(1, Kind.REQUEST)
+    rig.send(1, Request())
     meetings = []
     for lost, giver in ((-1, 1), (1, 0)):
-        rig.send(2, Kind.FETCH_STATE, lost + 1)
+        rig.send(2, FetchState(lost, join=False))
         (told,) = rig.received(2)
-        assert (told.kind, told.ids[:2]) == (Kind.SEND_STATE, (giver, 2))
+        assert (type(told), told[:2]) == (SendState, (giver, 2))
         assert rig.received(giver)[-1][1:3] == told[1:3]
-        meetings.append(told.ids[2])
+        meetings.append(told[2])
     assert meetings == [1, 2], "each is another"
-    rig.send(0, Kind.SYNCHRONIZE)
+    rig.send(0, Synchronize())
     rig.box.lost[1] = "has been silent"
     rig.advance(1.0)
     rig.received(2)
-    rig.send(2, Kind.FETCH_STATE, 0 + 1)
-    assert rig.received(2)[-1].ids[:2] == (0, 2), (
-        "it may have been the connection: nobody else lives"
-    )
+    rig.send(2, FetchState(0, join=False))
+    assert rig.received(2)[-1][:2] == (0, 2), "it may have been the connection: nobody else lives"
     rig.box.lost.update({0: "has been silent", 1: "has been silent"})
     rig.advance(1.0)
     rig.received(2)
-    rig.send(2, Kind.FETCH_STATE, 0)
-    assert rig.received(2)[-1].ids[:2] == (2, 2), "nobody could"
+    rig.send(2, FetchState(-1, join=False))
+    assert rig.received(2)[-1][:2] == (2, 2), "nobody could"
 
 
 def test_excluded_worker_sends_no_state_while_another_can() -> None:
@@ -660,20 +664,18 @@ def test_excluded_worker_sends_no_state_while_another_can() -> None:
     rig.box.cut[0] = 2 * RECONNECT_S
     rig.advance(1.0)
     rig.box.cut.clear()
-    rig.send(0, Kind.REQUEST)  # it waits, and would respond at once
+    rig.send(0, Request())  # it waits, and would respond at once
     for worker in range(3):
         rig.received(worker)
-    rig.send(2, Kind.FETCH_STATE)
-    assert [message.ids[:2] for message in rig.received(1)] == [(1, 2)]
+    rig.send(2, FetchState(-1, join=False))
+    assert [message[:2] for message in rig.received(1)] == [(1, 2)]
     for worker in (1, 2):
-        rig.send(worker, Kind.REQUEST)
+        rig.send(worker, Request())
     run = rig.runs(0)[-1]
     for worker in range(3):
-        rig.send(worker, Kind.DONE, run.number, run.epoch)
-    rig.send(0, Kind.FETCH_STATE)
-    rig.send(0, Kind.REQUEST)  # it has the others' state by now
+        rig.send(worker, Done(run.number, run.epoch))
+    rig.send(0, FetchState(-1, join=False))
+    rig.send(0, Request())  # it has the others' state by now
     rig.received(0)
-    rig.send(1, Kind.FETCH_STATE)
-    assert (Kind.SEND_STATE, (0, 1)) in [
-        (message.kind, message.ids[:2]) for message in rig.received(0)
-    ]
+    rig.send(1, FetchState(-1, join=False))
+    assert (SendState, (0, 1)) in [(type(message), message[:2]) for message in rig.received(0)]

@@ -263,7 +263,6 @@ MET = [*SERVED, (0, Kind.CHUNK, 1, 0), (0, Kind.CHUNK, 1, 1)]
         ([], (2, Kind.GRANT, 1, 0)),
         ([], (3, Kind.REQUEST, 1, 0)),
         ([], (9, Kind.KEEPALIVE, 0, 0)),
-        ([], (0, 77, 0, 0)),
         ([], (0, Kind.CHUNK, 1, 0)),
         ([], (0, Kind.SYNCHRONIZE, 2, 0)),
         (SERVED, (0, Kind.REQUEST, 2, 0)),

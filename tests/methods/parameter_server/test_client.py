@@ -527,7 +527,7 @@ def test_state_in_fragments_is_reassembled() -> None:
     [
         (
             {"kind": Kind.STATE, "payload": b"spam"},
-            "sent a malformed state: malformed document b'spam'",
+            "sent a malformed state: malformed document: document is not JSON",
         ),
         ({"kind": Kind.CONTINUATION, "payload": b"abc"}, "sent a malformed state"),
         ({"kind": Kind.SUM}, "server 1 sent an unexpected message"),

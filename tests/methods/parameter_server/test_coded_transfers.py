@@ -283,7 +283,7 @@ def rig(sums: Aggregator | None = None) -> Rig:
         (lambda r: r.send(0, Kind.RESIDUAL), "rank 0 sent a message of kind 7"),
         (
             lambda r: r.send(0, Kind.PUSH, dtype="uint8", payload=b"\x01"),
-            "malformed: an encoded slice of 1 bytes",
+            "malformed: version is missing",
         ),
     ],
 )  # fmt: skip
@@ -330,8 +330,8 @@ GOOD = coded_format(PLAN, torch.tensor([1.0, 2.0, 3.0, 4.0]), None).encode()
     [
         ("uint8", bytes(GOOD)[:-1]),
         ("uint8", bytes(GOOD) + b"\0"),
-        ("uint8", b"\x03" + bytes(GOOD)[1:]),
-        ("uint8", bytes(GOOD)[:19] + b"\x01" + bytes(GOOD)[20:]),
+        ("uint8", b"\x02" + bytes(GOOD)[1:]),
+        ("uint8", bytes(GOOD)[:23] + b"\x01" + bytes(GOOD)[24:]),
         ("uint8", b""),
         ("", bytes(GOOD)),
         ("float32", bytes(16)),

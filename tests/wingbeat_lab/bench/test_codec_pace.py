@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time as clock
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,13 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from helpers import tcp
+from wingbeat import _native
 from wingbeat.codecs.codec import SketchCodec
 from wingbeat.codecs.coding import Coding, Region
+from wingbeat.collectives import Collectives, Encoded
+from wingbeat.transport import loopback
+from wingbeat.transport.world import World
 from wingbeat.types import Span
 from wingbeat_lab.bench import models, pace
 from wingbeat_lab.bench.pace import Calls, Pace, fixed_costs
@@ -165,6 +171,73 @@ def test_encoding_and_decoding_are_slowed_and_stay_the_same(
         undo()
     encoded()
     assert len(seconds) == 2
+
+
+def sum_in_lanes(members: list[World]) -> torch.Tensor:
+    coding = Coding([Region(Span(0, 1 << 20), SketchCodec(8))])
+
+    def body(world: World) -> torch.Tensor:
+        buffer = torch.linspace(-1.0, 1.0, 1 << 20)
+        Collectives(world).all_reduce(buffer, wire=Encoded(coding)).wait()
+        return buffer
+
+    return loopback.run(members, body)[0]
+
+
+def lane_seconds(members: list[World]) -> float:
+    begin = clock.perf_counter()
+    sum_in_lanes(members)
+    return clock.perf_counter() - begin
+
+
+@pytest.fixture
+def members() -> Iterator[list[World]]:
+    made = tcp.worlds(2)
+    yield made
+    tcp.close(made)
+
+
+def test_work_of_lanes_takes_its_share_on_the_whole_model(members: list[World]) -> None:
+    """Each rank encodes a half for the other, and a half as the result, and decodes three."""
+    plain, spent = sum_in_lanes(members), _native.codec_work()
+    undo = Pace(2.0, 0.02).install()
+    try:
+        begin = clock.perf_counter()
+        assert torch.equal(sum_in_lanes(members), plain)
+        seconds = clock.perf_counter() - begin
+    finally:
+        undo()
+    ns = sum(new[1] - old[1] for old, new in zip(spent, _native.codec_work(), strict=True))
+    assert seconds > 0.9 * 100.0 * ns / 1e9 / 2  # the two ranks sleep at the same time
+    assert lane_seconds(members) < seconds
+
+
+def test_fixed_costs_of_lanes_are_only_stretched(members: list[World]) -> None:
+    sum_in_lanes(members)
+    own = Pace(2.0, 0.001)
+    undo = own.install()
+    try:
+        own.use({"pack": 1e3, "unpack": 1e3})
+        spent = _native.codec_work()
+        seconds = lane_seconds(members)
+        ns = sum(new[1] - old[1] for old, new in zip(spent, _native.codec_work(), strict=True))
+    finally:
+        undo()
+    assert seconds < 500.0 * ns / 1e9  # without fixed costs each rank would take 1000 times
+
+
+def test_work_of_lanes_that_is_measured_is_not_slowed(members: list[World]) -> None:
+    sum_in_lanes(members)
+    own = Pace(100.0, 0.01)
+    undo = own.install()
+    try:
+        with own.measured() as calls:
+            seconds = lane_seconds(members)
+    finally:
+        undo()
+    assert set(calls) == {"pack", "unpack"}
+    assert all(each.count >= 2 and each.seconds > 0.0 for each in calls.values())
+    assert seconds < 100.0 * sum(each.seconds for each in calls.values())
 
 
 @pytest.mark.parametrize("hook", ["fp16_compress_hook", "bf16_compress_hook"])

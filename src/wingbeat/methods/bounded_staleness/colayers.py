@@ -19,19 +19,19 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from wingbeat.engine.gradients.bucket import Bucket
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.methods.bounded_staleness.messages import View, members
+from wingbeat.methods.bounded_staleness.messages import Number, View, members
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.plans import Measured
+from wingbeat.schema import MalformedMessage, Range, Text, parse_json
 from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Plan, PlannedBucket
 
@@ -149,36 +149,33 @@ def gradient_width(gradient: torch.Tensor) -> float | None:
     return math.log(value) if 0 < value < math.inf else None
 
 
-@dataclass(frozen=True, slots=True)
-class ColayerDecision:
+class ColayerDecision(NamedTuple):
     """A decision about colayers, the same on all workers.
 
-    ``rounds`` are in the parameters of the worker that decided. ``buckets`` has the tensors of each
-    colayer; None to keep the colayers, for a ``reason``, and ``retry`` or not.
+    Attributes:
+        rounds: in the parameters of the worker that decided.
+        view: of that worker.
+        buckets: the tensors of each colayer; None to keep the colayers.
+        reason: why they are kept.
+        retry: whether there is another attempt.
     """
 
-    rounds: int
+    rounds: Number
     view: View
-    buckets: Buckets | None
-    reason: str = ""
+    buckets: tuple[tuple[Annotated[int, Range(0, "tensors")], ...], ...] | None
+    reason: Annotated[str, Text(60)] = ""
     retry: bool = False
 
-    def to_json(self) -> str:
-        """Encode the decision."""
-        return json.dumps([self.rounds, self.view, self.buckets, self.reason, self.retry])
 
-    @classmethod
-    def from_json(cls, text: str, tensors: int) -> ColayerDecision:
-        """Decode a decision about this many tensors; ValueError or TypeError if malformed."""
-        rounds, view, buckets, reason, retry = json.loads(text)
-        if buckets is not None:
-            buckets = tuple(map(tuple, buckets))
-            found = sorted(tensor for bucket in buckets for tensor in bucket)
-            if found != list(range(tensors)) or not all(buckets):
-                raise ValueError(text)
-        if any(type(n) is not int for n in [rounds, *view]) or type(retry) is not bool:
-            raise ValueError(text)
-        return cls(rounds, View(tuple(view)), buckets, str(reason)[:60], retry)
+def parse_decision(text: str, tensors: int) -> ColayerDecision:
+    """Return a decision about this many tensors; MalformedMessage if it is malformed."""
+    decision = parse_json(ColayerDecision, text, tensors=tensors)
+    buckets = decision.buckets
+    if buckets is not None:
+        found = sorted(tensor for bucket in buckets for tensor in bucket)
+        if found != list(range(tensors)) or not all(buckets):
+            raise MalformedMessage(f"buckets is {buckets!r:.60}; allowed: each tensor once")
+    return decision
 
 
 class ColayerChange:
@@ -272,7 +269,7 @@ class ColayerChange:
 
     def _claim(self, decision: ColayerDecision) -> ColayerDecision:
         with self._deciding():
-            text = self._store.claim(f"{self._key}/decided", decision.to_json())
+            text = self._store.claim(f"{self._key}/decided", json.dumps(decision))
         return self._adopt(text)
 
     @contextlib.contextmanager
@@ -294,8 +291,8 @@ class ColayerChange:
 
     def _adopt(self, text: str) -> ColayerDecision:
         try:
-            decision = ColayerDecision.from_json(text, self._tensors)
-        except (ValueError, TypeError, RecursionError):
+            decision = parse_decision(text, self._tensors)
+        except MalformedMessage:
             raise PeerError(
                 f"rank {self._rank}: {text!r:.60} is not a decision about {self._tensors} tensors; "
                 "all workers have to run the same model and the same version of wingbeat"

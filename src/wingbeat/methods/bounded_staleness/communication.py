@@ -29,17 +29,17 @@ from wingbeat.methods.bounded_staleness.membership import (
 from wingbeat.methods.bounded_staleness.messages import (
     Envelope,
     Frame,
-    MalformedMessage,
     Message,
     View,
     ViewProposal,
-    decode_epoch,
     decode_frames,
+    decode_header,
     decode_message,
     encode_frame,
 )
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
 from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.messages.endpoint import Message as Packet
@@ -161,7 +161,7 @@ class FrameReceiver:
         self._workers, self._colayers, self._max_payload = workers, colayers, max_payload
         self._epoch = epoch
         self._early: list[tuple[Sequence[int], bytearray | None]] = []  # messages of the next epoch
-        self._numbers: Sequence[int] = ()  # numbers of the frame with an incomplete payload
+        self._words: Sequence[int] = ()  # words of the frame with an incomplete payload
         self._payload: bytearray | None = None
         self._filled = 0
 
@@ -178,11 +178,11 @@ class FrameReceiver:
             return
         for frame in decode_frames(part, self._max_payload):
             if len(frame.payload) < frame.payload_nbytes:
-                self._numbers, self._filled = frame.numbers, 0
+                self._words, self._filled = frame.words, 0
                 self._payload = bytearray(frame.payload_nbytes)
             else:
                 # Kernels need aligned memory; the copy is aligned.
-                yield from self._decode(frame.numbers, bytearray(frame.payload) or None)
+                yield from self._decode(frame.words, bytearray(frame.payload) or None)
 
     def _receive_payload(self, payload: bytearray, part: Any) -> Iterator[tuple[int, Message]]:
         end = self._filled + len(part)
@@ -193,25 +193,25 @@ class FrameReceiver:
         self._filled = end
         if end == len(payload):
             self._payload = None
-            yield from self._decode(self._numbers, payload)
+            yield from self._decode(self._words, payload)
 
     def change_colayers(self, colayers: int) -> Iterator[tuple[int, Message]]:
         """Start the next epoch with this many colayers; yield its messages that arrived early."""
         self._colayers, self._epoch = colayers, self._epoch + 1
         early, self._early = self._early, []
-        for numbers, payload in early:
-            yield from self._decode(numbers, payload)
+        for words, payload in early:
+            yield from self._decode(words, payload)
 
     def _decode(
-        self, numbers: Sequence[int], payload: bytearray | None
+        self, words: Sequence[int], payload: bytearray | None
     ) -> Iterator[tuple[int, Message]]:
-        epoch = decode_epoch(numbers)
+        epoch = decode_header(words).epoch
         if epoch == self._epoch:
-            yield decode_message(numbers, self._workers, self._colayers, payload)
+            yield decode_message(words, self._workers, self._colayers, payload)
         elif epoch > self._epoch + 1:
             raise MalformedMessage(f"epoch is {epoch}; this worker is in epoch {self._epoch}")
         elif epoch > self._epoch:
-            self._early.append((numbers, payload))
+            self._early.append((words, payload))
 
 
 class CommunicationThread:

@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.exchanges.lanes import Lanes
 from wingbeat.methods.bounded_staleness.messages import (
-    MAX_NUMBER,
-    MalformedMessage,
     View,
+    WholeView,
+    WorkerId,
     initial_view,
     members,
     merge_views,
     with_incarnation,
 )
 from wingbeat.observe.log import log
+from wingbeat.schema import MalformedMessage, parse_json
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.interfaces import listen_interfaces
 from wingbeat.transport.messages.connect import open_mailbox
@@ -63,30 +64,16 @@ class MembershipChange(NamedTuple):
     peer_info: PeerInfo | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LogEntry:
-    """One entry of the membership log."""
+class LogEntry(NamedTuple):
+    """One entry of the membership log.
 
-    author: int
-    view: View
+    Attributes:
+        author: the worker that appended it.
+        view: what it has learned.
+    """
 
-    def to_json(self) -> str:
-        """Encode the entry."""
-        return json.dumps({"author": self.author, "view": self.view})
-
-    @classmethod
-    def from_json(cls, text: str, workers: int) -> LogEntry:
-        """Decode an entry for this number of workers; raise MalformedMessage if it is not one."""
-        try:
-            fields = json.loads(text)
-            author, view = fields["author"], fields["view"]
-            valid = type(author) is int and 0 <= author < workers and len(view) == workers
-            valid = valid and all(type(n) is int and 0 <= n < MAX_NUMBER for n in view)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            valid = False
-        if not valid:
-            raise MalformedMessage(f"{text!r:.60} is not a membership log entry")
-        return cls(author, View(tuple(view)))
+    author: WorkerId
+    view: WholeView
 
 
 class MembershipLog:
@@ -98,7 +85,7 @@ class MembershipLog:
 
     def append(self, text: str) -> list[MembershipChange]:
         """Append the next entry; return its changes, ends before starts."""
-        entry = LogEntry.from_json(text, len(self.view))
+        entry = parse_json(LogEntry, text, workers=len(self.view))
         before, self.view = self.view, merge_views(self.view, entry.view)
         self.length += 1
         author = entry.author
@@ -264,7 +251,7 @@ class MembershipClient:
 
     def _claim_entry(self, view: View) -> str:
         """Write the next entry; return the one that is binding."""
-        entry = LogEntry(self._rank, view).to_json()
+        entry = json.dumps(LogEntry(self._rank, view))
         return self._store.claim(f"{self._path}/{self.log.length}", entry)
 
     def _append(self, text: str) -> None:

@@ -1,23 +1,40 @@
 """Views of the membership, messages between workers, and their encoding as frames of integers.
 
 Iterations, rounds, colayers (0 has the last layers), pieces and workers are counted from 0. A frame
-is a header, the integers of one message, and its payload (gradients, sums or parameters). Every
-integer is range-checked before use; the receiver of a payload checks its size.
+is a header, the words of one message, and its payload (gradients, sums or parameters), whose size
+the receiver checks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NewType
+from typing import Annotated, Any, NamedTuple, NewType, TypeAlias
+
+from wingbeat.schema import (
+    Length,
+    MalformedMessage,
+    Mask,
+    Messages,
+    Payload,
+    Range,
+    from_words,
+    to_words,
+)
 
 # -- views -----------------------------------------------------------------------------------
 
-View = NewType("View", tuple[int, ...])
+MAX_NUMBER = 1 << 48
+"""Upper bound of iterations, rounds and incarnations, exclusive."""
+
+Number: TypeAlias = Annotated[int, Range(0, MAX_NUMBER)]
+NumberOrNone: TypeAlias = Annotated[int, Range(-1, MAX_NUMBER)]
+Colayer: TypeAlias = Annotated[int, Range(0, "colayers")]
+WorkerId: TypeAlias = Annotated[int, Range(0, "workers")]
+
+View = NewType("View", tuple[Number, ...])
 """One number for each worker, even while the worker is alive, in incarnation number / 2, and odd
 when that incarnation has ended. Numbers only grow, so merging two views takes the larger ones."""
 
@@ -66,11 +83,16 @@ def is_reassigned(view: View, piece: int) -> bool:
 
 # -- messages --------------------------------------------------------------------------------
 
-Contribution = tuple[int, int]
+Contribution: TypeAlias = tuple[Number, WorkerId]
 """Iteration and worker of the gradients of one colayer."""
 
-Watermarks = tuple[tuple[int, ...], ...]
+WholeView: TypeAlias = Annotated[View, Length("workers")]
+ByWorker: TypeAlias = Annotated[tuple[NumberOrNone, ...], Length("workers")]
+
+Watermarks: TypeAlias = Annotated[tuple[ByWorker, ...], Length("colayers")]
 """By colayer and worker: the last iteration of which a piece was summed; -1 for none."""
+
+ByPiece: TypeAlias = Annotated[tuple[Watermarks, ...], Length("workers")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,98 +108,161 @@ class Progress:
         view: its committed view.
     """
 
-    iteration: int
-    sent_through: int
-    applied: int
+    iteration: Number
+    sent_through: NumberOrNone
+    applied: NumberOrNone
     finished: bool
-    zeta: int
-    view: View
+    zeta: Number
+    view: WholeView
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A worker's gradients of one piece of one colayer, sent to the owner of the piece."""
+    """A worker's gradients of one piece of one colayer, sent to the owner of the piece.
 
-    iteration: int
-    colayer: int
-    piece: int
-    view: View
-    payload: Any = field(default=None, compare=False, repr=False)
+    Attributes:
+        iteration: of the gradients.
+        colayer: of the gradients.
+        piece: of the colayer.
+        view: the sender's view.
+        payload: the gradients.
+    """
+
+    iteration: Number
+    colayer: Colayer
+    piece: WorkerId
+    view: WholeView
+    payload: Payload = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceSum:
     """The sum of one piece of one colayer in round ``number``, from the owner to all workers.
 
-    ``entries`` are the contributions in the order of addition, none in an empty packet.
-    ``earliest`` has by worker the first iteration that later rounds may contain; -1 if it is dead.
+    Attributes:
+        colayer: of the sum.
+        piece: of the colayer.
+        number: of the round.
+        entries: the contributions in the order of addition, none in an empty packet.
+        earliest: by worker, the first iteration that later rounds may contain; -1 if it is dead.
+        view: the sender's view.
+        payload: the sum.
     """
 
-    colayer: int
-    piece: int
-    number: int
-    entries: tuple[Contribution, ...]
-    earliest: tuple[int, ...]
-    view: View
-    payload: Any = field(default=None, compare=False, repr=False)
+    colayer: Colayer
+    piece: WorkerId
+    number: Number
+    entries: Annotated[tuple[Contribution, ...], Length(increasing=True)]
+    earliest: ByWorker
+    view: WholeView
+    payload: Payload = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ViewProposal:
     """A worker's proposal of a view, with the rounds that the worker has.
 
-    Of ``complete`` rounds it has all pieces of all colayers; -1 if it is joining. ``watermarks``
-    are the contributions in these rounds, by piece.
+    Attributes:
+        view: the proposed one.
+        complete: rounds of which the worker has all pieces of all colayers; -1 if it is joining.
+        watermarks: the contributions in these rounds, by piece.
     """
 
-    view: View
-    complete: int
-    watermarks: tuple[Watermarks, ...]
+    view: WholeView
+    complete: NumberOrNone
+    watermarks: ByPiece
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The first round of a piece that a joining worker receives, by colayer."""
+    """The first rounds that a joining worker receives from the owner of a piece.
 
-    piece: int
-    first_rounds: tuple[int, ...]
+    Attributes:
+        piece: number of the piece.
+        first_rounds: by colayer.
+    """
+
+    piece: WorkerId
+    first_rounds: Annotated[tuple[Number, ...], Length("colayers")]
 
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """A request for parameters with at least ``applied`` rounds."""
+    """A request for parameters.
 
-    applied: int
-    view: View
+    Attributes:
+        applied: rounds that they must have.
+        view: the sender's view.
+    """
+
+    applied: NumberOrNone
+    view: WholeView
+
+
+Rows: TypeAlias = Annotated[
+    list[Annotated[list[Annotated[int, Mask("workers")]], Length("workers")]], Length("colayers")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class GeiState:
-    """What a `Gei` has counted, with its attributes."""
+    """What a `Gei` has counted.
 
-    retired: int
-    zeta: int
-    counted: int
-    rows: dict[int, list[list[int]]]
+    Attributes:
+        retired: number of complete rows that were removed.
+        zeta: the last row; -1 before the first.
+        counted: number of contributions.
+        rows: by iteration, colayer and piece, the workers whose pieces were applied.
+    """
+
+    retired: Number
+    zeta: NumberOrNone
+    counted: Number
+    rows: dict[Number, Rows]
+
+    def __post_init__(self) -> None:
+        """Raise MalformedMessage for a row that is retired or later than the last one."""
+        if self.rows and not self.retired <= min(self.rows) <= max(self.rows) <= self.zeta:
+            rows = [*self.rows]
+            raise MalformedMessage(f"rows is {rows!r:.60}; allowed: {self.retired} to {self.zeta}")
 
 
 @dataclass(frozen=True, slots=True)
 class PullResponse:
-    """Parameters with ``applied`` rounds; ``watermarks`` has their contributions by piece."""
+    """Parameters of another worker.
 
-    applied: int
-    watermarks: tuple[Watermarks, ...]
+    Attributes:
+        applied: rounds in the parameters.
+        watermarks: their contributions, by piece.
+        gei: the state of the gradient exchange index.
+        payload: parameters, buffers and optimizer state, see `exchanges.snapshot`.
+    """
+
+    applied: NumberOrNone
+    watermarks: ByPiece
     gei: GeiState
-    payload: Any = field(default=None, compare=False, repr=False)
+    payload: Payload = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """A finished worker has received ``rounds`` rounds and expects no more."""
+    """A finished worker expects no more rounds.
 
-    rounds: int
-    view: View
+    Attributes:
+        rounds: number of rounds that it has received.
+        view: the sender's view.
+    """
 
+    rounds: Number
+    view: WholeView
+
+
+MESSAGES = Messages(
+    dict(
+        enumerate((Progress, Piece, PieceSum, ViewProposal, Welcome, PullRequest, PullResponse,
+                   Drained))
+    )
+)  # fmt: skip
 
 Message = (
     Progress | Piece | PieceSum | ViewProposal | Welcome | PullRequest | PullResponse | Drained
@@ -194,27 +279,24 @@ class Envelope:
 
 # -- frames ----------------------------------------------------------------------------------
 
-MAX_NUMBER = 1 << 48
-"""Upper bound of iterations, rounds and incarnations, exclusive."""
-
 _HEADER = struct.Struct("<IIQ")
-"""Bytes of an integer, number of integers, bytes of the payload."""
+"""Bytes of a word, number of words, bytes of the payload."""
 
-_FORMATS = {4: "i", 8: "q"}
-_LIMB = 30
-"""Bits of a mask of workers in one integer."""
-
-_KINDS = (
-    Progress, Piece, PieceSum, ViewProposal, Welcome, PullRequest, PullResponse, Drained,
-)  # fmt: skip
-_FIELDS: Mapping[type, tuple[str, ...]] = {
-    kind: tuple(each.name for each in dataclasses.fields(kind) if each.name != "payload")
-    for kind in _KINDS
-}
+_FORMATS = {4: "I", 8: "Q"}
 
 
-class MalformedMessage(Exception):
-    """Bytes or text that no worker of this job sends; the text states the violation."""
+class FrameHeader(NamedTuple):
+    """The first words of a frame.
+
+    Attributes:
+        epoch: the sender's, which determines the number of colayers.
+        kind: of the message.
+        incarnation: the sender's.
+    """
+
+    epoch: Number
+    kind: Annotated[int, Range(0, len(MESSAGES.records))]
+    incarnation: Number
 
 
 class Frame(NamedTuple):
@@ -225,12 +307,12 @@ class Frame(NamedTuple):
 
 
 class ReceivedFrame(NamedTuple):
-    """A frame with the integers for `decode_message`.
+    """A frame with the words for `decode_message`.
 
     ``payload`` is the whole payload of ``payload_nbytes``, or empty if it follows in later parts.
     """
 
-    numbers: tuple[int, ...]
+    words: tuple[int, ...]
     payload_nbytes: int
     payload: memoryview
 
@@ -239,19 +321,16 @@ def encode_frame(message: Message, incarnation: int, epoch: int = 0) -> Frame:
     """Encode a message of a worker."""
     data = getattr(message, "payload", None)
     payload = memoryview(b"" if data is None else data).cast("B")
-    numbers = encode_numbers(message, incarnation, epoch)
-    width = 4 if max(numbers) < 1 << 31 else 8
-    header = _HEADER.pack(width, len(numbers), len(payload))
-    return Frame(header + struct.pack(f"<{len(numbers)}{_FORMATS[width]}", *numbers), payload)
+    words = encode_words(message, incarnation, epoch)
+    width = 4 if max(words) < 1 << 32 else 8
+    header = _HEADER.pack(width, len(words), len(payload))
+    return Frame(header + struct.pack(f"<{len(words)}{_FORMATS[width]}", *words), payload)
 
 
-def encode_numbers(message: Message, incarnation: int, epoch: int = 0) -> list[int]:
-    """Return epoch, kind of message, incarnation, and the fields without the payload."""
-    kind = type(message)
-    out = [epoch, _KINDS.index(kind), incarnation]
-    for name in _FIELDS[kind]:
-        out += _CODERS[name][0](getattr(message, name))
-    return out
+def encode_words(message: Message, incarnation: int, epoch: int = 0) -> list[int]:
+    """Return the words of a message and its header."""
+    header = FrameHeader(epoch, MESSAGES.kind_of(message), incarnation)
+    return to_words(header) + to_words(message)
 
 
 def decode_frames(part: Any, max_payload: int) -> Iterator[ReceivedFrame]:
@@ -268,134 +347,26 @@ def decode_frames(part: Any, max_payload: int) -> Iterator[ReceivedFrame]:
         width, count, nbytes = _HEADER.unpack_from(view)
         end = _HEADER.size + width * count
         if width not in _FORMATS or end > len(view):
-            raise MalformedMessage(f"{count} integers of {width} bytes in {len(view)} bytes")
+            raise MalformedMessage(f"{count} words of {width} bytes in {len(view)} bytes")
         if nbytes > max_payload:
             raise MalformedMessage(f"payload of {nbytes} bytes; the limit is {max_payload}")
-        numbers = struct.unpack_from(f"<{count}{_FORMATS[width]}", view, _HEADER.size)
+        words = struct.unpack_from(f"<{count}{_FORMATS[width]}", view, _HEADER.size)
         payload, view = view[end : end + nbytes], view[end + nbytes :]
         if 0 < len(payload) < nbytes:
             raise MalformedMessage(f"{len(payload)} bytes of a payload of {nbytes}")
-        yield ReceivedFrame(numbers, nbytes, payload)
+        yield ReceivedFrame(words, nbytes, payload)
 
 
-def decode_epoch(numbers: Sequence[int]) -> int:
-    """Return the sender's epoch, which determines how the other integers are decoded."""
-    return _FieldReader(numbers, 0, 0).number("epoch")
+def decode_header(words: Sequence[int]) -> FrameHeader:
+    """Return the first words of a frame; MalformedMessage if they are invalid."""
+    return from_words(FrameHeader, words[: len(FrameHeader._fields)])
 
 
 def decode_message(
-    numbers: Sequence[int], workers: int, colayers: int, payload: Any
+    words: Sequence[int], workers: int, colayers: int, payload: Any
 ) -> tuple[int, Message]:
     """Return the sender's incarnation and message; MalformedMessage if they are invalid here."""
-    reader = _FieldReader(numbers, workers, colayers)
-    reader.number("epoch")
-    kind = _KINDS[reader.number("kind", end=len(_KINDS))]
-    incarnation = reader.number("incarnation")
-    fields = {name: _CODERS[name][1](reader, name) for name in _FIELDS[kind]}
-    reader.check_end()
-    if kind in (Piece, PieceSum, PullResponse):
-        fields["payload"] = payload
-    elif payload is not None:
-        raise MalformedMessage(f"unexpected payload of {len(payload)} bytes in {kind.__name__}")
-    return incarnation, kind(**fields)
-
-
-class _FieldReader:
-    def __init__(self, numbers: Sequence[int], workers: int, colayers: int) -> None:
-        self._numbers, self._at = numbers, 0
-        self.workers, self.colayers = workers, colayers
-
-    def check_end(self) -> None:
-        if self._at != len(self._numbers):
-            raise MalformedMessage(f"{len(self._numbers) - self._at} extra integers")
-
-    def row(self, name: str, length: int, least: int = 0, end: int = MAX_NUMBER) -> tuple[int, ...]:
-        row = tuple(self._numbers[self._at : self._at + length])
-        self._at += length
-        if len(row) != length or (length and not least <= min(row) <= max(row) < end):
-            raise MalformedMessage(f"{name} is {row!r:.40}")
-        return row
-
-    def number(self, name: str, least: int = 0, end: int = MAX_NUMBER) -> int:
-        numbers, at = self._numbers, self._at
-        self._at += 1
-        if at >= len(numbers) or not least <= numbers[at] < end:
-            raise MalformedMessage(f"{name} is {numbers[at : self._at]!r:.40}")
-        return numbers[at]
-
-    def entries(self, name: str) -> tuple[Contribution, ...]:
-        flat = self.row(name, 2 * self.number(name, end=len(self._numbers)))
-        out = tuple(zip(flat[::2], flat[1::2], strict=True))
-        if max(flat[1::2], default=0) >= self.workers:
-            raise MalformedMessage(f"{name} are {out!r:.40}")
-        if any(before >= after for before, after in itertools.pairwise(out)):
-            raise MalformedMessage(f"{name} are not strictly increasing")
-        return out
-
-    def watermarks(self, name: str) -> tuple[Watermarks, ...]:
-        return tuple(
-            tuple(self.row(name, self.workers, -1) for _ in range(self.colayers))
-            for _ in range(self.workers)
-        )
-
-    def gei(self, name: str) -> GeiState:
-        retired, zeta = self.number(name), self.number(name, least=-1)
-        counted, rows, least = self.number(name), dict[int, list[list[int]]](), retired
-        for _ in range(self.number(name, end=len(self._numbers))):
-            iteration = self.number(name, least, zeta + 1)
-            least = iteration + 1
-            rows[iteration] = [
-                [self._mask(name) for _ in range(self.workers)] for _ in range(self.colayers)
-            ]
-        return GeiState(retired, zeta, counted, rows)
-
-    def _mask(self, name: str) -> int:
-        limbs = self.row(name, -(-self.workers // _LIMB), end=1 << _LIMB)
-        mask = sum(limb << _LIMB * place for place, limb in enumerate(limbs))
-        if mask >> self.workers:
-            raise MalformedMessage(f"{name} has a mask {mask:#x}"[:60])
-        return mask
-
-
-def _encode_entries(entries: Sequence[Contribution]) -> list[int]:
-    return [len(entries), *(number for entry in entries for number in entry)]
-
-
-def _encode_watermarks(watermarks: Iterable[Iterable[Iterable[int]]]) -> list[int]:
-    return [number for piece in watermarks for row in piece for number in row]
-
-
-def _encode_gei(gei: GeiState) -> list[int]:
-    out = [gei.retired, gei.zeta, gei.counted, len(gei.rows)]
-    for iteration, pieces in sorted(gei.rows.items()):
-        out.append(iteration)
-        for mask in itertools.chain(*pieces):
-            out += [mask >> bit & (1 << _LIMB) - 1 for bit in range(0, len(pieces[0]), _LIMB)]
-    return out
-
-
-def _as_row(number: int) -> tuple[int]:
-    return (number,)
-
-
-_NUMBER = _as_row, _FieldReader.number
-_NUMBER_OR_NONE = _as_row, lambda reader, name: reader.number(name, least=-1)
-_CODERS: Mapping[str, tuple[Callable[[Any], Iterable[int]], Callable[[_FieldReader, str], Any]]] = {
-    "view": (tuple, lambda reader, name: View(reader.row(name, reader.workers))),
-    "earliest": (tuple, lambda reader, name: reader.row(name, reader.workers, -1)),
-    "first_rounds": (tuple, lambda reader, name: reader.row(name, reader.colayers)),
-    "iteration": _NUMBER,
-    "zeta": _NUMBER,
-    "number": _NUMBER,
-    "rounds": _NUMBER,
-    "sent_through": _NUMBER_OR_NONE,
-    "applied": _NUMBER_OR_NONE,
-    "complete": _NUMBER_OR_NONE,
-    "finished": (_as_row, lambda reader, name: bool(reader.number(name, end=2))),
-    "colayer": (_as_row, lambda reader, name: reader.number(name, end=reader.colayers)),
-    "piece": (_as_row, lambda reader, name: reader.number(name, end=reader.workers)),
-    "entries": (_encode_entries, _FieldReader.entries),
-    "watermarks": (_encode_watermarks, _FieldReader.watermarks),
-    "gei": (_encode_gei, _FieldReader.gei),
-}
-"""How each field is encoded and decoded, in every message."""
+    header = decode_header(words)
+    record, rest = MESSAGES.records[header.kind], words[len(header) :]
+    message: Message = from_words(record, rest, payload, workers=workers, colayers=colayers)
+    return header.incarnation, message

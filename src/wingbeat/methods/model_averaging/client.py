@@ -12,22 +12,32 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
-    Kind,
+    MESSAGES,
+    Added,
+    Done,
+    FetchState,
+    Keepalive,
+    Lost,
     Member,
     ProtocolError,
     Reason,
+    Refused,
+    Removed,
+    Request,
     Run,
     RunMessage,
-    decode_run,
+    SendState,
+    Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.observe.events import AVERAGES, stream
+from wingbeat.schema import MalformedMessage, Range, parse_json
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
@@ -111,6 +121,9 @@ def isolation_text(worker: int, others: str) -> str:
 # -- without a generator ------------------------------------------------------------------
 
 
+Steps: TypeAlias = Annotated[int, Range(0, 1 << 48)]
+
+
 class Status(NamedTuple):
     """The progress of a worker. Its values only grow.
 
@@ -123,10 +136,10 @@ class Status(NamedTuple):
             -1 for none.
     """
 
-    rounds: int = 0
+    rounds: Steps = 0
     synchronizing: bool = False
-    steps: int = 0
-    failed: int = -1
+    steps: Steps = 0
+    failed: Annotated[int, Range(-1, 1 << 48)] = -1
 
 
 class StatusTable:
@@ -143,10 +156,8 @@ class StatusTable:
         """Return the status of each worker that has published one."""
         found = {}
         for worker in range(self._workers):
-            with contextlib.suppress(ValueError, RecursionError):
-                match json.loads(self._get(f"status/{worker}")):
-                    case [int(rounds), bool(synchronizing), int(steps), int(failed)]:
-                        found[worker] = Status(rounds, synchronizing, steps, failed)
+            with contextlib.suppress(MalformedMessage):
+                found[worker] = parse_json(Status, self._get(f"status/{worker}"))
         return found
 
     def mark_lost(self, worker: int, *, left: bool = False) -> None:
@@ -437,6 +448,11 @@ class GeneratorLost(Exception):
     """The generator has died, left or is unreachable; the text states how."""
 
 
+def violation(worker: int, error: MalformedMessage) -> PeerError:
+    """Return the error of a malformed or unexpected message of the generator."""
+    return PeerError(f"rank {worker}: the group generator violated the protocol: {error}")
+
+
 class GeneratorConnection:
     """Messages to and from the generator. Not thread-safe.
 
@@ -447,7 +463,7 @@ class GeneratorConnection:
     def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
         self._mailbox, self._worker, self._generator = mailbox, worker, generator
         self._timeout, self._sent_at, self._lost = timeout, 0.0, False
-        self.received: deque[Message] = deque()
+        self.received: deque[Any] = deque()
 
     @property
     def lost(self) -> bool:
@@ -461,30 +477,33 @@ class GeneratorConnection:
             )
         return self._lost
 
-    def send(self, kind: Kind, *ids: int) -> None:
+    def send(self, message: Any) -> None:
         """Send a message; raise GeneratorLost if the generator cannot receive it."""
+        kind, ids, _ = MESSAGES.pack(message)
         try:
-            padded = (*ids, 0, 0, 0, 0)[:4]
-            self._mailbox.post(self._generator, kind, ids=padded, urgency=0)
+            self._mailbox.post(self._generator, kind, ids=ids, urgency=0)
         except PeerError as error:
             raise GeneratorLost(str(error)) from None
 
-    def receive(self, deadline: float) -> Message:
+    def receive(self, deadline: float) -> Any:
         """Wait for the next message.
 
-        Raises GeneratorLost if the generator is lost. Raises PeerError if the deadline has passed.
+        Raises GeneratorLost if the generator is lost. Raises PeerError if the deadline has passed,
+        or the message is malformed.
         """
         sent_at = time.monotonic()
         while True:
             if self.received:
                 return self.received.popleft()
             try:
-                return self._mailbox.receive(_CHECK_S, of=[self._generator])
+                received = self._mailbox.receive(_CHECK_S, of=[self._generator])
             except PeerError as error:
                 if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
                     raise GeneratorLost(str(error)) from None
                 if self.lost:
                     raise GeneratorLost("its connections have closed without a goodbye") from None
+            else:
+                return self._parse(received)
             now = time.monotonic()
             if now >= deadline:
                 raise PeerError(
@@ -493,12 +512,19 @@ class GeneratorConnection:
                 )
             if now - sent_at >= _KEEPALIVE_S:
                 sent_at = now
-                self.send(Kind.KEEPALIVE)
+                self.send(Keepalive())
 
     def poll(self) -> None:
         """Append all messages that have arrived to `received`."""
         while (message := self._mailbox.poll(of=[self._generator])) is not None:
-            self.received.append(message)
+            self.received.append(self._parse(message))
+
+    def _parse(self, message: Message) -> Any:
+        try:
+            # The generator's number is that of the workers.
+            return MESSAGES.parse(message, workers=self._generator)
+        except MalformedMessage as error:
+            raise violation(self._worker, error) from None
 
     def keep_alive(self) -> None:
         """Send a keepalive message if the last one is old enough."""
@@ -506,7 +532,7 @@ class GeneratorConnection:
         if now - self._sent_at >= _KEEPALIVE_S:
             self._sent_at = now
             with contextlib.suppress(GeneratorLost):
-                self.send(Kind.KEEPALIVE)
+                self.send(Keepalive())
 
 
 class Client:
@@ -610,7 +636,7 @@ class Client:
         lost, deadline = -1, time.monotonic() + self._timeout
         try:
             while True:
-                self._connection.send(Kind.FETCH_STATE, lost + 1, int(join))
+                self._connection.send(FetchState(lost, join))
                 sender, connection = self._await_sender(deadline)
                 state = receive(sender, connection, functools.partial(self._is_active, sender))
                 if state is not None:
@@ -625,16 +651,15 @@ class Client:
     def _await_sender(self, deadline: float) -> tuple[int, int]:
         while True:
             message = self._connection.receive(deadline)
-            ids = message.ids
-            if message.kind != Kind.SEND_STATE or ids[0] == self._worker != ids[1]:
+            if not isinstance(message, SendState) or message.receiver != self._worker:
                 self._handle_between_steps(message)
-            elif ids[0] == ids[1]:
+            elif message.sender == message.receiver:
                 raise PeerError(
                     f"rank {self._worker}: cannot find a peer to copy training state from: no "
                     "other worker is active: start from a checkpoint"
                 )
-            elif ids[1] == self._worker and ids[0] < self._layout.workers:
-                return ids[0], ids[2]
+            else:
+                return message.sender, message.connection
 
     def _is_active(self, worker: int) -> bool:
         self._handle_received()
@@ -647,41 +672,41 @@ class Client:
         while self._connection.received:
             self._handle_between_steps(self._connection.received.popleft())
 
-    def _handle_between_steps(self, message: Message) -> bool:
+    def _handle_between_steps(self, message: Any) -> bool:
         """Handle a message that may arrive at any time; return whether it was one."""
-        match message.kind:
-            case Kind.REMOVED if message.ids[0] == self._worker:
-                self._note_exclusion(message.ids[2])
-            case Kind.REMOVED | Kind.ADDED:
-                self._note_peer(message.kind, message.ids)
-            case Kind.SEND_STATE if message.ids[0] == self._worker:
-                self.on_fetch(message.ids[1], message.ids[2])
-            case Kind.KEEPALIVE:
+        match message:
+            case Removed(self._worker, _, reason):
+                self._note_exclusion(reason)
+            case Removed(worker, _, reason, missed):
+                self._missed = missed
+                self._note_removed(worker, reason)
+            case Added(worker):
+                if self._inactive.pop(worker, None) is not None:
+                    self.on_back(worker)
+                    stream.happened("joined", (worker,))
+            case SendState(self._worker, receiver, connection):
+                self.on_fetch(receiver, connection)
+            case Keepalive():
                 pass
             case _:
                 return False
         return True
 
-    def _note_peer(self, kind: int, ids: Sequence[int]) -> None:
-        worker, before = ids[0], self._inactive.pop(ids[0], None)
-        if kind == Kind.REMOVED:
-            self._inactive[worker] = reason = Reason.parse(ids[2])
-            self._missed = bool(ids[3])
-            if reason != Reason.LATE and before in (None, Reason.LATE):
-                self.on_lost(worker)
-            elif reason == Reason.LATE and before is None:
-                _log.info(
-                    "rank %d: rank %d took too long for a step, or for an average: groups continue "
-                    "without it until its next step; wingbeat.synchronize() waits for it",
-                    self._worker,
-                    worker,
-                )
-        elif before is not None:
-            self.on_back(worker)
-        if (before is None) == (kind == Kind.REMOVED):
-            stream.happened("left" if kind == Kind.REMOVED else "joined", (worker,))
+    def _note_removed(self, worker: int, reason: Reason) -> None:
+        before, self._inactive[worker] = self._inactive.get(worker), reason
+        if reason != Reason.LATE and before in (None, Reason.LATE):
+            self.on_lost(worker)
+        elif reason == Reason.LATE and before is None:
+            _log.info(
+                "rank %d: rank %d took too long for a step, or for an average: groups continue "
+                "without it until its next step; wingbeat.synchronize() waits for it",
+                self._worker,
+                worker,
+            )
+        if before is None:
+            stream.happened("left", (worker,))
 
-    def _note_exclusion(self, reason: int) -> None:
+    def _note_exclusion(self, reason: Reason) -> None:
         """Record that groups have continued without this worker; fail if it must copy a state."""
         self.excluded = True
         self.stale |= reason == Reason.SILENT
@@ -691,20 +716,18 @@ class Client:
                 "state; start it again, or give it more time: wingbeat.init(timeout=...)"
             )
 
-    def _handle(self, message: Message, reducer: Reducer) -> None:
+    def _handle(self, message: Any, reducer: Reducer) -> None:
         """Handle a message while this worker waits for a group."""
-        ids = message.ids
-        if message.kind == Kind.RUN:
-            decoded = decode_run(ids, message.payload, self._layout.workers)
-            reducer.close(decoded.close)
-            if self._member.start(decoded.run):
-                self._run(decoded, reducer)
-        elif message.kind == Kind.REFUSED:
-            text = bytes(message.payload[:200]).decode(errors="replace")
+        if isinstance(message, RunMessage):
+            reducer.close(message.close)
+            if self._member.start(message.run):
+                self._run(message, reducer)
+        elif isinstance(message, Refused):
+            text = bytes(message.reason[:200]).decode(errors="replace")
             raise ProtocolError(f"a refusal: {text}")
         elif not self._handle_between_steps(message):
-            raise ProtocolError(f"a message of kind {message.kind}")
-        elif message.kind == Kind.REMOVED and ids[:2] == (self._worker, self._requests):
+            raise ProtocolError(f"{type(message).__name__} was sent by the generator")
+        elif isinstance(message, Removed) and message[:2] == (self._worker, self._requests):
             # All groups of this worker continue without it. A request makes it active again, unless
             # the generator has sent this before it had received the last request.
             self._member = Member(self._worker, self._rules)
@@ -732,9 +755,9 @@ class Client:
         self._waiting_since = time.monotonic_ns()
         stream.happened("request")
         if self._synchronizes:
-            self._connection.send(Kind.SYNCHRONIZE)
+            self._connection.send(Synchronize())
         else:
-            self._connection.send(Kind.REQUEST, int(self.copies_state))
+            self._connection.send(Request(self.copies_state))
 
     def _average_while_waiting(self, reducer: Reducer) -> None:
         me, what = f"rank {self._worker}", "the end of its step"
@@ -746,14 +769,12 @@ class Client:
             message = self._connection.receive(deadline)
             # The others may have long steps, so each message extends the deadline.
             deadline = time.monotonic() + self._timeout
-            if message.kind == Kind.KEEPALIVE and message.ids[0]:
-                check_wait(wait, me, what, f"rank {message.ids[0] - 1}", self._timeout)
+            if isinstance(message, Keepalive) and message.awaited >= 0:
+                check_wait(wait, me, what, f"rank {message.awaited}", self._timeout)
             try:
                 self._handle(message, reducer)
             except ProtocolError as error:
-                raise PeerError(
-                    f"rank {self._worker}: the group generator violated the protocol: {error}"
-                ) from None
+                raise violation(self._worker, error) from None
 
     def _run(self, message: RunMessage, reducer: Reducer) -> None:
         run, lost = message.run, None
@@ -770,13 +791,13 @@ class Client:
             return  # The generator has sent that the group runs again.
         if lost is not None:
             # The group runs again without that member.
-            self._connection.send(Kind.LOST, run.number, run.epoch, lost)
+            self._connection.send(Lost(run.number, run.epoch, lost))
             return
         self._joins = False
         if self.copies_state:  # an excluded worker would not join a group
             self.excluded = False
         self._member.finish()
-        self._connection.send(Kind.DONE, run.number, run.epoch)
+        self._connection.send(Done(run.number, run.epoch))
 
     def _arrival(self, run: Run) -> Arrival:
         self._connection.poll()
@@ -789,12 +810,11 @@ class Client:
         lasts = self._table.fallbacks(set(run.members) - {self._worker}).values()
         return Arrival.IMPOSSIBLE if any(last < run.number for last in lasts) else Arrival.DEPARTED
 
-    def _supersedes(self, message: Message, run: Run) -> bool:
+    def _supersedes(self, message: Any, run: Run) -> bool:
         """Whether a message starts a new epoch of ``run``, or removes this worker."""
-        number, epoch = message.ids[:2]
-        if message.kind == Kind.REMOVED:
-            return number == self._worker and epoch == self._requests
-        return message.kind == Kind.RUN and number == run.number and epoch > run.epoch
+        if isinstance(message, RunMessage):
+            return message.number == run.number and message.epoch > run.epoch
+        return isinstance(message, Removed) and message[:2] == (self._worker, self._requests)
 
     def _fall_back(self, why: str, reducer: Reducer) -> None:
         self.fallback = why

@@ -23,18 +23,19 @@ a worker's side. Neither has a clock or does I/O. Decisions:
 from __future__ import annotations
 
 import enum
-import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 from wingbeat.methods.model_averaging.rules import Connectivity, Rules, WorkerPool, policy_of
+from wingbeat.schema import Length, MalformedMessage, Messages, Payload, Range
 from wingbeat.types import Layout
 
 
-class ProtocolError(Exception):
-    """A message is malformed, or not allowed in the current state; the text states why."""
+class ProtocolError(MalformedMessage):
+    """A message is not allowed in the current state; the text states why."""
 
 
 class Run(NamedTuple):
@@ -362,54 +363,95 @@ class Member:
         return run
 
 
-# -- messages: a kind, four numbers (`ids`) and, for `Kind.RUN`, a payload ----------------
+# -- messages -----------------------------------------------------------------------------
 
+Number: TypeAlias = Annotated[int, Range()]
 ID_LIMIT = 1 << 32
-"""Upper bound of the numbers in messages, exclusive."""
+"""Upper bound of a `Number`, exclusive."""
 
-_MAX_PAYLOAD = 1 << 20  # bytes
+WorkerId: TypeAlias = Annotated[int, Range(0, "workers")]
+WorkerOrNone: TypeAlias = Annotated[int, Range(-1, "workers")]
 
 
-class Kind(enum.IntEnum):
-    """Kinds of messages. ``ids`` of `RUN`, `DONE` and `LOST` begin with group number and epoch.
+class Request(NamedTuple):
+    """Worker: a step has ended. An excluded worker becomes active again.
 
-    Workers send `REQUEST`, `DONE`, `LOST`, `SYNCHRONIZE` and `FETCH_STATE`, both sides `KEEPALIVE`,
-    and the generator the rest.
+    Attributes:
+        copies_state: an excluded worker gets `Removed`, and copies a peer's state first.
     """
 
-    REQUEST = 1
-    """A step has ended. An excluded worker becomes active again, unless the first number is 1: then
-    it gets `REMOVED`, and copies a peer's state first.
+    copies_state: bool = False
+
+
+class Done(NamedTuple):
+    """Worker: its parameters are the group's average.
+
+    Attributes:
+        number: of the group.
+        epoch: of the group, see `Run`.
     """
-    DONE = 2
-    """The sender's parameters are the group's average."""
-    LOST = 3
-    """The third number is a member that was lost while the group ran."""
-    SYNCHRONIZE = 4
-    """The sender waits for a group of all workers. Counts as a request."""
-    KEEPALIVE = 5
-    """Is not delivered if the receiver is dead. The generator's first number is 0, or 1 more than a
-    live worker that the receiver waits for.
+
+    number: Number
+    epoch: Number
+
+
+class Lost(NamedTuple):
+    """Worker: a member was lost while the group ran.
+
+    Attributes:
+        number: of the group.
+        epoch: of the group.
+        member: the lost one.
     """
-    RUN = 6
-    """Average with the payload's workers. The third number is the initiator, the fourth the
-    connection id. The payload ends with connection ids to close first."""
-    REMOVED = 7
-    """The first number is a worker that is no longer active, the second the number of requests that
-    it has sent, which shows whether it has sent another one since. The third is a `Reason`. The
-    fourth is 1 if others have synchronized without the receiver.
+
+    number: Number
+    epoch: Number
+    member: WorkerId
+
+
+class Synchronize(NamedTuple):
+    """Worker: it waits for a group of all workers. Counts as a request."""
+
+
+class Keepalive(NamedTuple):
+    """Both: is not delivered if the receiver is dead.
+
+    Attributes:
+        awaited: a live worker that the receiver waits for; -1 if there is none.
     """
-    ADDED = 8
-    """The first number is a worker that is active again."""
-    REFUSED = 9
-    """The receiver has violated the protocol; the payload states how. No message follows."""
-    FETCH_STATE = 10
-    """The sender requests a peer's state. The first number is 0, or 1 more than a lost peer; the
-    second is 1 if the sender is active from now on.
+
+    awaited: WorkerOrNone = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RunMessage:
+    """Generator: average with the members of a group.
+
+    Attributes:
+        number: of the group.
+        epoch: of the group.
+        initiator: the worker whose request the group was made for.
+        connection: the id of the group's connections, see `ConnectionCache`.
+        members: the workers of the group.
+        close: ids of connections to close first.
     """
-    SEND_STATE = 11
-    """The first number is the worker that sends its state to the second; the third is their
-    connection id. If both are the same, no worker has a state to send."""
+
+    number: Number
+    epoch: Number
+    initiator: WorkerId
+    connection: Number
+    members: Annotated[tuple[WorkerId, ...], Length(least=1)]
+    close: tuple[Number, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise MalformedMessage if a member is listed twice."""
+        if len(set(self.members)) < len(self.members):
+            raise MalformedMessage(f"members is {self.members!r:.60}; allowed: each once")
+
+    @property
+    def run(self) -> Run:
+        """The group."""
+        return Run(self.number, self.epoch, self.members, self.initiator)
 
 
 class Reason(enum.IntEnum):
@@ -427,43 +469,73 @@ class Reason(enum.IntEnum):
     LEFT = 3
     """It has shut down gracefully."""
 
-    @classmethod
-    def parse(cls, number: int) -> Reason:
-        """Return the reason with this number; `LATE` if there is none."""
-        return cls(number) if number in cls._value2member_map_ else cls.LATE
 
-
-class RunMessage(NamedTuple):
-    """The content of a `Kind.RUN`.
+class Removed(NamedTuple):
+    """Generator: a worker is no longer active.
 
     Attributes:
-        connection: the id of the group's connections, see `ConnectionCache`.
-        close: ids of connections to close.
+        worker: that worker.
+        requests: the number of requests that it has sent, which shows whether it has sent another
+            one since; modulo `ID_LIMIT`.
+        reason: why.
+        missed: whether others have synchronized without the receiver.
     """
 
-    run: Run
-    connection: int
-    close: tuple[int, ...] = ()
+    worker: WorkerId
+    requests: Number
+    reason: Reason
+    missed: bool
 
 
-def encode_members(members: Sequence[int], close: Sequence[int] = ()) -> bytes:
-    """Return the payload of a `Kind.RUN`: number of members, members, connection ids to close."""
-    return struct.pack(f"<{1 + len(members) + len(close)}I", len(members), *members, *close)
+class Added(NamedTuple):
+    """Generator: a worker is active again.
+
+    Attributes:
+        worker: that worker.
+    """
+
+    worker: WorkerId
 
 
-def run_ids(run: Run, connection: int) -> tuple[int, int, int, int]:
-    """Return the numbers of a `Kind.RUN`."""
-    return run.number, run.epoch, run.initiator, connection
+class Refused(NamedTuple):
+    """Generator: the receiver has violated the protocol. No message follows.
+
+    Attributes:
+        reason: how, in UTF-8.
+    """
+
+    reason: Payload
 
 
-def decode_run(ids: Sequence[int], payload: bytes | memoryview, workers: int) -> RunMessage:
-    """Return the content of a `Kind.RUN`; ProtocolError unless it is about ``workers`` workers."""
-    if ids[2] >= workers:
-        raise ProtocolError(f"initiator {ids[2]} is none of {workers} workers")
-    if len(payload) % 4 or not 8 <= len(payload) <= _MAX_PAYLOAD:
-        raise ProtocolError(f"a payload of {len(payload)} bytes is no group")
-    size, *numbers = struct.unpack(f"<{len(payload) // 4}I", payload)
-    members = tuple(numbers[:size])
-    if not members or max(members) >= workers or len(set(members)) < size:
-        raise ProtocolError(f"{members[:8]} is no group of {workers} workers")
-    return RunMessage(Run(ids[0], ids[1], members, ids[2]), ids[3], tuple(numbers[size:]))
+class FetchState(NamedTuple):
+    """Worker: requests a peer's state.
+
+    Attributes:
+        lost: the peer that was lost before it had sent its state; -1 if none was.
+        join: whether the sender is active from now on.
+    """
+
+    lost: WorkerOrNone
+    join: bool
+
+
+class SendState(NamedTuple):
+    """Generator, to both workers: one sends its state to the other.
+
+    Attributes:
+        sender: of the state; the receiver itself if no worker has a state to send.
+        receiver: of the state.
+        connection: the id of their connections.
+    """
+
+    sender: WorkerId
+    receiver: WorkerId
+    connection: Number
+
+
+MESSAGES = Messages(
+    {
+        1: Request, 2: Done, 3: Lost, 4: Synchronize, 5: Keepalive, 6: RunMessage, 7: Removed,
+        8: Added, 9: Refused, 10: FetchState, 11: SendState,
+    }
+)  # fmt: skip

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -26,8 +25,11 @@ from wingbeat.methods.model_averaging.generator import ProtocolError
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
 from wingbeat.methods.model_averaging.group_averager import next_serial, store_of
 from wingbeat.methods.model_averaging.pair_machine import (
+    MESSAGES,
     Apply,
+    Chunk,
     Kind,
+    Numbered,
     PairMachine,
     Send,
     is_active,
@@ -35,6 +37,7 @@ from wingbeat.methods.model_averaging.pair_machine import (
 )
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Cell, Section
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, is_alive, stuck_peer_text
 from wingbeat.transport.graceful_shutdown import Departures, departures_of
@@ -330,15 +333,15 @@ class PairExchange:
             self._on_lost(peer)
 
     def _receive(self, message: Message) -> None:
-        peer, kind, payload = message.peer, message.kind, message.payload
-        number, chunk = message.ids[:2]
-        has_chunk = kind in (Kind.CHUNK, Kind.AVERAGE)
+        peer, kind, payload, chunk = message.peer, message.kind, message.payload, 0
         try:
-            valid = self._buffer.is_valid_chunk(chunk, len(payload)) if has_chunk else not payload
-            if not valid:
-                raise ProtocolError(f"{len(payload)} bytes in chunk {chunk}, of kind {kind}")
-            accepted = self.machine.receive(peer, kind, number, chunk)
-        except ProtocolError as error:
+            record = MESSAGES.parse(message, chunks=len(self._buffer.spans))
+            if isinstance(record, Chunk):
+                chunk = record.chunk
+                if not self._buffer.is_valid_chunk(chunk, len(payload)):
+                    raise ProtocolError(f"{len(payload)} bytes in chunk {chunk}")
+            accepted = self.machine.receive(peer, kind, record.number, chunk)
+        except MalformedMessage as error:
             raise PeerError(f"{self._me}: rank {peer} violated the protocol: {error}") from None
         # A busy passive worker sends keepalives to the workers in its queue.
         if kind in _PROGRESS or (kind == Kind.KEEPALIVE and self.machine.requests):
@@ -382,7 +385,7 @@ class PairExchange:
 
     def _send(self, command: Send) -> None:
         peer, kind, number, chunk = command
-        payload: Any = b""
+        record: Numbered | Chunk = Numbered(number)
         interface = None
         if kind == Kind.REQUEST:
             self._requested_ns = time.monotonic_ns()
@@ -390,16 +393,16 @@ class PairExchange:
         elif kind == Kind.GRANT:
             self._granted_ns = time.monotonic_ns()
         elif kind == Kind.CHUNK:
-            payload = self._buffer.model_chunk(chunk)
+            record = Chunk(number, chunk, self._buffer.model_chunk(chunk))
             # Faster interfaces return chunks sooner, and so get more of them.
             interface = min(self._mailbox.interfaces(peer), key=lambda i: self._load[i])
             self._load[interface] += 1
             self._interfaces[chunk] = interface
         elif kind == Kind.AVERAGE:
-            payload = self._buffer.average_chunk(chunk)
+            record = Chunk(number, chunk, self._buffer.average_chunk(chunk))
             interface = self._interfaces.pop(chunk)
+        _, ids, payload = MESSAGES.pack(record, kind)
         try:
-            ids = (number, chunk, 0, 0)
             self._mailbox.post(peer, kind, payload, ids=ids, interface=interface)
         except PeerError:
             # The next step removes a lost peer, after its last messages.

@@ -7,45 +7,65 @@ model changes. So active workers wait for passive ones, and passive ones only fo
 serve, which waits for nothing else: there is no deadlock. If all workers could request and serve,
 as in the algorithm (Fig. 3), they could wait for each other in a ring (Fig. 2a);
 ``bipartite=False`` simulates that.
-
-A message is a kind, the number of the average and, for a chunk of a model, the number of the chunk.
-The chunk itself is the payload.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
+from wingbeat import schema
 from wingbeat.methods.model_averaging.generator import ID_LIMIT, ProtocolError
+from wingbeat.schema import Messages, Payload, Range
 
 WINDOW = 16
 """Chunks of a model in flight at a time, so that no worker blocks when it sends one."""
 
 
-class Kind(enum.IntEnum):
+class Kind(schema.Kind):
     """Kinds of messages, and their senders."""
 
-    REQUEST = 1
-    """Active: requests an average."""
-    GRANT = 2
-    """Passive: serves the receiver, and no other worker, until `DONE`."""
-    CHUNK = 3
-    """Active: a chunk of its model."""
-    AVERAGE = 4
-    """Passive: the average of that chunk."""
-    DONE = 5
-    """Active: has received all chunks."""
-    SYNCHRONIZE = 6
-    """Active: sends no request until all workers have synchronized for the ``number``-th time."""
-    KEEPALIVE = 7
-    """Any: is not delivered if the receiver is dead."""
-    FAILED = 8
-    """Any: training has failed at the sender."""
+    REQUEST = 1, "active: requests an average"
+    GRANT = 2, "passive: serves the receiver, and no other worker, until `DONE`"
+    CHUNK = 3, "active: a chunk of its model"
+    AVERAGE = 4, "passive: the average of that chunk"
+    DONE = 5, "active: has received all chunks"
+    SYNCHRONIZE = (
+        6,
+        ("active: sends no request until all workers have synchronized for the `number`-th time"),
+    )
+    KEEPALIVE = 7, "any: is not delivered if the receiver is dead"
+    FAILED = 8, "any: training has failed at the sender"
+
+
+class Numbered(NamedTuple):
+    """A message without a chunk.
+
+    Attributes:
+        number: of the average, or of the synchronization.
+    """
+
+    number: Annotated[int, Range()] = 0
+
+
+class Chunk(NamedTuple):
+    """A message with a chunk of a model.
+
+    Attributes:
+        number: of the average.
+        chunk: number of the chunk.
+        payload: its parameters.
+    """
+
+    number: Annotated[int, Range()]
+    chunk: Annotated[int, Range(0, "chunks")]
+    payload: Payload
+
+
+MESSAGES = Messages({k: Chunk if k in (Kind.CHUNK, Kind.AVERAGE) else Numbered for k in Kind})
 
 
 class Send(NamedTuple):
@@ -275,8 +295,6 @@ class PairMachine:
                 pass
             case Kind.FAILED:
                 self.remove(peer, lost=True)
-            case _:
-                raise ProtocolError(f"a message of kind {kind}")
         return True
 
     def _handle_request(self, peer: int, number: int) -> None:

@@ -10,21 +10,31 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.methods.model_averaging.client import GENERATOR_LOST, Client, StatusTable
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
+    MESSAGES,
+    Added,
+    Done,
+    FetchState,
     Generator,
-    Kind,
+    Keepalive,
+    Lost,
     ProtocolError,
     Reason,
+    Refused,
+    Removed,
+    Request,
     Run,
-    encode_members,
-    run_ids,
+    RunMessage,
+    SendState,
+    Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.schema import MalformedMessage, Range, parse_json
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
@@ -96,7 +106,7 @@ def announce_rejoin(
     Raises RendezvousError if the generator is lost, or does not answer within ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
-    text, index = json.dumps([worker, incarnation]), 0
+    text, index = json.dumps(RejoinEntry(worker, incarnation)), 0
     try:
         while store.claim(_entry(room, index), text) != text:
             index += 1
@@ -180,11 +190,21 @@ def _confirmed(room: str, worker: int, incarnation: int) -> str:
     return f"{room}/confirmed/{worker}.{incarnation}"
 
 
-def _parse_entry(text: str) -> tuple[int, int] | None:
-    with contextlib.suppress(ValueError, RecursionError):
-        match json.loads(text):
-            case [int(worker), int(incarnation)] if worker >= 0 and incarnation > 0:
-                return worker, incarnation
+class RejoinEntry(NamedTuple):
+    """An entry of the rejoin log.
+
+    Attributes:
+        worker: the restarted worker.
+        incarnation: the number of its restarts.
+    """
+
+    worker: Annotated[int, Range(0, ID_LIMIT)]
+    incarnation: Annotated[int, Range(1, ID_LIMIT)]
+
+
+def _parse_entry(text: str) -> RejoinEntry | None:
+    with contextlib.suppress(MalformedMessage):
+        return parse_json(RejoinEntry, text)
     return None
 
 
@@ -380,7 +400,7 @@ class GroupService:
         for left in range(_BATCH, -1, -1):
             if message is None:
                 break
-            self._receive(message.peer, message.kind, message.ids)
+            self._receive(message)
             message = self._mailbox.poll() if left else None
         while self._rejoins is not None and (rejoin := self._rejoins.next_rejoin()) is not None:
             self._connect(rejoin, self._rejoins)
@@ -389,40 +409,43 @@ class GroupService:
             self._checked_at = now
             self._check_workers(now)
 
-    def _receive(self, worker: int, kind: int, ids: Sequence[int]) -> None:
+    def _receive(self, received: Message) -> None:
+        worker = received.peer
         if self._workers[worker].gone:
             return
         if self._workers[worker].silent:
             self._end_silence(worker)
         try:
-            runs = self._handle(worker, kind, ids)
-        except ProtocolError as error:
-            self._send(worker, Kind.REFUSED, payload=str(error).encode())
+            message = MESSAGES.parse(received, workers=len(self._workers))
+            runs = self._handle(worker, message)
+        except MalformedMessage as error:
+            self._mailbox.refused["content"] += 1
+            self._send(worker, Refused(str(error).encode()))
             self._remove_for_good(worker)
             return
         self._start(runs)
 
-    def _handle(self, worker: int, kind: int, ids: Sequence[int]) -> list[Run]:
+    def _handle(self, worker: int, message: Any) -> list[Run]:
         now = self._clock()
         self._workers[worker].probed = False
-        match kind:
-            case Kind.REQUEST:
-                return self._handle_request(worker, now, copies_state=bool(ids[0]))
-            case Kind.SYNCHRONIZE:
+        match message:
+            case Request(copies_state):
+                return self._handle_request(worker, now, copies_state=copies_state)
+            case Synchronize():
                 return self._handle_request(worker, now, synchronize=True)
-            case Kind.DONE:
-                return self._handle_done(worker, ids[0], ids[1], now)
-            case Kind.LOST:
+            case Done(number, epoch):
+                return self._handle_done(worker, number, epoch, now)
+            case Lost(_, _, member):
                 # Otherwise the group already runs without that member.
-                together = self._generator.run_together(worker, *ids[:3])
-                return self._remove(ids[2]) if together else []
-            case Kind.FETCH_STATE:
-                self._handle_fetch(worker, now, join=bool(ids[1]))
-                self._find_sender(worker, ids[0] - 1)
+                together = self._generator.run_together(worker, *message)
+                return self._remove(member) if together else []
+            case FetchState(lost, join):
+                self._handle_fetch(worker, now, join=join)
+                self._find_sender(worker, lost)
                 return []
-            case Kind.KEEPALIVE:
+            case Keepalive():
                 return []
-        raise ProtocolError(f"a message of kind {kind}")
+        raise ProtocolError(f"{type(message).__name__} was sent by a worker")
 
     def _handle_request(
         self, worker: int, now: float, *, copies_state: bool = False, synchronize: bool = False
@@ -438,7 +461,7 @@ class GroupService:
             state.fetching = state.behind = state.stale = state.missed = False
         must_fetch = state.stale or (copies_state and state.behind)
         if must_fetch and not synchronize and self._others(worker):
-            self._send_membership(worker, worker)
+            self._send_removed(worker, worker)
             return []
         self._add(worker)
         if not synchronize:
@@ -451,7 +474,8 @@ class GroupService:
     def _add(self, worker: int, *, at_once: bool = False) -> None:
         if worker not in self._generator:
             self._generator.add(worker, at_once=at_once)
-            self._broadcast_membership(Kind.ADDED, worker)
+            for other in range(len(self._workers)):
+                self._send(other, Added(worker))
 
     def _others(self, worker: int) -> list[int]:
         return [w for w in range(len(self._workers)) if w != worker and w in self._generator]
@@ -493,8 +517,11 @@ class GroupService:
                     state.missed |= worker not in self._generator
                     state.missed &= worker not in run.members
             for member in run.members:
-                payload = encode_members(run.members, self._connections.pop_closed(member))
-                if not self._send(member, Kind.RUN, run_ids(run, connection), payload):
+                close = tuple(self._connections.pop_closed(member))
+                message = RunMessage(
+                    run.number, run.epoch, run.initiator, connection, run.members, close
+                )
+                if not self._send(member, message):
                     due += self._remove(member)
                     break  # The others run the next epoch.
 
@@ -506,11 +533,11 @@ class GroupService:
             return worker == lost, self._workers[worker].behind, not waits
 
         for sender in sorted(self._others(receiver), key=rank):
-            ids = (sender, receiver, self._connections.new_id(), 0)
-            if self._send(sender, Kind.SEND_STATE, ids):
-                self._send(receiver, Kind.SEND_STATE, ids)
+            message = SendState(sender, receiver, self._connections.new_id())
+            if self._send(sender, message):
+                self._send(receiver, message)
                 return
-        self._send(receiver, Kind.SEND_STATE, (receiver, receiver, 0, 0))
+        self._send(receiver, SendState(receiver, receiver, 0))
 
     def _connect(self, rejoin: Rejoin, rejoins: RejoinLog) -> None:
         """Connect to a restarted worker. Its first request makes it active."""
@@ -529,13 +556,13 @@ class GroupService:
         self._workers[worker].silent = False
         self._send_inactive(worker)
         for other in self._others(worker):
-            self._send_membership(worker, other, Kind.ADDED)
-        self._send_membership(worker, worker)
+            self._send(worker, Added(other))
+        self._send_removed(worker, worker)
 
     def _send_inactive(self, worker: int) -> None:
         for other in range(len(self._workers)):
             if other != worker and other not in self._generator:
-                self._send_membership(worker, other)
+                self._send_removed(worker, other)
 
     def _remove_for_good(self, worker: int) -> None:
         self._workers[worker].gone, self._workers[worker].silent = True, False
@@ -547,22 +574,17 @@ class GroupService:
         if worker in generator or (gone and generator.is_late(worker)):
             state.behind, state.fetching, state.synchronizing = True, False, False
             self._connections.close_all(worker)
-            self._broadcast_membership(Kind.REMOVED, worker)
+            for other in range(len(self._workers)):
+                self._send_removed(other, worker)
         if gone:
             self._timeouts.reset(worker)
             return generator.remove(worker)
         self._timeouts.stop(worker)
         return generator.mark_late(worker)
 
-    def _broadcast_membership(self, kind: Kind, worker: int) -> None:
-        """Notify all workers, including ``worker``."""
-        for other in range(len(self._workers)):
-            self._send_membership(other, worker, kind)
-
-    def _send_membership(self, to: int, worker: int, kind: Kind = Kind.REMOVED) -> None:
+    def _send_removed(self, to: int, worker: int) -> None:
         requests = self._workers[worker].requests % ID_LIMIT
-        reason = self._reason(worker) if kind == Kind.REMOVED else 0
-        self._send(to, kind, (worker, requests, reason, int(self._workers[to].missed)))
+        self._send(to, Removed(worker, requests, self._reason(worker), self._workers[to].missed))
 
     def _reason(self, worker: int) -> Reason:
         if worker in self._mailbox.left:
@@ -572,12 +594,11 @@ class GroupService:
         state = self._workers[worker]
         return Reason.SILENT if state.silent or state.stale else Reason.LATE
 
-    def _send(
-        self, worker: int, kind: Kind, ids: Sequence[int] = (0, 0, 0, 0), payload: bytes = b""
-    ) -> bool:
+    def _send(self, worker: int, message: Any) -> bool:
         """Send a message without blocking; return whether the worker can be sent anything."""
         if self._workers[worker].gone:
             return False
+        kind, ids, payload = MESSAGES.pack(message)
         try:
             self._mailbox.post(worker, kind, payload, ids=ids, urgency=0, seconds=0.0)
         except PeerError:
@@ -597,7 +618,7 @@ class GroupService:
             # Detects dead workers even if no worker waits for them.
             elif self._timeouts.is_unusual(worker, now) and not state.probed:
                 state.probed = True
-                self._send(worker, Kind.KEEPALIVE)
+                self._send(worker, Keepalive())
         if now - self._kept_alive_at > min(_KEEPALIVE_S, self._timeouts.first_s / 4):
             self._kept_alive_at = now
             self._send_keepalives()
@@ -619,7 +640,7 @@ class GroupService:
         for worker in range(len(self._workers)):
             waits = worker in self._generator and self._generator.is_waiting(worker)
             if waits and (awaited := self._generator.waiting_for(worker)):
-                self._send(worker, Kind.KEEPALIVE, (awaited[0] + 1, 0, 0, 0))
+                self._send(worker, Keepalive(awaited[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

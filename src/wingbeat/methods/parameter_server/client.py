@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.protocol import (
+    MESSAGES,
     ONE_WAY_KINDS,
     UPDATE_KINDS,
+    WITHOUT_PAYLOAD,
     Document,
     Flow,
     Ids,
@@ -32,6 +34,7 @@ from wingbeat.methods.parameter_server.protocol import (
     urgency_of,
 )
 from wingbeat.observe.log import log
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR
 from wingbeat.transport.messages.endpoint import Message
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
@@ -46,7 +49,7 @@ _QUICK_S = 1.0
 _CHECK_S = 0.1
 """Interval between checks for lost servers and late sums, in seconds."""
 
-_WITHOUT_PAYLOAD = frozenset({Kind.PULL, Kind.PULL_RESIDUAL, Kind.FETCH, Kind.STATE})
+_WITHOUT_PAYLOAD = WITHOUT_PAYLOAD | {Kind.STATE}
 
 _REPLY_TO = {
     Kind.PUSH_PULL: Kind.SUM,
@@ -346,7 +349,10 @@ class Client:
             raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
         if message.kind == Kind.PING:
             return
-        ids = Ids(*message.ids)
+        try:
+            ids: Ids = MESSAGES.parse(message)
+        except MalformedMessage as error:
+            raise PeerError(f"{self._me}: {server} sent a malformed message: {error}") from None
         kind = Kind.STATE if message.kind == Kind.CONTINUATION else message.kind
         key = kind, *ids[:3]
         found = self._awaited.get(key)

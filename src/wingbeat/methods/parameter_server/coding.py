@@ -1,28 +1,15 @@
 """How slices are sent if not in their own dtype. Needs torch.
 
-The payload of an encoded slice begins with a header: little-endian, without padding,
-`HEADER_BYTES` bytes, then `PIECE_BYTES` bytes for each piece::
-
-     0   1  version   of this layout
-     1   1  reserved  0
-     2   2  pieces    number of pieces, 1 to `MAX_PIECES`
-     4   4  settings  CRC-32 of the codec's settings as text: both ends must have the same
-
-     0   4  numel     elements of the piece
-     4   4  cols      columns of the matrix whose whole rows the piece holds; 0: not a matrix
-     8   4  kind      index into `wingbeat.compression.kinds`; 0: float32
-
-The pieces cover the elements of the slice in order.
+The payload of an encoded slice begins with a `SliceHeader`, in words of 4 bytes.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +19,7 @@ from wingbeat.codecs.codec import ALIGNMENT
 from wingbeat.codecs.coding import Region, all_of
 from wingbeat.compression import Coded, kinds, options_of, to_text
 from wingbeat.methods.parameter_server.aggregator import CODED, Array
+from wingbeat.schema import Length, Range, read_prefix, to_bytes
 from wingbeat.types import Span
 
 FLOAT32 = 4
@@ -48,56 +36,63 @@ _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 # -- the header ----------------------------------------------------------------------------
 
-HEADER_VERSION = 2
+HEADER_VERSION = 3
 
 MAX_PIECES = 300
 """Maximum pieces of a slice. A message of 4 MiB holds the rows of about fifty gradients."""
 
-_HEADER = struct.Struct("<BxHI")
-_PIECE = struct.Struct("<III")
-HEADER_BYTES, PIECE_BYTES = _HEADER.size, _PIECE.size
-
+HEADER_BYTES, PIECE_BYTES = 12, 12
 MAX_HEADER_BYTES = HEADER_BYTES + MAX_PIECES * PIECE_BYTES
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of a slice with one encoding."""
+    """Consecutive elements of a slice with one encoding.
 
-    numel: int
-    cols: int = 0
-    kind: int = 1
+    Attributes:
+        numel: number of elements.
+        cols: columns of the matrix whose whole rows the piece holds; 0 if it is no matrix.
+        kind: index into `wingbeat.compression.kinds`; 0 is float32.
+    """
+
+    numel: Annotated[int, Range(1)]
+    cols: Annotated[int, Range()] = 0
+    kind: Annotated[int, Range(0, "kinds")] = 1
+
+
+class SliceHeader(NamedTuple):
+    """The beginning of an encoded slice.
+
+    Attributes:
+        version: of this layout.
+        settings: CRC-32 of the codec's settings as text, which both ends must have.
+        pieces: the elements of the slice, in order.
+    """
+
+    version: Annotated[int, Range(HEADER_VERSION, HEADER_VERSION + 1)]
+    settings: Annotated[int, Range()]
+    pieces: Annotated[tuple[Piece, ...], Length(least=1, most=MAX_PIECES)]
 
 
 def pack_header(wire: Coded, pieces: Sequence[Piece]) -> bytes:
     """Return the header of a slice that ``wire`` encodes in these pieces."""
     assert 0 < len(pieces) <= MAX_PIECES, f"{len(pieces)} pieces"
-    header = _HEADER.pack(HEADER_VERSION, len(pieces), _checksum(wire))
-    return header + b"".join(_PIECE.pack(*piece) for piece in pieces)
+    return to_bytes(SliceHeader(HEADER_VERSION, _checksum(wire), tuple(pieces)))
 
 
 def unpack_header(payload: memoryview, wire: Coded, max_numel: int) -> tuple[Piece, ...]:
     """Return the pieces of an encoded slice; ValueError if the received payload is malformed."""
-    if len(payload) < HEADER_BYTES:
-        raise ValueError(f"an encoded slice of {len(payload)} bytes has no header")
-    version, count, settings = _HEADER.unpack_from(payload)
-    if version != HEADER_VERSION:
-        raise ValueError(f"version {version} of an encoded slice; expected {HEADER_VERSION}")
-    if payload[1] or settings != _checksum(wire):
+    known = kinds(wire)
+    header, _ = read_prefix(SliceHeader, payload, kinds=len(known))
+    if header.settings != _checksum(wire):
         raise ValueError(f"other settings of the codec; this server has {wire}")
-    if not 0 < count <= MAX_PIECES or len(payload) < HEADER_BYTES + count * PIECE_BYTES:
-        raise ValueError(f"{count} pieces in {len(payload)} bytes; allowed are 1 to {MAX_PIECES}")
-    end, known = HEADER_BYTES + count * PIECE_BYTES, kinds(wire)
-    pieces = tuple(Piece(*each) for each in _PIECE.iter_unpack(payload[HEADER_BYTES:end]))
-    for numel, cols, kind in pieces:
-        valid = numel and kind < len(known)
-        if valid and cols:
-            valid = options_of(known[kind]).rank > 0 and numel % cols == 0
-        if not valid:
-            raise ValueError(f"malformed piece: numel={numel}, cols={cols}, kind={kind}")
-    total = sum(piece.numel for piece in pieces)
+    for piece in header.pieces:
+        is_matrix = options_of(known[piece.kind]).rank > 0
+        if piece.cols and not (is_matrix and piece.numel % piece.cols == 0):
+            raise ValueError(f"malformed piece: {piece}")
+    total = sum(piece.numel for piece in header.pieces)
     if total > max_numel:
         raise ValueError(f"a slice of {total} elements; allowed are {max_numel}")
-    return pieces
+    return header.pieces
 
 
 @functools.cache

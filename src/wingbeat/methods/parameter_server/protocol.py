@@ -16,9 +16,11 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+from wingbeat import schema
 from wingbeat.errors import PeerError
+from wingbeat.schema import MalformedMessage, Messages, Range, Text, from_json, parse_json
 from wingbeat.transport.messages.frames import Reassembly
 
 if TYPE_CHECKING:
@@ -33,28 +35,28 @@ class RequestError(Exception):
     """A server cannot perform a request. The text names the sender and the reason."""
 
 
-class Kind(enum.IntEnum):
-    """Kinds of messages: from a worker to a server, unless a comment states otherwise."""
+class Kind(schema.Kind):
+    """Kinds of messages: from a worker to a server, unless the meaning states otherwise."""
 
-    PUSH_PULL = 1  # gradients of a slice; the server replies with the sum
-    PUSH = 2  # gradients of a slice; the server keeps the sum until it is pulled
-    PULL = 3  # requests the sum of a slice
-    SUM = 4  # server to worker: the sum of a slice over all workers
-    FAILED = 5  # server to worker: it has failed, for this reason (in UTF-8)
-    PULL_RESIDUAL = 6  # requests the encoding residual of a slice's sums, up to this round
-    RESIDUAL = 7  # server to worker: it in float32, or empty; the server drops it
+    PUSH_PULL = 1, "gradients of a slice; the server replies with the sum"
+    PUSH = 2, "gradients of a slice; the server keeps the sum until it is pulled"
+    PULL = 3, "requests the sum of a slice"
+    SUM = 4, "server to worker: the sum of a slice over all workers"
+    FAILED = 5, "server to worker: it has failed, for this reason (in UTF-8)"
+    PULL_RESIDUAL = 6, "requests the encoding residual of a slice's sums, up to this round"
+    RESIDUAL = 7, "server to worker: it in float32, or empty; the server drops it"
     # Only for servers that run the optimizer. A worker sends these in one flow, so they stay in
     # order.
-    LOAD = 8  # parameters of a slice, and optionally optimizer state, as a document
-    CONTINUATION = 9  # either way: the next fragment of the sender's last document
-    BARRIER = 10  # all documents of this worker are sent; servers wait for all workers
-    GRADIENTS = 11  # gradients of a slice that replace the sum in the next update
-    STEP = 12  # update all slices, with these settings
-    FETCH = 13  # requests the parameters of a slice after the next update
-    PARAMETERS = 14  # server to worker: the parameters of a slice
-    STATE = 15  # requests the optimizer state of a slice; the reply is a document
-    EXPECT = 16  # never sent: a worker expects parameters that a `STEP` has requested
-    PING = 17  # either way: no content; delivery shows that the network interface works
+    LOAD = 8, "parameters of a slice, and optionally optimizer state, as a document"
+    CONTINUATION = 9, "either way: the next fragment of the sender's last document"
+    BARRIER = 10, "all documents of this worker are sent; servers wait for all workers"
+    GRADIENTS = 11, "gradients of a slice that replace the sum in the next update"
+    STEP = 12, "update all slices, with these settings"
+    FETCH = 13, "requests the parameters of a slice after the next update"
+    PARAMETERS = 14, "server to worker: the parameters of a slice"
+    STATE = 15, "requests the optimizer state of a slice; the reply is a document"
+    EXPECT = 16, "never sent: a worker expects parameters that a `STEP` has requested"
+    PING = 17, "either way: no content; delivery shows that the network interface works"
 
 
 UPDATE_KINDS = frozenset(
@@ -69,21 +71,49 @@ NO_ROUND = 2**32 - 1
 """Round number of a `Kind.STEP` that uses the gradients of `Kind.GRADIENTS` and no sum."""
 
 
+Number: TypeAlias = Annotated[int, Range()]
+
+
 class Ids(NamedTuple):
-    """The four integers of a message about a slice.
+    """The integers of a message about a slice.
 
     Attributes:
         plan: number of the bucketing.
-        slice: number of the slice within the plan. In a `Kind.STEP`: the round whose sums are used.
+        slice: number of the slice within the plan. In a `STEP`: the round whose sums are used.
         round: number of earlier sums of the slice; for parameters, number of updates.
-        route: class, link and position of the reply, see `pack_route`. In a `Kind.STEP`: 1 if the
-            server sends the parameters without a request.
+        route: class, link and position of the reply, see `pack_route`. In a `STEP`: 1 if the server
+            sends the parameters without a request.
     """
 
-    plan: int
-    slice: int
-    round: int
-    route: int
+    plan: Number
+    slice: Number
+    round: Number
+    route: Number
+
+
+WITHOUT_PAYLOAD = frozenset(
+    {Kind.PULL, Kind.PULL_RESIDUAL, Kind.BARRIER, Kind.FETCH, Kind.EXPECT, Kind.PING}
+)
+
+MESSAGES = Messages(dict.fromkeys(set(Kind) - {Kind.EXPECT}, Ids), set(Kind) - WITHOUT_PAYLOAD)
+"""A request of `Kind.STATE` has no payload either, but its reply has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """The payload of a `STEP`.
+
+    Attributes:
+        digest: of the settings of the sender's param groups; empty if it follows another worker.
+        groups: settings of the param groups, see `json_values.encode`; of the leading worker only.
+        used: slots of the parameters with a gradient on some worker, see `pack_numbers`.
+        scaler: what a gradient scaler has set on the optimizer.
+    """
+
+    digest: Annotated[str, Text(64)]
+    groups: list[dict[str, Any]] | None = None
+    used: str = "0"
+    scaler: dict[str, Any] = field(default_factory=dict)
 
 
 _POSITIONS = 1 << 24
@@ -125,14 +155,23 @@ def interface_of(reachable: Sequence[int], link: int) -> int:
 
 # -- documents -----------------------------------------------------------------------------
 
-_NBYTES = "nbytes"
+
+@dataclass(frozen=True, slots=True)
+class DocumentSize:
+    """A field of every document.
+
+    Attributes:
+        nbytes: bytes of the arrays that follow.
+    """
+
+    nbytes: Annotated[int, Range(0, 1 << 48, "bytes")]
 
 
 def split_document(
     fields: dict[str, Any], arrays: Sequence[memoryview], largest: int
 ) -> Iterator[Any]:
     """Yield the payloads of a document: the fields in JSON, then the arrays in fragments."""
-    yield json.dumps({**fields, _NBYTES: sum(map(len, arrays))}).encode()
+    yield json.dumps({**fields, "nbytes": sum(map(len, arrays))}).encode()
     for array in arrays:
         for start in range(0, len(array), largest):
             yield array[start : start + largest]
@@ -143,16 +182,13 @@ class Document(Reassembly):
 
     def __init__(self, payload: Any, max_nbytes: int) -> None:
         try:
-            fields = json.loads(bytes(payload))
-            nbytes = fields[_NBYTES]
-            if type(nbytes) is not int or nbytes < 0:
-                raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise RequestError(f"malformed document {bytes(payload[:40])!r}") from None
+            self.fields: dict[str, Any] = parse_json(dict[str, Any], payload, "document")
+            nbytes = from_json(DocumentSize, self.fields, "document").nbytes
+        except MalformedMessage as error:
+            raise RequestError(f"malformed document: {error}") from None
         if nbytes > max_nbytes:
             raise RequestError(f"a document of {nbytes} bytes; {max_nbytes} bytes are free")
         super().__init__(nbytes)
-        self.fields: dict[str, Any] = fields
 
     def append(self, fragment: Any) -> None:
         """Append the next fragment, see `Reassembly.append`."""

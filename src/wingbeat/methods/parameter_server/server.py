@@ -30,6 +30,7 @@ from wingbeat.methods.parameter_server.aggregator import (
 )
 from wingbeat.methods.parameter_server.protocol import (
     MAX_REASON,
+    MESSAGES,
     UPDATE_KINDS,
     Flow,
     Ids,
@@ -47,6 +48,7 @@ from wingbeat.methods.parameter_server.protocol import (
     urgency_of,
 )
 from wingbeat.methods.parameter_server.shard_updates import ParameterReply, ShardUpdates
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport.failures import MAX_WAIT_FACTOR
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.endpoint import Limits, Message
@@ -196,8 +198,8 @@ class Server:
             free()
         if self._failed or message.kind == Kind.PING:
             return
-        ids = Ids(*message.ids)
         try:
+            ids: Ids = MESSAGES.parse(message)
             if urgency_of(ids.route) >= self._classes:
                 raise RequestError(
                     f"rank {message.peer} requested class {urgency_of(ids.route)}; there are "
@@ -207,6 +209,9 @@ class Server:
         except RequestError:
             free()  # no effect if the message is already freed
             raise
+        except MalformedMessage as error:
+            free()
+            raise RequestError(f"rank {message.peer} sent a malformed message: {error}") from None
 
     def _perform(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
         worker, updates = message.peer, self._updates

@@ -35,6 +35,7 @@ from wingbeat.methods.parameter_server.protocol import (
     Document,
     Ids,
     Kind,
+    StepSettings,
     pack_numbers,
     split_document,
 )
@@ -57,6 +58,7 @@ from wingbeat.schedules.events import (
     UpdateServers,
 )
 from wingbeat.schedules.intents import Answer
+from wingbeat.schema import to_json
 from wingbeat.types import Span
 
 OPTION = 'update="server"'
@@ -525,16 +527,17 @@ class ServerUpdate(DividedUpdate):
 
     def _request_step(self, answer: Answer, unasked: bool) -> None:
         rank = self._training.collectives.world.rank
-        fields: dict[str, Any] = {"digest": ""}
+        settings = StepSettings("")
         if not answer.follows(rank):
             groups = encode_groups(self._snapshot)
-            fields["digest"] = hashlib.sha1(json.dumps(groups).encode()).hexdigest()
+            settings = StepSettings(hashlib.sha1(json.dumps(groups).encode()).hexdigest())
             if rank == answer.leader:
                 inside = self._training.optimizer.__dict__
                 scaler = {key: encode(inside[key]) for key in SCALER if inside.get(key) is not None}
                 used = pack_numbers(answer.used)
-                fields |= {"groups": groups, "used": used, "scaler": scaler}
-        self._remote.step(json.dumps(fields).encode(), summed=self._summed, unasked=unasked)
+                settings = StepSettings(settings.digest, groups, used, scaler)
+        payload = json.dumps(to_json(settings)).encode()
+        self._remote.step(payload, summed=self._summed, unasked=unasked)
 
     def _forget(self, spent: frozenset[int] | None) -> None:
         super()._forget(spent)

@@ -7,7 +7,6 @@ updated once its sum is complete and the step is known; slices do not wait for e
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +26,11 @@ from wingbeat.methods.parameter_server.protocol import (
     Ids,
     Kind,
     RequestError,
+    StepSettings,
     position_of,
     unpack_numbers,
 )
+from wingbeat.schema import MalformedMessage, parse_json
 from wingbeat.transport.text import describe_error
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class _Step:
     # By rank that has requested the step: whether it gets the parameters without a request.
     pushes_to: dict[int, bool] = field(default_factory=dict)
     digest: tuple[int, str] | None = None  # of the first rank that sent settings
-    settings: dict[str, Any] | None = None  # the optimizer's, from the leading worker
+    settings: StepSettings | None = None  # the optimizer's, from the leading worker
     remaining: set[int] = field(default_factory=set)  # slices that are not updated yet
     used: frozenset[int] = frozenset()  # parameters with a gradient on some worker
 
@@ -294,27 +295,29 @@ class ShardUpdates:
             )
         step.pushes_to[worker] = bool(ids.route)
         try:
-            fields = json.loads(bytes(payload))
-            digest, leads = str(fields["digest"]), "groups" in fields
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise RequestError(f"rank {worker} sent malformed settings of a step") from None
-        if digest:
-            step.digest = step.digest or (worker, digest)
-            if digest != step.digest[1]:
+            settings = parse_json(StepSettings, payload)
+        except MalformedMessage as error:
+            raise RequestError(
+                f"rank {worker} sent malformed settings of a step: {error}"
+            ) from None
+        if settings.digest:
+            step.digest = step.digest or (worker, settings.digest)
+            if settings.digest != step.digest[1]:
                 raise RequestError(
                     f"rank {worker} has other settings in the optimizer's param groups than rank "
                     f"{step.digest[0]}: set the same on all ranks"
                 )
-        if leads:
-            step.settings = fields
+        if settings.groups is not None:
+            step.settings = settings
         if len(step.pushes_to) == self._workers:
             self._begin_step(step)
 
     def _begin_step(self, step: _Step) -> None:
-        if step.settings is None:
+        settings = step.settings
+        if settings is None or settings.groups is None:
             raise RequestError("no worker sent the settings of a step")
-        step.used = unpack_numbers(step.settings.get("used"))
-        self._optimizer.set_options(step.settings["groups"], step.settings.get("scaler", {}))
+        step.used = unpack_numbers(settings.used)
+        self._optimizer.set_options(settings.groups, settings.scaler)
         shards = self._shards.get(step.plan, {})
         step.remaining = set(shards)
         wrong = {shard.current.round for shard in shards.values()} - {step.number - 1}

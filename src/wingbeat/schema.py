@@ -1,0 +1,445 @@
+"""Records: tables of fields, from which encoding, decoding, checks and limits follow. No torch.
+
+A record is a frozen dataclass or a NamedTuple. Its annotations are the table: the type of each
+field, with limits in `Annotated`. A record is sent as *words*, which are whole numbers from 0, or
+as JSON. Decoding checks types, ranges and lengths before use; it raises `MalformedMessage`, which
+names the field and the value. ``sizes``, such as ``workers=4``, are limits known to both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import json
+import struct
+import types
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from wingbeat.errors import UsageError
+
+T = TypeVar("T")
+Sizes = Mapping[str, int]
+
+MAX_REAL = 1e15
+"""Upper limit of numbers in JSON, below which arithmetic cannot overflow to infinity."""
+
+
+class MalformedMessage(ValueError):
+    """A message or text that no process of this job sends."""
+
+
+# -- limits in annotations ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number from ``least`` to below ``end``, which is a number or the name of a size."""
+
+    least: float = 0
+    end: float | str = 1 << 32
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Number of items: the size of this name; or ``least`` to ``most``, sent before the items.
+
+    With ``increasing``, each item is greater than the one before it.
+    """
+
+    size: str = ""
+    most: int = 1 << 16
+    least: int = 0
+    increasing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, cut to ``most`` characters and made printable."""
+
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A set of numbers below the size of this name, as the bits of one integer."""
+
+    size: str
+
+
+_IDS = 4
+_MAX_WORDS_NBYTES = 1 << 20
+
+Payload = Annotated[Any, "payload"]
+"""The payload of a message: a buffer that follows the words, and is not copied."""
+
+
+# -- tables -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """What an annotation states: a type, its limits, and the tables of what it contains.
+
+    ``form`` is ``number``, ``mask``, ``items``, ``record``, ``union``, or else a type of JSON.
+    """
+
+    form: str
+    type: Any
+    limits: Any = None
+    parts: Mapping[str, Table] = dataclasses.field(default_factory=dict)
+    payload: str = ""
+
+
+_NUMBERS = {
+    bool: Range(0, 2),
+    int: Range(1 - (1 << 53), 1 << 53),
+    float: Range(-MAX_REAL, MAX_REAL),
+}
+_JSON = {dict: "an object", list: "a list", str: "a string", bool: "true or false",
+         int: "a whole number", float: "a number"}  # fmt: skip
+
+
+def table_of(hint: Any) -> Table:
+    """Return the table of an annotation."""
+    return _table_of(hint)
+
+
+@functools.cache
+def _table_of(hint: Any) -> Table:
+    marks: dict[type, Any] = {}
+    while get_origin(hint) is Annotated or hasattr(hint, "__supertype__"):
+        marks |= {type(mark): mark for mark in getattr(hint, "__metadata__", ())}
+        hint = getattr(hint, "__supertype__", None) or hint.__origin__
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return Table("union", hint, None, {str(each): table_of(each) for each in args})
+    if origin is tuple and args[-1] is not Ellipsis:
+        return Table("record", tuple, None, {str(i): table_of(arg) for i, arg in enumerate(args)})
+    if origin in (tuple, list, dict):
+        item = table_of(tuple[args] if origin is dict else args[0])  # type: ignore[valid-type]
+        return Table("items", origin, marks.get(Length, Length()), {"item": item})
+    if Mask in marks:
+        return Table("mask", int, marks[Mask])
+    if hint in _NUMBERS:
+        return Table("number", hint, marks.get(Range, _NUMBERS[hint]))
+    if hint in (str, dict, Any, types.NoneType):
+        return Table("json", hint, marks.get(Text))
+    if issubclass(hint, enum.IntEnum):
+        return Table("number", hint, Range(0, 1 + max(hint)))
+    hints = get_type_hints(hint, include_extras=True)
+    listed = issubclass(hint, tuple)
+    names = hint._fields if listed else [each.name for each in dataclasses.fields(hint)]
+    parts = {name: table_of(hints[name]) for name in names if hints[name] != Payload}
+    return Table("record", hint, None, parts, next((n for n in names if n not in parts), ""))
+
+
+# -- words --------------------------------------------------------------------------------
+
+
+class _Words:
+    def __init__(self, words: Sequence[int], sizes: Sizes) -> None:
+        self.words, self.sizes, self.at = words, sizes, 0
+
+    def next(self, name: str) -> int:
+        if self.at >= len(self.words):
+            raise MalformedMessage(f"{name} is missing")
+        self.at += 1
+        return self.words[self.at - 1]
+
+    def count(self, name: str, limits: Length) -> int:
+        what = f"the number of {name}"
+        count = self.sizes[limits.size] if limits.size else self.next(what)
+        _check_count(count, limits, self.sizes, what)
+        if count > len(self.words) - self.at:
+            raise MalformedMessage(f"{name} has {count} items in {len(self.words) - self.at} words")
+        return count
+
+
+def _put(table: Table, value: Any, out: list[int]) -> None:
+    if table.form == "number":
+        out.append(value - min(0, table.limits.least))
+    elif table.form == "mask":
+        limbs = [value >> bit & 0xFFFFFFFF for bit in range(0, value.bit_length(), 32)]
+        out += [len(limbs), *limbs]
+    elif table.form == "items":
+        if not table.limits.size:
+            out.append(len(value))
+        for each in sorted(value.items()) if table.type is dict else value:
+            _put(table.parts["item"], each, out)
+    elif table.form == "record":
+        for place, (name, part) in enumerate(table.parts.items()):
+            _put(part, value[place] if isinstance(value, tuple) else getattr(value, name), out)
+    else:
+        raise TypeError(f"{table.type} has no words")
+
+
+def _get(table: Table, name: str, words: _Words) -> Any:
+    """Return the JSON values of these words, which `_load` checks."""
+    if table.form == "number":
+        number = words.next(name) + min(0, table.limits.least)
+        return number == 1 if table.type is bool and number < 2 else number
+    if table.form == "mask":
+        most = -(-words.sizes[table.limits.size] // 32)
+        limbs = [words.next(name) for _ in range(words.count(name, Length(most=most)))]
+        return f"{sum(limb << 32 * place for place, limb in enumerate(limbs)):x}"
+    if table.form == "items":
+        item, count = table.parts["item"], words.count(name, table.limits)
+        if item.form == "number" and item.type is int and item.limits.least >= 0:
+            words.at += count
+            return list(words.words[words.at - count : words.at])
+        found = [_get(item, name, words) for _ in range(count)]
+        if table.type is not dict:
+            return found
+        _check_order([key for key, _ in found], name)
+        return dict(found)
+    if table.type is tuple:
+        return [_get(part, name, words) for part in table.parts.values()]
+    if issubclass(table.type, tuple):
+        return [_get(part, field, words) for field, part in table.parts.items()]
+    return {field: _get(part, field, words) for field, part in table.parts.items()}
+
+
+def to_words(record: Any) -> list[int]:
+    """Return the words of a record, without its payload."""
+    out: list[int] = []
+    _put(table_of(type(record)), record, out)
+    return out
+
+
+def to_bytes(record: Any) -> bytes:
+    """Return the words of a record, in 4 bytes each."""
+    words = to_words(record)
+    return struct.pack(f"<{len(words)}I", *words)
+
+
+def from_words(kind: type[T], words: Sequence[int], payload: Any = None, **sizes: int) -> T:
+    """Return the record of these words, and of the payload if it has one."""
+    reader, table = _Words(words, sizes), table_of(kind)
+    data = _get(table, "", reader)
+    if reader.at < len(words):
+        raise MalformedMessage(f"{len(words) - reader.at} extra words in {kind.__name__}")
+    if payload is not None and not table.payload:
+        raise MalformedMessage(f"unexpected payload of {len(payload)} bytes in {kind.__name__}")
+    made: T = _load(table, data, "", sizes, payload)
+    return made
+
+
+def read_prefix(kind: type[T], buffer: Any, **sizes: int) -> tuple[T, int]:
+    """Return the record that a buffer begins with, in words of 4 bytes, and their bytes."""
+    data = memoryview(buffer).cast("B")
+    reader, table = _Words(data[: len(data) & ~3].cast("I"), sizes), table_of(kind)
+    made: T = _load(table, _get(table, "", reader), "", sizes)
+    return made, 4 * reader.at
+
+
+# -- JSON ---------------------------------------------------------------------------------
+
+
+def _wrong(where: str, value: Any, allowed: str) -> MalformedMessage:
+    return MalformedMessage(f"{where} is {value!r:.60}; allowed: {allowed}")
+
+
+def _typed(kind: type, data: Any, where: str) -> Any:
+    if type(data) is not kind and not (kind is float and type(data) is int):
+        raise _wrong(where, data, _JSON[kind])
+    return data
+
+
+def _check_count(count: int, limits: Length, sizes: Sizes, what: str) -> None:
+    size = sizes[limits.size] if limits.size else None
+    least, most = (limits.least, limits.most) if size is None else (size, size)
+    if not least <= count <= most:
+        raise _wrong(what, count, f"{least} to {most}")
+
+
+def _check_order(items: Sequence[Any], where: str) -> None:
+    if any(a >= b for a, b in itertools.pairwise(items)):
+        raise _wrong(where, items, "increasing values")
+
+
+def _load(table: Table, data: Any, where: str, sizes: Sizes, payload: Any = None) -> Any:
+    """Check JSON values and convert them; ``where`` is their name."""
+    if table.form == "number":
+        return _load_number(table, data, where, sizes)
+    if table.form == "items":
+        return _load_items(table, data, where, sizes)
+    if table.form == "record":
+        return _load_record(table, data, where, sizes, payload)
+    if table.form == "union":
+        return _load_union(table, data, where, sizes)
+    if table.form == "mask":
+        most = sizes[table.limits.size]
+        if len(_typed(str, data, where)) <= most // 4 + 1 and not data.strip("0123456789abcdef"):
+            mask = int(data or "0", 16)
+            if not mask >> most:
+                return mask
+        raise _wrong(where, data, f"{most} bits in hexadecimal")
+    if table.type is not Any:
+        _typed(table.type, data, where)
+    if table.limits is None:
+        return data
+    return "".join(c if c.isprintable() else "?" for c in data[: table.limits.most])
+
+
+def _load_number(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
+    if type(data) is not int or table.type is bool:
+        _typed(table.type if table.type in _NUMBERS else int, data, where)
+    least, end = table.limits.least, table.limits.end
+    end = sizes[end] if isinstance(end, str) else end
+    if not least <= data < end:  # NaN fails too
+        real = f"a number from {least:g} to {end:g}"
+        raise _wrong(where, data, real if table.type is float else f"{least} to {end - 1}")
+    return data if table.type is int else table.type(data)
+
+
+def _load_items(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
+    limits, item = table.limits, table.parts["item"]
+    count = len(_typed(dict if table.type is dict else list, data, where))
+    _check_count(count, limits, sizes, f"the number of {where}")
+    plain = item.form == "number" and item.type is int and not limits.increasing
+    if plain and set(map(type, data)) == {int}:
+        end = item.limits.end  # a row of numbers, without a name for each
+        if item.limits.least <= min(data) <= max(data) < (sizes[end] if type(end) is str else end):
+            return table.type(data)
+    if table.type is dict:
+        pairs = [(f"{where}.{key!s:.40}", [key, each]) for key, each in data.items()]
+    else:
+        pairs = [(f"{where}[{place}]", each) for place, each in enumerate(data)]
+    items = table.type(_load(item, each, name, sizes) for name, each in pairs)
+    if limits.increasing:
+        _check_order(items, where)
+    return items
+
+
+def _load_record(table: Table, data: Any, where: str, sizes: Sizes, payload: Any) -> Any:
+    prefix = f"{where}." if where else ""
+    if issubclass(table.type, tuple):  # a list of the values in order
+        if len(_typed(list, data, where)) != len(table.parts):
+            raise _wrong(where, data, f"a list of {len(table.parts)} values")
+        if table.type is tuple:
+            parts = zip(table.parts.values(), data, strict=True)
+            return tuple([_load(part, each, where, sizes) for part, each in parts])
+        pairs = zip(table.parts.items(), data, strict=True)
+        found = [_load(part, each, prefix + name, sizes) for (name, part), each in pairs]
+        if not table.payload:
+            return table.type._make(found)
+        return table.type(**dict(zip(table.parts, found, strict=True)), **{table.payload: payload})
+    values = {table.payload: payload} if table.payload else {}
+    defaults = table.type.__dataclass_fields__
+    for name, part in table.parts.items():
+        if name in _typed(dict, data, where):
+            values[name] = _load(part, data[name], prefix + name, sizes)
+        elif defaults[name].default is dataclasses.MISSING is defaults[name].default_factory:
+            raise MalformedMessage(f"{prefix}{name} is missing")
+    try:
+        return table.type(**values)
+    except UsageError as err:
+        raise MalformedMessage(f"{where}: {err}" if where else str(err)) from None
+
+
+def _load_union(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
+    members = [each for each in table.parts.values() if each.type is not types.NoneType]
+    if data is None and len(members) < len(table.parts):
+        return None
+    if len(members) > 1 and members[0].form == "record":
+        kinds = {each.type.kind: each for each in members}
+        kind = _typed(dict, data, where).get("kind")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise _wrong(f"{where}.kind", kind, ", ".join(kinds))
+        return _load(kinds[kind], data, where, sizes)
+    for each in members[:-1]:
+        with suppress(MalformedMessage):
+            return _load(each, data, where, sizes)
+    return _load(members[-1], data, where, sizes)
+
+
+def to_json(value: Any) -> Any:
+    """Convert a record, and all that it contains, to JSON values.
+
+    A class attribute ``kind`` is included, to distinguish the members of a union.
+    """
+    if dataclasses.is_dataclass(value):
+        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
+        fields = dataclasses.fields(value)
+        return kind | {field.name: to_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, dict):
+        return {key: to_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(each) for each in value]
+    return value
+
+
+def from_json(hint: type[T], data: Any, where: str = "", **sizes: int) -> T:
+    """Convert JSON values to a record or another annotated type. Unknown fields are ignored."""
+    value: T = _load(table_of(hint), data, where, sizes)
+    return value
+
+
+def parse_json(hint: type[T], text: Any, where: str = "", **sizes: int) -> T:
+    """Convert a text or buffer as `from_json` does."""
+    try:
+        data = json.loads(text if isinstance(text, str) else bytes(text))
+    except (ValueError, RecursionError) as err:
+        raise MalformedMessage(f"{where or hint.__name__} is not JSON: {err!s:.60}") from None
+    return from_json(hint, data, where, **sizes)
+
+
+# -- messages of a mailbox ----------------------------------------------------------------
+
+
+class Kind(enum.IntEnum):
+    """Kinds of messages, each with its meaning, where several have one record."""
+
+    meaning: str
+
+    def __new__(cls, number: int, meaning: str) -> Kind:
+        """Make a member of an enum."""
+        made = int.__new__(cls, number)
+        made._value_, made.meaning = number, meaning
+        return made
+
+
+class Messages:
+    """The messages of a mailbox: a record for each kind.
+
+    The first four words of a record are the ids of the message. Further words are the payload of a
+    message that has no other: neither in its record, nor beside it, as kinds in ``payloads`` have.
+    """
+
+    def __init__(self, records: Mapping[int, type], payloads: Collection[int] = ()) -> None:
+        self.records, self.payloads = records, payloads
+        self._kinds = {record: int(kind) for kind, record in records.items()}
+
+    def kind_of(self, record: Any) -> int:
+        """Return the kind of a record."""
+        return self._kinds[type(record)]
+
+    def pack(self, record: Any, kind: int = -1) -> tuple[int, tuple[int, ...], Any]:
+        """Return kind, ids and payload of a message; ``kind`` if several have this record."""
+        words, payload = to_words(record), table_of(type(record)).payload
+        rest = struct.pack(f"<{max(0, len(words) - _IDS)}I", *words[_IDS:])
+        kind = self.kind_of(record) if kind < 0 else kind
+        return kind, (*words, 0, 0, 0, 0)[:_IDS], getattr(record, payload) if payload else rest
+
+    def parse(self, message: Any, **sizes: int) -> Any:
+        """Return the record of a received message; `MalformedMessage` if it is malformed."""
+        kind, payload = message.kind, message.payload
+        record, words = self.records.get(kind), list(message.ids)
+        if record is None:
+            raise _wrong("kind", int(kind), ", ".join(map(str, map(int, self.records))))
+        if kind not in self.payloads and not table_of(record).payload:
+            if len(payload) % 4 or len(payload) > _MAX_WORDS_NBYTES:
+                raise _wrong(f"the payload of {record.__name__}", len(payload), "words of 4 bytes")
+            words += struct.unpack(f"<{len(payload) // 4}I", payload)
+            payload = None
+        reader = _Words(words, sizes)
+        data = _get(table_of(record), "", reader)
+        if len(words) > max(reader.at, _IDS) or any(words[reader.at :]):
+            raise MalformedMessage(f"{len(words) - reader.at} extra words in {record.__name__}")
+        return _load(table_of(record), data, "", sizes, payload)

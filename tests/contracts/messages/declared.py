@@ -1,0 +1,50 @@
+"""All messages and texts between processes that are declared as records."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from wingbeat.methods.bounded_staleness import messages as staleness
+from wingbeat.methods.bounded_staleness.colayers import ColayerDecision
+from wingbeat.methods.bounded_staleness.membership import LogEntry
+from wingbeat.methods.model_averaging import generator, pair_machine
+from wingbeat.methods.model_averaging.client import Status
+from wingbeat.methods.model_averaging.service import RejoinEntry
+from wingbeat.methods.parameter_server import protocol
+from wingbeat.methods.parameter_server.coding import SliceHeader
+from wingbeat.observe.report import Job, Report
+from wingbeat.schema import Messages
+
+
+class Group(NamedTuple):
+    """Messages of a mailbox with one schema."""
+
+    title: str
+    place: str
+    messages: Messages
+
+
+MAILBOXES = (
+    Group("Parameter servers", "parameter_server/protocol.py", protocol.MESSAGES),
+    Group("Group generator", "model_averaging/generator.py", generator.MESSAGES),
+    Group("Pairs", "model_averaging/pair_machine.py", pair_machine.MESSAGES),
+)
+HEADERS: dict[type, str] = {
+    SliceHeader: "Parameter servers: the payload of an encoded slice begins with it",
+    staleness.FrameHeader: "Bounded staleness: the words of a frame begin with it",
+}
+"""Records before other data."""
+
+FRAMES = Group("Bounded staleness", "bounded_staleness/messages.py", staleness.MESSAGES)
+
+TEXTS: dict[type, str] = {
+    protocol.StepSettings: "payload of `STEP`",
+    protocol.DocumentSize: "payload of `LOAD` and `STATE`: a field of the document",
+    Status: "store: the status of a worker without a group generator",
+    RejoinEntry: "store: the log of restarted workers, for the group generator",
+    LogEntry: "store: the membership log of bounded staleness",
+    ColayerDecision: "store: a decision of bounded staleness",
+    Report: "a worker's report to the supervisor, a line of JSON",
+    Job: "the supervisor's answer to `wingbeat top`",
+}
+"""Records in JSON, and where they are."""
