@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from common import refuse_unwritable, show, write
 
-from wingbeat.methods.model_averaging.generator import Kind, decode_run
+from wingbeat.methods.model_averaging.generator import MESSAGES, Done, Request, RunMessage
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport.loopback import Switchboard
@@ -131,6 +131,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def send(box: Mailbox, generator: int, message: Any) -> None:
+    kind, ids, _ = MESSAGES.pack(message)
+    box.post(generator, kind, ids=ids, urgency=0)
+
+
 def generator_rate(workers: int, args: argparse.Namespace) -> float:
     rules = Rules(size=2, inter_intra=False)
     config = GeneratorConfig(
@@ -139,11 +144,11 @@ def generator_rate(workers: int, args: argparse.Namespace) -> float:
     )  # fmt: skip
 
     def answer(box: Mailbox, message: Any) -> bool:
-        if message.kind != Kind.RUN:
+        run = MESSAGES.parse(message, workers=workers)
+        if not isinstance(run, RunMessage):
             return False
-        run = decode_run(message.ids, message.payload, workers).run
-        box.post(workers, Kind.DONE, ids=(run.number, run.epoch, 0, 0), urgency=0)
-        box.post(workers, Kind.REQUEST, urgency=0)
+        send(box, workers, Done(run.number, run.epoch))
+        send(box, workers, Request())
         return True
 
     return measured(config, workers, "groups/", answer, args)
@@ -151,7 +156,7 @@ def generator_rate(workers: int, args: argparse.Namespace) -> float:
 
 def echo_rate(workers: int, args: argparse.Namespace) -> float:
     def answer(box: Mailbox, _message: Any) -> bool:
-        box.post(workers, Kind.REQUEST, urgency=0)
+        send(box, workers, Request())
         return True
 
     return measured(Echo(workers, not args.clear), workers, "echo/", answer, args)
@@ -173,7 +178,7 @@ def measured(
                 )
             )
         for box in boxes:
-            box.post(workers, Kind.REQUEST, urgency=0)
+            send(box, workers, Request())
         begun, answers = time.monotonic(), 0
         while time.monotonic() < begun + args.seconds:
             for box in boxes:

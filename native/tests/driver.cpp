@@ -20,6 +20,7 @@
 #include "merges.h"
 #include "naive.h"
 #include "nets.h"
+#include "rings.h"
 #include "sketch.h"
 #include "topk.h"
 
@@ -392,6 +393,7 @@ int main() {
   check_numbered("flow of seed ", 300, naive::wrong_flow);
   current = "net";
   try {
+    checks += rings::check();
     checks += nets::check();
   } catch (const std::exception& error) {
     expect(false, error.what());

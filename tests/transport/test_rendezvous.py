@@ -347,8 +347,8 @@ def test_worker_restarted_alone_opens_no_links(monkeypatch: pytest.MonkeyPatch) 
         for rank in range(3):
             world.store.set(f"1/interfaces/{rank}", json.dumps(nic.local().to_json()))
             world.store.set(f"2/networks/{rank}", json.dumps([f"10.0.{rank}.0/24"]))
-            places = [["127.0.0.1", 1]] * len(json.loads(good))
-            world.store.set(f"3/connections/{rank}", json.dumps(["secret", *places]))
+            places = [["127.0.0.1", 1, ""]] * len(json.loads(good))
+            world.store.set(f"3/connections/{rank}", json.dumps(["secret", "", *places]))
         world.store.set("left/1", "failed")
         world.store.set("published/speeds/0", next(speeds))
 
@@ -457,8 +457,8 @@ def ends_at_once_but_rank_0_connects_slowly() -> None:
     """Rank 0 is told of its connections late; then the others may not have left."""
     real = rendezvous.tcp.connect
 
-    def slow(rank: int, *args: Any) -> Any:
-        links = real(rank, *args)
+    def slow(rank: int, *args: Any, **options: Any) -> Any:
+        links = real(rank, *args, **options)
         if rank == 0:
             time.sleep(0.3)
             dist.distributed_c10d._get_default_store().set("rank 0 is connected", "")

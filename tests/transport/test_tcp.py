@@ -11,8 +11,9 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from wingbeat.transport import tcp
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.tcp import GroupLink, TcpLink
 from wingbeat.types import Group
+
+BOTH = pytest.mark.parametrize("shared_memory", [False, True], ids=["tcp", "shared memory"])
 
 HEADER = struct.Struct("<IBBHIIQQQQ")
 MAGIC = 0x74424E57
@@ -128,8 +131,11 @@ def test_peer_that_exceeds_its_window_is_cut_off(peer: Peer) -> None:
     assert "exceeds its window" in peer.failure()
 
 
-def test_message_behind_a_larger_one_than_the_window_can_be_received_first() -> None:
-    made = ranks.links(2)
+@BOTH
+def test_message_behind_a_larger_one_than_the_window_can_be_received_first(
+    shared_memory: bool,
+) -> None:
+    made = ranks.links(2, shared_memory=shared_memory)
     large, small = torch.randn(4_000_000), torch.ones(3)
     sent = [made[0][0].send(large, 1, 0), made[0][0].send(small, 1, 1)]
     first, second = torch.zeros(3), torch.zeros(4_000_000)
@@ -178,27 +184,44 @@ def test_rank_with_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> N
     assert "do not have this job's key" in caplog.text
 
 
-def test_strangers_neither_connect_nor_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold connections, send garbage, or send a correct answer with a wrong tag."""
-    ports: list[int] = []
-    listen = tcp._listen
+def bother(stranger: socket.socket, number: int) -> socket.socket:
+    """Hold a connection, send garbage, or send a correct answer with a wrong tag."""
+    if number % 3:
+        stranger.send(b"\0" * (tcp._ANSWER_BYTES if number % 3 == 1 else 5))
+    return stranger
+
+
+def dial(address: Any) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_connection(address, 20.0)
+    made = socket.socket(socket.AF_UNIX)
+    made.connect(address)
+    return made
+
+
+@BOTH
+def test_strangers_neither_connect_nor_delay_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, shared_memory: bool
+) -> None:
+    addresses: list[Any] = []
     strangers: list[socket.socket] = []
 
-    def watched(rank: int, interface: ranks.Interface) -> socket.socket:
-        made = listen(rank, interface)
-        port = made.getsockname()[1]
-        ports.append(port)
-        for n in range(100):
-            stranger = socket.create_connection(("127.0.0.1", port))
-            if n % 3:
-                stranger.send(b"\0" * (tcp._ANSWER_BYTES if n % 3 == 1 else 5))
-            strangers.append(stranger)
-        return made
+    def watched(listen: Callable[..., socket.socket]) -> Callable[..., socket.socket]:
+        def wrapper(*args: Any) -> socket.socket:
+            made = listen(*args)
+            name = made.getsockname()
+            addresses.append(name.decode() if isinstance(name, bytes) else name)
+            strangers.extend(bother(dial(addresses[-1]), n) for n in range(100))
+            return made
 
-    monkeypatch.setattr(tcp, "_listen", watched)
+        return wrapper
+
+    monkeypatch.setattr(tcp, "_listen", watched(tcp._listen))
+    monkeypatch.setattr(tcp, "_listen_locally", watched(tcp._listen_locally))
     begin = time.monotonic()
-    made = ranks.links(3)
+    made = ranks.links(3, shared_memory=shared_memory)
     assert time.monotonic() - begin < 5.0
+    assert len(addresses) == (6 if shared_memory else 3)
     out = torch.zeros(4)
     coming = made[2][0].recv(out, 0, 1)
     made[0][0].send(torch.ones(4), 2, 1).wait(20.0)
@@ -212,16 +235,17 @@ def test_strangers_neither_connect_nor_delay_the_ranks(monkeypatch: pytest.Monke
     for each in made:
         assert each[0].port is not None
         each[0].port.join(20.0)
-    for port in ports:  # nothing listens any more
+    for address in addresses:  # nothing listens any more
         with pytest.raises(OSError):  # noqa: PT011
-            socket.create_connection(("127.0.0.1", port), 1.0)
+            dial(address)
 
 
 class Job:
     """Connected ranks, and what their restarted processes find in the store."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, shared_memory: bool) -> None:
         self.store, self.answers = Switchboard(), [None] * size
+        self.shared_memory = shared_memory
         exchanges = ranks.exchanges(size)
 
         def connect(rank: int) -> TcpLink:
@@ -229,7 +253,9 @@ class Job:
                 self.answers = exchanges[rank](what, value)
                 return self.answers
 
-            return tcp.connect(rank, [ranks.LO], exchange, KEY, 20.0, self.store)[0]
+            return tcp.connect(
+                *(rank, [ranks.LO], exchange, KEY, 20.0, self.store), shared_memory=shared_memory
+            )[0]
 
         with ThreadPoolExecutor(size) as pool:
             self.links = list(pool.map(connect, range(size)))
@@ -246,7 +272,9 @@ class Job:
     def restart(self, rank: int, key: bytes = KEY) -> None:
         self.cut(rank)
         self.links[rank].close()
-        self.links[rank] = tcp.rejoin(rank, [ranks.LO], self.answers, key, self.store)[0]
+        self.links[rank] = tcp.rejoin(
+            *(rank, [ranks.LO], self.answers, key, self.store), shared_memory=self.shared_memory
+        )[0]
 
     def exchange(self, *members: int) -> list[str]:
         """Have all members of a new group send to each other at once; return their errors."""
@@ -277,9 +305,9 @@ class Job:
             list(pool.map(TcpLink.close, self.links))
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job(3)
+@pytest.fixture(params=[False, True], ids=["tcp", "shared memory"])
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    made = Job(3, request.param)
     yield made
     made.close()
 
@@ -319,7 +347,9 @@ def test_restarted_rank_with_another_key_is_refused(job: Job) -> None:
     assert job.exchange(0, 2) == ["", ""]
 
 
-@pytest.mark.parametrize("text", ["", "[", "7", '["secret"]', '["secret", ["127.0.0.1", 0]]'])
+@pytest.mark.parametrize(
+    "text", ["", "[", "7", '["secret", ""]', '["secret", "", ["127.0.0.1", 0, ""]]']
+)
 def test_malformed_address_of_a_restarted_rank_is_not_used(
     job: Job, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,8 +361,9 @@ def test_malformed_address_of_a_restarted_rank_is_not_used(
     assert "rank 2: the new address of rank 1 is not used: " in caplog.text
 
 
-def test_forked_child_keeps_no_connection_open() -> None:
-    made = ranks.links(2)
+@BOTH
+def test_forked_child_keeps_no_connection_open(shared_memory: bool) -> None:
+    made = ranks.links(2, shared_memory=shared_memory)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -378,8 +409,9 @@ def test_forked_child_of_a_process_that_ends_keeps_no_connection_open() -> None:
         ours.close()
 
 
-def test_closing_waits_until_the_peer_has_read_everything() -> None:
-    made = ranks.links(2)
+@BOTH
+def test_closing_waits_until_the_peer_has_read_everything(shared_memory: bool) -> None:
+    made = ranks.links(2, shared_memory=shared_memory)
     given, out = torch.randn(500_000), torch.zeros(500_000)
     coming = made[1][0].recv(out, 0, 1)
     made[0][0].send(given, 1, 1).wait(20.0)

@@ -18,10 +18,13 @@ FD_DIRECTORY = "/dev/fd"
 GLOO_DEVICE_DESCRIPTORS = 4
 """Descriptors of a gloo device: listening socket, epoll, pipe. Each connected peer adds one."""
 
-INTERFACE_DESCRIPTORS = 5
-"""Descriptors of an interface besides its connections: two epoll and an event of its thread, an
-epoll and the listening socket of its port.
+INTERFACE_DESCRIPTORS = 7
+"""Descriptors of an interface besides its connections: two of epoll and an event of its thread, an
+epoll and two listening sockets of its port, and one while a peer connects.
 """
+
+DOORBELLS = 2
+"""Descriptors of a connection in shared memory besides its socket."""
 
 _RESERVED = 4
 """Descriptors kept free for other uses, such as files and imports."""

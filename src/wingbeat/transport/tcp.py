@@ -1,5 +1,8 @@
 """Links over TCP: one authenticated connection to each peer over each interface (Linux).
 
+Two ranks of one host connect through a Unix socket and carry the bytes in shared memory; over TCP
+if that is impossible.
+
 Every connection is authenticated in both directions before any other byte of it is used: both ends
 prove with HMAC-SHA256 over two nonces that they have the job's key. The key is WINGBEAT_JOB_KEY, or
 without it a secret that the ranks exchange through the rendezvous store. The bytes are carried by
@@ -24,15 +27,16 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from wingbeat import _native
-from wingbeat.errors import RendezvousError
+from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import log
-from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.interfaces import Interface, host_identity
 from wingbeat.transport.link import BITS_BELOW, group_prefix
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
@@ -46,11 +50,17 @@ incarnation of the connecting process.
 """
 _ANSWER_BYTES = len(_MAGIC) + _IDENTITY.size + _NONCE_BYTES + _TAG_BYTES
 
+_MAPPED = b"m"
+"""Sent by the connecting process once it has mapped the shared memory."""
+
 _HANDSHAKE_S = 10.0
 """Seconds for a connected process to prove that it has the key."""
 
 _MAX_STRANGERS = 64
 """Unauthenticated connections in excess of the expected ones; then the oldest is closed."""
+
+_MAX_NAME = 64
+"""Characters of the name of a Unix socket."""
 
 _RETRY_S = 0.05
 _MIN_CONNECT_S = 0.1
@@ -60,6 +70,17 @@ _AGAIN_S = 5.0
 
 _CLOSE_S = 1.0
 """Seconds for the peers to read what was sent last and to close their ends."""
+
+
+SWITCH = "WINGBEAT_SHARED_MEMORY"
+
+
+def shared_memory_enabled(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks of one host use shared memory; a `UsageError` if the variable is invalid."""
+    switch = env.get(SWITCH, "on").lower()
+    if switch not in ("on", "off"):
+        raise UsageError(f"{SWITCH}={switch}: allowed are on and off")
+    return switch == "on"
 
 
 class TcpLink:
@@ -188,15 +209,18 @@ def connect(
     job_key: bytes | None,
     timeout: float,
     store: Store,
+    *,
+    shared_memory: bool = True,
 ) -> tuple[TcpLink, ...]:
     """Connect this rank to all others over each interface, within ``timeout`` seconds.
 
-    ``exchange`` and ``store`` are those of the world. A `RendezvousError` names the rank, address,
-    interface and duration if a peer could not be reached, or did not connect.
+    ``exchange`` and ``store`` are those of the world. ``shared_memory``: use it with ranks of this
+    host that do the same. A `RendezvousError` names the rank, address, interface and duration if a
+    peer could not be reached, or did not connect.
     """
-    listeners = [_listen(rank, interface) for interface in interfaces]
     links = _make_links(
-        rank, interfaces, listeners, lambda own: exchange("connections", own), job_key, store
+        *(rank, interfaces, lambda own: exchange("connections", own), job_key, store),
+        shared_memory=shared_memory,
     )
     deadline = time.monotonic() + timeout
     try:
@@ -221,59 +245,82 @@ def rejoin(
     answers: list[Any],
     job_key: bytes | None,
     store: Store,
+    *,
+    shared_memory: bool = True,
 ) -> tuple[TcpLink, ...]:
     """Return links of a rank that was restarted; it connects to the others when groups need it.
 
     ``answers`` are those of the exchange in which its former process took part.
     """
-    listeners = [_listen(rank, interface) for interface in interfaces]
 
     def publish(own: Any) -> list[Any]:
         store.set(f"connections/{rank}", json.dumps(own))
         return answers
 
-    return _make_links(rank, interfaces, listeners, publish, job_key, store)
+    return _make_links(*(rank, interfaces, publish, job_key, store), shared_memory=shared_memory)
 
 
 def _make_links(
     rank: int,
     interfaces: Sequence[Interface],
-    listeners: Sequence[socket.socket],
     publish: Callable[[Any], list[Any]],
     job_key: bytes | None,
     store: Store,
+    *,
+    shared_memory: bool,
 ) -> tuple[TcpLink, ...]:
     """Publish this rank's addresses, and accept connections of ranks that have the key."""
-    secret = secrets.token_hex(32)
+    host, secret = host_identity() if shared_memory else "", secrets.token_hex(32)
+    listeners = [_listen(rank, interface) for interface in interfaces]
+    local = [_listen_locally() if shared_memory else None for _ in interfaces]
     try:
-        answers = publish([secret, *(list(each.getsockname()[:2]) for each in listeners)])
+        places = [_place_of(*pair) for pair in zip(listeners, local, strict=True)]
+        answers = publish([secret, host, *places])
         first = [_checked(rank, n, a, len(interfaces)) for n, a in enumerate(answers)]
-        ranks = _Ranks(rank, first, secret, store)
+        ranks = _Ranks(rank, first, secret, host, store)
     except BaseException:
-        for listener in listeners:
+        for listener in filter(None, (*listeners, *local)):
             listener.close()
         raise
     texts = "/".join(each.secret for each in ranks.first)
     key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
     ports = [
-        _Port(listener, ranks, index, interface, key)
-        for index, (listener, interface) in enumerate(zip(listeners, interfaces, strict=True))
+        _Port(pair, ranks, index, interface, key)
+        for index, (pair, interface) in enumerate(
+            zip(zip(listeners, local, strict=True), interfaces, strict=True)
+        )
     ]
     for port in ports:
         port.start()
     return tuple(TcpLink(port.interface.name, len(answers), port) for port in ports)
 
 
-class _Answer(NamedTuple):
-    """What a rank publishes: a secret of its process, and its address on each interface."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank listens on an interface; ``name`` of its abstract Unix socket, or empty."""
+
+    address: str
+    port: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a rank publishes; ``host`` is empty if it shares no memory."""
 
     secret: str
-    places: list[tuple[str, int]]
+    host: str
+    places: list[_Place]
 
     @property
     def incarnation(self) -> bytes:
         """What distinguishes the process from a former one of its rank."""
         return _incarnation(self.secret)
+
+    def place(self, index: int, host: str) -> _Place:
+        """Return where it listens; the Unix socket is only for ranks of its own host."""
+        place = self.places[index]
+        return place if host == self.host else replace(place, name="")
 
 
 def _incarnation(secret: str) -> bytes:
@@ -283,8 +330,11 @@ def _incarnation(secret: str) -> bytes:
 class _Ranks:
     """The addresses of all ranks: those of their first processes, and of restarted ones."""
 
-    def __init__(self, own: int, first: list[_Answer], secret: str, store: Store) -> None:
-        self.own, self.first, self.incarnation = own, first, _incarnation(secret)
+    def __init__(
+        self, own: int, first: list[_Answer], secret: str, host: str, store: Store
+    ) -> None:
+        self.own, self.first, self.host = own, first, host
+        self.incarnation = _incarnation(secret)
         self._store = store
 
     def find(self, peer: int) -> _Answer:
@@ -312,17 +362,33 @@ def _listen(rank: int, interface: Interface) -> socket.socket:
         ) from None
 
 
+def _listen_locally() -> socket.socket | None:
+    """Listen at a new name that processes of this network namespace can reach."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0wingbeat/{secrets.token_hex(16)}")
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def _place_of(listener: socket.socket, local: socket.socket | None) -> list[str | int]:
+    name = "" if local is None else local.getsockname()[1:].decode()
+    return [*listener.getsockname()[:2], name]
+
+
 def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     match answer:
-        case [str(secret), *places] if len(places) == interfaces and all(
+        case [str(secret), str(host), *places] if len(places) == interfaces and all(
             isinstance(place, list)
-            and len(place) == 2
-            and isinstance(place[0], str)
-            and type(place[1]) is int
+            and [type(each) for each in place] == [str, int, str]
             and 0 < place[1] < 1 << 16
+            and len(place[2]) < _MAX_NAME
             for place in places
         ):
-            return _Answer(secret, [(place[0], place[1]) for place in places])
+            return _Answer(secret, host, [_Place(*place) for place in places])
     raise RendezvousError(
         f"rank {rank}: rank {peer} sent malformed addresses: {str(answer)[:80]!r}"
     )
@@ -332,8 +398,18 @@ def _tag(key: bytes, role: bytes, challenge: bytes, identity: bytes, nonce: byte
     return hmac.new(key, role + challenge + identity + nonce, hashlib.sha256).digest()
 
 
-def _prove(connection: socket.socket, identity: bytes, key: bytes) -> None:
-    """Run the connecting side of the handshake; an `OSError` if the peer lacks the key."""
+def _log_no_memory(rank: int, peer: int, error: Exception) -> None:
+    log.warning(
+        "rank %d shares no memory with rank %d, which is on the same host: %s; they use TCP",
+        *(rank, peer, str(error)),
+    )
+
+
+def _prove(connection: socket.socket, identity: bytes, key: bytes) -> list[int]:
+    """Run the connecting side of the handshake; an `OSError` if the peer lacks the key.
+
+    Returns the descriptors that came with the answer.
+    """
     challenge = _read_exactly(connection, _CHALLENGE_BYTES)
     if not challenge.startswith(_MAGIC):
         raise ConnectionError("another program answers there")
@@ -341,8 +417,18 @@ def _prove(connection: socket.socket, identity: bytes, key: bytes) -> None:
     tag = _tag(key, b"connect", challenge, identity, nonce)
     connection.sendall(_MAGIC + identity + nonce + tag)
     expected = _tag(key, b"accept", challenge, identity, nonce)
-    if not hmac.compare_digest(_read_exactly(connection, _TAG_BYTES), expected):
-        raise ConnectionError("the peer does not have this job's key")
+    answer, descriptors, _, _ = socket.recv_fds(
+        connection, _TAG_BYTES, _native.Rings.DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        answer += _read_exactly(connection, _TAG_BYTES - len(answer))
+        if not hmac.compare_digest(answer, expected):
+            raise ConnectionError("the peer does not have this job's key")
+    except BaseException:
+        for each in descriptors:
+            os.close(each)
+        raise
+    return descriptors
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -367,11 +453,17 @@ class _Port(threading.Thread):
     """
 
     def __init__(
-        self, listener: socket.socket, ranks: _Ranks, index: int, interface: Interface, key: bytes
+        self,
+        listeners: Sequence[socket.socket | None],
+        ranks: _Ranks,
+        index: int,
+        interface: Interface,
+        key: bytes,
     ) -> None:
         super().__init__(name="wingbeat-accept", daemon=True)
         self.nic, self.interface = _native.Nic(interface.name), interface
-        self._listener, self._ranks, self._index, self._key = listener, ranks, index, key
+        self._listeners = [each for each in listeners if each is not None]
+        self._ranks, self._index, self._key = ranks, index, key
         self._rank, size = ranks.own, len(ranks.first)
         self._changed = threading.Condition()
         self._missing = set(range(self._rank + 1, size))
@@ -386,12 +478,13 @@ class _Port(threading.Thread):
     def close(self) -> None:
         """Stop accepting. Idempotent."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     def forget_after_fork(self) -> None:
         """Close the copies of the sockets in a forked child, where the thread does not exist."""
-        for each in (self._listener, *self._pending):
+        for each in (*self._listeners, *self._pending):
             each.close()
 
     def wait_for_higher(self, timeout: float, deadline: float) -> None:
@@ -427,19 +520,22 @@ class _Port(threading.Thread):
     def dial(self, peer: int, deadline: float) -> None:
         """Connect to a rank from the interface's address, unless it connects to this one first."""
         begin, own, again = time.monotonic(), self.interface, peer in self._dialing
+        identity = _IDENTITY.pack(self._rank, peer, self._index, self._ranks.incarnation)
+        locally = True
         while True:
             answer = self._ranks.find(peer) if again else self._ranks.first[peer]
-            place = answer.places[self._index]
+            place = answer.place(self._index, self._ranks.host)
             left = max(_MIN_CONNECT_S, deadline - time.monotonic())
-            identity = _IDENTITY.pack(self._rank, peer, self._index, self._ranks.incarnation)
             try:
-                with socket.create_connection(place, left, (own.address, 0)) as connection:
-                    connection.settimeout(min(left, _HANDSHAKE_S))
-                    _prove(connection, identity, self._key)
-                    _set_options(connection)
+                made: tuple[int, _native.Rings | None] | None = None
+                if locally and place.name:
+                    locally, made = False, self._dial_locally(peer, place.name, identity, left)
+                if made is None and not self.nic.connected(peer):
+                    made = self._dial_over_tcp(place, identity, left), None
+                if made is not None:
                     self._incarnations[peer] = answer.incarnation
-                    self.nic.add(peer, connection.detach())
-                    return
+                    self.nic.add(peer, *made)
+                return
             except OSError as error:
                 if self.nic.connected(peer):
                     return
@@ -448,33 +544,62 @@ class _Port(threading.Thread):
                 if time.monotonic() >= deadline or not temporary:
                     raise RendezvousError(
                         f"rank {self._rank} at {own.address} on interface {own.name} did not reach "
-                        f"rank {peer} at {place[0]} after {time.monotonic() - begin:.1f} s: "
+                        f"rank {peer} at {place.address} after {time.monotonic() - begin:.1f} s: "
                         f"{error}; check that every host can reach this address, or name other "
                         "interfaces"
                     ) from None
                 time.sleep(_RETRY_S)
 
+    def _dial_over_tcp(self, place: _Place, identity: bytes, seconds: float) -> int:
+        """Connect from the interface's address; return the descriptor."""
+        target = place.address, place.port
+        with socket.create_connection(target, seconds, (self.interface.address, 0)) as connection:
+            connection.settimeout(min(seconds, _HANDSHAKE_S))
+            _prove(connection, identity, self._key)
+            _set_options(connection)
+            return connection.detach()
+
+    def _dial_locally(
+        self, peer: int, name: str, identity: bytes, seconds: float
+    ) -> tuple[int, _native.Rings] | None:
+        """Connect to a rank of this host; return the socket's descriptor and the shared memory."""
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(min(seconds, _HANDSHAKE_S))
+                connection.connect("\0" + name)
+                rings = _native.Rings(_prove(connection, identity, self._key))
+                connection.sendall(_MAPPED)
+                return connection.detach(), rings
+        except (OSError, RuntimeError) as error:
+            if peer not in self._dialing:  # else it may connect to this rank at the same time
+                _log_no_memory(self._rank, peer, error)
+            return None
+
     def run(self) -> None:
         """Accept connections until the port is closed."""
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
         try:
             while not self._closed:
                 for key, _ in self._selector.select(_RETRY_S if self._pending else None):
-                    if key.fileobj is self._listener:
-                        self._accept()
+                    found = key.fileobj
+                    assert isinstance(found, socket.socket)
+                    if found in self._listeners:
+                        self._accept(found)
                     else:
-                        self._read(key.fileobj)  # type: ignore[arg-type]
+                        self._read(found)
                 self._expire()
         finally:
             for connection in list(self._pending):
                 self._drop(connection)
             self._selector.close()
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, address = self._listener.accept()
+            connection, address = listener.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left
@@ -492,22 +617,27 @@ class _Port(threading.Thread):
         with contextlib.suppress(OSError):
             connection.send(challenge)  # fits into the empty send buffer
         until = time.monotonic() + _HANDSHAKE_S
-        self._pending[connection] = _Newcomer(str(address[0]), challenge, until)
+        where = str(address[0]) if address else "this host"
+        self._pending[connection] = _Newcomer(where, challenge, until)
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> None:
         newcomer = self._pending.get(connection)
         if newcomer is None:
             return
+        awaited = _ANSWER_BYTES if newcomer.rings is None else _ANSWER_BYTES + len(_MAPPED)
         try:
-            data = connection.recv(_ANSWER_BYTES - len(newcomer.data))
+            data = connection.recv(awaited - len(newcomer.data))
         except OSError:
             data = b""
         newcomer.data += data
         if not data:
             self._drop(connection)
-        elif len(newcomer.data) == _ANSWER_BYTES:
-            self._admit(connection, newcomer)
+        elif len(newcomer.data) == awaited:
+            if newcomer.rings is None:
+                self._admit(connection, newcomer)
+            else:
+                self._add(connection, newcomer)
 
     def _admit(self, connection: socket.socket, newcomer: _Newcomer) -> None:
         magic, identity, nonce, tag = struct.unpack(
@@ -528,19 +658,29 @@ class _Port(threading.Thread):
         if dialing or again:
             self._drop(connection)
             return
+        newcomer.peer, newcomer.incarnation = peer, incarnation
         reply = _tag(self._key, b"accept", newcomer.challenge, identity, nonce)
         try:
+            if connection.family == socket.AF_UNIX:
+                newcomer.rings = _native.Rings()
+                socket.send_fds(connection, [reply], newcomer.rings.descriptors)
+                return  # the peer confirms that it has mapped the memory
             connection.send(reply)
             _set_options(connection)
-        except OSError:
+        except (OSError, RuntimeError) as error:
+            if connection.family == socket.AF_UNIX:
+                _log_no_memory(self._rank, peer, error)
             self._drop(connection)
             return
+        self._add(connection, newcomer)
+
+    def _add(self, connection: socket.socket, newcomer: _Newcomer) -> None:
         self._selector.unregister(connection)
         del self._pending[connection]
-        self._incarnations[peer] = incarnation
-        self.nic.add(peer, connection.detach())
+        self._incarnations[newcomer.peer] = newcomer.incarnation
+        self.nic.add(newcomer.peer, connection.detach(), newcomer.rings)
         with self._changed:
-            self._missing.discard(peer)
+            self._missing.discard(newcomer.peer)
             self._changed.notify_all()
 
     def _warn(self, address: str, known: bool) -> None:
@@ -565,8 +705,11 @@ class _Port(threading.Thread):
 
 
 class _Newcomer:
-    """A connection that has not proved that it has the key."""
+    """A connection that has not proved that it has the key, or has not mapped the memory."""
 
     def __init__(self, address: str, challenge: bytes, until: float) -> None:
         self.address, self.challenge, self.until = address, challenge, until
         self.data = b""
+        self.peer = 0
+        self.rings: _native.Rings | None = None
+        self.incarnation = b""
