@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "carriers.h"
+#include "ciphers.h"
 #include "frames.h"
 #include "halves.h"
 #include "inputs.h"
@@ -393,8 +395,11 @@ int main() {
   check_numbered("flow of seed ", 300, naive::wrong_flow);
   current = "net";
   try {
+    checks += ciphers::check();
     checks += rings::check();
     checks += nets::check();
+    current = "carriers";
+    checks += carriers::check();
   } catch (const std::exception& error) {
     expect(false, error.what());
   }

@@ -1,6 +1,6 @@
 """Checks that enough file descriptors are available before sockets are opened.
 
-gloo and libzmq abort the process when they get no file descriptor. These checks raise a
+gloo aborts the process when it gets no file descriptor. These checks raise a
 `UsageError` instead.
 """
 
