@@ -55,13 +55,13 @@ class Pending : public Owner {
 
 // A message as Python holds it, with the object whose memory it uses.
 struct Message {
-  std::shared_ptr<Nic> nic;
+  std::shared_ptr<Group> link;
   std::shared_ptr<Pending> pending;
   OperationPtr operation;
   nb::object memory;
 
-  Message(std::shared_ptr<Nic> of, nb::object holder)
-      : nic(std::move(of)),
+  Message(std::shared_ptr<Group> of, nb::object holder)
+      : link(std::move(of)),
         pending(std::make_shared<Pending>()),
         operation(std::make_shared<Operation>()),
         memory(std::move(holder)) {
@@ -74,7 +74,7 @@ struct Message {
     if (operation == nullptr) return;
     if (operation->state.load(std::memory_order_acquire) == State::pending) {
       Work work;
-      nic->cancel(pending.get(), work);
+      link->cancel(pending.get(), work);
       work.run();
     }
   }
@@ -92,9 +92,9 @@ struct Message {
   }
 };
 
-Message post(const std::shared_ptr<Nic>& nic, nb::object memory, std::uintptr_t address,
+Message post(const std::shared_ptr<Group>& link, nb::object memory, std::uintptr_t address,
              std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag, bool send) {
-  Message message(nic, std::move(memory));
+  Message message(link, std::move(memory));
   Operation& operation = *message.operation;
   operation.data = at(address);
   operation.bytes = bytes;
@@ -104,9 +104,9 @@ Message post(const std::shared_ptr<Nic>& nic, nb::object memory, std::uintptr_t 
   const Unlocked unlocked;
   Work work;
   if (send) {
-    nic->send(message.operation, work);
+    link->send(message.operation, work);
   } else {
-    nic->receive(message.operation, work);
+    link->receive(message.operation, work);
   }
   work.run();
   return message;
@@ -159,20 +159,35 @@ void bind_nic(nb::module_& module) {
            "Takes over the descriptor of a connected socket to a peer, and the memory shared with "
            "it. Encrypts with `keys`, 16 bytes for sending and 16 for receiving, if there are any; "
            "not in shared memory.")
-      .def("send",
-           [](const std::shared_ptr<Nic>& self, nb::object memory, std::uintptr_t address,
-              std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {
-             return post(self, std::move(memory), address, bytes, peer, channel, tag, true);
-           })
-      .def("receive",
-           [](const std::shared_ptr<Nic>& self, nb::object memory, std::uintptr_t address,
-              std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {
-             return post(self, std::move(memory), address, bytes, peer, channel, tag, false);
-           })
+      .def("connected", &Nic::connected, "Whether there is a connection that has not failed.")
       .def("fail", &Nic::fail, nb::call_guard<Unlocked>())
       .def("close", &Nic::close, nb::call_guard<Unlocked>())
       .def("stop", &Nic::stop)
       .def("forget_after_fork", &Nic::forget_after_fork);
+}
+
+void bind_group(nb::module_& module) {
+  nb::class_<Group>(module, "Group", "The connections to the members of a group.")
+      .def(nb::new_([](std::shared_ptr<Nic> nic, std::uint64_t id, const std::vector<int>& ranks) {
+        return std::make_shared<Group>(std::move(nic), id, ranks);
+      }))
+      .def("send",
+           [](const std::shared_ptr<Group>& self, nb::object memory, std::uintptr_t address,
+              std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {
+             return post(self, std::move(memory), address, bytes, peer, channel, tag, true);
+           })
+      .def("receive",
+           [](const std::shared_ptr<Group>& self, nb::object memory, std::uintptr_t address,
+              std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {
+             return post(self, std::move(memory), address, bytes, peer, channel, tag, false);
+           })
+      .def("end",
+           [](Group& self, bool failed) {
+             const Unlocked unlocked;
+             Work work;
+             self.end(failed, work);
+             work.run();
+           });
 }
 
 nb::object described(const Waiting& found) {
@@ -233,10 +248,10 @@ void bind_lane(nb::module_& module) {
       .def_ro("begin_ns", &Task::begin_ns)
       .def_ro("received_ns", &Task::received_ns);
   nb::class_<Lane>(module, "Lane")
-      .def(nb::new_([](std::vector<std::shared_ptr<Nic>> nics, std::uint16_t channel,
+      .def(nb::new_([](std::vector<std::shared_ptr<Group>> links, std::uint16_t channel,
                        std::size_t ahead, std::size_t depth, std::uint32_t chunks_per_tag,
                        std::shared_ptr<Completions> completions, std::uint64_t number) {
-        return std::make_shared<Lane>(std::move(nics), channel, ahead, depth, chunks_per_tag,
+        return std::make_shared<Lane>(std::move(links), channel, ahead, depth, chunks_per_tag,
                                       std::move(completions), number);
       }))
       .def("submit",
@@ -290,6 +305,7 @@ void bind_lane(nb::module_& module) {
 
 void bind_net(nb::module_& module) {
   bind_nic(module);
+  bind_group(module);
   bind_packings(module);
   bind_lane(module);
 }

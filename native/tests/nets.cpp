@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <stdexcept>
@@ -76,7 +77,7 @@ struct Cluster {
     }
     for (int i = 0; i < size; ++i) {
       lanes.push_back(std::make_shared<Lane>(
-          std::vector<std::shared_ptr<Nic>>{nics[static_cast<std::size_t>(i)]}, std::uint16_t{1},
+          std::vector<std::shared_ptr<Group>>{world(i)}, std::uint16_t{1},
           std::size_t{128}, std::size_t{4}, 256U, completions, static_cast<std::uint64_t>(i)));
     }
   }
@@ -86,6 +87,16 @@ struct Cluster {
     std::vector<std::thread> closing;
     for (const auto& nic : nics) closing.emplace_back([nic] { nic->close(5.0); });
     for (auto& each : closing) each.join();
+  }
+
+  // The connections of a member of a group, by default of all.
+  std::shared_ptr<Group> member(int rank, std::uint64_t id, const std::vector<int>& ranks) {
+    return std::make_shared<Group>(nics[static_cast<std::size_t>(rank)], id, ranks);
+  }
+  std::shared_ptr<Group> world(int rank) {
+    std::vector<int> ranks(nics.size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return member(rank, 0, ranks);
   }
 
   std::vector<std::shared_ptr<Nic>> nics;
@@ -335,7 +346,7 @@ void check_malformed() {
   sent->channel = 1;
   sent->tag = task->base_tag;
   Work work;
-  cluster.nics[1]->send(sent, work);
+  cluster.world(1)->send(sent, work);
   work.run();
   expect(task->wait(20.0, true) && task->failed(), "a malformed payload fails its task");
   Waiting found;
@@ -357,8 +368,11 @@ void check_wait_for_another_interface() {
       nics->back()->add(0, std::make_unique<Stream>(ends[nics == &own ? 0 : 1]));
     }
   }
+  std::vector<std::shared_ptr<Group>> links, others;
+  for (const auto& nic : own) links.push_back(std::make_shared<Group>(nic, 0, std::vector{0}));
+  for (const auto& nic : other) others.push_back(std::make_shared<Group>(nic, 0, std::vector{0}));
   const auto lane =
-      std::make_shared<Lane>(own, std::uint16_t{1}, std::size_t{4}, std::size_t{4}, 256U,
+      std::make_shared<Lane>(links, std::uint16_t{1}, std::size_t{4}, std::size_t{4}, 256U,
                              std::make_shared<Completions>(), std::uint64_t{1});
   std::vector<float> buffer(2, 0.0F), sent(1, 3.0F);
   auto program = std::make_shared<Program>();
@@ -380,7 +394,7 @@ void check_wait_for_another_interface() {
       operation->channel = 1;
       operation->tag = link;
       Work work;
-      other[link]->send(operation, work);
+      others[link]->send(operation, work);
       work.run();
     }
   });
@@ -424,27 +438,125 @@ void check_waiting_threads(Medium medium) {
   expect(ended == 400, "every waiting thread sees the end");
 }
 
-OperationPtr post(const std::shared_ptr<Nic>& nic, bool send, std::vector<std::uint8_t>& memory,
-                  std::uint32_t tag, int peer = 0) {
-  auto operation = std::make_shared<Operation>();
+using Bytes = std::vector<std::uint8_t>;
+
+OperationPtr post(Group& group, bool send, int peer, Bytes& bytes, std::uint32_t tag = 1) {
+  const auto operation = std::make_shared<Operation>();
+  operation->data = bytes.data();
+  operation->bytes = bytes.size();
   operation->peer = peer;
-  operation->data = memory.data();
-  operation->bytes = memory.size();
   operation->tag = tag;
   Work work;
-  if (send) {
-    nic->send(operation, work);
-  } else {
-    nic->receive(operation, work);
-  }
+  send ? group.send(operation, work) : group.receive(operation, work);
   work.run();
   return operation;
 }
 
-void await(const Operation& operation) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while (operation.state == State::pending && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
+void end(Group& group, bool failed) {
+  Work work;
+  group.end(failed, work);
+  work.run();
+}
+
+State result(const OperationPtr& operation) {
+  for (int i = 0; i < 20'000 && operation->state == State::pending; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return operation->state;
+}
+
+// Members are numbered in the group, and its messages are not those of the world.
+void check_group_members(Medium medium) {
+  Cluster cluster(4, medium);
+  Bytes in_group(1000, 1), in_world(1000, 2), got_group(1000), got_world(1000);
+  const auto sender = cluster.member(3, 7, {1, 3});
+  const auto receiver = cluster.member(1, 7, {1, 3});
+  const auto sent = post(*sender, true, 0, in_group);
+  const auto also = post(*cluster.world(3), true, 1, in_world);
+  expect(result(post(*cluster.world(1), false, 3, got_world)) == State::done, "the world receives");
+  expect(result(post(*receiver, false, 1, got_group)) == State::done, "a member receives");
+  expect(result(sent) == State::done && result(also) == State::done, "both were sent");
+  expect(got_group == in_group && got_world == in_world, "neither receives what is the other's");
+}
+
+// A group ends while messages larger than a window are sent in it, in both directions.
+void check_end_of_group(Medium medium) {
+  Cluster cluster(2, medium);
+  const auto world = cluster.world(0), other_world = cluster.world(1);
+  for (std::uint64_t id = 1; id <= 40; ++id) {
+    const bool failed = id % 2 == 0;
+    const auto here = cluster.member(0, id, {0, 1}), there = cluster.member(1, id, {0, 1});
+    auto large = std::make_unique<Bytes>(20U << 20, 1), second = std::make_unique<Bytes>(*large);
+    auto into = std::make_unique<Bytes>(20U << 20);
+    Bytes small(100, 3), got(100);
+    std::vector<OperationPtr> all{post(*here, true, 1, *large, 1), post(*there, true, 0, *second, 2),
+                                  post(*here, false, 1, *into, 2)};
+    std::this_thread::sleep_for(std::chrono::microseconds(id * 100));
+    end(*here, failed);
+    large.reset();  // nothing may access them any more
+    into.reset();
+    for (const auto& each : all) expect(result(each) == State::failed, "a group's end fails it");
+    expect(result(post(*there, false, 0, got, 9)) == State::failed, "and what is posted later");
+    end(*there, false);
+    const auto sent = post(*world, true, 1, small);
+    expect(result(post(*other_world, false, 0, got)) == State::done, "the world continues");
+    expect(result(sent) == State::done && got == small, "and is not affected");
+  }
+}
+
+// What was sent before a member had opened its group.
+void check_early_end_of_group(Medium medium) {
+  Cluster cluster(2, medium);
+  std::uint64_t id = 1;
+  for (const bool failed : {false, true}) {
+    Bytes sent(100'000, 5), got(100'000);
+    const auto here = cluster.member(0, ++id, {0, 1});
+    expect(result(post(*here, true, 1, sent)) == State::done, "a message is sent");
+    end(*here, failed);
+    Bytes small(1), into(1);  // behind the end
+    const auto marker = post(*cluster.world(0), true, 1, small);
+    expect(result(post(*cluster.world(1), false, 0, into)) == State::done, "the end has arrived");
+    const auto there = cluster.member(1, id, {0, 1});
+    const auto received = post(*there, false, 0, got);
+    expect(result(received) == (failed ? State::failed : State::done), "only a closed group's");
+    expect(failed || got == sent, "message can be received");
+    expect(result(post(*there, false, 0, got)) == State::failed, "and no other one");
+    expect(result(post(*there, true, 0, got)) == State::failed, "nor sent");
+  }
+}
+
+// Ends that the other side never answers are forgotten, as are messages that it never receives.
+void check_many_groups() {
+  Cluster cluster(2);
+  Bytes bytes(10, 1), got(10);
+  for (std::uint64_t id = 1; id < 3 * most_ended_groups; ++id) {
+    const auto here = cluster.member(0, id, {0, 1});
+    expect(result(post(*here, true, 1, bytes)) == State::done, "a message is sent");
+    end(*here, false);
+  }
+  const auto sent = post(*cluster.world(0), true, 1, bytes);
+  expect(result(post(*cluster.world(1), false, 0, got)) == State::done, "the connection is usable");
+}
+
+// A peer connects again: what was posted before fails, and a new group uses the new connection.
+void check_second_connection() {
+  Cluster cluster(2);
+  for (std::uint64_t id = 1; id < 20; ++id) {
+    Bytes bytes(100, 1), got(100);
+    const auto here = cluster.member(0, id, {0, 1});
+    const auto pending = post(*here, false, 1, got);
+    int ends[2];
+    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+    cluster.nics[0]->add(1, std::make_unique<Stream>(ends[0]));
+    cluster.nics[1]->add(0, std::make_unique<Stream>(ends[1]));
+    expect(result(pending) == State::failed, "a receive from a former connection fails");
+    expect(cluster.nics[0]->connected(1), "there is a connection");
+    expect(result(post(*here, true, 1, bytes)) == State::failed, "a group has its connections");
+    const auto again = cluster.member(0, 100 + id, {0, 1});
+    const auto there = cluster.member(1, 100 + id, {0, 1});
+    const auto sent = post(*again, true, 1, bytes);
+    expect(result(post(*there, false, 0, got)) == State::done, "a new one works");
+    expect(result(sent) == State::done && got == bytes, "a new one sends");
   }
 }
 
@@ -477,6 +589,10 @@ void check_random_bytes(bool encrypted) {
       if (round % 4 > 0) cipher.emplace(keys->receiving.data());
     }
     nic->add(0, std::make_unique<Stream>(ends[0]), keys);
+    std::vector<std::shared_ptr<Group>> groups;
+    for (std::uint64_t id = 0; id < 3; ++id) {
+      groups.push_back(std::make_shared<Group>(nic, id, std::vector<int>{0}));
+    }
     std::vector<std::uint8_t> bytes;
     const auto append = [&](const std::vector<std::uint8_t>& plain) {
       std::vector<std::uint8_t> sealed = plain;
@@ -489,11 +605,12 @@ void check_random_bytes(bool encrypted) {
     for (int frame = 0; frame < 20; ++frame) {
       std::vector<std::uint8_t> header(frame_header_bytes);
       FrameHeader fields;
-      fields.kind = random() % 4 == 0 ? Kind::credit : Kind::data;
+      fields.kind = random() % 4 == 0 ? Kind::credit : random() % 8 == 0 ? Kind::end : Kind::data;
+      fields.group = random() % 3;
       fields.channel = static_cast<std::uint16_t>(random() % 3);
       fields.tag = random() % 4;
-      fields.length = fields.kind == Kind::credit ? 0 : random() % 300;
-      fields.total = fields.kind == Kind::credit ? 0 : fields.length + random() % 3 * 50;
+      fields.length = fields.kind == Kind::data ? random() % 300 : 0;
+      fields.total = fields.kind != Kind::data ? 0 : fields.length + random() % 3 * 50;
       fields.offset = random() % 5 == 0 ? random() % 400 : 0;
       fields.consumed = random() % 50 == 0 ? random() : 0;
       write_frame_header(fields, header.data());
@@ -504,10 +621,21 @@ void check_random_bytes(bool encrypted) {
       if (!payload.empty()) append(payload);
       if (encrypted && random() % 40 == 0) bytes[random() % bytes.size()] ^= 1;
     }
-    std::vector<std::vector<std::uint8_t>> into(4, std::vector<std::uint8_t>(100));
+    std::vector<std::vector<std::uint8_t>> into(12, std::vector<std::uint8_t>(100));
     std::vector<OperationPtr> posted;
-    for (std::uint32_t tag = 0; tag < 4; ++tag) posted.push_back(post(nic, false, into[tag], tag));
-    feed(ends[1], bytes, 700, nic, random);
+    for (std::uint32_t i = 0; i < 12; ++i) {
+      posted.push_back(post(*groups[i / 4], false, 0, into[i], i % 4));
+    }
+    std::size_t at = 0;
+    while (at < bytes.size()) {
+      const std::size_t length = std::min<std::size_t>(1 + random() % 700, bytes.size() - at);
+      if (::send(ends[1], bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
+      at += length;
+      if (random() % 30 == 0) end(*groups[1], random() % 2 == 0);
+    }
+    ::shutdown(ends[1], SHUT_WR);
+    nic->close(5.0);
+    ::close(ends[1]);
     for (const auto& operation : posted) {
       expect(operation->state != State::pending, "every receive ends");
       if (encrypted && !cipher) {
@@ -524,9 +652,10 @@ std::vector<std::uint8_t> stream_of(std::vector<std::vector<std::uint8_t>>& mess
   const auto nic = std::make_shared<Nic>("lo");
   nic->start();
   nic->add(0, std::make_unique<Stream>(ends[0]), keys_of(true));
+  Group group(nic, 0, std::vector<int>{0});
   std::vector<OperationPtr> posted;
   for (std::uint32_t tag = 0; tag < messages.size(); ++tag) {
-    posted.push_back(post(nic, true, messages[tag], tag));
+    posted.push_back(post(group, true, 0, messages[tag], tag));
   }
   std::thread closing([&] { nic->close(20.0); });
   std::vector<std::uint8_t> stream;
@@ -545,12 +674,12 @@ void check_dropped(bool encrypted) {
   Cluster cluster(2, encrypted ? Medium::encrypted : Medium::plain);
   for (std::uint32_t round = 0; round < 20; ++round) {
     std::vector<std::uint8_t> large(500'000, 1), small(10, 2), into(20), rest(10);
-    const auto wrong = post(cluster.nics[1], false, into, 2 * round);
-    const auto right = post(cluster.nics[1], false, rest, 2 * round + 1);
-    post(cluster.nics[0], true, large, 2 * round, 1);
-    const auto sent = post(cluster.nics[0], true, small, 2 * round + 1, 1);
-    await(*sent);
-    await(*right);
+    const auto wrong = post(*cluster.world(1), false, 0, into, 2 * round);
+    const auto right = post(*cluster.world(1), false, 0, rest, 2 * round + 1);
+    post(*cluster.world(0), true, 1, large, 2 * round);
+    const auto sent = post(*cluster.world(0), true, 1, small, 2 * round + 1);
+    result(sent);
+    result(right);
     expect(wrong->state == State::failed, "a message of another size fails its receive");
     expect(right->state == State::done && rest == small, "the next message arrives");
   }
@@ -581,12 +710,13 @@ void check_changed_streams() {
     const auto nic = std::make_shared<Nic>("lo");
     nic->start();
     nic->add(0, std::make_unique<Stream>(ends[0]), keys_of(false));
+    Group group(nic, 0, std::vector<int>{0});
     std::vector<std::vector<std::uint8_t>> into;
     std::vector<OperationPtr> posted;
     for (const auto& each : messages) into.emplace_back(each.size());
     const auto receive = [&] {
       for (std::uint32_t tag = 0; tag < into.size(); ++tag) {
-        posted.push_back(post(nic, false, into[tag], tag));
+        posted.push_back(post(group, false, 0, into[tag], tag));
       }
     };
     if (round % 2 == 0) receive();
@@ -613,6 +743,9 @@ long check() {
     check_odd_places(medium);
     check_failures(medium);
     check_waiting_threads(medium);
+    check_group_members(medium);
+    check_end_of_group(medium);
+    check_early_end_of_group(medium);
   }
   for (const bool encrypted : {false, true}) {
     if (encrypted && !aegis::supported()) break;
@@ -624,6 +757,8 @@ long check() {
   check_failures_while_encoding();
   check_malformed();
   check_wait_for_another_interface();
+  check_many_groups();
+  check_second_connection();
   return checks;
 }
 

@@ -12,7 +12,7 @@ from wingbeat.collectives.executor import LostPeer, explain_loss
 from wingbeat.errors import PeerError
 from wingbeat.transport import loopback
 from wingbeat.transport.failures import FailureAttribution, publish_exit
-from wingbeat.transport.link import GroupSetupError, group_prefix
+from wingbeat.transport.link import group_prefix
 from wingbeat.types import Group
 
 GROUP = Group((2, 5, 7), 3)
@@ -59,13 +59,6 @@ def test_peer_in_another_call_is_named_with_that_call() -> None:
     assert "all members must make the same calls" in text
 
 
-def test_unconnected_member_is_named_without_a_search() -> None:
-    text = said(GroupSetupError(2, "rank 2 did not come"), by_7=f"2 {JOB}")
-    assert text == (
-        f"rank 5: rank 2 did not come (noticed in {WHERE} in group (2, 5, 7) of epoch 3)"
-    )
-
-
 def test_finished_member_is_named_without_advice_about_join() -> None:
     board = loopback.Switchboard()
     publish_exit(board, 7, finished=True)
@@ -91,5 +84,4 @@ def test_blocked_member_is_not_reported_as_slow() -> None:
     with pytest.raises(PeerError) as caught:
         Collectives(members).all_reduce(torch.ones(6)).wait()
     assert any(f"rank {peer} failed during" in str(caught.value) for peer in ranks_before)
-    assert "given up" not in str(caught.value)
     members.close()

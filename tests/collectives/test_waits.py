@@ -29,11 +29,11 @@ class Rig:
         self.waiting: Any = None
         self.watch = WaitMonitor(self.store, 0, TIMEOUT, self)
 
-    def abort_waits(self, peer: int) -> None:
+    def abort_waits(self) -> None:
         self.aborted.append(self.waiting)
 
     def wait(self) -> None:
-        self.waiting = CurrentWait(1, "all-reduce of bucket 3", self, 1)  # type: ignore[arg-type]
+        self.waiting = CurrentWait(1, "all-reduce of bucket 3", self)  # type: ignore[arg-type]
         self.watch.check()
 
     def pass_(self, seconds: float) -> None:

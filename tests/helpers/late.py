@@ -78,7 +78,7 @@ class LateLink:
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Received:
         return Received(self._board, (self.name, peer, self._rank, tag), tensor)
 
-    def abort_waits(self, peer: int) -> None:
+    def abort_waits(self) -> None:
         self.close()
 
     def close(self) -> None:

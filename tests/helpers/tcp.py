@@ -46,14 +46,14 @@ def links(
 
     ``choices`` has a value of ``encrypted`` for each rank, and ``places`` an interface.
     """
-    found = exchanges(size)
+    found, store = exchanges(size), Switchboard()
     used, chosen = keys or [None] * size, choices or [encrypted] * size
     interface = places or [LO] * size
 
     def connect(rank: int) -> tuple[tcp.TcpLink, ...]:
-        own = [interface[rank]] * interfaces
         return tcp.connect(
-            *(rank, size, own, found[rank], used[rank], timeout, chosen[rank]),
+            *(rank, [interface[rank]] * interfaces, found[rank], used[rank], timeout, store),
+            encrypted=chosen[rank],
             shared_memory=shared_memory,
         )
 

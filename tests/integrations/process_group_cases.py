@@ -293,6 +293,22 @@ def works() -> None:
     assert all(torch.equal(tensor, torch.full_like(tensor, 6.0)) for tensor in many)
 
 
+def rounds() -> None:
+    """Four ranks sum up to 16 KB in one round, below 80 KB by doubling, more around the ring."""
+    join()
+    group = dist.group.WORLD
+    for kb, expected in (
+        (1, group._ring),
+        (16, group._ring),
+        (17, group._doubling),
+        (80, group._ring),
+    ):
+        tensor = torch.ones(256 * kb)
+        assert group._collectives(tensor) is expected, kb
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, 4.0))
+
+
 def coalescing() -> None:
     """Several tensors in one call."""
     join()

@@ -53,6 +53,7 @@ CASES = (
         "inference",
         "stress",
         "direct",
+        "rounds",
         "ddp_uneven",
     ),
 )

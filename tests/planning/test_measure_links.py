@@ -31,8 +31,8 @@ class Watched:
     def recv(self, tensor, peer: int, tag: int):
         return Delayed(self.link.recv(tensor, peer, tag), self.delay_s)
 
-    def abort_waits(self, peer: int) -> None:
-        self.link.abort_waits(peer)
+    def abort_waits(self) -> None:
+        self.link.abort_waits()
 
     def close(self) -> None:
         self.used.append("closed")

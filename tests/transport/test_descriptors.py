@@ -17,7 +17,6 @@ from helpers.ports import free_port
 from wingbeat import _native
 from wingbeat.errors import UsageError
 from wingbeat.transport import descriptors
-from wingbeat.transport.gloo import open_device
 from wingbeat.transport.messages import connect
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.services import ProcessService
@@ -72,7 +71,7 @@ def test_require_without_any_free_descriptor_is_refused(limit: None) -> None:
 
 def test_gloo_device_opens_the_stated_number() -> None:
     before = count()
-    device = open_device("127.0.0.1")
+    device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     assert count() - before == descriptors.GLOO_DEVICE_DESCRIPTORS
     del device
 

@@ -19,6 +19,7 @@ from helpers import tcp as ranks
 from wingbeat import _native
 from wingbeat.errors import UsageError
 from wingbeat.transport import tcp
+from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.tcp import TcpLink
 
 Cluster = list[tuple[TcpLink, ...]]
@@ -65,10 +66,12 @@ def test_ranks_of_one_host_share_memory_until_they_close(nothing_left: None) -> 
 
 
 def test_switched_off_on_one_rank_tcp_connects_it(nothing_left: None) -> None:
-    found = ranks.exchanges(3)
+    found, store = ranks.exchanges(3), Switchboard()
 
     def connect(rank: int) -> tuple[TcpLink, ...]:
-        return tcp.connect(*(rank, 3, [ranks.LO], found[rank], None, 20.0), shared_memory=rank != 1)
+        return tcp.connect(
+            *(rank, [ranks.LO], found[rank], None, 20.0, store), shared_memory=rank != 1
+        )
 
     before = mappings()
     with ThreadPoolExecutor(3) as pool:
@@ -122,7 +125,8 @@ def test_name_that_nobody_serves_leads_to_tcp(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two hosts with the same identity, such as copies of a virtual machine."""
-    monkeypatch.setattr(tcp, "_dial_locally", with_name(tcp._dial_locally, "wingbeat/nobody"))
+    wrapper = with_name(tcp._Port._dial_locally, "wingbeat/nobody")
+    monkeypatch.setattr(tcp._Port, "_dial_locally", wrapper)
     made = ranks.links(2)
     assert "refused; they use TCP" in caplog.text
     exchange_everything(made)
@@ -130,8 +134,8 @@ def test_name_that_nobody_serves_leads_to_tcp(
 
 
 def with_name(dial: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def wrapper(rank: int, peer: int, index: int, _name: str, *rest: Any) -> Any:
-        return dial(rank, peer, index, name, *rest)
+    def wrapper(port: Any, peer: int, _name: str, *rest: Any) -> Any:
+        return dial(port, peer, name, *rest)
 
     return wrapper
 
@@ -151,12 +155,12 @@ def test_killed_peer_is_noticed_and_leaves_nothing(nothing_left: None) -> None:
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
-        (link,) = tcp.connect(1, 2, [ranks.LO], exchange_over(theirs, 1), None, 20.0)
+        (link,) = tcp.connect(1, [ranks.LO], exchange_over(theirs, 1), None, 20.0, Switchboard())
         sent = link.send(torch.zeros(50_000_000, dtype=torch.uint8), 0, 1)
         sent.wait(100.0)
         os._exit(0)
     theirs.close()
-    (link,) = tcp.connect(0, 2, [ranks.LO], exchange_over(ours, 0), None, 20.0)
+    (link,) = tcp.connect(0, [ranks.LO], exchange_over(ours, 0), None, 20.0, Switchboard())
     coming = link.recv(torch.zeros(1), 1, 2)
     early = link.recv(torch.zeros(50_000_001, dtype=torch.uint8), 1, 9)
     os.kill(child, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -20,12 +21,15 @@ import torch
 from helpers import tcp as ranks
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import tcp
-from wingbeat.transport.tcp import TcpLink
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.tcp import GroupLink, TcpLink
+from wingbeat.types import Group
 
 BOTH = pytest.mark.parametrize("shared_memory", [False, True], ids=["tcp", "shared memory"])
 
-HEADER = struct.Struct("<IBBHIIQQQI")
+HEADER = struct.Struct("<IBBHIIQQQQ")
 MAGIC = 0x74424E57
+KEY = b"k" * 16
 
 
 def frame(
@@ -39,12 +43,13 @@ def frame(
     offset: int = 0,
     total: int | None = None,
     consumed: int = 0,
+    group: int = 0,
     check: int | None = None,
 ) -> bytes:
     """A frame as `native/src/net/frame.h` describes it."""
     size = len(payload) if length is None else length
     whole = size if total is None else total
-    head = HEADER.pack(magic, kind, 0, channel, tag, size, offset, whole, consumed, 0)
+    head = HEADER.pack(magic, kind, 0, channel, tag, size, offset, whole, consumed, group)
     return head + struct.pack("<I", zlib.crc32(head) if check is None else check) + payload
 
 
@@ -53,8 +58,8 @@ class Peer:
 
     def __init__(self) -> None:
         ours, self.socket = socket.socketpair()
-        self.link = TcpLink("lo")
-        self.link.nic.add(0, ours.detach(), b"")
+        self.link = TcpLink("lo", 1)
+        self.link.nic.add(0, ours.detach())
 
     def failure(self) -> str:
         """Return the reason for which the connection failed."""
@@ -92,7 +97,7 @@ def watch(
 ) -> Callable[[], bytes]:
     """Have connecting ranks use relays; the function returns all bytes of ended connections."""
     relays: list[Relay] = []
-    dial = tcp._dial
+    dial = tcp._Port._dial_over_tcp
 
     def dialed(*args: Any) -> tuple[int, bytes]:
         descriptor, keys = dial(*args)
@@ -105,7 +110,7 @@ def watch(
                 thread.join(20.0)
         return b"".join(relay.seen for relay in relays)
 
-    monkeypatch.setattr(tcp, "_dial", dialed)
+    monkeypatch.setattr(tcp._Port, "_dial_over_tcp", dialed)
     return seen
 
 
@@ -224,7 +229,7 @@ def test_dropped_receive_leaves_the_connection_usable(peer: Peer) -> None:
 
 
 def test_message_of_another_size_fails_alone_on_an_encrypted_connection() -> None:
-    made = ranks.links(2, encrypted=True)
+    made = ranks.links(2, shared_memory=False, encrypted=True)
     wrong, right = torch.zeros(3, dtype=torch.uint8), torch.zeros(3)
     first, second = made[1][0].recv(wrong, 0, 7), made[1][0].recv(right, 0, 8)
     sent = [
@@ -247,7 +252,7 @@ def test_bytes_of_an_encrypted_connection_are_not_readable(
     """Both ends of a loopback connection have one address: by default it is plain."""
     secret = b"what nobody else may read".ljust(64, b".")
     seen = watch(monkeypatch)
-    made = ranks.links(2, encrypted=encrypted)
+    made = ranks.links(2, shared_memory=False, encrypted=encrypted)
     out = torch.zeros(len(secret), dtype=torch.uint8)
     coming = made[1][0].recv(out, 0, 1)
     made[0][0].send(torch.tensor(list(secret), dtype=torch.uint8), 1, 1).wait(20.0)
@@ -263,7 +268,7 @@ def test_connections_between_addresses_are_encrypted_by_default(
 ) -> None:
     places = [ranks.Interface("lo", f"127.0.0.{n}", "127.0.0.0/8") for n in (1, 2, 2)]
     seen = watch(monkeypatch)
-    made = ranks.links(3, places=places)
+    made = ranks.links(3, shared_memory=False, places=places)
     values = [torch.full((16,), 7 + rank, dtype=torch.uint8) for rank in range(3)]
     for source, target in ((0, 1), (1, 2)):
         out = torch.zeros(16, dtype=torch.uint8)
@@ -278,7 +283,7 @@ def test_connections_between_addresses_are_encrypted_by_default(
 
 def test_bytes_changed_on_their_way_fail_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     watch(monkeypatch, change=lambda data: data[:-1] + bytes([data[-1] ^ 1]))
-    made = ranks.links(2, encrypted=True)
+    made = ranks.links(2, shared_memory=False, encrypted=True)
     coming = made[1][0].recv(torch.zeros(4), 0, 1)
     made[0][0].send(torch.ones(4), 1, 1)
     with pytest.raises(RuntimeError, match="an authentication tag is wrong"):
@@ -297,7 +302,7 @@ def test_ranks_with_different_choices_of_encryption_are_refused() -> None:
 def test_rank_with_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RendezvousError, match=r"rank \d .*(did not reach|did not connect)"):
         ranks.links(2, keys=[b"a" * 16, b"b" * 16], timeout=0.5)
-    assert "does not have this job's key" in caplog.text
+    assert "do not have this job's key" in caplog.text
 
 
 def bother(stranger: socket.socket, number: int) -> socket.socket:
@@ -342,12 +347,138 @@ def test_strangers_neither_connect_nor_delay_the_ranks(
     coming = made[2][0].recv(out, 0, 1)
     made[0][0].send(torch.ones(4), 2, 1).wait(20.0)
     coming.wait(20.0)
-    for address in addresses:  # nothing listens any more
-        with pytest.raises(OSError):  # noqa: PT011
-            dial(address)
+    held = sum(len(port._pending) for port in (each[0].port for each in made) if port is not None)
+    assert 0 < held <= 3 * (3 + tcp._MAX_STRANGERS)
     for stranger in strangers:
         stranger.close()
     close(made)
+    for each in made:
+        assert each[0].port is not None
+        each[0].port.join(20.0)
+    for address in addresses:  # nothing listens any more
+        with pytest.raises(OSError):  # noqa: PT011
+            dial(address)
+
+
+class Job:
+    """Connected ranks, and what their restarted processes find in the store."""
+
+    def __init__(self, size: int, shared_memory: bool) -> None:
+        self.store, self.answers = Switchboard(), [None] * size
+        self.shared_memory = shared_memory
+        exchanges = ranks.exchanges(size)
+
+        def connect(rank: int) -> TcpLink:
+            def exchange(what: str, value: object) -> list[object]:
+                self.answers = exchanges[rank](what, value)
+                return self.answers
+
+            return tcp.connect(
+                *(rank, [ranks.LO], exchange, KEY, 20.0, self.store), shared_memory=shared_memory
+            )[0]
+
+        with ThreadPoolExecutor(size) as pool:
+            self.links = list(pool.map(connect, range(size)))
+        self.epochs = itertools.count()
+
+    def cut(self, rank: int) -> None:
+        """Lose all connections of a rank."""
+        self.links[rank].abort_waits()
+        deadline = time.monotonic() + 20.0
+        while any(link.nic.connected(rank) for link in self.links):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def restart(self, rank: int, key: bytes = KEY) -> None:
+        self.cut(rank)
+        self.links[rank].close()
+        self.links[rank] = tcp.rejoin(
+            *(rank, [ranks.LO], self.answers, key, self.store), shared_memory=self.shared_memory
+        )[0]
+
+    def exchange(self, *members: int) -> list[str]:
+        """Have all members of a new group send to each other at once; return their errors."""
+        group = Group(members, next(self.epochs))
+        begin = threading.Barrier(len(members))
+
+        def work(rank: int) -> str:
+            link, own = GroupLink(self.links[rank], group), group.ranks.index(rank)
+            begin.wait(20.0)
+            try:
+                out = {peer: torch.zeros(4) for peer in range(len(members)) if peer != own}
+                pending = [link.recv(into, peer, 3) for peer, into in out.items()]
+                pending += [link.send(torch.full((4,), float(own)), peer, 3) for peer in out]
+                for each in pending:
+                    each.wait(20.0)
+                assert all(into.tolist() == [peer] * 4 for peer, into in out.items())
+            except RuntimeError as error:
+                return str(error)
+            finally:
+                link.close()
+            return ""
+
+        with ThreadPoolExecutor(len(members)) as pool:
+            return list(pool.map(work, group.ranks))
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(len(self.links)) as pool:
+            list(pool.map(TcpLink.close, self.links))
+
+
+@pytest.fixture(params=[False, True], ids=["tcp", "shared memory"])
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    made = Job(3, request.param)
+    yield made
+    made.close()
+
+
+def test_restarted_ranks_connect_when_a_group_needs_them(job: Job) -> None:
+    for restarted in [(2,), (0,), (0, 1), (0, 1, 2)]:
+        for rank in restarted:
+            job.restart(rank)
+        assert job.exchange(0, 1, 2) == ["", "", ""], restarted
+        assert job.exchange(0, 2) == ["", ""]
+
+
+def test_lost_connection_is_restored_by_the_next_group(job: Job) -> None:
+    for rank in (0, 1, 2):
+        job.cut(rank)
+        assert job.exchange(0, 1, 2) == ["", "", ""]
+
+
+def test_group_with_a_dead_rank_fails_at_once_and_others_do_not(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.cut(1)
+    job.links[1].close()
+    begin = time.monotonic()
+    said = GroupLink(job.links[2], Group((1, 2), 100))
+    with pytest.raises(RuntimeError, match=r"closed by the peer|lost"):
+        said.recv(torch.zeros(1), 0, 1).wait(20.0)
+    assert time.monotonic() - begin < 5.0
+    assert "rank 2 at 127.0.0.1 on interface lo did not reach rank 1 at 127.0.0.1" in caplog.text
+    assert job.exchange(0, 2) == ["", ""]
+
+
+def test_restarted_rank_with_another_key_is_refused(job: Job) -> None:
+    job.restart(1, key=b"another key here")
+    with pytest.raises(RuntimeError, match="no connection"):
+        GroupLink(job.links[1], Group((0, 1), 100)).recv(torch.zeros(1), 0, 1).wait(20.0)
+    assert job.exchange(0, 2) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "7", '["secret", ""]', '["secret", "", ["127.0.0.1", 0, ""]]']
+)
+def test_malformed_address_of_a_restarted_rank_is_not_used(
+    job: Job, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.cut(1)
+    job.links[1].close()
+    job.store.set("connections/1", text)
+    with pytest.raises(RuntimeError, match=r"closed by the peer|lost"):
+        GroupLink(job.links[2], Group((1, 2), 100)).recv(torch.zeros(1), 0, 1).wait(20.0)
+    assert "rank 2: the new address of rank 1 is not used: " in caplog.text
 
 
 @BOTH
@@ -380,8 +511,8 @@ def test_forked_child_of_a_process_that_ends_keeps_no_connection_open() -> None:
     reader, writer = os.pipe()
     worker = os.fork()
     if worker == 0:
-        link = TcpLink("lo")
-        link.nic.add(0, theirs.detach(), b"")
+        link = TcpLink("lo", 1)
+        link.nic.add(0, theirs.detach())
         if os.fork() == 0:
             os.close(writer)
             os.read(reader, 1)
@@ -415,8 +546,8 @@ def test_interface_ends_its_thread_when_it_is_closed_or_collected() -> None:
         return len(os.listdir("/proc/self/task"))
 
     before = threads()
-    closed = TcpLink("lo")
-    dropped = TcpLink("lo")
+    closed = TcpLink("lo", 1)
+    dropped = TcpLink("lo", 1)
     assert threads() == before + 2
     closed.close()
     del dropped
@@ -427,7 +558,7 @@ def test_interface_ends_its_thread_when_it_is_closed_or_collected() -> None:
 
 
 def test_peer_without_a_connection_is_refused() -> None:
-    link = TcpLink("lo")
+    link = TcpLink("lo", 4)
     with pytest.raises(RuntimeError, match="no connection"):
         link.send(torch.zeros(1), 3, 1).wait(1.0)
     link.close()

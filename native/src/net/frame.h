@@ -6,14 +6,16 @@
 
 namespace wingbeat::net {
 
-enum class Kind : std::uint8_t { data = 1, credit };
+enum class Kind : std::uint8_t { data = 1, credit, end };
 
-inline constexpr std::size_t frame_header_bytes = 48;
+inline constexpr std::size_t frame_header_bytes = 52;
 inline constexpr std::uint32_t most_frame_bytes = 256U << 10;
 inline constexpr std::uint64_t most_message_bytes = std::uint64_t{1} << 40;
 
 // A frame carries `length` bytes of a message of `total` bytes, from `offset` on. `consumed` is the
-// number of bytes that the sender of this frame has received and consumed on the channel.
+// number of bytes that the sender of this frame has received and consumed on the channel. Each group
+// has channels of its own; group 0 is the world. An end is the last frame of a group: `tag` 0 if it
+// was closed, 1 if it failed.
 struct FrameHeader {
   Kind kind = Kind::data;
   std::uint16_t channel = 0;
@@ -22,6 +24,7 @@ struct FrameHeader {
   std::uint64_t offset = 0;
   std::uint64_t total = 0;
   std::uint64_t consumed = 0;
+  std::uint64_t group = 0;
 };
 
 // Writes frame_header_bytes bytes.

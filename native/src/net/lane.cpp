@@ -129,10 +129,10 @@ void Task::sum_rows() {
   }
 }
 
-Lane::Lane(std::vector<std::shared_ptr<Nic>> nics, std::uint16_t channel, std::size_t ahead,
+Lane::Lane(std::vector<std::shared_ptr<Group>> links, std::uint16_t channel, std::size_t ahead,
            std::size_t depth, std::uint32_t chunks_per_tag,
            std::shared_ptr<Completions> completions, std::uint64_t number)
-    : nics_(std::move(nics)),
+    : links_(std::move(links)),
       channel_(channel),
       ahead_(ahead),
       depth_(depth),
@@ -149,7 +149,8 @@ void Lane::submit(const std::shared_ptr<Task>& task) {
     task->unsent_ = task->program->first.size();
     for (const auto& each : task->program->unlocks) task->unsent_ += each.size();
     const auto& receives = task->program->receives;
-    task->nic_ = nics_[receives.empty() ? 0 : static_cast<std::size_t>(receives.front().link)];
+    const int link = receives.empty() ? 0 : receives.front().link;
+    task->nic_ = links_[static_cast<std::size_t>(link)]->nic();
     queue_.push_back(task);
     if (task->slow()) {
       ++slow_tasks_;
@@ -225,7 +226,7 @@ void Lane::begin_more(Work& work) {
     queue_.pop_front();
     active_.push_back(task);
     task->begin_ns = now_ns();
-    task->prepare(nics_.front()->scratch());
+    task->prepare(links_.front()->scratch());
     const auto& receives = task->program->receives;
     for (std::size_t i = 0; i < std::min(ahead_, receives.size()); ++i) {
       post_receive(*task, receives[i], work);
@@ -312,7 +313,7 @@ const char* Lane::apply(Task& task, const Transfer& transfer, Operation& operati
     add(task.dtype, task.memory_ + transfer.start * size_of(task.dtype), operation.data, n);
   }
   if (operation.scratch != nullptr) {
-    nics_[static_cast<std::size_t>(transfer.link)]->scratch().release(
+    links_[static_cast<std::size_t>(transfer.link)]->scratch().release(
         std::move(operation.scratch), operation.bytes);
   }
   return wrong;
@@ -344,18 +345,18 @@ void Lane::post_receive(Task& task, const Transfer& transfer, Work& work) {
     }
   }
   task.coming_.push_back(made);
-  nics_[static_cast<std::size_t>(transfer.link)]->receive(made, work);
+  links_[static_cast<std::size_t>(transfer.link)]->receive(made, work);
 }
 
 void Lane::send(Task& task, const Transfer& transfer, Work& work) {
-  Nic& nic = *nics_[static_cast<std::size_t>(transfer.link)];
+  Group& link = *links_[static_cast<std::size_t>(transfer.link)];
   const auto made = operation(task, transfer);
   if (task.packing == nullptr) {
     made->data = task.memory_ + transfer.start * size_of(task.dtype);
   } else if (const auto known = task.results_.find(transfer.start); known != task.results_.end()) {
     made->data = known->second->data;  // the final result is packed only once
   } else {
-    made->scratch = nic.scratch().acquire(made->bytes);
+    made->scratch = link.scratch().acquire(made->bytes);
     made->data = made->scratch.get();
     const bool result = task.own_start < transfer.stop && transfer.start < task.own_stop;
     pack(task, transfer, *made, result, work);
@@ -363,7 +364,7 @@ void Lane::send(Task& task, const Transfer& transfer, Work& work) {
   }
   task.sends_.push_back({made, &transfer});
   --task.unsent_;
-  nic.send(made, work);
+  link.send(made, work);
 }
 
 void Lane::pack(Task& task, const Transfer& transfer, Operation& operation, bool result,
@@ -388,16 +389,16 @@ void Lane::finish_sent() {
       // A result may be on its way to other peers too.
       const bool shared = task.results_.contains(transfer->start);
       if (operation->scratch != nullptr && !shared) {
-        nics_[static_cast<std::size_t>(transfer->link)]->scratch().release(
+        links_[static_cast<std::size_t>(transfer->link)]->scratch().release(
             std::move(operation->scratch), operation->bytes);
       }
     }
     for (auto& [start, operation] : task.results_) {
-      nics_.front()->scratch().release(std::move(operation->scratch), operation->bytes);
+      links_.front()->scratch().release(std::move(operation->scratch), operation->bytes);
     }
     task.results_.clear();
     if (task.gathered_ != nullptr) {
-      nics_.front()->scratch().release(std::move(task.gathered_),
+      links_.front()->scratch().release(std::move(task.gathered_),
                                        task.rows * task.row_elements * size_of(task.dtype));
     }
     task.after.reset();
@@ -441,7 +442,7 @@ void Lane::fail_at(const Task& task, std::uint64_t index, const Transfer& transf
 
 void Lane::end_all(Work& work) {
   failed_ = true;
-  for (const auto& nic : nics_) nic->cancel(this, work);
+  for (const auto& link : links_) link->cancel(this, work);
   for (auto* tasks : {&draining_, &active_, &queue_}) {
     for (const auto& task : *tasks) {
       task->after.reset();

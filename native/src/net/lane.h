@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "arithmetic.h"
-#include "nic.h"
+#include "group.h"
 
 namespace wingbeat::net {
 
@@ -163,7 +163,7 @@ struct Waiting {
 
 class Lane : public Owner, public std::enable_shared_from_this<Lane> {
  public:
-  Lane(std::vector<std::shared_ptr<Nic>> nics, std::uint16_t channel, std::size_t ahead,
+  Lane(std::vector<std::shared_ptr<Group>> links, std::uint16_t channel, std::size_t ahead,
        std::size_t depth, std::uint32_t chunks_per_tag, std::shared_ptr<Completions> completions,
        std::uint64_t number);
 
@@ -197,7 +197,7 @@ class Lane : public Owner, public std::enable_shared_from_this<Lane> {
                const std::string& reason, Work& work);
   void end_all(Work& work);
 
-  const std::vector<std::shared_ptr<Nic>> nics_;
+  const std::vector<std::shared_ptr<Group>> links_;
   const std::uint16_t channel_;
   const std::size_t ahead_, depth_;
   const std::uint32_t chunks_per_tag_;

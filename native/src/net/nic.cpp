@@ -12,8 +12,10 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <system_error>
+#include <tuple>
 #include <utility>
 
 namespace wingbeat::net {
@@ -30,6 +32,7 @@ constexpr std::uint64_t least_part_bytes = 64U << 10;
 constexpr std::size_t read_ahead_bytes = 4U << 10;
 // Of a peer: channels, and messages of a channel before their receives are posted.
 constexpr std::uint16_t most_channels = 1024;
+constexpr std::size_t most_group_channels = 4096;
 constexpr std::size_t most_early_messages = 1U << 16;
 constexpr std::uint64_t most_early_bytes = std::uint64_t{4} << 30;
 constexpr std::size_t most_pool_bytes = 256U << 20;
@@ -41,7 +44,8 @@ constexpr int most_failed_spins = 6;
 constexpr std::size_t sealed_header_bytes = frame_header_bytes + tag_bytes;
 const char* const wrong_tag = "an authentication tag is wrong: bytes were changed on their way";
 
-const std::string unconnected = "there is no connection to it";
+// Sent for the rest of a frame whose message was abandoned.
+std::uint8_t zeros[most_frame_bytes];
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
@@ -59,6 +63,10 @@ void mark_failed(Operation& operation, const std::string& reason, Work& work) {
 }
 
 }  // namespace
+
+void fail_unconnected(const OperationPtr& operation, Work& work) {
+  mark_failed(*operation, "there is no connection to it", work);
+}
 
 std::unique_ptr<std::uint8_t[]> ScratchPool::acquire(std::size_t bytes) {
   const std::size_t size = std::bit_ceil(std::max<std::size_t>(bytes, 64));
@@ -129,7 +137,8 @@ void Connection::post_send(const OperationPtr& operation, Work& work) {
   if (failed_ || closing_) {
     return mark_failed(*operation, failed_ ? reason_ : "the link is closed", work);
   }
-  Channel& into = channel(operation->channel);
+  if (const char* why = why_ended(operation->group)) return mark_failed(*operation, why, work);
+  Channel& into = channel(operation->group, operation->channel);
   into.queue.push_back(operation);
   queued_bytes_ += operation->bytes;
   make_ready(into);
@@ -138,13 +147,18 @@ void Connection::post_send(const OperationPtr& operation, Work& work) {
 
 void Connection::post_receive(const OperationPtr& operation, Work& work) {
   const std::lock_guard lock(mutex_);
-  Channel& from = channel(operation->channel);
+  const char* const ended = why_ended(operation->group);
+  if (ended != nullptr && !channels_.contains({operation->group, operation->channel})) {
+    return mark_failed(*operation, ended, work);
+  }
+  Channel& from = channel(operation->group, operation->channel);
   const auto found = std::find_if(from.early.begin(), from.early.end(), [&](const Message& each) {
     return each.tag == operation->tag && each.operation == nullptr;
   });
   if (found == from.early.end()) {
     // What has arrived completely before the end is delivered all the same.
     if (failed_) return mark_failed(*operation, reason_, work);
+    if (ended != nullptr) return mark_failed(*operation, ended, work);
     from.posted.push_back(operation);
     make_way(from, work);
   } else if (into_ == &from && from.into == Into::buffer && &*found == &from.early.back()) {
@@ -209,9 +223,10 @@ void Connection::prepare(const OperationPtr& operation) {
   operation->data = operation->scratch.get();
 }
 
-Connection::Channel& Connection::channel(std::uint16_t number) {
-  Channel& found = channels_[number];
-  found.number = number;
+Connection::Channel& Connection::channel(std::uint64_t group, std::uint16_t number) {
+  const ChannelKey key{group, number};
+  Channel& found = channels_[key];
+  found.key = key;
   return found;
 }
 
@@ -298,12 +313,19 @@ void Connection::fill_frames() {
   std::size_t bytes = 0;
   for (const OutgoingFrame& frame : frames_) bytes += frame.payload_left;
   while (frames_.size() < most_write_frames && bytes < most_write_bytes) {
+    if (!ends_.empty()) {
+      const GroupEnd end = ends_.front();
+      ends_.pop_front();
+      const FrameHeader header{.kind = Kind::end, .tag = end.failed ? 1U : 0U, .group = end.group};
+      write_frame_header(header, frames_.emplace_back().header);
+      continue;
+    }
     if (!credits_.empty()) {
       Channel& of = *credits_.front();
       credits_.pop_front();
       of.credit_due = false;
       if (of.consumed == of.announced) continue;
-      push_frame(of, {Kind::credit, of.number, 0, 0, 0, 0, 0}, nullptr);
+      push_frame(of, {.kind = Kind::credit}, nullptr);
       continue;
     }
     if (ready_.empty()) return;
@@ -319,8 +341,10 @@ void Connection::fill_frames() {
       length = room - room % most_element_bytes;
     }
     push_frame(from,
-               {Kind::data, from.number, operation->tag, static_cast<std::uint32_t>(length),
-                operation->moved, operation->bytes, 0},
+               {.tag = operation->tag,
+                .length = static_cast<std::uint32_t>(length),
+                .offset = operation->moved,
+                .total = operation->bytes},
                operation);
     bytes += length;
     make_ready(from);
@@ -331,9 +355,11 @@ void Connection::push_frame(Channel& channel, const FrameHeader& header,
                             const OperationPtr& operation) {
   OutgoingFrame& frame = frames_.emplace_back();
   FrameHeader full = header;
+  std::tie(full.group, full.channel) = channel.key;
   full.consumed = channel.announced = channel.consumed;
   write_frame_header(full, frame.header);
   if (operation == nullptr) return;
+  frame.group = full.group;
   frame.payload = operation->data + operation->moved;
   frame.payload_left = header.length;
   frame.operation = operation;
@@ -443,6 +469,7 @@ void Connection::read(Work& work) {
       fail_locked(lock, std::string("the peer sent malformed data: ") + why, work);
       continue;
     }
+    if (!peer_ends_.empty()) fail_ended_groups(lock, work);
     turn += bytes;
     if (bytes < direct + ahead) return;
     if (turn >= most_turn_bytes) return stream_->request_event();
@@ -546,7 +573,19 @@ std::size_t Connection::place(const std::uint8_t* from, std::size_t bytes) {
 
 const char* Connection::begin_frame(const FrameHeader& header, Work& work) {
   if (header.channel >= most_channels) return "there is no such channel";
-  Channel& from = channel(header.channel);
+  if (header.group != 0) {
+    if (header.kind == Kind::end) return end_by_peer(header, work);
+    if (const auto found = ended_.find(header.group); found != ended_.end()) {
+      if (found->second.by_peer) return "a frame follows the end of its group";
+      payload_left_ = header.length;  // the peer has sent it before it knew of the end
+      return nullptr;
+    }
+    if (channels_.size() >= most_group_channels &&
+        !channels_.contains({header.group, header.channel})) {
+      return "too many channels are open";
+    }
+  }
+  Channel& from = channel(header.group, header.channel);
   if (header.consumed > from.sent) return "it acknowledges more than was sent";
   if (header.consumed < from.consumed_by_peer) return "an acknowledgement decreased";
   if (header.consumed > from.consumed_by_peer) {
@@ -625,6 +664,7 @@ const char* Connection::begin_message(Channel& from, const FrameHeader& header, 
 }
 
 void Connection::end_frame(Work& work) {
+  if (into_ == nullptr) return;
   Channel& from = *into_;
   into_ = nullptr;
   target_ = nullptr;
@@ -654,6 +694,7 @@ void Connection::end_frame(Work& work) {
 
 void Connection::consume(Channel& channel, std::uint64_t bytes, Work& work) {
   channel.consumed += bytes;
+  if (why_ended(channel.key.first) != nullptr) return;
   if (channel.credit_due || channel.consumed - channel.announced < credit_bytes) return;
   channel.credit_due = true;
   credits_.push_back(&channel);
@@ -677,30 +718,136 @@ void Connection::fail_locked(std::unique_lock<std::mutex>& lock, const std::stri
   for (const OutgoingFrame& frame : frames_) {
     if (frame.operation != nullptr) mark_failed(*frame.operation, reason, work);
   }
-  for (auto& [number, each] : channels_) {
-    for (const auto& operation : each.queue) mark_failed(*operation, reason, work);
-    for (const auto& operation : each.posted) mark_failed(*operation, reason, work);
-    if (each.operation != nullptr) mark_failed(*each.operation, reason, work);
-    for (const auto& message : each.early) {
-      if (message.operation != nullptr) mark_failed(*message.operation, reason, work);
-    }
-    if (each.into == Into::buffer) {  // incomplete
-      each.early_bytes -= each.early.back().received;
-      each.early.pop_back();
-    }
-    each.into = Into::nothing;
-    each.queue.clear();
-    each.posted.clear();
-    each.operation.reset();
-    each.ready = each.credit_due = false;
-  }
+  for (auto& [key, each] : channels_) fail_channel(each, reason, work);
   frames_.clear();
   ready_.clear();
   credits_.clear();
+  ends_.clear();
   into_ = nullptr;
   target_ = nullptr;
   adding_ = false;
   payload_left_ = 0;
+}
+
+// Fails all operations; what has arrived completely is kept.
+void Connection::fail_channel(Channel& channel, const std::string& reason, Work& work) {
+  for (const auto& operation : channel.queue) {
+    queued_bytes_ -= operation->bytes - operation->moved;
+    mark_failed(*operation, reason, work);
+  }
+  for (const auto& operation : channel.posted) mark_failed(*operation, reason, work);
+  if (channel.operation != nullptr) mark_failed(*channel.operation, reason, work);
+  for (const auto& message : channel.early) {
+    if (message.operation != nullptr) mark_failed(*message.operation, reason, work);
+  }
+  if (channel.into == Into::buffer) {  // incomplete
+    channel.early_bytes -= channel.early.back().received;
+    channel.early.pop_back();
+  }
+  channel.into = Into::nothing;
+  channel.queue.clear();
+  channel.posted.clear();
+  channel.operation.reset();
+  if (channel.ready) std::erase(ready_, &channel);
+  if (channel.credit_due) std::erase(credits_, &channel);
+  channel.ready = channel.credit_due = false;
+}
+
+// -- Ends of groups -----------------------------------------------------------------------------
+
+const char* Connection::why_ended(std::uint64_t group) const {
+  if (group == 0) return nullptr;
+  const auto found = ended_.find(group);
+  if (found == ended_.end()) return nullptr;
+  return found->second.here ? "the group is closed" : "the peer has closed the group";
+}
+
+// The oldest record is removed if there are too many.
+Connection::Ended& Connection::record_end(std::uint64_t group, Work& work) {
+  const auto [found, added] = ended_.try_emplace(group);
+  if (added) {
+    ended_order_.push_back(group);
+    if (ended_order_.size() > most_ended_groups) {
+      drop_channels(ended_order_.front(), "the peer has closed the group", work);
+      ended_.erase(ended_order_.front());
+      ended_order_.pop_front();
+    }
+  }
+  return found->second;
+}
+
+void Connection::end_group(std::uint64_t group, bool failed, Work& work) {
+  std::unique_lock lock(mutex_);
+  Ended* const end = abandon_group(lock, group, "the group is closed", work);
+  if (end == nullptr || end->announced) return;
+  end->announced = true;
+  ends_.push_back({group, failed});
+  work.add(shared_from_this());
+}
+
+// Fails what is posted, and drops what arrives. Returns null if the connection has failed.
+Connection::Ended* Connection::abandon_group(std::unique_lock<std::mutex>& lock,
+                                             std::uint64_t group, const std::string& reason,
+                                             Work& work) {
+  wait_idle(lock);
+  if (failed_) return nullptr;
+  Ended& end = record_end(group, work);
+  if (!end.here) {
+    end.here = true;
+    abandon_frames(group, reason, work);
+    drop_channels(group, reason, work);
+  }
+  return &end;
+}
+
+const char* Connection::end_by_peer(const FrameHeader& header, Work& work) {
+  Ended& end = record_end(header.group, work);
+  if (end.by_peer) return "a group ends twice";
+  end.by_peer = true;
+  if (!end.here) peer_ends_.push_back({header.group, header.tag != 0});
+  return nullptr;
+}
+
+// What has arrived completely before the peer has closed a group can still be received.
+void Connection::fail_ended_groups(std::unique_lock<std::mutex>& lock, Work& work) {
+  wait_idle(lock);
+  for (const auto& [group, failed] : std::exchange(peer_ends_, {})) {
+    const std::string reason =
+        failed ? "the group has failed at the peer" : "the peer has closed the group";
+    abandon_frames(group, reason, work);
+    if (failed) {
+      drop_channels(group, reason, work);
+      continue;
+    }
+    for (auto at = channels_.lower_bound({group, 0});
+         at != channels_.end() && at->first.first == group; ++at) {
+      fail_channel(at->second, reason, work);
+    }
+  }
+}
+
+// A frame that is queued is sent, but its memory is not accessed any more.
+void Connection::abandon_frames(std::uint64_t group, const std::string& reason, Work& work) {
+  for (OutgoingFrame& frame : frames_) {
+    if (frame.group != group || frame.operation == nullptr) continue;
+    mark_failed(*frame.operation, reason, work);
+    frame.operation.reset();
+    if (frame.sealed == nullptr) frame.payload = zeros;
+    frame.last = false;
+  }
+}
+
+void Connection::drop_channels(std::uint64_t group, const std::string& reason, Work& work) {
+  auto at = channels_.lower_bound({group, 0});
+  while (at != channels_.end() && at->first.first == group) {
+    fail_channel(at->second, reason, work);
+    if (into_ == &at->second) {
+      into_ = nullptr;
+      target_ = nullptr;
+      adding_ = false;
+    }
+    at = channels_.erase(at);
+  }
 }
 
 void Connection::wait_idle(std::unique_lock<std::mutex>& lock) {
@@ -722,16 +869,22 @@ void Connection::cancel(const Owner* owner, Work& work) {
   const auto owned = [&](const OperationPtr& each) {
     return each != nullptr && each->owner.get() == owner;
   };
-  bool partly_sent = std::any_of(frames_.begin(), frames_.end(), [&](const OutgoingFrame& each) {
-    return owned(each.operation);
-  });
-  for (auto& [number, each] : channels_) {
-    partly_sent |= std::any_of(each.queue.begin(), each.queue.end(), [&](const auto& operation) {
-      return owned(operation) && operation->moved > 0;
-    });
+  OperationPtr partly_sent;
+  for (const OutgoingFrame& each : frames_) {
+    if (owned(each.operation)) partly_sent = each.operation;
   }
-  if (partly_sent) return fail_locked(lock, "a message was abandoned while it was sent", work);
-  for (auto& [number, each] : channels_) {
+  for (auto& [key, each] : channels_) {
+    for (const auto& operation : each.queue) {
+      if (owned(operation) && operation->moved > 0) partly_sent = operation;
+    }
+  }
+  if (partly_sent != nullptr) {
+    const std::string reason = "a message was abandoned while it was sent";
+    if (partly_sent->group == 0) return fail_locked(lock, reason, work);
+    abandon_group(lock, partly_sent->group, reason, work);
+    return;
+  }
+  for (auto& [key, each] : channels_) {
     std::erase_if(each.queue, [&](const auto& operation) {
       if (!owned(operation)) return false;
       queued_bytes_ -= operation->bytes;
@@ -754,6 +907,11 @@ void Connection::cancel(const Owner* owner, Work& work) {
       if (owned(message.operation)) message.operation.reset();
     }
   }
+}
+
+bool Connection::usable() {
+  const std::lock_guard lock(mutex_);
+  return !failed_;
 }
 
 void Connection::forget_after_fork() { stream_->close(); }
@@ -791,11 +949,23 @@ void Nic::start() {
 
 void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys) {
   const auto made = std::make_shared<Connection>(*this, peer, std::move(stream), keys);
+  std::shared_ptr<Connection> former;
   {
     const std::lock_guard lock(mutex_);
-    connections_[peer] = made;
+    former = std::exchange(connections_[peer], made);
+    if (former != nullptr) replaced_.push_back(former);
+  }
+  if (former != nullptr) {
+    Work work;
+    former->fail("the peer has connected again", work);
+    work.run();
   }
   made->stream().watch(epoll_, made.get());
+}
+
+bool Nic::connected(int peer) {
+  const auto found = connection(peer);
+  return found != nullptr && found->usable();
 }
 
 std::shared_ptr<Connection> Nic::connection(int peer) {
@@ -809,27 +979,6 @@ std::vector<std::shared_ptr<Connection>> Nic::connections() {
   std::vector<std::shared_ptr<Connection>> all;
   for (const auto& [peer, each] : connections_) all.push_back(each);
   return all;
-}
-
-void Nic::send(const OperationPtr& operation, Work& work) {
-  if (const auto to = connection(operation->peer)) {
-    to->post_send(operation, work);
-  } else {
-    mark_failed(*operation, unconnected, work);
-  }
-}
-
-void Nic::receive(const OperationPtr& operation, Work& work) {
-  if (const auto from = connection(operation->peer)) {
-    from->post_receive(operation, work);
-  } else {
-    mark_failed(*operation, unconnected, work);
-  }
-}
-
-void Nic::cancel(const Owner* owner, Work& work) {
-  if (forked_) return;
-  for (const auto& each : connections()) each->cancel(owner, work);
 }
 
 void Nic::fail(const std::string& reason) {
@@ -913,6 +1062,12 @@ void Nic::turn(int milliseconds) {
     if (events[i].events & ~std::uint32_t{EPOLLOUT}) connection->read(work);
   }
   work.run();
+  std::vector<std::shared_ptr<Connection>> released;  // after the lock
+  const std::lock_guard lock(mutex_);
+  const auto last = std::partition(replaced_.begin(), replaced_.end(),
+                                   [](const auto& each) { return !each->ended(); });
+  std::move(last, replaced_.end(), std::back_inserter(released));
+  replaced_.erase(last, replaced_.end());
 }
 
 void Nic::run() {
@@ -982,6 +1137,7 @@ void Nic::lend(bool to_waiting) {
 void Nic::forget_after_fork() {
   forked_ = true;
   for (const auto& [peer, each] : connections_) each->forget_after_fork();
+  for (const auto& each : replaced_) each->forget_after_fork();
   ::close(std::exchange(outer_, -1));
   ::close(std::exchange(epoll_, -1));
   ::close(std::exchange(event_, -1));

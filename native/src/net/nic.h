@@ -1,6 +1,6 @@
 // The connections of this process over one network interface, and the thread that serves them.
 //
-// Messages have a channel and a tag. On a connection, messages of one channel keep their order, and
+// Messages have a group, a channel and a tag. On a connection, messages of one channel keep their order, and
 // channels do not delay each other: a sender has at most `window_bytes` of a channel's messages
 // that the receiver has not consumed, and the receiver buffers what has no posted receive. Posting
 // never blocks. A small message is written by the thread that posts it, all others by the
@@ -40,6 +40,9 @@ inline constexpr std::uint64_t credit_bytes = window_bytes / 4;
 // Queued bytes up to which the posting thread writes.
 inline constexpr std::uint64_t most_inline_bytes = 32U << 10;
 inline constexpr std::size_t staging_bytes = 32U << 10;
+// Groups of a connection whose end is remembered: what a peer has sent before it knew of the end is
+// dropped, and a peer that uses the group later learns that it has ended.
+inline constexpr std::size_t most_ended_groups = 1024;
 
 class Nic;
 class Connection;
@@ -77,6 +80,7 @@ struct Operation {
   bool summed = false;
   std::uint64_t bytes = 0;
   int peer = 0;
+  std::uint64_t group = 0;
   std::uint16_t channel = 0;
   std::uint32_t tag = 0;
   std::shared_ptr<Owner> owner;
@@ -88,6 +92,9 @@ struct Operation {
 };
 
 using OperationPtr = std::shared_ptr<Operation>;
+
+// Fails an operation for whose peer there is no connection.
+void fail_unconnected(const OperationPtr& operation, Work& work);
 
 // What a thread has to do once it holds no lock.
 struct Work {
@@ -124,14 +131,18 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   // Fails all operations; the first reason is kept.
   void fail(const std::string& reason, Work& work);
-  // Removes the owner's operations. A send that is partly written fails the connection.
+  // Removes the owner's operations. A send that is partly written fails its group at this end, and
+  // that of the world the connection.
   void cancel(const Owner* owner, Work& work);
+  // Fails all operations of a group on both ends, and everything that is posted in it later.
+  void end_group(std::uint64_t group, bool failed, Work& work);
   // Sends what is queued, then the end of the stream; ends when the peer has done the same.
   void close_gracefully();
   void forget_after_fork();
 
   Stream& stream() { return *stream_; }
   bool ended() const { return !stream_->open(); }
+  bool usable();
 
  private:
   struct Message {  // that arrived before its receive was posted; the last one may be incomplete
@@ -148,8 +159,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   enum class Into : std::uint8_t { nothing, operation, buffer, dropped };
 
+  using ChannelKey = std::pair<std::uint64_t, std::uint16_t>;  // group and number
+
   struct Channel {
-    std::uint16_t number = 0;
+    ChannelKey key;
     // Sending.
     std::deque<OperationPtr> queue;
     std::uint64_t sent = 0;
@@ -175,20 +188,34 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::size_t header_left = frame_header_bytes;
     const std::uint8_t* payload = nullptr;
     std::size_t payload_left = 0;
-    OperationPtr operation;  // null: a credit
+    OperationPtr operation;  // null: no payload, or one that nobody expects
+    std::uint64_t group = 0;
     bool last = false;
     // Of an encrypted connection: what is sent as the payload in place of header and payload.
     std::unique_ptr<std::uint8_t[]> sealed;
     std::size_t sealed_bytes = 0;
   };
 
-  Channel& channel(std::uint16_t number);
+  struct Ended {
+    bool here = false;
+    bool announced = false;  // to the peer
+    bool by_peer = false;
+  };
+
+  struct GroupEnd {
+    std::uint64_t group;
+    bool failed;
+  };
+
+  Channel& channel(std::uint64_t group, std::uint16_t number);
   void make_ready(Channel& channel);
   void fill_frames();
   void push_frame(Channel& channel, const FrameHeader& header, const OperationPtr& operation);
   void seal(OutgoingFrame& frame);
   void mark_sent(std::size_t bytes, Work& work);
-  bool has_to_write() const { return !frames_.empty() || !ready_.empty() || !credits_.empty(); }
+  bool has_to_write() const {
+    return !frames_.empty() || !ready_.empty() || !credits_.empty() || !ends_.empty();
+  }
   void end_stream_if_drained();
 
   bool add_in_place(std::unique_lock<std::mutex>& lock, std::size_t& turn, Work& work);
@@ -205,6 +232,16 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void consume(Channel& channel, std::uint64_t bytes, Work& work);
   void prepare(const OperationPtr& operation);
 
+  const char* why_ended(std::uint64_t group) const;
+  Ended& record_end(std::uint64_t group, Work& work);
+  const char* end_by_peer(const FrameHeader& header, Work& work);
+  void fail_ended_groups(std::unique_lock<std::mutex>& lock, Work& work);
+  void abandon_frames(std::uint64_t group, const std::string& reason, Work& work);
+  Ended* abandon_group(std::unique_lock<std::mutex>& lock, std::uint64_t group,
+                       const std::string& reason, Work& work);
+  void fail_channel(Channel& channel, const std::string& reason, Work& work);
+  void drop_channels(std::uint64_t group, const std::string& reason, Work& work);
+
   void fail_locked(std::unique_lock<std::mutex>& lock, const std::string& reason, Work& work);
   void wait_idle(std::unique_lock<std::mutex>& lock);
   void release_stream(std::unique_lock<std::mutex>& lock);
@@ -217,7 +254,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   std::mutex mutex_;
   std::condition_variable idle_;
-  std::map<std::uint16_t, Channel> channels_;
+  std::map<ChannelKey, Channel> channels_;
+  std::map<std::uint64_t, Ended> ended_;
+  std::deque<std::uint64_t> ended_order_;  // the groups in `ended_`, oldest first
   bool failed_ = false;
   bool closing_ = false;
   bool end_sent_ = false;
@@ -227,6 +266,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // Sending. Only the thread that has set `writing_` uses frames.
   std::deque<Channel*> ready_;
   std::deque<Channel*> credits_;
+  std::deque<GroupEnd> ends_;  // frames to send
   std::deque<OutgoingFrame> frames_;
   std::uint64_t queued_bytes_ = 0;
   bool writing_ = false;
@@ -237,7 +277,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool reading_ = false;
   std::unique_ptr<std::uint8_t[]> staging_;
   std::size_t staged_begin_ = 0, staged_end_ = 0;
-  Channel* into_ = nullptr;         // the channel of the frame in progress
+  std::vector<GroupEnd> peer_ends_;  // whose operations have not been failed yet
+  Channel* into_ = nullptr;         // the channel of the frame in progress; null: it has ended
   std::uint8_t* target_ = nullptr;  // null: the payload is dropped
   bool adding_ = false;             // whether the payload is added to `target_`
   std::size_t payload_left_ = 0;
@@ -255,15 +296,14 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Starts the thread, which keeps this object until `close` or `stop`.
   void start();
 
-  // Encrypted if there are keys. Throws std::runtime_error.
+  // Takes over a connected stream, in place of a former connection; encrypted if there are keys.
+  // Throws std::runtime_error.
   void add(int peer, std::unique_ptr<Stream> stream,
            const std::optional<Keys>& keys = std::nullopt);
+  // Whether there is a connection that has not failed.
+  bool connected(int peer);
+  std::shared_ptr<Connection> connection(int peer);
 
-  // Posts a message. If there is no connection to its peer, the operation fails.
-  void send(const OperationPtr& operation, Work& work);
-  void receive(const OperationPtr& operation, Work& work);
-
-  void cancel(const Owner* owner, Work& work);
   // Fails all operations with the reason and closes the connections.
   void fail(const std::string& reason);
   // Ends all connections after what is queued; waits up to `seconds` for the peers to do the same.
@@ -273,6 +313,7 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Closes this process's copies of the sockets; the thread does not exist here.
   void forget_after_fork();
 
+  bool forked() const { return forked_; }
   // Does the work of the interface's thread until `ended` returns true or `seconds` have passed;
   // whether it is true. Returns at once if another thread does that work. What makes `ended` true
   // in another thread has to call `interrupt` afterwards.
@@ -295,7 +336,6 @@ class Nic : public std::enable_shared_from_this<Nic> {
   void turn(int milliseconds);
   void lend(bool to_waiting);
   void signal();
-  std::shared_ptr<Connection> connection(int peer);
   std::vector<std::shared_ptr<Connection>> connections();
 
   std::string name_;
@@ -305,6 +345,7 @@ class Nic : public std::enable_shared_from_this<Nic> {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<int, std::shared_ptr<Connection>> connections_;
+  std::vector<std::shared_ptr<Connection>> replaced_;  // until the thread has seen their end
   std::vector<std::shared_ptr<Connection>> to_write_;
   std::string reason_;  // not empty: no connection accepts operations
   bool stopping_ = false;

@@ -101,6 +101,10 @@ class Collectives:
         few = self._native and self.world.size <= DIRECT_RANKS
         return few and isinstance(self._topology, Ring) and self.fits("mesh")
 
+    def sums_in_one_round(self, buffer: torch.Tensor) -> bool:
+        """Whether all ranks send a buffer of this size to all others, and add what they receive."""
+        return self._is_direct and self.world.size * buffer.nbytes <= DIRECT_BYTES
+
     def fits(self, topology: str) -> bool:
         """Whether the topology fits the workers, their interfaces and networks."""
         try:
@@ -274,7 +278,7 @@ class Collectives:
         plain = packing is None and self._native and buffer.dtype in NATIVE_DTYPES
         if topology is None and self._is_direct and buffer.nbytes <= DIRECT_BYTES:
             topology, speeds = Mesh(), speeds[:1]  # a small buffer uses the first link
-            if what == "all_reduce" and plain and size * buffer.nbytes <= DIRECT_BYTES:
+            if what == "all_reduce" and plain and self.sums_in_one_round(buffer):
                 compiled, numel, rows = "all_gather", size * numel, size
         topology = topology or self._topology
         if not topology.in_place:  # packed chunks are copies; no block is shared by all peers

@@ -34,7 +34,6 @@ from wingbeat.transport.failures import MAX_WAIT_FACTOR, FailureAttribution, fin
 from wingbeat.transport.link import (
     BITS_BELOW,
     CHANNEL_BITS,
-    GroupSetupError,
     aborted_text,
     group_prefix,
     member_waiting_for,
@@ -93,16 +92,14 @@ class SharedFailure:
 class LostPeer(Exception):
     """A transfer to or from job rank ``peer`` failed after ``seconds``.
 
-    ``connected`` is False if the group's connection setup failed. ``blocked_member`` is a member
-    that failed earlier, while it waited for this rank.
+    ``blocked_member`` is a member that failed earlier, while it waited for this rank.
     """
 
     def __init__(
         self, job: AnyJob, transfer: Transfer, peer: int, seconds: float, err: Exception | str
     ) -> None:
         self.job, self.transfer, self.seconds = job, transfer, seconds
-        self.connected = not isinstance(err, GroupSetupError)
-        self.peer = err.peer if isinstance(err, GroupSetupError) else peer
+        self.peer = peer
         self.blocked_member: int | None = None
         self.reason = err if isinstance(err, str) else first_line(err)
         super().__init__(self.reason)  # not err, whose frames reference the transfer
@@ -117,8 +114,6 @@ def explain_loss(
     """
     if group is not None:
         where = f"{where} in {group}"
-    if not lost.connected:
-        return PeerError(f"rank {rank}: {lost.reason} (noticed in {where})")
     cause = (
         attribution.root_cause(lost.peer) if lost.blocked_member is None else lost.blocked_member
     )
@@ -179,11 +174,8 @@ class Executor:
         self._timeout = world.timeout
         prefix = "" if world.group is None else group_prefix(world.group)
         self._waiting: CurrentWait | None = None
-        # Not for groups, whose members have just connected, or for threads of one process.
-        self._monitor: WaitMonitor | None = None
-        if not world.threads and world.group is None and world.size > 1:
-            shared = world.store if world.group_store is None else world.group_store()
-            self._monitor = WaitMonitor(shared, self._rank, world.timeout, self)
+        self._monitor = self._make_monitor(world)
+        if self._monitor is not None:
             start_monitoring(self._monitor)
         self._attribution = FailureAttribution(
             world.store, self._rank, self._ranks[-1] + 1, world.timeout, prefix
@@ -203,6 +195,13 @@ class Executor:
                 target=self._run, name=f"wingbeat-{self._name}-{next(_counter)}", daemon=True
             )
             self._thread.start()
+
+    def _make_monitor(self, world: World) -> WaitMonitor | None:
+        """Not for groups, or for threads of one process: their transfers have timeouts."""
+        if world.threads or world.group is not None or world.size == 1:
+            return None
+        shared = world.store if world.group_store is None else world.group_store()
+        return WaitMonitor(shared, self._rank, world.timeout, self)
 
     @property
     def waiting(self) -> CurrentWait | None:
@@ -272,8 +271,7 @@ class Executor:
     def abandon(self) -> None:
         """Make `close` not wait for transfers in progress on closed links.
 
-        gloo ends a partially received transfer only at its timeout. Until then the thread may write
-        to the buffers of started jobs.
+        The thread may write to the buffers of started jobs until these end.
         """
         self._abandoned = True
 
@@ -400,11 +398,10 @@ class Executor:
                 raise self._lost(job, transfer, time.monotonic() - begin, err) from None
             return
         peer, link = self._ranks[transfer.peer], self._links[transfer.link]
-        self._waiting = CurrentWait(peer, job, link, transfer.peer)
+        self._waiting = CurrentWait(peer, job, link)
         try:
             pending.wait((1 + MAX_WAIT_FACTOR) * self._timeout)
         except RuntimeError as err:
-            # No local names: the frame would reference the transfer and keep gloo's connections.
             lasted = time.monotonic() - begin
             raise self._lost(job, transfer, lasted, self._monitor.why or err) from None
         finally:
@@ -442,7 +439,7 @@ class Executor:
             return
         for transfer in job.program.transfers():
             link = self._links[transfer.link]
-            link.abort_waits(transfer.peer)
+            link.abort_waits()
             link.close()
 
     def _differing(self, job: AnyJob) -> str:
@@ -476,7 +473,7 @@ class Executor:
         return reason
 
     def _break(self, begun: list[AnyJob], err: Exception) -> None:
-        """Close the connections; gloo does so once its group has no references."""
+        """Close the connections, or end the group on them."""
         for job in begun:
             job.drop()
         # The frames in which the transfer failed reference it too.
@@ -484,6 +481,8 @@ class Executor:
         used = {transfer.link for job in begun for transfer in job.program.transfers()}
         # The executors of a group fail together, so that its buffers are not written to afterwards.
         for link in used if self._group is None else range(len(self._links)):
+            if self._group is not None:
+                self._links[link].abort_waits()
             self._links[link].close()
 
     def _explain(self, begun: list[AnyJob], lost: LostPeer) -> PeerError:
@@ -570,17 +569,15 @@ def _kind(what: str, bucket: int, nbytes: int, label: str, dtype: torch.dtype) -
     return (_CONTROL << 9) | (number << 5) | (digest & 31)
 
 
-_DIGESTS = (1 << (_KIND_BITS + CHANNEL_BITS)) - 1
-"""Groups have no channels, so their digests use those bits too, except the highest digest, whose
-tags the barrier of the connection setup uses.
-"""
+_DIGESTS = 1 << (_KIND_BITS + CHANNEL_BITS)
+"""Groups have no channels, so their digests use those bits too."""
 
 
 def group_tag(call: str, turn: int) -> int:
     """Return the tag of the first chunk of a group's collective.
 
     ``call`` contains everything that must be equal on all members. Two different calls have the
-    same tag in one of 524,287 cases.
+    same tag in one of 524,288 cases.
     """
     digest = zlib.crc32(call.encode()) % _DIGESTS
     return (((turn % TAG_PERIOD) << (_KIND_BITS + CHANNEL_BITS)) | digest) << CHUNK_BITS

@@ -30,11 +30,11 @@ from wingbeat.collectives.handle import MAX_UNINTERRUPTED_S, Call, Job, NativeJo
 from wingbeat.collectives.packing import Cast, Packing, encoded_of
 from wingbeat.collectives.program import Transfer
 from wingbeat.collectives.threads import run_callback
-from wingbeat.collectives.waits import CurrentWait
+from wingbeat.collectives.waits import CurrentWait, WaitMonitor
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
 from wingbeat.transport.link import ChannelLink
-from wingbeat.transport.tcp import TcpLink, lane_channel
+from wingbeat.transport.tcp import GroupLink, TcpLink, lane_channel
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ _completions = _Completions()
 class NativeExecutor(Executor):
     """An `Executor` whose programs run in the extension where it can run them.
 
-    ``channel`` is the channel of the links, ``nics`` their interfaces in the extension.
+    ``links`` are those of the extension, ``channel`` is the world's channel of them.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class NativeExecutor(Executor):
         world: World,
         lane: int,
         failure: SharedFailure,
-        nics: list[_native.Nic],
+        links: list[_native.Group],
         channel: int,
     ) -> None:
         self._jobs: dict[int, NativeJob] = {}
@@ -139,7 +139,7 @@ class NativeExecutor(Executor):
         self._number = next(_numbers)
         _completions.watch(self, self._number)
         self._lane = _native.Lane(
-            nics, lane_channel(channel), programs.RECEIVES_AHEAD, programs.DEPTH, CHUNKS_PER_TAG,
+            links, lane_channel(channel), programs.RECEIVES_AHEAD, programs.DEPTH, CHUNKS_PER_TAG,
             _completions.native, self._number,
         )  # fmt: skip
         # Buffers of a world that is dropped without `close` are released with the executor.
@@ -172,6 +172,12 @@ class NativeExecutor(Executor):
         if stream.on:
             job.trace(after)
         return job
+
+    def _make_monitor(self, world: World) -> WaitMonitor | None:
+        """Wait in a group for its timeout only, so that the others continue without a slow one."""
+        if world.group is None:
+            return super()._make_monitor(world)
+        return WaitMonitor(None, self._rank, world.timeout, self)
 
     @property
     def name(self) -> str:
@@ -211,7 +217,7 @@ class NativeExecutor(Executor):
         number, index, peer, link, _, _ = found
         if self._native_wait is None or self._native_wait_of != (number, index):
             job = self._jobs.get(number, "a collective")
-            self._native_wait = CurrentWait(self._ranks[peer], job, self._links[link], peer)
+            self._native_wait = CurrentWait(self._ranks[peer], job, self._links[link])
             self._native_wait_of = number, index
         return self._native_wait
 
@@ -304,16 +310,16 @@ def _cast_to(dtype: torch.dtype) -> _native.Packing:
     return _native.CastPacking(NATIVE_DTYPES[dtype])
 
 
-def _native_nics(links: tuple[Link, ...]) -> tuple[list[_native.Nic], int] | None:
-    """Return the interfaces of links over TCP and their channel; None for other links."""
-    channel, nics = 0, []
+def _native_links(links: tuple[Link, ...]) -> tuple[list[_native.Group], int] | None:
+    """Return links over TCP as the extension has them, and their channel; None for other links."""
+    channel, found = 0, []
     for link in links:
         if isinstance(link, ChannelLink):
             channel, link = link.channel, link.link
-        if not isinstance(link, TcpLink):
+        if not isinstance(link, (TcpLink, GroupLink)):
             return None
-        nics.append(link.nic)
-    return nics, channel
+        found.append(link.native)
+    return found, channel
 
 
 _creating = threading.RLock()
@@ -336,7 +342,7 @@ def executors_of(world: World) -> list[Executor]:
 
 def _make_executors(world: World) -> list[Executor]:
     failure, lanes = SharedFailure(), range(len(world.links))
-    native = _native_nics(world.links)
+    native = _native_links(world.links)
     if native is not None:
         return [NativeExecutor(world, lane, failure, *native) for lane in lanes]
     # The executors of groups have threads only while there is work.

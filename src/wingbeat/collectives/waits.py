@@ -1,7 +1,7 @@
 """Long waits in collectives: liveness checks of the peer, and comparison of the ranks' calls.
 
-gloo's timeout closes all connections even if the peer is alive. Transfers therefore have a long
-timeout, and a thread aborts waits for an unresponsive peer.
+A peer that is alive may compute for long. Transfers of a world therefore have a long timeout, and a
+thread aborts waits for an unresponsive peer.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ _LIVENESS_INTERVAL_S = 5.0
 
 
 class CurrentWait(NamedTuple):
-    """A wait for job rank ``peer``, which has number ``end`` on ``link``, in operation ``what``."""
+    """A wait for job rank ``peer`` on ``link``, in operation ``what``."""
 
     peer: int
     what: object
     link: Link
-    end: int
 
 
 class HasWait(Protocol):
@@ -97,11 +96,12 @@ class WaitMonitor:
     """Monitors the waits of one thread, whose current wait is ``of.waiting``.
 
     ``store`` needs a connection on which no other call blocks. A wait ends after ``timeout``
-    seconds without a sign of life from the peer. ``of`` is held by a weak reference. ``why`` is the
-    reason for which the last wait was aborted, or empty.
+    seconds without a sign of life from the peer; without a store after ``timeout`` seconds. ``of``
+    is held by a weak reference. ``why`` is the reason for which the last wait was aborted, or
+    empty.
     """
 
-    def __init__(self, store: Store, rank: int, timeout: float, of: HasWait) -> None:
+    def __init__(self, store: Store | None, rank: int, timeout: float, of: HasWait) -> None:
         self._store, self._rank, self._timeout = store, rank, timeout
         self._of = weakref.ref(of)
         self._now: CurrentWait | None = None
@@ -120,7 +120,7 @@ class WaitMonitor:
             self._continue(waiting)
 
     def _begin(self, waiting: CurrentWait | None) -> None:
-        if self._published:
+        if self._published and self._store is not None:
             self._published = False
             publish_wait(self._store, self._rank, None)
         self._now, self.why = waiting, ""
@@ -130,17 +130,24 @@ class WaitMonitor:
 
     def _continue(self, waiting: CurrentWait) -> None:
         lasted = self._wait.seconds()
-        if lasted < min(self._timeout / 2, LOG_INTERVAL_S):
-            return
+        if self._store is None:
+            if lasted > self._timeout:
+                self.why = f"Timed out: nothing arrived for {self._timeout:g} s"
+        elif lasted >= min(self._timeout / 2, LOG_INTERVAL_S):
+            self._check_liveness(self._store, waiting.peer, lasted)
+        if self.why:
+            waiting.link.abort_waits()
+
+    def _check_liveness(self, store: Store, peer: int, lasted: float) -> None:
         if not self._published:
             self._published = True
-            publish_wait(self._store, self._rank, waiting.peer)
+            publish_wait(store, self._rank, peer)
         now = time.monotonic()
         if now - self._last_check >= min(self._timeout / 8, _LIVENESS_INTERVAL_S):
             self._last_check = now
-            if is_progressing(self._store, self._rank, waiting.peer):
+            if is_progressing(store, self._rank, peer):
                 self._last_alive = now
-                self._wait.log_if_due(f"rank {waiting.peer}")
+                self._wait.log_if_due(f"rank {peer}")
         if now - self._last_alive > self._timeout:
             self.why = f"Timed out: no sign of life for {self._timeout:g} s"
         elif lasted > MAX_WAIT_FACTOR * self._timeout:
@@ -148,8 +155,6 @@ class WaitMonitor:
                 f"Timed out: it is alive, but blocked elsewhere for {MAX_WAIT_FACTOR:g} times the "
                 "timeout of wingbeat.init(); find the place with `py-spy dump`"
             )
-        if self.why:
-            waiting.link.abort_waits(waiting.end)
 
 
 _monitors: weakref.WeakSet[WaitMonitor] = weakref.WeakSet()

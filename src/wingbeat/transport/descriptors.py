@@ -18,9 +18,9 @@ FD_DIRECTORY = "/dev/fd"
 GLOO_DEVICE_DESCRIPTORS = 4
 """Descriptors of a gloo device: listening socket, epoll, pipe. Each connected peer adds one."""
 
-INTERFACE_DESCRIPTORS = 6
-"""Descriptors of an interface besides its connections: two of epoll, event, and an epoll and two
-listening sockets while the peers connect.
+INTERFACE_DESCRIPTORS = 7
+"""Descriptors of an interface besides its connections: two of epoll and an event of its thread, an
+epoll and two listening sockets of its port, and one while a peer connects.
 """
 
 DOORBELLS = 2

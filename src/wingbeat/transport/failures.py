@@ -207,7 +207,6 @@ _MAX_OPERATION_CHARS = 80
 """Maximum characters of the operation that a peer publishes."""
 
 _FINISHED, _FAILED = "finished", "failed"
-_ABORTED = "given up"
 
 
 def publish_exit(store: Store, rank: int, finished: bool) -> None:
@@ -290,24 +289,6 @@ class FailureAttribution:
         """Publish that this rank failed while it waited for ``peer`` in ``operation``."""
         with contextlib.suppress(RuntimeError):  # the store may be unavailable
             self._store.set(f"{self._prefix}waited/{self._rank}", f"{peer} {operation}")
-            if self._prefix:
-                self.abort()
-
-    def abort(self) -> None:
-        """Publish that this group cannot complete any further collective."""
-        with contextlib.suppress(RuntimeError):
-            if not self._store.has(f"{self._prefix}{_ABORTED}"):
-                self._store.set(f"{self._prefix}{_ABORTED}", str(self._rank))
-
-    def aborted_by(self) -> int | None:
-        """Return the rank that aborted this group first, or None."""
-        if not self._store.has(f"{self._prefix}{_ABORTED}"):
-            return None
-        try:
-            rank = int(self._store.get(f"{self._prefix}{_ABORTED}", self._timeout_s))
-        except (TimeoutError, ValueError):
-            return None
-        return rank if 0 <= rank < self._size else None
 
     def awaited_by(self, rank: int) -> int | None:
         """Return the peer for which ``rank`` waited when it failed, or None."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from wingbeat.transport.link import LazyLink, Link, group_prefix
+from wingbeat.transport.link import Link, group_prefix
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
@@ -130,7 +130,7 @@ class LoopbackLink:
         """Copy the message in `wait`."""
         return _Received(self._switch, (self.name, peer, self._rank, tag), tensor)
 
-    def abort_waits(self, peer: int) -> None:  # noqa: ARG002
+    def abort_waits(self) -> None:
         """Fail all transfers with this rank."""
         self.close()
 
@@ -189,12 +189,10 @@ def worlds_on(
 
 
 def _group_links(
-    switch: Switchboard, rank: int, names: Sequence[str], group: Group, _: float
+    switch: Switchboard, rank: int, names: Sequence[str], group: Group
 ) -> tuple[Link, ...]:
-    def connect(name: str) -> Link:
-        return _GroupLink(switch, f"{group_prefix(group)}{name}", group, rank, name)
-
-    return tuple(LazyLink(name, functools.partial(connect, name)) for name in names)
+    prefix = group_prefix(group)
+    return tuple(_GroupLink(switch, f"{prefix}{name}", group, rank, name) for name in names)
 
 
 def run(members: list[World], body: Callable[[World], T]) -> list[T]:

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,14 +29,16 @@ from wingbeat.transport import descriptors, encryption, graceful_shutdown, launc
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
-from wingbeat.transport.gloo import GlooGroups, watch_listeners
+from wingbeat.transport.gloo import watch_listeners
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
+from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
     TAG_PREFIX,
     Authenticator,
+    PollingStore,
     RejectedValue,
     TorchStore,
     job_key,
@@ -224,9 +226,9 @@ def init(
 ) -> World:
     """Connect to the other workers of the job.
 
-    The job is started by torchrun, srun, mpirun or ``wingbeat lab run``. `init` creates one process
-    group for each network interface, measures the speed of the interfaces, and starts the default
-    group of ``torch.distributed`` if the script has not. srun and mpirun do not set the variables
+    The job is started by torchrun, srun, mpirun or ``wingbeat lab run``. `init` connects them over
+    each network interface, measures the speed of the interfaces, and starts the default group of
+    ``torch.distributed`` if the script has not. srun and mpirun do not set the variables
     that ``torch.distributed`` reads; `init` sets them in ``os.environ``. Without a launcher the
     world has one worker.
 
@@ -477,7 +479,14 @@ def _join(
     world.networks = _check_networks(world, world.replay_exchange("networks"))
     world.interfaces = tuple(interface.name for interface in chosen)
     world.speeds = _read_speeds(world, len(chosen))
-    _join_groups(world, store, chosen)
+    polling = _polling(world, store)
+    answers = world.replay_exchange("connections")
+    links = tcp.rejoin(
+        *(world.rank, chosen, answers, job_key(os.environ), polling()),
+        encrypted=encrypted,
+        shared_memory=tcp.shared_memory_enabled(),
+    )
+    _open_groups(world, links)
     with contextlib.suppress(RuntimeError):  # an append-only store
         for key in ("left", "failed"):
             store.delete_key(f"{key}/{world.rank}")  # the rank has rejoined
@@ -508,9 +517,11 @@ def _connect(
     )
     if default_group:
         _start_default_group(store, world, chosen)
+    polling = _polling(world, store)
     key = job_key(os.environ)
-    world.links = tcp.connect(
-        *(rank, size, chosen, world.exchange, key, world.timeout, encrypted),
+    world.links = links = tcp.connect(
+        *(rank, chosen, world.exchange, key, world.timeout, polling()),
+        encrypted=encrypted,
         shared_memory=tcp.shared_memory_enabled(),
     )
     # A worker that left now would break peers that are still connecting.
@@ -518,14 +529,22 @@ def _connect(
     world.speeds = measure_speeds(world)
     world.publish("speeds", world.speeds)
     world.make_nccl_group = functools.partial(nccl_group, rank, size)
-    _join_groups(world, store, chosen)
+    _open_groups(world, links)
 
 
-def _join_groups(world: World, store: dist.Store, chosen: Sequence[nic.Interface]) -> None:
+def _polling(world: World, store: dist.Store) -> Callable[[], Store]:
+    """Give a world a connection to the store on which nothing blocks."""
     assert isinstance(world.store, TorchStore)
-    groups = GlooGroups(store, world.rank, world.size, chosen, world.store.authenticator)
-    world.make_links, world.group_store = groups.links, groups.store
-    world.on_close(groups.close)
+    polling = PollingStore(store.clone(), world.store.authenticator)
+    world.group_store = lambda: polling
+    return world.group_store
+
+
+def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
+    """Have the groups of a world use these links, and close them with the world."""
+    world.make_links = lambda group: tuple(tcp.GroupLink(link, group) for link in links)
+    for link in links:
+        world.on_close(link.close)
 
 
 def _read_speeds(world: World, links: int) -> tuple[float, ...]:

@@ -6,16 +6,20 @@ if that is impossible.
 Every connection is authenticated in both directions before any other byte of it is used: both ends
 prove with HMAC-SHA256 over two nonces that they have the job's key. The key is WINGBEAT_JOB_KEY, or
 without it a secret that the ranks exchange through the rendezvous store. Connections between hosts
-are encrypted, unless the ranks choose otherwise (``encryption.py``). The listening sockets are
-closed once all peers are connected. The bytes are carried by threads of the extension
-(``native/src/net``), one per interface.
+are encrypted, unless the ranks choose otherwise (``encryption.py``). The bytes are carried by
+threads of the extension (``native/src/net``), one per interface.
+
+All ranks connect in `connect`. The ports stay open: a rank that was restarted, and ranks whose
+connection was lost, connect again when a group needs it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import selectors
@@ -35,13 +39,17 @@ from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import log
 from wingbeat.transport import encryption
 from wingbeat.transport.interfaces import Interface, host_identity
-from wingbeat.transport.link import BITS_BELOW
+from wingbeat.transport.link import BITS_BELOW, group_prefix
+from wingbeat.transport.store import Store
+from wingbeat.types import Group
 
 _MAGIC = b"wingbeat"
 _NONCE_BYTES = _TAG_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-_IDENTITY = struct.Struct("<III")
-"""Rank of the connecting process, rank that it connects to, and index of the interface."""
+_IDENTITY = struct.Struct("<III8s")
+"""Rank of the connecting process, rank that it connects to, index of the interface, and the
+incarnation of the connecting process.
+"""
 _ANSWER_BYTES = len(_MAGIC) + _IDENTITY.size + _NONCE_BYTES + _TAG_BYTES
 
 _MAPPED = b"m"
@@ -58,6 +66,9 @@ _MAX_NAME = 64
 
 _RETRY_S = 0.05
 _MIN_CONNECT_S = 0.1
+
+_AGAIN_S = 5.0
+"""Seconds to connect again to a rank that a group needs."""
 
 _CLOSE_S = 1.0
 """Seconds for the peers to read what was sent last and to close their ends."""
@@ -77,24 +88,31 @@ def shared_memory_enabled(env: Mapping[str, str] = os.environ) -> bool:
 class TcpLink:
     """The connections of this process over one interface; as `wingbeat.transport.link.Link`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, size: int, port: _Port | None = None) -> None:
         self.name = name
-        self.nic = _native.Nic(name)
+        self.nic = _native.Nic(name) if port is None else port.nic
+        self.port = port
+        self._size = size
         self._closed = False
-        weakref.finalize(self, self.nic.stop)
+        weakref.finalize(self, _release, self.nic, port)
         _links.add(self)
+
+    @functools.cached_property
+    def native(self) -> _native.Group:
+        """The connections to all ranks, once they are made."""
+        return _native.Group(self.nic, _WORLD, list(range(self._size)))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
         """As `Link.send`."""
         channel = _message_channel(tag)
-        return self.nic.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
         """As `Link.recv`."""
         channel = _message_channel(tag)
-        return self.nic.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
 
-    def abort_waits(self, peer: int) -> None:  # noqa: ARG002
+    def abort_waits(self) -> None:
         """End all waits on this link, in any thread, and close it."""
         self.nic.fail("the wait was aborted")
 
@@ -102,7 +120,57 @@ class TcpLink:
         """Send what is queued, then close every connection. Idempotent."""
         if not self._closed:
             self._closed = True
+            if self.port is not None:
+                self.port.close()
+                self.port.join(_CLOSE_S)
             self.nic.close(_CLOSE_S)
+
+
+_WORLD = 0
+"""The number of the world where groups have theirs."""
+
+
+class GroupLink:
+    """The connections to the members of a group over one interface, as a `Link`.
+
+    Its messages have windows of their own, and its end affects no other user of the connections.
+    """
+
+    def __init__(self, link: TcpLink, group: Group) -> None:
+        self.name = link.name
+        self._link, self._ranks = link, list(group.ranks)
+        self._id, self._closed = _number_of(group), False
+
+    @functools.cached_property
+    def native(self) -> _native.Group:
+        """The connections to the members. The first use restores those that are missing."""
+        if self._link.port is not None and not self._closed:
+            for rank in self._ranks:
+                self._link.port.reach(rank)
+        return _native.Group(self._link.nic, self._id, self._ranks)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.send`; ``peer`` is an index in the group."""
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.recv`; ``peer`` is an index in the group."""
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
+
+    def abort_waits(self) -> None:
+        """End all waits of all members in this group."""
+        self._closed = True
+        self.native.end(True)
+
+    def close(self) -> None:
+        """End the group; the others can still receive what was sent completely. Idempotent."""
+        self._closed = True
+        self.native.end(False)
+
+
+def _number_of(group: Group) -> int:
+    """Return the number of a group on its connections: the same on all members, and only its."""
+    return int.from_bytes(hashlib.sha256(group_prefix(group).encode()).digest()[:8], "little")
 
 
 def _message_channel(tag: int) -> int:
@@ -118,14 +186,130 @@ def lane_channel(channel: int) -> int:
 _links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
 
 
+def _release(nic: _native.Nic, port: _Port | None) -> None:
+    if port is not None:
+        port.close()
+    nic.stop()
+
+
 def _after_fork() -> None:
     """Close a forked child's copies of the sockets: a peer would not notice the parent's end."""
     for link in list(_links):
         link._closed = True
         link.nic.forget_after_fork()
+        if link.port is not None:
+            link.port.forget_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def connect(
+    rank: int,
+    interfaces: Sequence[Interface],
+    exchange: Callable[[str, Any], list[Any]],
+    job_key: bytes | None,
+    timeout: float,
+    store: Store,
+    *,
+    encrypted: bool | None = None,
+    shared_memory: bool = True,
+) -> tuple[TcpLink, ...]:
+    """Connect this rank to all others over each interface, within ``timeout`` seconds.
+
+    ``exchange`` and ``store`` are those of the world, and ``encrypted`` is as in `wingbeat.init`.
+    ``shared_memory``: use it with ranks of this host that do the same; its bytes are not encrypted.
+    A `RendezvousError` names the rank, address, interface and duration if a peer could not be
+    reached, or did not connect.
+    """
+    links = _make_links(
+        *(rank, interfaces, lambda own: exchange("connections", own), job_key, store),
+        encrypted=encrypted,
+        shared_memory=shared_memory,
+    )
+    deadline = time.monotonic() + timeout
+    try:
+        for link in links:
+            assert link.port is not None
+            for peer in range(rank):
+                link.port.dial(peer, deadline)
+        for link in links:
+            assert link.port is not None
+            link.port.wait_for_higher(timeout, deadline)
+    except BaseException:
+        for link in links:
+            link.abort_waits()
+            link.close()
+        raise
+    return links
+
+
+def rejoin(
+    rank: int,
+    interfaces: Sequence[Interface],
+    answers: list[Any],
+    job_key: bytes | None,
+    store: Store,
+    *,
+    encrypted: bool | None = None,
+    shared_memory: bool = True,
+) -> tuple[TcpLink, ...]:
+    """Return links of a rank that was restarted; it connects to the others when groups need it.
+
+    ``answers`` are those of the exchange in which its former process took part.
+    """
+
+    def publish(own: Any) -> list[Any]:
+        store.set(f"connections/{rank}", json.dumps(own))
+        return answers
+
+    return _make_links(
+        *(rank, interfaces, publish, job_key, store),
+        encrypted=encrypted,
+        shared_memory=shared_memory,
+    )
+
+
+def _make_links(
+    rank: int,
+    interfaces: Sequence[Interface],
+    publish: Callable[[Any], list[Any]],
+    job_key: bytes | None,
+    store: Store,
+    *,
+    encrypted: bool | None,
+    shared_memory: bool,
+) -> tuple[TcpLink, ...]:
+    """Publish this rank's addresses, and accept connections of ranks that have the key."""
+    host, secret = host_identity() if shared_memory else "", secrets.token_hex(32)
+    listeners = [_listen(rank, interface) for interface in interfaces]
+    local = [_listen_locally() if shared_memory else None for _ in interfaces]
+    try:
+        places = [_place_of(*pair) for pair in zip(listeners, local, strict=True)]
+        answers = publish([secret, host, encrypted, *places])
+        first = [_checked(rank, n, a, len(interfaces)) for n, a in enumerate(answers)]
+        encryption.check(
+            rank,
+            [encrypted if n == rank else each.encrypted for n, each in enumerate(first)],
+            [[place.address for place in each.places] for each in first],
+            job_key,
+        )
+        ranks = _Ranks(rank, first, secret, host, store)
+    except BaseException:
+        for listener in filter(None, (*listeners, *local)):
+            listener.close()
+        raise
+    texts = "/".join(each.secret for each in ranks.first)
+    key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
+    ports = [
+        _Port(pair, ranks, index, interface, key, encrypted)
+        for index, (pair, interface) in enumerate(
+            zip(zip(listeners, local, strict=True), interfaces, strict=True)
+        )
+    ]
+    for port in ports:
+        port.start()
+    return tuple(TcpLink(port.interface.name, len(answers), port) for port in ports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,77 +330,43 @@ class _Answer:
     encrypted: bool | None
     places: list[_Place]
 
+    @property
+    def incarnation(self) -> bytes:
+        """What distinguishes the process from a former one of its rank."""
+        return _incarnation(self.secret)
+
     def place(self, index: int, host: str) -> _Place:
         """Return where it listens; the Unix socket is only for ranks of its own host."""
         place = self.places[index]
         return place if host == self.host else replace(place, name="")
 
 
-def connect(
-    rank: int,
-    size: int,
-    interfaces: Sequence[Interface],
-    exchange: Callable[[str, Any], list[Any]],
-    job_key: bytes | None,
-    timeout: float,
-    encrypted: bool | None = None,
-    *,
-    shared_memory: bool = True,
-) -> tuple[TcpLink, ...]:
-    """Connect this rank to all others over each interface, within ``timeout`` seconds.
+def _incarnation(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()[:8]
 
-    ``exchange`` is `World.exchange`, and ``encrypted`` is as in `wingbeat.init`.
-    ``shared_memory``: use it with ranks of this host that do the same; its bytes are not encrypted.
-    A `RendezvousError` names the rank, address, interface and duration if a peer could not be
-    reached, or did not connect.
-    """
-    host = host_identity() if shared_memory else ""
-    listeners = [_listen(rank, interface) for interface in interfaces]
-    local = [_listen_locally() if shared_memory else None for _ in interfaces]
-    places = [_place_of(*pair) for pair in zip(listeners, local, strict=True)]
-    found = exchange("connections", [secrets.token_hex(32), host, encrypted, *places])
-    answers = [_checked(rank, n, answer) for n, answer in enumerate(found)]
-    encryption.check(
-        rank,
-        [each.encrypted for each in answers],
-        [[place.address for place in each.places] for each in answers],
-        job_key,
-    )
-    texts = "/".join(each.secret for each in answers)
-    key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
-    links = tuple(TcpLink(interface.name) for interface in interfaces)
-    deadline = time.monotonic() + timeout
-    acceptors = [
-        _Acceptor(pair, rank, index, key, range(rank + 1, size), deadline, links[index], encrypted)
-        for index, pair in enumerate(zip(listeners, local, strict=True))
-    ]
-    try:
-        for acceptor in acceptors:
-            acceptor.start()
-        for index, interface in enumerate(interfaces):
-            for peer in range(rank):
-                place = answers[peer].place(index, host)
-                made = _dial(rank, peer, index, interface, place, key, deadline, encrypted)
-                links[index].nic.add(peer, *made)
-        for acceptor, interface in zip(acceptors, interfaces, strict=True):
-            acceptor.join()
-            if acceptor.missing:
-                raise RendezvousError(
-                    f"rank {rank} at {interface.address} on interface {interface.name}: rank "
-                    f"{min(acceptor.missing)} did not connect within {timeout:g} s; check that "
-                    "every host can reach this address, or name other interfaces"
-                )
-    except BaseException:
-        for acceptor in acceptors:
-            acceptor.cancel()
-        for link in links:
-            link.abort_waits(0)
-            link.close()
-        raise
-    finally:
-        for listener in filter(None, (*listeners, *local)):
-            listener.close()
-    return links
+
+class _Ranks:
+    """The addresses of all ranks: those of their first processes, and of restarted ones."""
+
+    def __init__(
+        self, own: int, first: list[_Answer], secret: str, host: str, store: Store
+    ) -> None:
+        self.own, self.first, self.host = own, first, host
+        self.incarnation = _incarnation(secret)
+        self._store = store
+
+    def find(self, peer: int) -> _Answer:
+        """Return the present address of a rank."""
+        key, first = f"connections/{peer}", self.first[peer]
+        try:
+            if self._store.has(key):
+                answer = json.loads(self._store.get(key, _AGAIN_S))
+                return _checked(self.own, peer, answer, len(first.places))
+        except (TimeoutError, ValueError, RecursionError, RendezvousError) as error:
+            log.warning(
+                "rank %d: the new address of rank %d is not used: %s", self.own, peer, error
+            )
+        return first
 
 
 def _listen(rank: int, interface: Interface) -> socket.socket:
@@ -247,9 +397,11 @@ def _place_of(listener: socket.socket, local: socket.socket | None) -> list[str 
     return [*listener.getsockname()[:2], name]
 
 
-def _checked(rank: int, peer: int, answer: Any) -> _Answer:
+def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     match answer:
-        case [str(secret), str(host), bool() | None as encrypted, *places] if all(
+        case [str(secret), str(host), bool() | None as encrypted, *places] if len(
+            places
+        ) == interfaces and all(
             isinstance(place, list)
             and [type(each) for each in place] == [str, int, str]
             and 0 < place[1] < 1 << 16
@@ -266,76 +418,6 @@ def _tag(key: bytes, role: bytes, challenge: bytes, identity: bytes, nonce: byte
     return hmac.new(key, role + challenge + identity + nonce, hashlib.sha256).digest()
 
 
-def _dial(
-    rank: int,
-    peer: int,
-    index: int,
-    interface: Interface,
-    place: _Place,
-    key: bytes,
-    deadline: float,
-    encrypted: bool | None,
-) -> tuple[int, bytes, _native.Rings | None]:
-    """Connect to ``peer``; return the socket's descriptor, the keys and the shared memory, if any."""
-    made = _dial_locally(rank, peer, index, place.name, key, deadline) if place.name else None
-    if made is not None:
-        return made
-    return *_dial_over_tcp(rank, peer, index, interface, place, key, deadline, encrypted), None
-
-
-def _dial_over_tcp(
-    rank: int,
-    peer: int,
-    index: int,
-    interface: Interface,
-    place: _Place,
-    key: bytes,
-    deadline: float,
-    encrypted: bool | None,
-) -> tuple[int, bytes]:
-    """Connect to ``peer`` from the interface's address; return the descriptor and the keys."""
-    target = place.address, place.port
-    begin = time.monotonic()
-    while True:
-        left = max(_MIN_CONNECT_S, deadline - time.monotonic())
-        try:
-            with socket.create_connection(target, left, (interface.address, 0)) as connection:
-                connection.settimeout(min(left, _HANDSHAKE_S))
-                handshake, _ = _prove(connection, rank, peer, index, key)
-                _set_options(connection)
-                keys = encryption.keys(encrypted, connection, key, True, handshake)
-                return connection.detach(), keys
-        except OSError as error:
-            if time.monotonic() >= deadline or not isinstance(
-                error, TimeoutError | ConnectionError
-            ):
-                raise RendezvousError(
-                    f"rank {rank} at {interface.address} on interface {interface.name} did not "
-                    f"reach rank {peer} at {place.address} after {time.monotonic() - begin:.1f} s: "
-                    f"{error}; check that every host can reach this address, or name other "
-                    "interfaces"
-                ) from None
-            time.sleep(_RETRY_S)
-
-
-def _dial_locally(
-    rank: int, peer: int, index: int, name: str, key: bytes, deadline: float
-) -> tuple[int, bytes, _native.Rings] | None:
-    """Connect to ``peer`` of this host; return the socket's descriptor and the shared memory."""
-    seconds = min(max(_MIN_CONNECT_S, deadline - time.monotonic()), _HANDSHAKE_S)
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(seconds)
-            connection.connect("\0" + name)
-            _, descriptors = _prove(connection, rank, peer, index, key)
-            rings = _native.Rings(descriptors)
-            connection.sendall(_MAPPED)
-            return connection.detach(), b"", rings
-    except (OSError, RuntimeError) as error:
-        _log_no_memory(rank, peer, error)
-        return None
-
-
 def _log_no_memory(rank: int, peer: int, error: Exception) -> None:
     log.warning(
         "rank %d shares no memory with rank %d, which is on the same host: %s; they use TCP",
@@ -343,9 +425,7 @@ def _log_no_memory(rank: int, peer: int, error: Exception) -> None:
     )
 
 
-def _prove(
-    connection: socket.socket, rank: int, peer: int, index: int, key: bytes
-) -> tuple[bytes, list[int]]:
+def _prove(connection: socket.socket, identity: bytes, key: bytes) -> tuple[bytes, list[int]]:
     """Run the connecting side of the handshake; an `OSError` if the peer lacks the key.
 
     Returns what both ends have sent, and the descriptors that came with the answer.
@@ -353,7 +433,7 @@ def _prove(
     challenge = _read_exactly(connection, _CHALLENGE_BYTES)
     if not challenge.startswith(_MAGIC):
         raise ConnectionError("another program answers there")
-    identity, nonce = _IDENTITY.pack(rank, peer, index), secrets.token_bytes(_NONCE_BYTES)
+    nonce = secrets.token_bytes(_NONCE_BYTES)
     tag = _tag(key, b"connect", challenge, identity, nonce)
     connection.sendall(_MAGIC + identity + nonce + tag)
     expected = _tag(key, b"accept", challenge, identity, nonce)
@@ -386,8 +466,8 @@ def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-class _Acceptor(threading.Thread):
-    """Accepts the connections of ``expected`` ranks over one interface, in a thread.
+class _Port(threading.Thread):
+    """The port of this rank on one interface: accepts connections in a thread, and makes them.
 
     Connections of other programs are closed after a time limit, or earlier if there are many.
     """
@@ -395,36 +475,137 @@ class _Acceptor(threading.Thread):
     def __init__(
         self,
         listeners: Sequence[socket.socket | None],
-        rank: int,
+        ranks: _Ranks,
         index: int,
+        interface: Interface,
         key: bytes,
-        expected: Sequence[int],
-        deadline: float,
-        link: TcpLink,
         encrypted: bool | None,
     ) -> None:
         super().__init__(name="wingbeat-accept", daemon=True)
+        self.nic, self.interface = _native.Nic(interface.name), interface
         self._listeners = [each for each in listeners if each is not None]
-        self._rank, self._index, self._key = rank, index, key
-        self._deadline, self._link, self._encrypted = deadline, link, encrypted
-        self.missing = set(expected)
-        self._most = len(self.missing) + _MAX_STRANGERS
-        self._cancelled = False
+        self._ranks, self._index, self._key, self._encrypted = ranks, index, key, encrypted
+        self._rank, size = ranks.own, len(ranks.first)
+        self._changed = threading.Condition()
+        self._missing = set(range(self._rank + 1, size))
+        self._dialing: set[int] = set()
+        self._incarnations: dict[int, bytes] = {}
+        self._most = size + _MAX_STRANGERS
+        self._closed = False
         self._selector = selectors.DefaultSelector()
         self._pending: dict[socket.socket, _Newcomer] = {}
+        self._warned: set[str] = set()
 
-    def cancel(self) -> None:
-        """Stop accepting."""
-        self._cancelled = True
+    def close(self) -> None:
+        """Stop accepting. Idempotent."""
+        self._closed = True
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def forget_after_fork(self) -> None:
+        """Close the copies of the sockets in a forked child, where the thread does not exist."""
+        for each in (*self._listeners, *self._pending):
+            each.close()
+
+    def wait_for_higher(self, timeout: float, deadline: float) -> None:
+        """Wait until all higher ranks have connected; a `RendezvousError` at the deadline."""
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: not self._missing, left):
+                raise RendezvousError(
+                    f"rank {self._rank} at {self.interface.address} on interface "
+                    f"{self.interface.name}: rank {min(self._missing)} did not connect within "
+                    f"{timeout:g} s; check that every host can reach this address, or name other "
+                    "interfaces"
+                )
+
+    def reach(self, peer: int) -> None:
+        """Connect to a rank if there is no connection; log why if that is impossible."""
+        if peer == self._rank or self.nic.connected(peer):
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: peer not in self._dialing, _AGAIN_S)
+            if peer in self._dialing or self.nic.connected(peer):
+                return
+            self._dialing.add(peer)
+        try:
+            self.dial(peer, time.monotonic() + _AGAIN_S)
+        except RendezvousError as error:
+            log.warning("%s", error)
+        finally:
+            with self._changed:
+                self._dialing.discard(peer)
+                self._changed.notify_all()
+
+    def dial(self, peer: int, deadline: float) -> None:
+        """Connect to a rank from the interface's address, unless it connects to this one first."""
+        begin, own, again = time.monotonic(), self.interface, peer in self._dialing
+        identity = _IDENTITY.pack(self._rank, peer, self._index, self._ranks.incarnation)
+        locally = True
+        while True:
+            answer = self._ranks.find(peer) if again else self._ranks.first[peer]
+            place = answer.place(self._index, self._ranks.host)
+            left = max(_MIN_CONNECT_S, deadline - time.monotonic())
+            try:
+                made: tuple[int, bytes, _native.Rings | None] | None = None
+                if locally and place.name:
+                    locally, made = False, self._dial_locally(peer, place.name, identity, left)
+                if made is None and not self.nic.connected(peer):
+                    made = *self._dial_over_tcp(place, identity, left), None
+                if made is not None:
+                    self._incarnations[peer] = answer.incarnation
+                    self.nic.add(peer, *made)
+                return
+            except OSError as error:
+                if self.nic.connected(peer):
+                    return
+                gone = again and isinstance(error, ConnectionRefusedError)
+                temporary = isinstance(error, TimeoutError | ConnectionError) and not gone
+                if time.monotonic() >= deadline or not temporary:
+                    raise RendezvousError(
+                        f"rank {self._rank} at {own.address} on interface {own.name} did not reach "
+                        f"rank {peer} at {place.address} after {time.monotonic() - begin:.1f} s: "
+                        f"{error}; check that every host can reach this address, or name other "
+                        "interfaces"
+                    ) from None
+                time.sleep(_RETRY_S)
+
+    def _dial_over_tcp(self, place: _Place, identity: bytes, seconds: float) -> tuple[int, bytes]:
+        """Connect from the interface's address; return the descriptor and the keys."""
+        target = place.address, place.port
+        with socket.create_connection(target, seconds, (self.interface.address, 0)) as connection:
+            connection.settimeout(min(seconds, _HANDSHAKE_S))
+            handshake, _ = _prove(connection, identity, self._key)
+            _set_options(connection)
+            keys = encryption.keys(self._encrypted, connection, self._key, True, handshake)
+            return connection.detach(), keys
+
+    def _dial_locally(
+        self, peer: int, name: str, identity: bytes, seconds: float
+    ) -> tuple[int, bytes, _native.Rings] | None:
+        """Connect to a rank of this host; return the socket's descriptor and the shared memory."""
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(min(seconds, _HANDSHAKE_S))
+                connection.connect("\0" + name)
+                _, descriptors = _prove(connection, identity, self._key)
+                rings = _native.Rings(descriptors)
+                connection.sendall(_MAPPED)
+                return connection.detach(), b"", rings
+        except (OSError, RuntimeError) as error:
+            if peer not in self._dialing:  # else it may connect to this rank at the same time
+                _log_no_memory(self._rank, peer, error)
+            return None
 
     def run(self) -> None:
-        """Accept connections until all expected ranks are connected, or the time is over."""
+        """Accept connections until the port is closed."""
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
         try:
-            while self.missing and not self._cancelled and time.monotonic() < self._deadline:
-                for key, _ in self._selector.select(_RETRY_S):
+            while not self._closed:
+                for key, _ in self._selector.select(_RETRY_S if self._pending else None):
                     found = key.fileobj
                     assert isinstance(found, socket.socket)
                     if found in self._listeners:
@@ -436,6 +617,8 @@ class _Acceptor(threading.Thread):
             for connection in list(self._pending):
                 self._drop(connection)
             self._selector.close()
+            for listener in self._listeners:
+                listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -443,6 +626,8 @@ class _Acceptor(threading.Thread):
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left
+            if self._closed:
+                return
             if self._pending:
                 self._drop(next(iter(self._pending)))
             else:
@@ -481,25 +666,29 @@ class _Acceptor(threading.Thread):
         magic, identity, nonce, tag = struct.unpack(
             f"<{len(_MAGIC)}s{_IDENTITY.size}s{_NONCE_BYTES}s{_TAG_BYTES}s", newcomer.data
         )
-        peer, target, index = _IDENTITY.unpack(identity)
+        peer, target, index, incarnation = _IDENTITY.unpack(identity)
         expected = _tag(self._key, b"connect", newcomer.challenge, identity, nonce)
         known = magic == _MAGIC and hmac.compare_digest(tag, expected)
-        if not known or (target, index) != (self._rank, self._index) or peer not in self.missing:
-            log.warning(
-                "rank %d: a connection from %s on interface %s is refused: it %s",
-                *(self._rank, newcomer.address, self._link.name),
-                "is not expected" if known else "does not have this job's key",
-            )
+        others = peer != self._rank and peer < len(self._ranks.first)
+        if not known or (target, index) != (self._rank, self._index) or not others:
+            self._warn(newcomer.address, known)
             self._drop(connection)
             return
-        newcomer.peer = peer
+        # Both ranks may connect at the same time; then the higher one's connection is used.
+        with self._changed:
+            dialing = peer in self._dialing and self._rank > peer
+        again = self._incarnations.get(peer) == incarnation and self.nic.connected(peer)
+        if dialing or again:
+            self._drop(connection)
+            return
+        newcomer.peer, newcomer.incarnation = peer, incarnation
         reply = _tag(self._key, b"accept", newcomer.challenge, identity, nonce)
-        handshake = newcomer.challenge + identity + nonce
         try:
             if connection.family == socket.AF_UNIX:
                 newcomer.rings = _native.Rings()
                 socket.send_fds(connection, [reply], newcomer.rings.descriptors)
                 return  # the peer confirms that it has mapped the memory
+            handshake = newcomer.challenge + identity + nonce
             newcomer.keys = encryption.keys(
                 self._encrypted, connection, self._key, False, handshake
             )
@@ -515,8 +704,21 @@ class _Acceptor(threading.Thread):
     def _add(self, connection: socket.socket, newcomer: _Newcomer) -> None:
         self._selector.unregister(connection)
         del self._pending[connection]
-        self._link.nic.add(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings)
-        self.missing.discard(newcomer.peer)
+        self._incarnations[newcomer.peer] = newcomer.incarnation
+        self.nic.add(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings)
+        with self._changed:
+            self._missing.discard(newcomer.peer)
+            self._changed.notify_all()
+
+    def _warn(self, address: str, known: bool) -> None:
+        if address in self._warned or len(self._warned) == _MAX_STRANGERS:
+            return
+        self._warned.add(address)
+        log.warning(
+            "rank %d: connections from %s on interface %s are refused: %s",
+            *(self._rank, address, self.interface.name),
+            "they are not expected" if known else "they do not have this job's key",
+        )
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -538,3 +740,4 @@ class _Newcomer:
         self.peer = 0
         self.keys = b""
         self.rings: _native.Rings | None = None
+        self.incarnation = b""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport.failures import (
     MAX_WAIT_FACTOR,
-    FailureAttribution,
     WaitLog,
     finished_peer_text,
     has_finished,
@@ -24,7 +23,6 @@ from wingbeat.transport.failures import (
 from wingbeat.transport.link import (
     MAX_CHANNELS,
     ChannelLink,
-    LazyLink,
     Link,
     group_prefix,
     lowest_free,
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from wingbeat.transport.nccl import NcclGroup
 
 MAX_OPEN_GROUPS = 64
-"""Maximum open groups of a process. Each may use a thread and connections to its members."""
+"""Maximum open groups of a process."""
 
 MAX_REMEMBERED_EPOCHS = 4096
 """Maximum sets of ranks whose last epoch is stored; the least recently used is evicted first."""
@@ -100,8 +98,7 @@ class World:
             default); None without NCCL.
         nccl_devices: device types whose tensors use the NCCL group.
         channel: the channel of the links that this world uses.
-        make_links: creates the links of a group, given the timeout of the connection setup in
-            seconds; None without links.
+        make_links: creates the links of a group; None without links.
         group: the members, if this is the world of a group; else None. In a group, ``rank`` and
             ``size`` count its members, and `ranks` has their ranks in the job.
         group_store: returns a non-blocking connection to the store for groups; None: groups use
@@ -126,7 +123,7 @@ class World:
     make_nccl_group: Callable[[int | None], NcclGroup] | None = None
     nccl_devices: frozenset[str] = frozenset({"cuda"})
     channel: int = 0
-    make_links: Callable[[Group, float], tuple[Link, ...]] | None = None
+    make_links: Callable[[Group], tuple[Link, ...]] | None = None
     group: Group | None = None
     group_store: Callable[[], Store] | None = None
     threads: bool = False
@@ -163,10 +160,11 @@ class World:
     def open_group(self, group: Group, *, interface: int | None = None) -> World:
         """Create a world of the group's members. Only members call it, and it does not block.
 
-        The collectives of a group sum over its members. The first collective opens the group's own
-        connections. Collectives of different groups and of this world can run in any order relative
-        to each other. If a member fails, the group fails on all members. The others can then open
-        another group, with the same ranks in a later epoch or with other ranks.
+        The collectives of a group sum over its members, over the connections between them. The
+        first one restores connections that were lost. Collectives of different groups and of this
+        world can run in any order relative to each other. If a member fails, the group fails on all
+        members. The others can then open another group, with the same ranks in a later epoch or
+        with other ranks.
 
         Close the group after use, or open it in a ``with`` block. Closing this world also closes
         its groups.
@@ -194,7 +192,7 @@ class World:
         links: tuple[Link, ...] = ()
         if len(group.ranks) > 1:
             assert self.make_links is not None, "a world of several workers makes links"
-            links = self.make_links(group, self.timeout)[used]
+            links = self.make_links(group)[used]
         inner = World(
             group.ranks.index(self.rank),
             len(group.ranks),
@@ -213,12 +211,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            # Cancel a connection setup in progress.
-            for link in self.links:
-                if isinstance(link, LazyLink) and not link.connected:
-                    link.close()
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def open_channel(self) -> World:
@@ -380,21 +373,12 @@ class World:
         users, self._users = self._users, []
         for callback in users:
             callback()
-        self._abort_unconnected()
         if not self.channel:
             for link in self.links:
                 link.close()
         close, self._close = self._close, None
         if close is not None:
             close()
-
-    def _abort_unconnected(self) -> None:
-        """Abort a group that is closed before its members are connected."""
-        if self.group is not None and self._close is not None:
-            met = any(isinstance(link, LazyLink) and link.connected for link in self.links)
-            if self.links and not met:
-                rank, room = self.ranks[self.rank], group_prefix(self.group)
-                FailureAttribution(self.store, rank, self.ranks[-1] + 1, self.timeout, room).abort()
 
 
 _current: World | None = None

@@ -111,7 +111,7 @@ def fails_in_its_own_code(world: World, _: int) -> str:
         return ""
     with world.open_group(Group(ranks, 1)) as members:
         group = Collectives(members)
-        buffer = torch.ones(6)
+        buffer = torch.ones(6, dtype=torch.complex64)  # of a dtype that Python exchanges
         if world.rank == 3:
             buffer = _Poisoned(buffer)
         begin = time.monotonic()
@@ -128,7 +128,7 @@ def fails_often(world: World, times: int) -> str:
     for epoch in range(times if world.rank in ranks else 0):
         with world.open_group(Group(ranks, epoch)) as members:
             right(summed(members), ranks)
-            buffer = torch.ones(100_000)
+            buffer = torch.ones(100_000, dtype=torch.complex64)
             # Its peers have announced receives by then, and sent what is never taken.
             mine = _Poisoned(buffer) if world.rank == 3 else buffer
             error_of(Collectives(members).all_reduce(mine).wait)

@@ -16,17 +16,13 @@ from .crowd import AT_ONCE, Held, crowd, random_groups, take_part
 QUICK, ALL = 2_000, 20_000
 RANKS = 8
 WORKERS = 3
-"""Processes, where gloo carries the bytes."""
+"""Processes, connected over TCP."""
 
 GROWTH_MB = 6.0
 """What the allocator may take for itself. A World kept for each group would be 50 and more."""
 
 KEYS = 100
 """In the store, of groups that are meeting at that moment."""
-
-
-DEVICE_FILES = 4
-"""Of each device that gloo listens with; there are as many as groups were ever open at once."""
 
 
 def flat(before: Held, after: Held, ranks: int, files: int = 2) -> None:
@@ -53,7 +49,7 @@ def test_random_groups_of_threads(number: int) -> None:
         world.close()
 
 
-def on_gloo(number: int) -> tuple[Held, Held, int, float]:
+def over_tcp(number: int) -> tuple[Held, Held, int, float]:
     """What a process of the pool does: what it held, new keys in the store, seconds."""
     world = wingbeat.init(timeout=60)
     store = world.store._store  # type: ignore[attr-defined]
@@ -76,8 +72,8 @@ def on_gloo(number: int) -> tuple[Held, Held, int, float]:
     ],
 )
 def test_random_groups_of_processes(number: int, pool_of: Callable[[int], Pool]) -> None:
-    [first, *others] = pool_of(WORKERS).run(on_gloo, number, deadline=1100.0)
+    [first, *others] = pool_of(WORKERS).run(over_tcp, number, deadline=1100.0)
     for before, after, keys, seconds in (first, *others):
         print(f"{number} groups in {seconds:.0f} s: {before}, then {after}; {keys} new keys")
         assert keys <= KEYS
-        flat(before, after, AT_ONCE, DEVICE_FILES * AT_ONCE)
+        flat(before, after, AT_ONCE)

@@ -1,4 +1,4 @@
-"""The contract of groups, over threads of one process and over processes with gloo."""
+"""The contract of groups, over threads of one process and over processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FreshPool = Callable[..., Pool]
 PoolOf = Callable[[int], Pool]
 
 
-def on_gloo(name: str, interfaces: int) -> None:
+def over_tcp(name: str, interfaces: int) -> None:
     """What a process of the pool does."""
     world = wingbeat.init(timeout=20, interfaces=["lo"] * interfaces)
     try:
@@ -30,16 +30,16 @@ def on_gloo(name: str, interfaces: int) -> None:
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_a_case_over_gloo(name: str, pool_of: PoolOf) -> None:
-    pool_of(SIZE).run(on_gloo, name, 1)
+def test_a_case_over_tcp(name: str, pool_of: PoolOf) -> None:
+    pool_of(SIZE).run(over_tcp, name, 1)
 
 
 @pytest.mark.parametrize(
     "name",
     ["every_operation_on_every_topology", "overlapping_groups_in_another_order_on_every_rank"],
 )
-def test_a_case_over_two_links_of_gloo(name: str, pool_of: PoolOf) -> None:
-    pool_of(SIZE).run(on_gloo, name, 2)
+def test_a_case_over_two_links_of_tcp(name: str, pool_of: PoolOf) -> None:
+    pool_of(SIZE).run(over_tcp, name, 2)
 
 
 @pytest.mark.parametrize("interfaces", [1, 2])
@@ -54,7 +54,7 @@ def test_a_case_over_loopback(name: str, interfaces: int) -> None:
 # -- failures ---------------------------------------------------------------------------------
 
 
-def failing_on_gloo(name: str, what: Any) -> str:
+def failing_over_tcp(name: str, what: Any) -> str:
     world = wingbeat.init(timeout=20)
     try:
         text: str = getattr(failures, name)(world, failures.kill if what is None else what)
@@ -83,7 +83,7 @@ DEATHS = ["dies_in_the_middle", "dies_before_it_comes"]
 
 @pytest.mark.parametrize("name", DEATHS)
 def test_a_killed_member_fails_its_groups_alone(name: str, fresh_pool: FreshPool) -> None:
-    outcomes = fresh_pool(SIZE).outcomes(failing_on_gloo, name, None, grace=40.0)
+    outcomes = fresh_pool(SIZE).outcomes(failing_over_tcp, name, None, grace=40.0)
     assert outcomes[failures.VICTIM].kind == "died", outcomes[failures.VICTIM]
     for outcome in outcomes[1:]:
         assert outcome.kind == "ok", f"{outcome.error}\n{outcome.detail}"
@@ -103,8 +103,8 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "what"), OTHERS)
-def test_other_failures_over_gloo(name: str, what: int, fresh_pool: FreshPool) -> None:
-    fresh_pool(SIZE).run(failing_on_gloo, name, what)
+def test_other_failures_over_tcp(name: str, what: int, fresh_pool: FreshPool) -> None:
+    fresh_pool(SIZE).run(failing_over_tcp, name, what)
 
 
 @pytest.mark.parametrize(("name", "what"), OTHERS)

@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from helpers import late, tcp
-from wingbeat.transport.gloo import GlooLink
-from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import BITS_BELOW, ChannelLink, Link, Pending
 from wingbeat.transport.loopback import LoopbackLink, Switchboard
+from wingbeat.transport.tcp import GroupLink
+from wingbeat.types import Group
 
 NAME = "lo"
 RANKS = 3
@@ -27,12 +26,6 @@ PATIENCE = 20.0
 """Seconds: nothing that works takes as long."""
 
 Ends = list[Link]
-
-
-def gloo() -> Ends:
-    store, lo = dist.HashStore(), Interface(NAME, "127.0.0.1", "127.0.0.0/8")
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(lambda rank: GlooLink(store, rank, RANKS, lo, 100.0), range(RANKS)))
 
 
 def loopback() -> Ends:
@@ -53,11 +46,18 @@ def in_shared_memory() -> Ends:
     return [links[0] for links in tcp.links(RANKS)]
 
 
+def of_a_group() -> Ends:
+    """Of the ranks 1 to 3 of four."""
+    made = tcp.links(RANKS + 1)
+    group = Group(range(1, RANKS + 1), 5)
+    return [GroupLink(links[0], group) for links in made[1:]]
+
+
 LINKS: dict[str, Callable[[], Ends]] = {
     "loopback": loopback,
     "late": late_loopback,
-    "gloo": gloo,
     "tcp": over_tcp,
+    "group": of_a_group,
     "shared memory": in_shared_memory,
 }
 

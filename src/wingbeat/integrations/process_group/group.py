@@ -50,7 +50,10 @@ from wingbeat.types import Span
 NAME = "wingbeat"
 
 _DOUBLING_BYTES = 80 << 10
-"""Size below which latency matters more than bandwidth."""
+"""Size below which latency matters more than bandwidth: fewer rounds than a ring's. A buffer that
+is summed in one round takes less time than by doubling: 0.8 to 0.9 of it with 2 to 8 ranks on
+loopback, 1 to 4 KB.
+"""
 
 _KEPT_WORKS = 256
 """Small all-reduces kept after completion. DDP's ``join`` keeps the C++ half of one from a forward
@@ -489,7 +492,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
             return work
         before = list(self._unsettled)
         flag = torch.zeros(1, dtype=torch.uint8)
-        handle = self._doubling.all_reduce(flag) if self.size() > 1 else None
+        handle = self._collectives(flag).all_reduce(flag) if self.size() > 1 else None
         met = self._work("barrier", handle, [], None, opts)
         return self._work("barrier", Several([*before, met]), [], None, opts) if before else met
 
@@ -563,7 +566,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         if not self._shared:
             world = self._connections.world
             for link in world.links:
-                link.abort_waits((world.rank + 1) % world.size)
+                link.abort_waits()
                 link.close()
         self._others.call("abort")
 
@@ -597,7 +600,8 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         return Work(operation, result, finish, seconds, where, unsettled)
 
     def _collectives(self, buffer: torch.Tensor) -> Collectives:
-        return self._doubling if buffer.nbytes < _DOUBLING_BYTES else self._ring
+        small = buffer.nbytes < _DOUBLING_BYTES and not self._ring.sums_in_one_round(buffer)
+        return self._doubling if small else self._ring
 
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
         rows = flat.new_empty(self.size(), flat.numel())
