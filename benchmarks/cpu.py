@@ -6,7 +6,8 @@
 
 Each lab is one ``wingbeat bench`` of a paced model, whose computation sleeps. A row's CPU time is
 that of its worker processes, all their threads, by the kernel's accounting, less that of the row
-``single``, which computes and updates alike and exchanges nothing. Unlike in other benches links
+``single``, which computes and updates alike and exchanges nothing. What ranks of a host exchange in
+shared memory is not sent. Unlike in other benches links
 have the rate that a lab names, whatever the model's scale. The table has CPU milliseconds of an
 iteration's exchange, CPU seconds for each gigabyte of gradients, and for each that a worker sends.
 
@@ -84,7 +85,7 @@ def figures(run: Run, single: Run, gradients: float) -> dict[str, Any]:
     return {
         "cpu_s": took - alone,
         "cpu_s_per_gb_of_gradients": (took - alone) / gradients,
-        "cpu_s_per_gb_sent": (took - alone) / sent if sent else None,
+        "cpu_s_per_gb_sent": (took - alone) / sent if sent > gradients / 100 else None,
         "gb_sent": sent,
         "iteration_s": dataclasses.asdict(run.iteration_s),
         "ddp": contenders.parse(run.strategy).ddp,

@@ -374,25 +374,15 @@ def attacked(home: Path, args: argparse.Namespace) -> tuple[Case, str]:
 
 
 def visit(card: dict[str, Any]) -> int:
-    """Connect with unknown keys, and send garbage; return how often."""
-    import zmq
-
-    context: zmq.Context[Any] = zmq.Context()
+    """Connect without the key, and send garbage; return how often."""
     chance, sent = random.Random(0), 0
-    for endpoint in card["listens"][0]:
-        address, _, port = endpoint.removeprefix("tcp://").partition(":")
+    for port in card["ports"][0]:
         for _ in range(STRANGERS):
-            one = context.socket(zmq.DEALER)
-            one.curve_publickey, one.curve_secretkey = zmq.curve_keypair()
-            one.curve_serverkey = card["key"].encode()
-            one.reconnect_ivl = -1
-            one.connect(endpoint)
-            with socket.create_connection((address, int(port)), timeout=5) as raw:
-                raw.sendall(chance.randbytes(200))
+            for begin in (b"wingbeat", b""):
+                with socket.create_connection((card["uses"][0], port), timeout=5) as stranger:
+                    stranger.sendall(begin + chance.randbytes(200))
+                sent += 1
             time.sleep(0.02)
-            one.close(linger=0)
-            sent += 2
-    context.term()
     return sent
 
 

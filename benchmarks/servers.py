@@ -94,7 +94,7 @@ def sink(text: str) -> None:
                 waiting.append(message)
                 if len(waiting) == config.workers:
                     for each in pulls.pop(message.ids[1]):
-                        urgency = each.route.urgency
+                        urgency = each.urgency
                         box.post(each.peer, Kind.SUM, bytes(SMALL), ids=each.ids, urgency=urgency)
             message = box.poll()
     box.close()

@@ -1,4 +1,4 @@
-// Headers and flows as Python sees them; see src/flow.h.
+// Messages as Python sees them; see src/carrier.h.
 #pragma once
 
 #include <nanobind/nanobind.h>

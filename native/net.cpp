@@ -18,6 +18,7 @@
 #include "net/coding.h"
 #include "net/lane.h"
 #include "net/nic.h"
+#include "net/ring.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -124,6 +125,13 @@ std::vector<Transfer> transfers(nb::handle from) {
 }
 
 void bind_nic(nb::module_& module) {
+  nb::class_<Rings>(module, "Rings", "Memory that this process shares with one of the same host.")
+      .def(nb::new_([] { return std::make_shared<Rings>(); }))
+      .def(nb::new_([](const std::vector<int>& descriptors) {
+        return std::make_shared<Rings>(descriptors);
+      }))
+      .def_prop_ro("descriptors", &Rings::descriptors)
+      .def_prop_ro_static("DESCRIPTORS", [](nb::handle) { return rings_descriptors; });
   nb::class_<Message>(module, "Message", "A message that is being sent or received.")
       .def("wait", &Message::wait);
   nb::class_<Nic>(module, "Nic",
@@ -133,7 +141,14 @@ void bind_nic(nb::module_& module) {
         made->start();
         return made;
       }))
-      .def("add", &Nic::add, "Takes over the descriptor of a connected socket to a peer.")
+      .def("add",
+           [](Nic& self, int peer, int fd, std::shared_ptr<Rings> rings) {
+             if (rings == nullptr) return self.add(peer, std::make_unique<Stream>(fd));
+             self.add(peer, std::make_unique<RingStream>(fd, std::move(rings)));
+           },
+           "peer"_a, "fd"_a, "rings"_a.none() = nb::none(),
+           "Takes over the descriptor of a connected socket to a peer, and the memory shared "
+           "with it.")
       .def("send",
            [](const std::shared_ptr<Nic>& self, nb::object memory, std::uintptr_t address,
               std::uint64_t bytes, int peer, std::uint16_t channel, std::uint32_t tag) {

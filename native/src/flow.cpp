@@ -5,19 +5,17 @@
 
 namespace wingbeat::messages {
 
-Flow::Flow(const Ends& ends, std::uint64_t window, double silence)
-    : ends_(ends), window_(window), much_(std::min(tell_bytes, window / 8)), silence_(silence) {}
+Flow::Flow(const Ends& ends, std::uint64_t window, double silence,
+           std::vector<PostedPtr>& released)
+    : ends_(ends),
+      window_(window),
+      much_(std::min(tell_bytes, window / 8)),
+      silence_(silence),
+      released_(released) {}
 
 bool Flow::only_leave() const {
   return std::all_of(held_.begin(), held_.end(),
                      [](const auto& each) { return each->header.type == Type::leave; });
-}
-
-bool Flow::holds(const Posted& message) const {
-  if (held_.empty()) return false;
-  const std::uint64_t first = held_.front()->header.sequence;
-  const std::uint64_t place = message.header.sequence - first;  // wraps, and is then too large
-  return place < held_.size() && held_[place].get() == &message;
 }
 
 bool Flow::names(const Header& header) const {
@@ -25,7 +23,14 @@ bool Flow::names(const Header& header) const {
          header.receiver == ends_.own;
 }
 
-void Flow::post(std::shared_ptr<Posted> message, double now) {
+void Flow::abandon() {
+  for (PostedPtr& each : held_) released_.push_back(std::move(each));
+  held_.clear();
+  out_.under_way = 0;
+  out_.under_way_bytes = 0;
+}
+
+void Flow::post(PostedPtr message, double now) {
   if (held_.empty()) out_.waiting_since = now;
   message->header.sequence = ++out_.last;
   out_.posted_bytes += message->size;
@@ -91,9 +96,9 @@ bool Flow::tell(double now) {
 Frame Flow::next(double now) {
   if (!up) return {};
   if (answers_.empty() && may_send()) {
-    Posted& message = *held_[out_.under_way];
-    address(message.header);
-    return {&message.header, &message};
+    const PostedPtr& message = held_[out_.under_way];
+    address(message->header);
+    return {&message->header, message};
   }
   if (answers_.empty() && into_.tell_at > now) return {};
   const Answer answer = answers_.empty() ? Answer{Type::acknowledge, 0} : answers_.front();
@@ -199,14 +204,14 @@ void Flow::hear(const Header& header, double now) {
   out_.taken_bytes = std::max(out_.taken_bytes, header.taken);
   if (held_.empty() || held_.front()->header.sequence > header.arrived) return;
   while (!held_.empty() && held_.front()->header.sequence <= header.arrived) {
-    // The flow is as it is to be before anything is let go of, which may run any code.
-    const std::shared_ptr<Posted> message = std::move(held_.front());
+    PostedPtr message = std::move(held_.front());
     held_.pop_front();
     if (out_.under_way > 0) {  // otherwise it was to be sent once more
       --out_.under_way;
       out_.under_way_bytes -= message->size;
     }
-    message->arrive();
+    message->arrived.store(true, std::memory_order_release);
+    released_.push_back(std::move(message));
   }
   out_.waiting_since = now;
   out_.ask_after = ask_after_first;

@@ -8,11 +8,13 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "header.h"
 
@@ -35,20 +37,22 @@ inline constexpr double ask_after_first = 0.2, ask_after_latest = 2.0;
 // How long what was sent again is not sent yet again: an answer needs time.
 inline constexpr double resend_after = 0.05;
 
-// A message that was posted; what it refers to must not change until it has arrived.
+// A message that was posted; its payload must not change until it has arrived.
 struct Posted {
-  explicit Posted(Header of) : header(std::move(of)), size(header.frame_bytes()) {}
+  Posted(Header of, const std::uint8_t* from)
+      : header(std::move(of)), payload(from), size(header.frame_bytes()) {}
   Posted(const Posted&) = delete;
   Posted& operator=(const Posted&) = delete;
   virtual ~Posted() = default;
 
-  // Lets go of what it refers to.
-  virtual void arrive() { arrived = true; }
-
   Header header;
+  const std::uint8_t* payload;
   std::uint64_t size;
-  bool arrived = false;
+  std::atomic<bool> arrived = false;  // any thread reads it
+  int queued = 0;                     // times that a carrier still has to send it
 };
+
+using PostedPtr = std::shared_ptr<Posted>;
 
 // Who speaks with whom: numbers in the job, and the random numbers that both drew at their start.
 struct Ends {
@@ -61,12 +65,13 @@ struct Ends {
 // What is to be sent next: its header, and the message if it is one. Both are the flow's.
 struct Frame {
   const Header* header = nullptr;
-  const Posted* message = nullptr;
+  PostedPtr message;
 };
 
 class Flow {
  public:
-  Flow(const Ends& ends, std::uint64_t window, double silence);
+  // Messages that have arrived are moved to `released`: the owner of their payloads lets go of them.
+  Flow(const Ends& ends, std::uint64_t window, double silence, std::vector<PostedPtr>& released);
 
   // Whether the peer has been heard; whether frames can be handed over now; what came twice.
   bool met = false;
@@ -80,7 +85,6 @@ class Flow {
   std::size_t unarrived() const { return held_.size(); }
   bool empty() const { return held_.empty(); }
   bool only_leave() const;
-  bool holds(const Posted& message) const;
   // How many messages of the peer's have arrived; whether the last word was among them.
   std::uint64_t arrived() const { return into_.arrived; }
   bool ended() const { return into_.ended; }
@@ -90,8 +94,11 @@ class Flow {
   // Whether a header names these two ends.
   bool names(const Header& header) const;
 
+  // Releases all messages, arrived or not.
+  void abandon();
+
   // Queues a message; the caller has looked whether there is room.
-  void post(std::shared_ptr<Posted> message, double now);
+  void post(PostedPtr message, double now);
 
   // Introduces this end to the peer, at first and after the connection was made anew.
   void hello(double now);
@@ -180,7 +187,8 @@ class Flow {
   double heard_ = -never;
   Sending out_;
   Receiving into_;
-  std::deque<std::shared_ptr<Posted>> held_;
+  std::vector<PostedPtr>& released_;
+  std::deque<PostedPtr> held_;
   std::deque<Answer> answers_;  // one of each type at most
   Header answer_;
 };

@@ -59,6 +59,8 @@ std::uint32_t crc32(const std::uint8_t* data, std::size_t nbytes, std::uint32_t 
   return ~rest;
 }
 
+std::size_t spans_of(const std::uint8_t* data) { return data[at_spans]; }
+
 void write_header(const Header& header, std::uint8_t* out) {
   std::copy(magic.begin(), magic.end(), out);
   out[at_version] = version;

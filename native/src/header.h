@@ -50,6 +50,9 @@ struct Header {
   bool operator==(const Header&) const = default;
 };
 
+// The number of ranges that follow the fixed part of a header, as its bytes say.
+std::size_t spans_of(const std::uint8_t* data);
+
 // Writes size() bytes.
 void write_header(const Header& header, std::uint8_t* out);
 

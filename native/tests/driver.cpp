@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "carriers.h"
+#include "ciphers.h"
 #include "frames.h"
 #include "halves.h"
 #include "inputs.h"
@@ -20,6 +22,7 @@
 #include "merges.h"
 #include "naive.h"
 #include "nets.h"
+#include "rings.h"
 #include "sketch.h"
 #include "topk.h"
 
@@ -392,7 +395,11 @@ int main() {
   check_numbered("flow of seed ", 300, naive::wrong_flow);
   current = "net";
   try {
+    checks += ciphers::check();
+    checks += rings::check();
     checks += nets::check();
+    current = "carriers";
+    checks += carriers::check();
   } catch (const std::exception& error) {
     expect(false, error.what());
   }

@@ -15,6 +15,7 @@
 #include "net/coding.h"
 #include "net/lane.h"
 #include "net/nic.h"
+#include "net/ring.h"
 
 namespace nets {
 
@@ -29,8 +30,13 @@ void expect(bool holds, const std::string& what) {
   if (!holds) throw std::runtime_error(what);
 }
 
+std::unique_ptr<Stream> stream(int fd, const std::shared_ptr<Rings>& rings) {
+  if (rings == nullptr) return std::make_unique<Stream>(fd);
+  return std::make_unique<RingStream>(fd, rings);
+}
+
 struct Cluster {
-  explicit Cluster(int size) {
+  explicit Cluster(int size, bool shared_memory = false) {
     for (int i = 0; i < size; ++i) {
       nics.push_back(std::make_shared<Nic>("lo"));
       nics.back()->start();
@@ -39,8 +45,16 @@ struct Cluster {
       for (int j = 0; j < i; ++j) {
         int ends[2];
         if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
-        nics[static_cast<std::size_t>(i)]->add(j, ends[0]);
-        nics[static_cast<std::size_t>(j)]->add(i, ends[1]);
+        std::shared_ptr<Rings> rings;
+        std::shared_ptr<Rings> theirs;
+        if (shared_memory) {
+          rings = std::make_shared<Rings>();
+          std::vector<int> copies;
+          for (const int each : rings->descriptors()) copies.push_back(::dup(each));
+          theirs = std::make_shared<Rings>(copies);
+        }
+        nics[static_cast<std::size_t>(i)]->add(j, stream(ends[0], rings));
+        nics[static_cast<std::size_t>(j)]->add(i, stream(ends[1], theirs));
       }
     }
     for (int i = 0; i < size; ++i) {
@@ -106,9 +120,9 @@ std::shared_ptr<Task> submit(Cluster& cluster, int rank, std::vector<float>& buf
   return task;
 }
 
-void check_sums() {
+void check_sums(bool shared_memory) {
   for (const int size : {2, 3, 4}) {
-    Cluster cluster(size);
+    Cluster cluster(size, shared_memory);
     std::uint64_t number = 1;
     for (const std::size_t n : {0U, 1U, 5U, 1000U, 100'003U, 3'000'000U}) {
       for (const auto& packing : {std::shared_ptr<const Packing>(),
@@ -146,10 +160,41 @@ void check_sums() {
   }
 }
 
+// Elements that a frame of another dtype has moved off their alignment.
+void check_odd_places(bool shared_memory) {
+  Cluster cluster(2, shared_memory);
+  std::uint64_t number = 0;
+  for (const std::size_t n : {1U, 100'001U, 1'000'003U}) {
+    std::vector<std::vector<std::uint8_t>> bytes(2, std::vector<std::uint8_t>(n, 3));
+    std::vector<std::vector<double>> doubles(2, std::vector<double>(n, 0.5));
+    std::vector<std::shared_ptr<Task>> tasks;
+    for (const Dtype dtype : {Dtype::uint8, Dtype::float64}) {
+      ++number;
+      for (std::size_t rank = 0; rank < 2; ++rank) {
+        auto task = std::make_shared<Task>();
+        task->program = ring(static_cast<int>(rank), 2, n);
+        task->buffer = bytes[rank].data();
+        if (dtype == Dtype::float64) {
+          task->buffer = reinterpret_cast<std::uint8_t*>(doubles[rank].data());
+        }
+        task->dtype = dtype;
+        task->number = number;
+        task->base_tag = static_cast<std::uint32_t>(number) << 8;
+        cluster.lanes[rank]->submit(task);
+        tasks.push_back(task);
+      }
+    }
+    for (const auto& task : tasks) expect(task->wait(20.0, true), "a collective ends");
+    expect(bytes[0] == std::vector<std::uint8_t>(n, 6) && bytes[1] == bytes[0], "bytes are added");
+    expect(doubles[0] == std::vector<double>(n, 1.0) && doubles[1] == doubles[0],
+           "doubles are added");
+  }
+}
+
 // Tasks from two threads at once, and a peer that closes in the middle.
-void check_failures() {
+void check_failures(bool shared_memory) {
   for (int round = 0; round < 10; ++round) {
-    Cluster cluster(3);
+    Cluster cluster(3, shared_memory);
     std::vector<std::vector<float>> buffers(2, std::vector<float>(2'000'000, 1.0F));
     std::vector<std::shared_ptr<Task>> tasks(2);
     std::vector<std::thread> threads;
@@ -162,9 +207,10 @@ void check_failures() {
     std::this_thread::sleep_for(std::chrono::milliseconds(round));
     cluster.nics[2]->fail("gone");
     for (auto& each : threads) each.join();
-    for (const auto& task : tasks) {
-      expect(task->wait(20.0, true), "a failed collective ends");
-      expect(task->failed(), "a collective without its peer fails");
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      expect(tasks[rank]->wait(20.0, true), "a failed collective ends");
+      expect(tasks[rank]->failed(), "a collective without its peer fails");
+      cluster.nics[rank]->fail("lost");  // the next one may wait for this one only
     }
     buffers.clear();  // nothing may access them any more
   }
@@ -291,7 +337,7 @@ void check_wait_for_another_interface() {
     for (auto* nics : {&own, &other}) {
       nics->push_back(std::make_shared<Nic>("lo"));
       nics->back()->start();
-      nics->back()->add(0, ends[nics == &own ? 0 : 1]);
+      nics->back()->add(0, std::make_unique<Stream>(ends[nics == &own ? 0 : 1]));
     }
   }
   const auto lane =
@@ -333,8 +379,8 @@ void check_wait_for_another_interface() {
 }
 
 // Many threads wait for collectives of one interface at once, and take its work from each other.
-void check_waiting_threads() {
-  Cluster cluster(2);
+void check_waiting_threads(bool shared_memory) {
+  Cluster cluster(2, shared_memory);
   std::vector<std::vector<std::vector<float>>> buffers(
       2, std::vector<std::vector<float>>(200, std::vector<float>(256, 1.0F)));
   std::atomic<long> ended = 0;
@@ -368,7 +414,7 @@ void check_random_bytes() {
     if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
     const auto nic = std::make_shared<Nic>("lo");
     nic->start();
-    nic->add(0, ends[0]);
+    nic->add(0, std::make_unique<Stream>(ends[0]));
     std::vector<std::uint8_t> bytes;
     for (int frame = 0; frame < 20; ++frame) {
       std::uint8_t header[frame_header_bytes];
@@ -417,13 +463,16 @@ void check_random_bytes() {
 }  // namespace
 
 long check() {
-  check_sums();
-  check_failures();
+  for (const bool shared_memory : {false, true}) {
+    check_sums(shared_memory);
+    check_odd_places(shared_memory);
+    check_failures(shared_memory);
+    check_waiting_threads(shared_memory);
+  }
   check_encoded();
   check_failures_while_encoding();
   check_malformed();
   check_wait_for_another_interface();
-  check_waiting_threads();
   check_random_bytes();
   return checks;
 }

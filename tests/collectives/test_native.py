@@ -35,17 +35,20 @@ SIZES = ((2, 1), (3, 1), (4, 1), (4, 2))
 """Ranks and interfaces."""
 
 
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[dict[tuple[int, int], list[World]]]:
-    made = {(size, nics): tcp.worlds(size, interfaces=nics) for size, nics in SIZES}
+@pytest.fixture(scope="module", params=[False, True], ids=["tcp", "shared memory"])
+def clusters(request: pytest.FixtureRequest) -> Iterator[dict[tuple[int, int], list[World]]]:
+    made = {
+        (size, nics): tcp.worlds(size, interfaces=nics, shared_memory=request.param)
+        for size, nics in SIZES
+    }
     yield made
     for members in made.values():
         tcp.close(members)
 
 
-@pytest.fixture
-def pair() -> Iterator[list[World]]:
-    members = tcp.worlds(2)
+@pytest.fixture(params=[False, True], ids=["tcp", "shared memory"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[World]]:
+    members = tcp.worlds(2, shared_memory=request.param)
     yield members
     tcp.close(members)
 

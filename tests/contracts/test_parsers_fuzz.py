@@ -166,7 +166,7 @@ LIKE = json.dumps(
      "forward_share": 0.3}
 )  # fmt: skip
 HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
-CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "", (("tcp://10.0.0.1:99",),), 1 << 20, 1 << 20)
+CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "3", True, ((99,),), 1 << 20, 1 << 20)
 VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
 VIEW = View((0, 1, 2))
 FRAMES = tuple(

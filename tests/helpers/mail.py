@@ -1,10 +1,10 @@
-"""Endpoints on a loopback network in virtual time: no thread, no wait, everything from a seed."""
+"""Endpoints on a lossy network in virtual time: no thread, no wait, everything from a seed."""
 
 from __future__ import annotations
 
-from helpers.lossy_network import Faults, LoopbackCarrier, Network
-from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
-from wingbeat.transport.messages.frames import Posted, Type
+from helpers.lossy_network import Faults, Network
+from wingbeat._native import Endpoint
+from wingbeat.transport.messages.frames import DTYPES, Limits, Message, Posted
 
 
 class Clock:
@@ -15,12 +15,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def message(kind: int, payload: bytes = b"", **fields: object) -> Posted:
-    """A message as `Mailbox.post` makes it."""
-    ids = fields.get("ids", (0, 0, 0, 0))
-    return Posted(Type.DATA, kind, ids, 0, (), payload)
 
 
 class Play:
@@ -36,23 +30,39 @@ class Play:
     ) -> None:
         self.clock = Clock()
         self.network = Network(faults, seed, self.clock)
-        self.carriers: list[LoopbackCarrier] = [self.network.carrier(n) for n in range(size)]
-        sessions = {n: 1000 + n for n in range(size)}
-        self.ends = [
-            Endpoint(Membership(n, sessions[n], sessions), limits or Limits()) for n in range(size)
-        ]
+        limits = limits or Limits()
+        self.ends = [Endpoint(n, 1000 + n, limits.window, limits.silence) for n in range(size)]
         for n, end in enumerate(self.ends):
             for peer in range(size):
                 for urgency in range(classes):
                     if peer != n:
-                        place = self.carriers[n].connect(peer, 0, urgency, theirs=0)
-                        end.add(Route(peer, 0, urgency), place, 0.0)
+                        end.add(peer, 0, urgency, 1000 + peer)
+                        end.connected(peer, 0, urgency, n < peer, 0.0)
 
-    def post(self, source: int, target: int, posted: Posted, urgency: int = 0) -> Posted:
-        """Post a message, whether the window has room or not."""
-        send = self.carriers[source].send
-        self.ends[source].post(Route(target, 0, urgency), posted, send, self.clock.now)
+    def post(
+        self,
+        source: int,
+        target: int,
+        kind: int,
+        payload: bytes = b"",
+        urgency: int = 0,
+        ids: tuple[int, int, int, int] = (0, 0, 0, 0),
+        dtype: str = "",
+    ) -> Posted:
+        """Post a message, for which the window has room."""
+        posted = self.ends[source].post(
+            *(target, 0, urgency), kind, payload, ids, DTYPES.index(dtype), self.clock.now
+        )
+        assert posted is not None, "the window has no room"
+        self.send(source)
         return posted
+
+    def send(self, number: int) -> None:
+        """Send the frames of a process that are due."""
+        end = self.ends[number]
+        for peer, interface, urgency in end.take_busy():
+            while (frame := end.next(peer, interface, urgency, self.clock.now)) is not None:
+                self.network.send(number, peer, urgency, frame)
 
     def take(self, number: int) -> list[Message]:
         """Take every message that has arrived at a process."""
@@ -63,20 +73,23 @@ class Play:
 
     def step(self) -> bool:
         """Send and receive all that can be now, then go to when more happens; False if never."""
-        for end, carrier in zip(self.ends, self.carriers, strict=True):
-            self._exchange(end, carrier)
+        self.exchange()
         if any(end.busy for end in self.ends):
             return True
         arrives = self.network.next_at()
-        times = [end.due() for end in self.ends] + ([] if arrives is None else [arrives])
-        soonest = min(times)
+        soonest = min([end.due for end in self.ends] + ([] if arrives is None else [arrives]))
         if soonest == float("inf"):
             return False
         self.clock.now = max(self.clock.now, soonest)
         return True
 
-    def _exchange(self, end: Endpoint, carrier: LoopbackCarrier) -> None:
-        while (arrival := carrier.receive(0.0)) is not None:
-            end.accept(arrival, self.clock.now)
-        end.tick(self.clock.now)
-        end.flush(carrier.send, self.clock.now)
+    def exchange(self) -> None:
+        """Receive what has arrived, and send what is due."""
+        now = self.clock.now
+        for each in self.network.arrived():
+            self.ends[each.target].accept(
+                *(each.source, 0, each.urgency), each.header, each.payload, now
+            )
+        for number, end in enumerate(self.ends):
+            end.tick(now)
+            self.send(number)

@@ -254,6 +254,6 @@ class FakeMailbox:
                 kind=kind,
                 ids=ids,
                 payload=memoryview(bytes(payload)),
-                route=SimpleNamespace(interface=interface or 0),
+                interface=interface or 0,
             )
         )

@@ -17,8 +17,6 @@ from wingbeat.methods.parameter_server.protocol import Ids, Kind, Order, pack_ro
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.methods.parameter_server.slicing import Slice, partition_buckets
 from wingbeat.transport.messages import frames
-from wingbeat.transport.messages.endpoint import Route
-from wingbeat.transport.messages.frames import compose
 
 Activity = Generator[Callable[[], bool], None, None]
 """What a worker does: it says after each thing when it can go on."""
@@ -217,7 +215,7 @@ class VirtualMailbox:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        return self._end.lost
+        return dict.fromkeys(self._end.lost, "is lost")
 
     def unconnected(self) -> Mapping[int, float]:
         return self._end.unconnected(self._play.clock.now)
@@ -229,7 +227,7 @@ class VirtualMailbox:
         return (0,)
 
     def room(self, peer: int, *, urgency: int, interface: int = 0) -> int:
-        return self._end.flows[Route(peer, interface, urgency)].room
+        return self._end.room(peer, interface, urgency)
 
     def post(
         self,
@@ -244,8 +242,9 @@ class VirtualMailbox:
         interface: int = 0,
     ) -> Any:
         assert not interface
-        message = compose(kind, payload, ids, dtype, (), most=LARGEST)
-        return self._play.post(self._number, peer, message, urgency)
+        contents = bytes(memoryview(payload).cast("B")) if len(payload) else b""
+        assert len(contents) <= LARGEST
+        return self._play.post(self._number, peer, kind, contents, urgency, tuple(ids), dtype)
 
     def poll(self, *, keep: bool = False) -> Any:
         return self._end.take(self._play.clock.now, keep=keep)

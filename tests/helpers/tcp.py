@@ -1,4 +1,4 @@
-"""Worlds over TCP whose ranks are threads of this process."""
+"""Worlds over TCP or shared memory whose ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -32,25 +32,35 @@ def exchanges(size: int) -> list[Callable[[str, Any], list[Any]]]:
 
 
 def links(
-    size: int, *, interfaces: int = 1, keys: list[bytes | None] | None = None, timeout: float = 20.0
+    size: int,
+    *,
+    interfaces: int = 1,
+    keys: list[bytes | None] | None = None,
+    timeout: float = 20.0,
+    shared_memory: bool = True,
 ) -> list[tuple[tcp.TcpLink, ...]]:
     """Connect ``size`` ranks over loopback, and return the links of each."""
     found = exchanges(size)
     used = keys or [None] * size
 
     def connect(rank: int) -> tuple[tcp.TcpLink, ...]:
-        return tcp.connect(rank, size, [LO] * interfaces, found[rank], used[rank], timeout)
+        return tcp.connect(
+            *(rank, size, [LO] * interfaces, found[rank], used[rank], timeout),
+            shared_memory=shared_memory,
+        )
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(connect, range(size)))
 
 
-def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[World]:
+def worlds(
+    size: int, *, interfaces: int = 1, timeout: float = 20.0, shared_memory: bool = True
+) -> list[World]:
     """Return the worlds of ``size`` connected ranks. Close them all at the same time."""
     store = Switchboard()
     return [
         World(rank, size, mine, (1.0,) * interfaces, timeout, store, threads=True)
-        for rank, mine in enumerate(links(size, interfaces=interfaces))
+        for rank, mine in enumerate(links(size, interfaces=interfaces, shared_memory=shared_memory))
     ]
 
 

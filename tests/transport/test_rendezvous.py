@@ -455,8 +455,8 @@ def ends_at_once_but_rank_0_connects_slowly() -> None:
     """Rank 0 is told of its connections late; then the others may not have left."""
     real = rendezvous.tcp.connect
 
-    def slow(rank: int, *args: Any) -> Any:
-        links = real(rank, *args)
+    def slow(rank: int, *args: Any, **options: Any) -> Any:
+        links = real(rank, *args, **options)
         if rank == 0:
             time.sleep(0.3)
             dist.distributed_c10d._get_default_store().set("rank 0 is connected", "")

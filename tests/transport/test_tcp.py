@@ -10,8 +10,9 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from helpers import tcp as ranks
 from wingbeat.errors import RendezvousError
 from wingbeat.transport import tcp
 from wingbeat.transport.tcp import TcpLink
+
+BOTH = pytest.mark.parametrize("shared_memory", [False, True], ids=["tcp", "shared memory"])
 
 HEADER = struct.Struct("<IBBHIIQQQI")
 MAGIC = 0x74424E57
@@ -123,8 +126,11 @@ def test_peer_that_exceeds_its_window_is_cut_off(peer: Peer) -> None:
     assert "exceeds its window" in peer.failure()
 
 
-def test_message_behind_a_larger_one_than_the_window_can_be_received_first() -> None:
-    made = ranks.links(2)
+@BOTH
+def test_message_behind_a_larger_one_than_the_window_can_be_received_first(
+    shared_memory: bool,
+) -> None:
+    made = ranks.links(2, shared_memory=shared_memory)
     large, small = torch.randn(4_000_000), torch.ones(3)
     sent = [made[0][0].send(large, 1, 0), made[0][0].send(small, 1, 1)]
     first, second = torch.zeros(3), torch.zeros(4_000_000)
@@ -173,42 +179,60 @@ def test_rank_with_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> N
     assert "does not have this job's key" in caplog.text
 
 
-def test_strangers_neither_connect_nor_delay_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold connections, send garbage, or send a correct answer with a wrong tag."""
-    ports: list[int] = []
-    listen = tcp._listen
+def bother(stranger: socket.socket, number: int) -> socket.socket:
+    """Hold a connection, send garbage, or send a correct answer with a wrong tag."""
+    if number % 3:
+        stranger.send(b"\0" * (tcp._ANSWER_BYTES if number % 3 == 1 else 5))
+    return stranger
+
+
+def dial(address: Any) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_connection(address, 20.0)
+    made = socket.socket(socket.AF_UNIX)
+    made.connect(address)
+    return made
+
+
+@BOTH
+def test_strangers_neither_connect_nor_delay_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, shared_memory: bool
+) -> None:
+    addresses: list[Any] = []
     strangers: list[socket.socket] = []
 
-    def watched(rank: int, interface: ranks.Interface) -> socket.socket:
-        made = listen(rank, interface)
-        port = made.getsockname()[1]
-        ports.append(port)
-        for n in range(100):
-            stranger = socket.create_connection(("127.0.0.1", port))
-            if n % 3:
-                stranger.send(b"\0" * (tcp._ANSWER_BYTES if n % 3 == 1 else 5))
-            strangers.append(stranger)
-        return made
+    def watched(listen: Callable[..., socket.socket]) -> Callable[..., socket.socket]:
+        def wrapper(*args: Any) -> socket.socket:
+            made = listen(*args)
+            name = made.getsockname()
+            addresses.append(name.decode() if isinstance(name, bytes) else name)
+            strangers.extend(bother(dial(addresses[-1]), n) for n in range(100))
+            return made
 
-    monkeypatch.setattr(tcp, "_listen", watched)
+        return wrapper
+
+    monkeypatch.setattr(tcp, "_listen", watched(tcp._listen))
+    monkeypatch.setattr(tcp, "_listen_locally", watched(tcp._listen_locally))
     begin = time.monotonic()
-    made = ranks.links(3)
+    made = ranks.links(3, shared_memory=shared_memory)
     assert time.monotonic() - begin < 5.0
+    assert len(addresses) == (6 if shared_memory else 3)
     out = torch.zeros(4)
     coming = made[2][0].recv(out, 0, 1)
     made[0][0].send(torch.ones(4), 2, 1).wait(20.0)
     coming.wait(20.0)
-    for port in ports:  # nothing listens any more
+    for address in addresses:  # nothing listens any more
         with pytest.raises(OSError):  # noqa: PT011
-            socket.create_connection(("127.0.0.1", port), 1.0)
+            dial(address)
     for stranger in strangers:
         stranger.close()
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda links: links[0].close(), made))
 
 
-def test_forked_child_keeps_no_connection_open() -> None:
-    made = ranks.links(2)
+@BOTH
+def test_forked_child_keeps_no_connection_open(shared_memory: bool) -> None:
+    made = ranks.links(2, shared_memory=shared_memory)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -254,8 +278,9 @@ def test_forked_child_of_a_process_that_ends_keeps_no_connection_open() -> None:
         ours.close()
 
 
-def test_closing_waits_until_the_peer_has_read_everything() -> None:
-    made = ranks.links(2)
+@BOTH
+def test_closing_waits_until_the_peer_has_read_everything(shared_memory: bool) -> None:
+    made = ranks.links(2, shared_memory=shared_memory)
     given, out = torch.randn(500_000), torch.zeros(500_000)
     coming = made[1][0].recv(out, 0, 1)
     made[0][0].send(given, 1, 1).wait(20.0)

@@ -21,6 +21,8 @@ enum class Dtype : std::uint8_t {
 
 inline constexpr Dtype last_dtype = Dtype::boolean;
 
+inline constexpr std::size_t most_element_bytes = 8;
+
 std::size_t size_of(Dtype dtype);
 
 // total += part, each of n elements. Integers wrap; booleans are combined by "or".

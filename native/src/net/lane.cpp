@@ -308,7 +308,7 @@ const char* Lane::apply(Task& task, const Transfer& transfer, Operation& operati
     } else {
       unpack();
     }
-  } else if (transfer.reduce) {
+  } else if (transfer.reduce && !operation.summed) {
     add(task.dtype, task.memory_ + transfer.start * size_of(task.dtype), operation.data, n);
   }
   if (operation.scratch != nullptr) {
@@ -331,8 +331,17 @@ OperationPtr Lane::operation(const Task& task, const Transfer& transfer) {
 
 void Lane::post_receive(Task& task, const Transfer& transfer, Work& work) {
   const auto made = operation(task, transfer);
-  if (task.packing == nullptr && !transfer.reduce) {
-    made->data = task.memory_ + transfer.start * size_of(task.dtype);
+  const Transfer& first = task.program->receives.front();
+  task.in_order_ &= transfer.peer == first.peer && transfer.link == first.link;
+  if (task.packing == nullptr) {
+    std::uint8_t* const elements = task.memory_ + transfer.start * size_of(task.dtype);
+    if (!transfer.reduce) {
+      made->data = elements;
+    } else if (task.in_order_ && task.after == nullptr) {
+      // Chunks arrive in the order of the program, and nothing else writes to the buffer.
+      made->sum = elements;
+      made->dtype = task.dtype;
+    }
   }
   task.coming_.push_back(made);
   nics_[static_cast<std::size_t>(transfer.link)]->receive(made, work);

@@ -138,6 +138,7 @@ class Task : public std::enable_shared_from_this<Task> {
   std::size_t applied_ = 0;
   std::size_t sent_ = 0;  // chunks of which the transmission has ended
   std::size_t unsent_ = 0;
+  bool in_order_ = true;  // whether all posted receives use one connection
   std::deque<Held> held_;
   std::deque<OperationPtr> coming_;
   std::deque<Sent> sends_;

@@ -108,15 +108,11 @@ void Work::run() {
   }
 }
 
-Connection::Connection(Nic& nic, int peer, int fd)
+Connection::Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream)
     : nic_(nic),
       peer_(peer),
-      fd_(fd),
+      stream_(std::move(stream)),
       staging_(std::make_unique_for_overwrite<std::uint8_t[]>(staging_bytes)) {}
-
-Connection::~Connection() {
-  if (fd_ >= 0) ::close(fd_);
-}
 
 // -- Operations ---------------------------------------------------------------------------------
 
@@ -223,7 +219,7 @@ void Connection::flush(Work& work) {
   bool small = false;
   {
     const std::lock_guard lock(mutex_);
-    // Another thread that writes, or the socket's readiness, continues with what was added.
+    // Another thread that writes, or the stream's readiness, continues with what was added.
     if (failed_ || writing_ || blocked_ || !has_to_write()) return;
     small = queued_bytes_ <= most_inline_bytes;
   }
@@ -236,7 +232,8 @@ void Connection::flush(Work& work) {
 
 void Connection::write(Work& work) {
   std::unique_lock lock(mutex_);
-  if (failed_ || writing_ || fd_ < 0) return;
+  if (writing_) write_again_ = true;
+  if (failed_ || writing_ || ended()) return;
   writing_ = true;
   bool blocked = false;
   std::size_t written = 0;
@@ -256,32 +253,33 @@ void Connection::write(Work& work) {
       }
       bytes += frame.header_left + frame.payload_left;
     }
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = count;
+    write_again_ = false;
     lock.unlock();
-    const ssize_t sent = ::sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    const int error = errno;
+    const ssize_t sent = stream_->write(parts, count);
     lock.lock();
     if (sent >= 0) {
       mark_sent(static_cast<std::size_t>(sent), work);
       written += static_cast<std::size_t>(sent);
-      blocked = static_cast<std::size_t>(sent) < bytes || written >= most_turn_bytes;
-    } else if (error == EAGAIN || error == EWOULDBLOCK) {
-      blocked = true;
-    } else if (error != EINTR) {
+      blocked = static_cast<std::size_t>(sent) < bytes && !write_again_;
+    } else if (sent == -EAGAIN) {
+      blocked = !write_again_;
+    } else if (sent != -EINTR) {
       // What has arrived before is still read; then the stream ends.
-      write_error_ = describe(error);
-      ::shutdown(fd_, SHUT_RDWR);
+      write_error_ = describe(static_cast<int>(-sent));
+      stream_->end(SHUT_RDWR);
+    }
+    if (!blocked && written >= most_turn_bytes) {
+      blocked = true;
+      stream_->request_event();
     }
     if (blocked) break;
   }
   writing_ = false;
   idle_.notify_all();
   if (failed_) return;
-  if (blocked != blocked_ && fd_ >= 0) {
+  if (blocked != blocked_ && !ended()) {
     blocked_ = blocked;
-    nic_.watch(*this, blocked);
+    nic_.await_writing(*this, blocked);
   }
   end_stream_if_drained();
 }
@@ -309,7 +307,7 @@ void Connection::fill_frames() {
         std::min<std::uint64_t>(operation->bytes - operation->moved, most_frame_bytes);
     if (length > room) {
       if (room < least_part_bytes) continue;  // ready again after a credit
-      length = room;
+      length = room - room % most_element_bytes;
     }
     push_frame(from,
                {Kind::data, from.number, operation->tag, static_cast<std::uint32_t>(length),
@@ -360,12 +358,12 @@ void Connection::close_gracefully() {
 }
 
 void Connection::end_stream_if_drained() {
-  if (!closing_ || end_sent_ || has_to_write() || fd_ < 0) return;
+  if (!closing_ || end_sent_ || has_to_write() || ended()) return;
   for (const auto& [number, each] : channels_) {
     if (!each.queue.empty()) return;  // it waits for a credit
   }
   end_sent_ = true;
-  ::shutdown(fd_, SHUT_WR);
+  stream_->end(SHUT_WR);
 }
 
 // -- Receiving ----------------------------------------------------------------------------------
@@ -374,17 +372,14 @@ void Connection::read(Work& work) {
   std::unique_lock lock(mutex_);
   std::size_t turn = 0;
   while (true) {
-    if (failed_) return release_socket(lock);
-    if (staged_begin_ > 0) {
-      std::memmove(staging_.get(), staging_.get() + staged_begin_, staged_end_ - staged_begin_);
-      staged_end_ -= staged_begin_;
-      staged_begin_ = 0;
-    }
+    if (failed_) return release_stream(lock);
+    if (add_in_place(lock, turn, work)) continue;
+    compact_staging();
     iovec parts[2];
-    int count = 0;
+    std::size_t count = 0;
     std::size_t direct = 0;
     std::size_t ahead = staging_bytes - staged_end_;
-    if (payload_left_ > 0 && target_ != nullptr) {
+    if (payload_left_ > 0 && target_ != nullptr && !adding_) {
       direct = payload_left_;
       parts[count++] = {target_, direct};
       ahead = std::min(ahead, read_ahead_bytes);
@@ -392,16 +387,15 @@ void Connection::read(Work& work) {
     parts[count++] = {staging_.get() + staged_end_, ahead};
     reading_ = true;
     lock.unlock();
-    const ssize_t got = ::readv(fd_, parts, count);
-    const int error = errno;
+    const ssize_t got = stream_->read(parts, count);
     lock.lock();
     reading_ = false;
     idle_.notify_all();
     if (failed_) continue;
     if (got < 0) {
-      if (error == EINTR) continue;
-      if (error == EAGAIN || error == EWOULDBLOCK) return;
-      fail_locked(lock, "the connection was lost: " + describe(error), work);
+      if (got == -EINTR) continue;
+      if (got == -EAGAIN) return;
+      fail_locked(lock, "the connection was lost: " + describe(static_cast<int>(-got)), work);
       continue;
     }
     if (got == 0) {
@@ -425,21 +419,50 @@ void Connection::read(Work& work) {
       continue;
     }
     turn += bytes;
-    if (bytes < direct + ahead || turn >= most_turn_bytes) return;
+    if (bytes < direct + ahead) return;
+    if (turn >= most_turn_bytes) return stream_->request_event();
   }
+}
+
+// Adds bytes of the payload to their elements straight from the stream, if it has whole ones there.
+bool Connection::add_in_place(std::unique_lock<std::mutex>& lock, std::size_t& turn, Work& work) {
+  if (!adding_ || staged_begin_ != staged_end_) return false;
+  const Dtype dtype = into_->operation->dtype;
+  const auto ready = stream_->peek();
+  const std::size_t elements = std::min(ready.size(), payload_left_) / size_of(dtype);
+  if (elements == 0 || reinterpret_cast<std::uintptr_t>(ready.data()) % size_of(dtype) != 0) {
+    return false;
+  }
+  reading_ = true;
+  lock.unlock();
+  add(dtype, target_, ready.data(), elements);
+  stream_->consume(elements * size_of(dtype));
+  lock.lock();
+  reading_ = false;
+  idle_.notify_all();
+  turn += elements * size_of(dtype);
+  if (failed_) return true;
+  target_ += elements * size_of(dtype);
+  payload_left_ -= elements * size_of(dtype);
+  if (payload_left_ == 0) end_frame(work);
+  return true;
+}
+
+void Connection::compact_staging() {
+  if (staged_begin_ == 0) return;
+  std::memmove(staging_.get(), staging_.get() + staged_begin_, staged_end_ - staged_begin_);
+  staged_end_ -= staged_begin_;
+  staged_begin_ = 0;
 }
 
 const char* Connection::parse(Work& work) {
   while (true) {
+    if (adding_ && staged_begin_ % most_element_bytes != 0) compact_staging();
     const std::size_t staged = staged_end_ - staged_begin_;
     const std::uint8_t* from = staging_.get() + staged_begin_;
     if (payload_left_ > 0) {
-      const std::size_t bytes = std::min(staged, payload_left_);
+      const std::size_t bytes = place(from, std::min(staged, payload_left_));
       if (bytes == 0) return nullptr;
-      if (target_ != nullptr) {
-        std::memcpy(target_, from, bytes);
-        target_ += bytes;
-      }
       payload_left_ -= bytes;
       staged_begin_ += bytes;
       if (payload_left_ == 0) end_frame(work);
@@ -451,6 +474,20 @@ const char* Connection::parse(Work& work) {
     staged_begin_ += frame_header_bytes;
     if (const char* why = begin_frame(header, work)) return why;
   }
+}
+
+// Places bytes of the payload; of a sum only whole elements. Returns how many.
+std::size_t Connection::place(const std::uint8_t* from, std::size_t bytes) {
+  if (target_ == nullptr) return bytes;
+  if (adding_) {
+    const Dtype dtype = into_->operation->dtype;
+    bytes -= bytes % size_of(dtype);
+    add(dtype, target_, from, bytes / size_of(dtype));
+  } else {
+    std::memcpy(target_, from, bytes);
+  }
+  target_ += bytes;
+  return bytes;
 }
 
 const char* Connection::begin_frame(const FrameHeader& header, Work& work) {
@@ -483,7 +520,11 @@ const char* Connection::begin_frame(const FrameHeader& header, Work& work) {
   frame_length_ = payload_left_ = header.length;
   switch (from.into) {
     case Into::operation:
-      target_ = from.operation->data + header.offset;
+      adding_ = from.operation->summed;
+      if (adding_ && header.length % size_of(from.operation->dtype) != 0) {
+        return "a frame divides an element";
+      }
+      target_ = (adding_ ? from.operation->sum : from.operation->data) + header.offset;
       break;
     case Into::buffer:
       from.early.back().reserve(header.offset + header.length);
@@ -522,7 +563,8 @@ const char* Connection::begin_message(Channel& from, const FrameHeader& header, 
     from.into = Into::dropped;
     return nullptr;
   }
-  prepare(operation);
+  operation->summed = operation->sum != nullptr && stream_->in_place();
+  if (!operation->summed) prepare(operation);
   from.operation = operation;
   from.into = Into::operation;
   return nullptr;
@@ -532,6 +574,7 @@ void Connection::end_frame(Work& work) {
   Channel& from = *into_;
   into_ = nullptr;
   target_ = nullptr;
+  adding_ = false;
   from.offset += frame_length_;
   const bool complete = from.offset == from.total;
   if (from.into == Into::buffer) {
@@ -575,7 +618,7 @@ void Connection::fail_locked(std::unique_lock<std::mutex>& lock, const std::stri
   if (failed_) return;
   failed_ = true;
   reason_ = reason;
-  if (fd_ >= 0) ::shutdown(fd_, SHUT_RDWR);  // the interface's thread closes it
+  stream_->end(SHUT_RDWR);  // the interface's thread closes it
   wait_idle(lock);
   for (const OutgoingFrame& frame : frames_) {
     if (frame.operation != nullptr) mark_failed(*frame.operation, reason, work);
@@ -602,6 +645,7 @@ void Connection::fail_locked(std::unique_lock<std::mutex>& lock, const std::stri
   credits_.clear();
   into_ = nullptr;
   target_ = nullptr;
+  adding_ = false;
   payload_left_ = 0;
 }
 
@@ -609,12 +653,11 @@ void Connection::wait_idle(std::unique_lock<std::mutex>& lock) {
   idle_.wait(lock, [this] { return !reading_ && !writing_; });
 }
 
-void Connection::release_socket(std::unique_lock<std::mutex>& lock) {
+void Connection::release_stream(std::unique_lock<std::mutex>& lock) {
   wait_idle(lock);
-  const int fd = fd_.exchange(-1);
-  if (fd < 0) return;
-  nic_.unwatch(fd);
-  ::close(fd);
+  if (ended()) return;
+  nic_.unwatch(*this);
+  stream_->close();
   nic_.report_end();
 }
 
@@ -648,7 +691,10 @@ void Connection::cancel(const Owner* owner, Work& work) {
     if (owned(each.operation)) {
       each.operation.reset();
       each.into = Into::dropped;
-      if (into_ == &each) target_ = nullptr;
+      if (into_ == &each) {
+        target_ = nullptr;
+        adding_ = false;
+      }
     }
     for (auto& message : each.early) {
       if (owned(message.operation)) message.operation.reset();
@@ -656,12 +702,7 @@ void Connection::cancel(const Owner* owner, Work& work) {
   }
 }
 
-bool Connection::ended() { return fd_ < 0; }
-
-void Connection::forget_after_fork() {
-  const int fd = fd_.exchange(-1);
-  if (fd >= 0) ::close(fd);
-}
+void Connection::forget_after_fork() { stream_->close(); }
 
 // -- The interface ------------------------------------------------------------------------------
 
@@ -694,22 +735,13 @@ void Nic::start() {
   std::thread([self = shared_from_this()] { self->run(); }).detach();
 }
 
-void Nic::add(int peer, int fd) {
-  const int flags = ::fcntl(fd, F_GETFL);
-  if (flags < 0 || ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) {
-    throw std::system_error(errno, std::generic_category(), "cannot use a connection");
-  }
-  const auto made = std::make_shared<Connection>(*this, peer, fd);
+void Nic::add(int peer, std::unique_ptr<Stream> stream) {
+  const auto made = std::make_shared<Connection>(*this, peer, std::move(stream));
   {
     const std::lock_guard lock(mutex_);
     connections_[peer] = made;
   }
-  epoll_event event{};
-  event.events = EPOLLIN;
-  event.data.ptr = made.get();
-  if (::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
-    throw std::system_error(errno, std::generic_category(), "cannot watch a connection");
-  }
+  made->stream().watch(epoll_, made.get());
 }
 
 std::shared_ptr<Connection> Nic::connection(int peer) {
@@ -794,15 +826,11 @@ void Nic::wake(const std::shared_ptr<Connection>& connection) {
   signal();
 }
 
-void Nic::watch(Connection& connection, bool write) {
-  epoll_event event{};
-  event.events = EPOLLIN | (write ? std::uint32_t{EPOLLOUT} : 0U);
-  event.data.ptr = &connection;
-  ::epoll_ctl(epoll_, EPOLL_CTL_MOD, connection.fd(), &event);
+void Nic::await_writing(Connection& connection, bool awaited) {
+  connection.stream().await_writing(epoll_, &connection, awaited);
 }
 
-// Closing is not enough: a forked process may have a copy of the descriptor.
-void Nic::unwatch(int fd) { ::epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr); }
+void Nic::unwatch(Connection& connection) { connection.stream().unwatch(epoll_); }
 
 void Nic::report_end() {
   const std::lock_guard lock(mutex_);
@@ -828,7 +856,7 @@ void Nic::turn(int milliseconds) {
       continue;
     }
     if (events[i].events & EPOLLOUT) connection->write(work);
-    if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) connection->read(work);
+    if (events[i].events & ~std::uint32_t{EPOLLOUT}) connection->read(work);
   }
   work.run();
 }

@@ -25,7 +25,9 @@
 #include <thread>
 #include <vector>
 
+#include "arithmetic.h"
 #include "frame.h"
+#include "stream.h"
 
 namespace wingbeat::net {
 
@@ -63,9 +65,13 @@ class ScratchPool {
 
 enum class State : std::uint8_t { pending, done, failed };
 
-// One message, sent or received. Without `data`, a receive allocates `scratch` when it begins.
+// One message, sent or received. Without `data`, a receive allocates `scratch` when it begins. With
+// `sum`, the connection may add the message to these elements instead, and then sets `summed`.
 struct Operation {
   std::uint8_t* data = nullptr;
+  std::uint8_t* sum = nullptr;
+  Dtype dtype = Dtype::float32;  // of `sum`
+  bool summed = false;
   std::uint64_t bytes = 0;
   int peer = 0;
   std::uint16_t channel = 0;
@@ -93,17 +99,16 @@ struct Work {
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(Nic& nic, int peer, int fd);
+  Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
-  ~Connection();
 
   void post_send(const OperationPtr& operation, Work& work);
   void post_receive(const OperationPtr& operation, Work& work);
 
   // Writes what is queued, or has the interface's thread write it.
   void flush(Work& work);
-  // Writes until nothing is queued or the socket's buffer is full.
+  // Writes until nothing is queued or the stream's buffer is full.
   void write(Work& work);
   // Reads what has arrived. Only the thread that serves the interface calls it.
   void read(Work& work);
@@ -116,8 +121,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void close_gracefully();
   void forget_after_fork();
 
-  int fd() const { return fd_; }
-  bool ended();
+  Stream& stream() { return *stream_; }
+  bool ended() const { return !stream_->open(); }
 
  private:
   struct Message {  // that arrived before its receive was posted; the last one may be incomplete
@@ -173,7 +178,10 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool has_to_write() const { return !frames_.empty() || !ready_.empty() || !credits_.empty(); }
   void end_stream_if_drained();
 
+  bool add_in_place(std::unique_lock<std::mutex>& lock, std::size_t& turn, Work& work);
+  void compact_staging();
   const char* parse(Work& work);
+  std::size_t place(const std::uint8_t* from, std::size_t bytes);
   const char* begin_frame(const FrameHeader& header, Work& work);
   const char* begin_message(Channel& channel, const FrameHeader& header, Work& work);
   void end_frame(Work& work);
@@ -185,11 +193,11 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   void fail_locked(std::unique_lock<std::mutex>& lock, const std::string& reason, Work& work);
   void wait_idle(std::unique_lock<std::mutex>& lock);
-  void release_socket(std::unique_lock<std::mutex>& lock);
+  void release_stream(std::unique_lock<std::mutex>& lock);
 
   Nic& nic_;
   const int peer_;
-  std::atomic<int> fd_;
+  const std::unique_ptr<Stream> stream_;
 
   std::mutex mutex_;
   std::condition_variable idle_;
@@ -206,6 +214,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::deque<OutgoingFrame> frames_;
   std::uint64_t queued_bytes_ = 0;
   bool writing_ = false;
+  bool write_again_ = false;  // another thread was to write meanwhile
   bool blocked_ = false;
 
   // Receiving. `reading_` is set during the system call.
@@ -214,6 +223,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::size_t staged_begin_ = 0, staged_end_ = 0;
   Channel* into_ = nullptr;         // the channel of the frame in progress
   std::uint8_t* target_ = nullptr;  // null: the payload is dropped
+  bool adding_ = false;             // whether the payload is added to `target_`
   std::size_t payload_left_ = 0;
   std::size_t frame_length_ = 0;
 };
@@ -228,8 +238,8 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Starts the thread, which keeps this object until `close` or `stop`.
   void start();
 
-  // Takes over a connected socket. Throws std::runtime_error.
-  void add(int peer, int fd);
+  // Throws std::runtime_error.
+  void add(int peer, std::unique_ptr<Stream> stream);
 
   // Posts a message. If there is no connection to its peer, the operation fails.
   void send(const OperationPtr& operation, Work& work);
@@ -257,8 +267,8 @@ class Nic : public std::enable_shared_from_this<Nic> {
   bool in_thread() const { return std::this_thread::get_id() == server_; }
   // Has the thread write the connection.
   void wake(const std::shared_ptr<Connection>& connection);
-  void watch(Connection& connection, bool write);
-  void unwatch(int fd);
+  void await_writing(Connection& connection, bool awaited);
+  void unwatch(Connection& connection);
   void report_end();
   ScratchPool& scratch() { return scratch_; }
 

@@ -19,7 +19,7 @@ from wingbeat.observe.log import log
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 
 if TYPE_CHECKING:
-    from wingbeat.transport.messages.endpoint import Message
+    from wingbeat.transport.messages.frames import Message
     from wingbeat.transport.messages.mailbox import Mailbox
 
 WINDOW = 64

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from wingbeat import _native
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.interfaces import Interfaces, Stream
-from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership, Message, Route
-from wingbeat.transport.messages.frames import NEVER, Arrival, Buffer, ConnectionId, Posted, compose
+from wingbeat.transport.messages.frames import NEVER, Limits, Message, Posted
+from wingbeat.transport.messages.mailbox import Route
 
 LIMITS = Limits(silence=1e9)
 """Limits of a real run, except that no peer is considered lost, however slow."""
-
-_NOTHING = memoryview(bytes(LIMITS.message))
-"""The content of all payloads; only sizes matter."""
 
 
 @dataclass(slots=True)
@@ -37,43 +36,38 @@ class Mailboxes:
     @property
     def repeated(self) -> int:
         """Number of messages that arrived twice because they were sent again."""
-        return sum(f.repeated for m in self.members.values() for f in m.endpoint.flows.values())
+        return sum(member.endpoint.repeated for member in self.members.values())
 
     def connect(self) -> None:
         """Exchange all greetings, in no time."""
-        frames: list[tuple[Mailbox, Arrival]] = []
-
-        def deliver(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
-            frames.append((self.members[place.name], _arrival(sender, place, parts)))
-            return True
-
-        for member in self.members.values():
-            member.endpoint.flush(functools.partial(deliver, member.number), 0.0)
+        frames = deque(
+            (member, *each) for member in self.members.values() for each in member.frames(0.0)
+        )
         while frames:
-            receiver, arrival = frames.pop(0)
-            receiver.endpoint.accept(arrival, 0.0)
-            receiver.endpoint.flush(functools.partial(deliver, receiver.number), 0.0)
+            sender, route, header = frames.popleft()
+            receiver = self.members[route.peer]
+            receiver.endpoint.accept(*route._replace(peer=sender.number), header, b"", 0.0)
+            frames.extend((receiver, *each) for each in receiver.frames(0.0))
 
 
 class Mailbox:
     """Sends and receives messages as a real mailbox does, but never blocks.
 
-    ``wake`` is called when messages or acknowledgements have arrived.
+    Payloads have a size and no contents. ``wake`` is called when messages or acknowledgements have
+    arrived.
     """
 
     def __init__(self, mailboxes: Mailboxes, number: int, peers: Iterable[int]) -> None:
         self._mailboxes, self._agenda = mailboxes, mailboxes.agenda
         self.number = number
         self.wake: Callable[[], None] = lambda: None
-        peers = tuple(peers)
-        sessions = {n: n for n in (number, *peers)}
-        self.endpoint = Endpoint(Membership(number, number, sessions), LIMITS)
+        self.endpoint = _native.Endpoint(number, number, LIMITS.window, LIMITS.silence)
         self._due = NEVER
         flows = itertools.product(peers, range(mailboxes.links), range(mailboxes.classes))
         for peer, link, urgency in flows:
-            # As with ZeroMQ, the lower number connects.
-            place = ConnectionId(link, urgency, peer) if number < peer else None
-            self.endpoint.add(Route(peer, link, urgency), place, 0.0)
+            self.endpoint.add(peer, link, urgency, peer)
+            # As in a run, the lower number connects.
+            self.endpoint.connected(peer, link, urgency, number < peer, 0.0)
 
     @property
     def waiting(self) -> int:
@@ -82,13 +76,12 @@ class Mailbox:
 
     def room(self, route: Route) -> int:
         """Bytes that can be posted."""
-        return self.endpoint.flows[route].room
+        return self.endpoint.room(*route)
 
     def post(self, route: Route, kind: int, nbytes: int, ids: Sequence[int]) -> Posted:
         """Send a message with a payload of ``nbytes``; the caller has checked `room`."""
-        dtype = "float32" if nbytes else ""
-        message = compose(kind, _NOTHING[:nbytes], ids, dtype, (), most=LIMITS.message)
-        self.endpoint.post(route, message, self._send, self._agenda.now)
+        message = self.endpoint.post(*route, kind, nbytes, ids, 0, self._agenda.now)
+        assert message is not None, "the window has no room"
         self._flush()
         return message
 
@@ -98,18 +91,16 @@ class Mailbox:
         self._flush()
         return message
 
-    def _send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
-        peer = self._mailboxes.members[place.name]
-        arrival = _arrival(self.number, place, parts)
-        self._mailboxes.interfaces.carry(
-            Stream(self.number, peer.number, place.urgency, place.interface),
-            sum(map(len, parts)),
-            lambda: peer._accept(arrival),
-        )
-        return True
+    def frames(self, now: float) -> list[tuple[Route, _native.Header]]:
+        """Return the frames that are due, with their routes."""
+        found = []
+        for route in itertools.starmap(Route, self.endpoint.take_busy()):
+            while (frame := self.endpoint.next(*route, now)) is not None:
+                found.append((route, frame[0]))
+        return found
 
-    def _accept(self, arrival: Arrival) -> None:
-        self.endpoint.accept(arrival, self._agenda.now)
+    def _accept(self, route: Route, header: _native.Header) -> None:
+        self.endpoint.accept(*route, header, b"", self._agenda.now)
         assert not self.endpoint.refused, self.endpoint.refused
         self._flush()
         self.wake()
@@ -118,8 +109,14 @@ class Mailbox:
         """Send due frames, and schedule the next poll."""
         now = self._agenda.now
         self.endpoint.tick(now)
-        self.endpoint.flush(self._send, now)
-        due = self.endpoint.due()
+        for route, header in self.frames(now):
+            receiver = self._mailboxes.members[route.peer]
+            self._mailboxes.interfaces.carry(
+                Stream(self.number, route.peer, route.urgency, route.interface),
+                header.frame_bytes,
+                functools.partial(receiver._accept, route._replace(peer=self.number), header),
+            )
+        due = self.endpoint.due
         if due < self._due:
             self._due = max(due, now)
             self._agenda.at(self._due, functools.partial(self._flush_due, self._due))
@@ -128,9 +125,3 @@ class Mailbox:
         if due == self._due:
             self._due = NEVER
             self._flush()
-
-
-def _arrival(sender: int, place: ConnectionId, parts: Sequence[Buffer]) -> Arrival:
-    """Return the callback for arrival over the receiver's same interface."""
-    payload = parts[1] if len(parts) > 1 else None
-    return Arrival(place._replace(name=sender), parts[0], payload, sender)

@@ -1,6 +1,6 @@
 """Checks that enough file descriptors are available before sockets are opened.
 
-gloo and libzmq abort the process when they get no file descriptor. These checks raise a
+gloo aborts the process when it gets no file descriptor. These checks raise a
 `UsageError` instead.
 """
 
@@ -18,10 +18,13 @@ FD_DIRECTORY = "/dev/fd"
 GLOO_DEVICE_DESCRIPTORS = 4
 """Descriptors of a gloo device: listening socket, epoll, pipe. Each connected peer adds one."""
 
-INTERFACE_DESCRIPTORS = 4
-"""Descriptors of an interface besides its connections: epoll, event, and an epoll and a listening
-socket while the peers connect.
+INTERFACE_DESCRIPTORS = 6
+"""Descriptors of an interface besides its connections: two of epoll, event, and an epoll and two
+listening sockets while the peers connect.
 """
+
+DOORBELLS = 2
+"""Descriptors of a connection in shared memory besides its socket."""
 
 _RESERVED = 4
 """Descriptors kept free for other uses, such as files and imports."""

@@ -19,8 +19,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import zmq.utils.garbage  # noqa: F401  (see `close_at_exit`)
-
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 from wingbeat.transport.failures import (
@@ -63,9 +61,7 @@ def close_world(world: World) -> None:
 def close_at_exit(world: World, shutdown: Callable[[], None]) -> None:
     """Call ``shutdown`` when this process exits.
 
-    The interpreter would crash if threads still used gloo's sockets while it exits. atexit runs
-    functions in reverse order, and pyzmq's module is imported first, so ``shutdown`` runs before
-    pyzmq ends the thread that releases zero-copy buffers.
+    The interpreter would crash if threads still used gloo's sockets while it exits.
     """
     _ExitHandler.of = _ExitHandler(world, shutdown)
     atexit.unregister(_run_at_exit)

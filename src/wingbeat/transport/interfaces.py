@@ -67,7 +67,7 @@ def local() -> Host:
                 name, entries, socket.AF_INET6
             )
     found.sort(key=lambda i: (is_loopback(i), i.name))
-    return Host(_host_identity(), tuple(found))
+    return Host(host_identity(), tuple(found))
 
 
 def _addresses(name: str, entries: Sequence[Any], family: int) -> list[Interface]:
@@ -83,7 +83,7 @@ def _addresses(name: str, entries: Sequence[Any], family: int) -> list[Interface
     return found
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
     """Return a name that differs between hosts and between network namespaces of one host."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

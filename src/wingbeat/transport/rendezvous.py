@@ -239,8 +239,8 @@ def init(*, timeout: float = DEFAULT_TIMEOUT, interfaces: Sequence[str] | None =
         The world, which `distribute` uses by default.
 
     Raises:
-        UsageError: the environment is incomplete, an interface does not exist, or a spawned process
-            imports the main script.
+        UsageError: the environment is incomplete or has an invalid value, an interface does not
+            exist, or a spawned process imports the main script.
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
     _check_arguments(timeout)
@@ -459,7 +459,8 @@ def _join(world: World, store: dist.Store, named: Sequence[str] | None) -> None:
         _connect(world, store, named)
         return
     # The others are connected to the former process.
-    chosen = _choose_interfaces(world, world.replay_exchange("interfaces"), named)
+    hosts = _parse_hosts(world, world.replay_exchange("interfaces"))
+    chosen = nic.choose(hosts, world.rank, named)
     world.networks = _check_networks(world, world.replay_exchange("networks"))
     world.interfaces = tuple(interface.name for interface in chosen)
     world.speeds = _read_speeds(world, len(chosen))
@@ -473,7 +474,8 @@ def _connect(
     world: World, store: dist.Store, named: Sequence[str] | None, default_group: bool = True
 ) -> None:
     rank, size = world.rank, world.size
-    chosen = _choose_interfaces(world, world.exchange("interfaces", nic.local().to_json()), named)
+    hosts = _parse_hosts(world, world.exchange("interfaces", nic.local().to_json()))
+    chosen = nic.choose(hosts, rank, named)
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
     descriptors.require(
@@ -482,6 +484,7 @@ def _connect(
         descriptors.GLOO_DEVICE_DESCRIPTORS
         + len(chosen) * descriptors.INTERFACE_DESCRIPTORS
         + (1 + len(chosen)) * (size - 1)
+        + len(chosen) * descriptors.DOORBELLS * _ranks_beside(rank, hosts)
         + 1
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
@@ -489,7 +492,10 @@ def _connect(
     if default_group:
         _start_default_group(store, world, chosen)
     key = job_key(os.environ)
-    world.links = tcp.connect(rank, size, chosen, world.exchange, key, world.timeout)
+    world.links = tcp.connect(
+        *(rank, size, chosen, world.exchange, key, world.timeout),
+        shared_memory=tcp.shared_memory_enabled(),
+    )
     # A worker that left now would break peers that are still connecting.
     world.exchange("connected", True)
     world.speeds = measure_speeds(world)
@@ -519,14 +525,16 @@ def _read_speeds(world: World, links: int) -> tuple[float, ...]:
     return tuple(answer)
 
 
-def _choose_interfaces(
-    world: World, answers: Sequence[Any], named: Sequence[str] | None
-) -> list[nic.Interface]:
+def _parse_hosts(world: World, answers: Sequence[Any]) -> list[nic.Host]:
     try:
-        hosts = [nic.Host.from_json(answer) for answer in answers]
+        return [nic.Host.from_json(answer) for answer in answers]
     except ValueError as err:
         raise RendezvousError(f"rank {world.rank}: a peer sent a {err}") from None
-    return nic.choose(hosts, world.rank, named)
+
+
+def _ranks_beside(rank: int, hosts: Sequence[nic.Host]) -> int:
+    """Return the number of other ranks on this rank's host."""
+    return sum(host.identity == hosts[rank].identity for host in hosts) - 1
 
 
 def _exchange_networks(

@@ -46,6 +46,10 @@ def late_loopback() -> Ends:
 
 
 def over_tcp() -> Ends:
+    return [links[0] for links in tcp.links(RANKS, shared_memory=False)]
+
+
+def in_shared_memory() -> Ends:
     return [links[0] for links in tcp.links(RANKS)]
 
 
@@ -54,6 +58,7 @@ LINKS: dict[str, Callable[[], Ends]] = {
     "late": late_loopback,
     "gloo": gloo,
     "tcp": over_tcp,
+    "shared memory": in_shared_memory,
 }
 
 

@@ -14,7 +14,6 @@ from wingbeat_lab.audit import audit
 TRAIN = """if True:
     import logging, os, pathlib, signal, sys, time
     sys.path.insert(0, sys.argv[2])
-    from helpers.communication import NumericReplica, combine, train
     from wingbeat.methods.bounded_staleness.membership import join_workers
     from wingbeat.methods.bounded_staleness.communication import CommunicationThread
     from wingbeat_lab.lab import counters
@@ -22,6 +21,8 @@ TRAIN = """if True:
     from wingbeat.methods.bounded_staleness.bound import StalenessBound
     from wingbeat.methods.bounded_staleness.worker import Worker
     from wingbeat.topologies.bcube import BCube
+    assert "torch" not in sys.modules
+    from helpers.communication import NumericReplica, combine, train
 
     class Files:  # the hosts of a lab share a disk
         def __init__(self, folder):
@@ -57,7 +58,6 @@ TRAIN = """if True:
             seen.append(line)
             sent.append(counters.read()["eth1"].tx_bytes)
 
-    assert "torch" not in sys.modules
     rank, n, bound, seen, sent = int(os.environ["RANK"]), 4, StalenessBound(2, 1, 2), [], []
     logging.getLogger("wingbeat").addHandler(Lines())
     store, cubes = Files(sys.argv[1]), BCube(2, 2)

@@ -52,7 +52,7 @@ class Play:
         if not mail:
             self.exchanges[rank].step(None)
             return False
-        flows = {(message.peer, message.route.interface): message for message in reversed(mail)}
+        flows = {(message.peer, message.interface): message for message in reversed(mail)}
         message = flows[self.chance.choice(sorted(flows))]
         mail.remove(message)
         self.exchanges[rank].step(message)
@@ -255,9 +255,8 @@ def test_queued_workers_receive_keepalives() -> None:
 
 
 def message(kind: int, payload: bytes = b"", ids: tuple = (1, 0, 0, 0)) -> SimpleNamespace:
-    route = SimpleNamespace(interface=0)
     return SimpleNamespace(
-        peer=0, kind=kind, ids=ids, payload=memoryview(payload), route=route
+        peer=0, kind=kind, ids=ids, payload=memoryview(payload), interface=0
     )  # fmt: skip
 
 

@@ -27,8 +27,7 @@ ROOM = "groups1"
 def card() -> str:
     host = nic.local()
     uses = (host.interfaces[0].address,)
-    ends = (("tcp://127.0.0.1:5",),)
-    return PeerInfo(host, uses, secrets.randbits(64), "", ends, 1000, 2000).to_json()
+    return PeerInfo(host, uses, secrets.randbits(64), "3", True, ((5,),), 1000, 2000).to_json()
 
 
 def comes_back(store: Switchboard, log: RejoinLog, worker: int) -> int:

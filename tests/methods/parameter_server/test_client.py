@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.lossy_network import Faults, Network
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeMailbox, FakeNetwork, SentMessage
 from wingbeat.errors import PeerError
@@ -23,8 +22,7 @@ from wingbeat.methods.parameter_server.launch import _WatchedStore, place_server
 from wingbeat.methods.parameter_server.protocol import Ids, Kind, Order, pack_route
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages import Limits, Mailbox
-from wingbeat.transport.messages.endpoint import Endpoint, Membership, Route
+from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 
@@ -374,28 +372,23 @@ def test_close_fails_pending_requests() -> None:
     assert made.box.closed
 
 
-def mailboxes(network: Network, workers: int, servers: int) -> list[Mailbox]:
-    """Of all, each joined to those on the other side; in real time."""
-    size = workers + servers
-    sessions = {number: 100 + number for number in range(size)}
-    carriers = [network.carrier(number) for number in range(size)]
-    limits, made = Limits(message=LARGEST, window=4 * MIN_WINDOW, silence=30.0), []
-    for number, carrier in enumerate(carriers):
-        endpoint = Endpoint(Membership(number, sessions[number], sessions), limits)
-        for peer in sessions:
-            if (peer < workers) != (number < workers):
-                for urgency in range(2):
-                    place = carrier.connect(peer, 0, urgency, theirs=0)
-                    endpoint.add(Route(peer, 0, urgency), place, time.monotonic())
-        made.append(Mailbox(endpoint, carrier))
-    return made
+def mailboxes(workers: int, servers: int) -> list[Mailbox]:
+    """Of all, each joined to those on the other side."""
+    store, size = Switchboard(), workers + servers
+    limits = Limits(message=LARGEST, window=4 * MIN_WINDOW, silence=30.0)
+
+    def opened(number: int) -> Mailbox:
+        peers = range(workers, size) if number < workers else range(workers)
+        return open_mailbox(store, number, peers, interfaces=["lo"], limits=limits, seconds=30.0)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(opened, range(size)))
 
 
 @pytest.mark.parametrize("order", Order)
-def test_clients_and_servers_with_network_faults_complete(order: Order) -> None:
+def test_clients_and_servers_over_real_mailboxes_complete(order: Order) -> None:
     workers, slices, rounds = 3, 6, 5
-    faults = Faults(repeat=0.1, delay=0.002, reorder=True)
-    boxes = mailboxes(Network(faults, seed=7), workers, 2)
+    boxes = mailboxes(workers, 2)
     services = [
         Server(box, workers, Aggregator(workers, 1 << 20), order=order) for box in boxes[workers:]
     ]

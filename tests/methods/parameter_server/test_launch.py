@@ -22,7 +22,7 @@ from wingbeat.transport.store import Store
 
 
 def threads() -> list[str]:
-    wanted = ("wingbeat-client", "wingbeat-service", "wingbeat-mail", "wingbeat-failures")
+    wanted = ("wingbeat-client", "wingbeat-service", "wingbeat-failures")
     return [each.name for each in threading.enumerate() if each.name in wanted]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -13,11 +14,17 @@ import pytest
 
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
+from wingbeat.transport.messages.peers import (
+    _PRIME,
+    PeerInfo,
+    new_secret,
+    pair_key,
+    public_key,
+    read_peer_info,
+)
 
 HOST = Host("a", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
-ENDS = (("tcp://10.0.0.1:5000", "tcp://10.0.0.1:5001"),)
-CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "1" * 40, ENDS, 1000, 9000)
+CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "1" * 40, True, ((5000, 5001),), 1000, 9000)
 WRONG = (
     None, True, 0, -1, 1, 2**70, 10**400, 1.5, math.inf, -math.inf, math.nan, "", "x", "1",
     "#" * 40, "é" * 40, "\ud800", [], {}, [[]], {"a": 1}, [1, 2, 3], "10.0.0.0/8", "::1",
@@ -55,10 +62,18 @@ def test_peer_info_is_read_as_written() -> None:
         ("window", 2**63),
         ("uses", "10.0.0.1"),
         ("uses", ["10.0.0.1", "10.0.0.1"]),
-        ("listens", ["tcp://10.0.0.1:5000"]),
-        ("listens", [["tcp://10.0.0.1:5000"] * 5]),
-        ("listens", [[]]),
-        ("key", "#" * 40),  # of the right letters, and no key
+        ("ports", [5000]),
+        ("ports", [[5000] * 5]),
+        ("ports", [[True]]),
+        ("ports", [[]]),
+        ("encrypted", 1),
+        ("key", ""),
+        ("key", "#" * 40),
+        ("key", "0x11"),
+        ("key", "0"),
+        ("key", "1"),
+        ("key", f"{_PRIME - 1:x}"),
+        ("key", "f" * 512),
         ("key", None),
         ("host", math.inf),
     ],
@@ -92,6 +107,31 @@ def test_changed_peer_info_is_read_or_raises_value_error() -> None:
         except ValueError:
             refused += 1
     assert refused > 2000
+
+
+def test_prime_is_the_one_of_rfc_7919() -> None:
+    """2^2048 - 2^1984 + ([2^1918 e] + 560316) 2^64 - 1."""
+    bits, term, total, n = 2200, 1 << 2200, 0, 0
+    while term:
+        total += term
+        n += 1
+        term //= n
+    e = total >> (bits - 1918)
+    assert 2**2048 - 2**1984 + ((e + 560316) << 64) - 1 == _PRIME
+
+
+def test_only_the_two_processes_have_the_key_of_a_pair() -> None:
+    secrets = [new_secret() for _ in range(3)]
+    infos = [
+        dataclasses.replace(CARD, session=n, key=public_key(each)) for n, each in enumerate(secrets)
+    ]
+    key = pair_key(secrets[0], infos[0], infos[1])
+    assert len(key) == 32
+    assert key == pair_key(secrets[1], infos[1], infos[0])
+    others = {pair_key(secrets[2], infos[0], infos[1]), pair_key(secrets[0], infos[0], infos[2])}
+    assert key not in others
+    changed = dataclasses.replace(infos[1], session=9)
+    assert key != pair_key(secrets[0], infos[0], changed), "it is bound to the sessions"
 
 
 def test_malformed_peer_info_is_named_by_its_key() -> None:

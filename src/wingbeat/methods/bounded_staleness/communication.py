@@ -42,7 +42,7 @@ from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
 from wingbeat.transport.graceful_shutdown import Departures
-from wingbeat.transport.messages.endpoint import Message as Packet
+from wingbeat.transport.messages.frames import Message as Packet
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
 if TYPE_CHECKING:

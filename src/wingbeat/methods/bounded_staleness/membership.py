@@ -34,8 +34,7 @@ from wingbeat.schema import MalformedMessage, parse_json
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.interfaces import listen_interfaces
 from wingbeat.transport.messages.connect import open_mailbox
-from wingbeat.transport.messages.endpoint import Limits
-from wingbeat.transport.messages.frames import NEVER
+from wingbeat.transport.messages.frames import NEVER, Limits
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.services import BackgroundThread

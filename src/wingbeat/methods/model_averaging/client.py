@@ -39,7 +39,7 @@ from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.schema import MalformedMessage, Range, parse_json
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
-from wingbeat.transport.messages.endpoint import Message
+from wingbeat.transport.messages.frames import Message
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 from wingbeat.transport.store import Store
 from wingbeat.types import Layout

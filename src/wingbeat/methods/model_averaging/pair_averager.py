@@ -42,7 +42,7 @@ from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, is_alive, stuck_peer_text
 from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.messages.connect import open_mailbox
-from wingbeat.transport.messages.endpoint import Limits, Message
+from wingbeat.transport.messages.frames import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
@@ -353,7 +353,7 @@ class PairExchange:
             group = (self.machine.rank, peer)
             stream.record("group_wait", self._requested_ns, now, lane=AVERAGES, group=group)
         elif accepted and kind == Kind.CHUNK:
-            self._interfaces[chunk] = message.route.interface
+            self._interfaces[chunk] = message.interface
             self._buffer.average_with(chunk, payload)
         elif accepted and kind == Kind.AVERAGE:
             self._load[self._interfaces.pop(chunk)] -= 1

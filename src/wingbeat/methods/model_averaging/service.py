@@ -36,7 +36,7 @@ from wingbeat.methods.model_averaging.generator import (
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.schema import MalformedMessage, Range, parse_json
 from wingbeat.transport.messages.connect import open_mailbox
-from wingbeat.transport.messages.endpoint import Limits, Message
+from wingbeat.transport.messages.frames import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.services import BackgroundThread

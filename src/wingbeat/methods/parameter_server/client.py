@@ -36,8 +36,7 @@ from wingbeat.methods.parameter_server.protocol import (
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR
-from wingbeat.transport.messages.endpoint import Message
-from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Message, Posted
 from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
 
 if TYPE_CHECKING:

@@ -51,8 +51,7 @@ from wingbeat.methods.parameter_server.shard_updates import ParameterReply, Shar
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.failures import MAX_WAIT_FACTOR
 from wingbeat.transport.messages.connect import open_mailbox
-from wingbeat.transport.messages.endpoint import Limits, Message
-from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Limits, Message, Posted
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
 from wingbeat.transport.store import Store
 

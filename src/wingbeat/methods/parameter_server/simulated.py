@@ -41,8 +41,8 @@ from wingbeat.simulator.interfaces import Interfaces
 from wingbeat.simulator.mailbox import LIMITS, Mailbox, Mailboxes
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
 from wingbeat.simulator.run import simulate
-from wingbeat.transport.messages.endpoint import Message, Route
-from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
+from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Message, Posted
+from wingbeat.transport.messages.mailbox import Route
 
 Item = TypeVar("Item")
 
@@ -133,7 +133,7 @@ class SimulatedThread(ABC, Generic[Item]):
             message = self._mailbox.poll()
             if message is None:
                 return
-            yield self._message_time(len(message.payload))
+            yield self._message_time(message.nbytes)
             yield from self.process(message)
             taken += 1
 
@@ -223,7 +223,7 @@ class SimulatedClient(SimulatedThread[tuple[Request, SliceTransfer]]):
         """Record an arrived sum after the time to decode it."""
         assert message.kind == Kind.SUM, message
         request, transfer = self._wanted.pop(Ids(*message.ids)[:3])
-        assert (message.peer, len(message.payload)) == (transfer.server, transfer.back), message
+        assert (message.peer, message.nbytes) == (transfer.server, transfer.back), message
         if transfer.back < transfer.dense:
             yield transfer.dense * self._coding.decode_s_per_byte
         request.missing -= 1
@@ -342,7 +342,7 @@ class SimulatedServer(SimulatedThread[Answer]):
         if message.kind == Kind.PUSH_PULL:
             total.answers.append(Answer(worker, ids))
         dense, back = self._sizes[ids.slice]
-        yield self._push(total, worker, ids, len(message.payload)) * dense * self._add_s
+        yield self._push(total, worker, ids, message.nbytes) * dense * self._add_s
         if total.added == self._workers:
             if back < dense:
                 yield dense * self._encode_s

@@ -4,8 +4,7 @@
 """
 
 from wingbeat.transport.messages.connect import open_mailbox
-from wingbeat.transport.messages.endpoint import Limits, Message
-from wingbeat.transport.messages.frames import Posted
+from wingbeat.transport.messages.frames import Limits, Message, Posted
 from wingbeat.transport.messages.mailbox import Mailbox
 
 __all__ = ["Limits", "Mailbox", "Message", "Posted", "open_mailbox"]

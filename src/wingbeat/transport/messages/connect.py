@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import zmq
-
+from wingbeat import _native
 from wingbeat.errors import RendezvousError, UsageError, unknown
 from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.messages.endpoint import Endpoint, Limits, Membership
-from wingbeat.transport.messages.frames import MAX_CLASSES
+from wingbeat.transport.messages.frames import MAX_CLASSES, NEVER, Limits, tos_of
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import (
     Connector,
     PeerInfo,
-    address_of,
-    check_same_options,
+    new_secret,
+    public_key,
     store_key,
-)
-from wingbeat.transport.messages.zeromq import (
-    HEARTBEAT_S,
-    Keys,
-    ZeroMQCarrier,
-    descriptors_needed,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +53,7 @@ def open_mailbox(
         interfaces: names of the interfaces to use on this host; None: all.
         classes: number of traffic classes, 1 to 4, equal on all processes. The first classes carry
             the DSCP EF, AF41 and AF21, the last one none.
-        encrypted: whether to encrypt (CURVE) with keys generated here, equal on all processes.
+        encrypted: whether to encrypt, with keys generated here; equal on all processes.
             Without encryption, a process that observes the traffic can forge frames.
         limits: limits of messages and windows, equal on all processes, and of silence.
         seconds: timeout of the connection setup.
@@ -87,36 +80,26 @@ def open_mailbox(
         )
     deadline = time.monotonic() + seconds
     own, mine = _own_interfaces(interfaces)
-    keys = Keys.make() if encrypted else None
     what = f"{name(number)}: opening a mailbox in namespace {namespace!r}"
     sockets = len(mine) * classes
-    descriptors.require(descriptors_needed(sockets, len(others), encrypted=encrypted), what)
-    uses = tuple(i.address for i in mine)
-    # A stopped process counts as lost after `limits.silence`. Its connections must not end before
-    # that, unlike those of an exited process.
-    heartbeat = HEARTBEAT_S if tolerate_silence else max(HEARTBEAT_S, limits.silence)
+    descriptors.require(_CARRIER_DESCRIPTORS + sockets * (1 + len(others)), what)
+    uses, session, secret = tuple(i.address for i in mine), secrets.randbits(64), new_secret()
+    silence = NEVER if tolerate_silence else limits.silence
+    carrier = _make_carrier(number, session, limits, silence, encrypted, what)
     try:
-        carrier = ZeroMQCarrier(
-            number, uses, classes, message=limits.message, keys=keys, heartbeat=heartbeat
+        ports = _listen(carrier, uses, classes, what)
+        info = PeerInfo(
+            own, uses, session, public_key(secret), encrypted, ports, limits.message, limits.window
         )
-    except zmq.ZMQError as err:
-        if err.errno != errno.EMFILE:
-            raise
-        raise descriptors.too_few_error(what) from None  # other threads have opened files meanwhile
-    try:
-        key = "" if keys is None else keys.public.decode()
-        listens, session = carrier.address.endpoints, secrets.randbits(64)
-        info = PeerInfo(own, uses, session, key, listens, limits.message, limits.window)
         store.set(store_key(namespace, number, incarnation), info.to_json())
         incarnations: Mapping[int, int] = dict.fromkeys(others, 0)
         if announce is not None:
             incarnations = announce(max(0.0, deadline - time.monotonic()))
-        infos = {}
+        connector = Connector(number, info, secret, carrier, name)
         for peer, theirs in incarnations.items():
             try:
                 left = max(0.0, deadline - time.monotonic())
-                text = store.get(store_key(namespace, peer, theirs), left)
-                infos[peer] = PeerInfo.from_json(text)
+                found = PeerInfo.from_json(store.get(store_key(namespace, peer, theirs), left))
             except TimeoutError:
                 raise RendezvousError(
                     f"{name(number)}: {name(peer)} opened no mailbox within {seconds:g} s; check "
@@ -124,39 +107,58 @@ def open_mailbox(
                 ) from None
             except ValueError as err:
                 raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
-            check_same_options(name(number), info, name(peer), infos[peer])
-        mailbox = _make_mailbox(number, info, infos, carrier, limits, name, tolerate_silence)
+            connector.connect(peer, found)
+        if not tolerate_silence:  # otherwise peers may still join over the others
+            carrier.close_listeners_except({route.interface for route in connector.routes})
+        carrier.start()
+        labels = [f"interface {i.name} ({i.address})" for i in info.interfaces]
+        mailbox = Mailbox(number, carrier, connector, limits, name, labels.__getitem__)
         mailbox.wait_connected(max(0.0, deadline - time.monotonic()))
     except BaseException:
-        carrier.close()
+        carrier.abandon()
         raise
     return mailbox
 
 
-def _make_mailbox(
-    number: int,
-    info: PeerInfo,
-    infos: dict[int, PeerInfo],
-    carrier: ZeroMQCarrier,
-    limits: Limits,
-    name: Callable[[int], str],
-    tolerate_silence: bool,
-) -> Mailbox:
-    """Create all flows: a connection for each interface pair and class."""
-    carrier.allow({n: address_of(theirs) for n, theirs in infos.items()})
-    own = [f"interface {i.name} ({i.address})" for i in info.interfaces]
-    endpoint = Endpoint(
-        Membership(number, info.session, {n: theirs.session for n, theirs in infos.items()}),
-        limits,
-        tolerate_silence=tolerate_silence,
-        describe_interface=own.__getitem__,
-    )
-    connector = Connector(number, info, carrier)
-    for peer, theirs in infos.items():
-        connector.add_flows(endpoint, peer, theirs)
-    if not tolerate_silence:  # otherwise peers may still join over the others
-        carrier.close_other_interfaces({route.interface for route in endpoint.flows})
-    return Mailbox(endpoint, carrier, name=name, connector=connector)
+HEARTBEAT_S = 60.0
+"""Seconds without a reply of the peer's host after which a connection ends."""
+
+_CARRIER_DESCRIPTORS = 2
+"""Descriptors of a carrier without sockets: the event queue and the one that ends its waits."""
+
+
+def _make_carrier(
+    number: int, session: int, limits: Limits, silence: float, encrypted: bool, what: str
+) -> _native.Carrier:
+    # A stopped process counts as lost after `silence`. Its connections must not end before that.
+    heartbeat = HEARTBEAT_S if silence == NEVER else max(HEARTBEAT_S, silence)
+    try:
+        return _native.Carrier(
+            number, session, limits.message, limits.window, silence, heartbeat, encrypted
+        )
+    except OSError:  # other threads have opened files meanwhile
+        raise descriptors.too_few_error(what) from None
+    except RuntimeError as error:
+        raise UsageError(f"{what} with encrypted=True: {error}; use encrypted=False") from None
+
+
+def _listen(
+    carrier: _native.Carrier, uses: Sequence[str], classes: int, what: str
+) -> tuple[tuple[int, ...], ...]:
+    """Listen on each address in each class; return the ports."""
+    ports = [[0] * classes for _ in uses]
+    for (interface, address), urgency in itertools.product(enumerate(uses), range(classes)):
+        try:
+            port = carrier.listen(interface, urgency, address, tos_of(urgency, classes))
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise descriptors.too_few_error(what) from None
+            raise UsageError(
+                f"cannot listen on {address}: {error.strerror}; name interfaces that are up: "
+                "init(interfaces=[...])"
+            ) from None
+        ports[interface][urgency] = port
+    return tuple(map(tuple, ports))
 
 
 def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Interface]]:

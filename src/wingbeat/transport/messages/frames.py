@@ -1,8 +1,7 @@
-"""Frames: the wire header of a message, its checks, and how a message is composed.
+"""Frames: the wire header of a message, and limits, constants and native types of messages.
 
-Header and flow control are C++ (``native/src/header.h``, ``native/src/flow.h``), because every
-message passes through them at each end. A flow carries messages to and from one peer, over one
-interface, in one class.
+Headers, flows and connections are C++ (``native/src``: ``header.h``, ``flow.h``, ``endpoint.h``,
+``carrier.h``). A flow carries messages to and from one peer, over one interface, in one class.
 
 The header is little-endian, without gaps, of `HEADER_BYTES` bytes, followed by ``spans`` times two
 numbers of 8 bytes::
@@ -29,9 +28,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
@@ -49,87 +47,15 @@ def tos_of(urgency: int, classes: int) -> int:
     return 0x00 if urgency == classes - 1 else TOS[urgency]
 
 
-Buffer: TypeAlias = "bytes | memoryview"
-
 MAX_CLASSES = 4
 """Maximum number of traffic classes."""
 
-
-class ConnectionId(NamedTuple):
-    """A connection of a carrier.
-
-    ``interface`` is the number of this process's interface; ``urgency`` is the class, 0 the most
-    urgent; ``name`` is the carrier's hashable name of the remote end.
-    """
-
-    interface: int
-    urgency: int
-    name: Any
-
-
-class Arrival(NamedTuple):
-    """A received frame.
-
-    ``head`` is the header, followed by the payload if that is small; otherwise ``payload`` is in
-    the carrier's memory. ``peer`` is authenticated by its key; None without keys. ``whole`` is
-    False if the frame had too many parts.
-    """
-
-    place: ConnectionId
-    head: Buffer
-    payload: Buffer | None
-    peer: int | None
-    whole: bool = True
-
-
-class Carrier(Protocol):
-    """Carries frames over connections. It may lose, repeat and reorder them. Not thread-safe.
-
-    Frames arrive whole or not at all, unless a carrier cannot detect truncation.
-    """
-
-    @property
-    def refused_connections(self) -> Counter[str]:
-        """Number of connections refused before a frame was read, by reason."""
-
-    @property
-    def ended(self) -> int:
-        """Number of connections that have ended, including those that were renewed."""
-
-    def is_disconnected(self, place: ConnectionId) -> bool:
-        """Whether a connection that this process made has ended and is not renewed.
-
-        `send` does not detect this: frames wait for the new connection.
-        """
-
-    def connect(
-        self, peer: int, interface: int, urgency: int, *, theirs: int
-    ) -> ConnectionId | None:
-        """Connect to a peer's interface ``theirs``; None if the peer connects to this process."""
-
-    def send(self, place: ConnectionId, parts: Sequence[Buffer]) -> bool:
-        """Send one frame without waiting; False if no connection exists now."""
-
-    def receive(self, seconds: float) -> Arrival | None:
-        """Return the next frame, the most urgent first; None after ``seconds`` without any."""
-
-    def interrupter(self) -> Callable[[], None]:
-        """Return a function for other threads that ends the current or next wait in `receive`."""
-
-    def close(self, linger: float = 0.0) -> None:
-        """Close every connection after up to ``linger`` seconds for unsent frames. Idempotent."""
-
-
 NEVER = math.inf
 
-Flow = _native.Flow
+Message = _native.Received
 Posted = _native.Posted
 
-MAX_IN_FLIGHT = _native.MOST_UNDER_WAY
-"""Maximum messages of one flow that the connection has accepted and that have not arrived."""
-
-
-DTYPES = ("", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+DTYPES = _native.DTYPES
 """Dtypes of a payload; empty if unspecified."""
 
 MAX_SPANS = 255
@@ -137,6 +63,35 @@ HEADER_BYTES = 76
 """Bytes of a header without ranges."""
 MAX_HEADER_BYTES = HEADER_BYTES + 16 * MAX_SPANS
 """Bytes of a header with the most ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of messages in flight.
+
+    Raises:
+        UsageError: an invalid limit.
+
+    Attributes:
+        message: bytes of one payload.
+        window: bytes of one flow that its peer has not consumed; headers count.
+        silence: seconds without a sign of life from an awaited peer after which it is lost.
+    """
+
+    message: int = 4 << 20
+    window: int = 32 << 20
+    silence: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.message < 2**31:
+            raise UsageError(f"Limits(message={self.message!r}); allowed: 1 to 2**31 - 1 bytes")
+        if self.window < self.message + MAX_HEADER_BYTES:
+            raise UsageError(
+                f"Limits(window={self.window!r}); allowed: {MAX_HEADER_BYTES} bytes and more above "
+                f"message={self.message}, so that one message fits in"
+            )
+        if not 0 < self.silence < float("inf"):
+            raise UsageError(f"Limits(silence={self.silence!r}); allowed are seconds above 0")
 
 
 class Type(enum.IntEnum):
@@ -169,61 +124,6 @@ Header = _native.Header
 
 unpack = _native.unpack
 """Parse and check the header at the beginning of a buffer; raises `Malformed`."""
-
-
-# Stored as integers: access to an enum member is slow.
-_DATA, _LEAVE = int(Type.DATA), int(Type.LEAVE)
-_DTYPES = {name: number for number, name in enumerate(DTYPES)}
-
-NO_IDS = (0, 0, 0, 0)
-
-
-def compose(
-    kind: int,
-    payload: Any,
-    ids: Sequence[int],
-    dtype: str,
-    spans: Iterable[tuple[int, int]],
-    *,
-    most: int,
-) -> Posted:
-    """Check the arguments of `Mailbox.post` and return the message; a `UsageError` if invalid."""
-    view = _byte_view(payload, most)
-    number = _DTYPES.get(dtype)
-    if number is None:
-        raise UsageError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES[1:])} or ''")
-    ranges = tuple(spans)
-    if len(ranges) > MAX_SPANS:
-        raise UsageError(f"{len(ranges)} spans; allowed are up to {MAX_SPANS}")
-    try:
-        return Posted(_DATA, kind, ids, number, ranges, view)
-    except (TypeError, OverflowError):
-        raise UsageError(
-            f"kind={kind!r}, ids={ids!r}, spans={ranges!r:.80}: allowed are a kind and four ids "
-            "from 0 to 2**32 - 1, and (start, length) pairs of numbers from 0 to 2**64 - 1"
-        ) from None
-
-
-def leave_frame() -> Posted:
-    """Return the last message of a flow."""
-    return Posted(_LEAVE, 0, NO_IDS, 0, (), b"")
-
-
-def _byte_view(payload: Any, most: int) -> Buffer:
-    if type(payload) is bytes and len(payload) <= most:
-        return payload
-    try:
-        view = memoryview(payload)
-        # An empty view cannot be cast, and an array without elements has no bytes.
-        view = view.cast("B") if view.nbytes else memoryview(b"")
-    except (TypeError, BufferError) as err:
-        raise UsageError(
-            f"payload of type {type(payload).__name__}: {err}; allowed are objects with a "
-            "contiguous buffer: bytes, a NumPy array, tensor.numpy()"
-        ) from None
-    if len(view) > most:
-        raise UsageError(f"a payload of {len(view)} bytes; allowed are {most}: post it in pieces")
-    return view
 
 
 class Reassembly:

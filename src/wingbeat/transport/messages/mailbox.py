@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import functools
-import threading
+import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from wingbeat import _native
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.transport.messages.endpoint import Endpoint, Message, Route
-from wingbeat.transport.messages.frames import NEVER, NO_IDS, Carrier, Posted, compose, leave_frame
+from wingbeat.transport.messages.frames import (
+    DTYPES,
+    HEADER_BYTES,
+    MAX_SPANS,
+    Limits,
+    Message,
+    Posted,
+)
 
 if TYPE_CHECKING:
     from wingbeat.transport.messages.peers import Connector, PeerInfo
+
+
+class Route(NamedTuple):
+    """The route of a flow: the peer, this process's interface, and the class."""
+
+    peer: int
+    interface: int
+    urgency: int
 
 
 class Routes:
@@ -84,35 +98,6 @@ def _urgency(route: Route) -> int:
     return route.urgency
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def exclusive(method: Method) -> Method:
-    """Make a mailbox method exclusive to one thread.
-
-    It raises a `UsageError` if the mailbox is closed, and the original error if it is broken.
-    """
-
-    @functools.wraps(method)
-    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            if self._closed:
-                raise UsageError(
-                    f"{self._routes.me}: this mailbox is closed: cannot {method.__name__}"
-                )
-            if self._broken is not None:
-                raise self._broken
-            return method(self, *args, **kwargs)
-
-    return cast("Method", inner)
-
-
-BUSY_POLL_S, IDLE_POLL_S = 0.005, 0.02
-"""Seconds between two turns of the background poller: while frames are expected, and otherwise."""
-
-ACTIVE_S = 1.0
-"""Seconds after a frame for which more frames are expected."""
-
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a peer to acknowledge that this process leaves."""
 
@@ -122,69 +107,35 @@ RECONNECT_S = 1.0
 _LINGER_S = 1.0
 """Seconds for sending the last frames, after everything else has arrived."""
 
-SUSPENDED_S = 1.0
-"""Seconds without a turn of the poller after which this process counts as suspended."""
-
-_MAX_FRAMES_PER_TURN = 64
-"""Frames received before timers are checked, as a peer may send without pause."""
-
-
-def _poll_until_ended(polled: weakref.ref[Mailbox], ended: threading.Event) -> None:
-    period = BUSY_POLL_S
-    while not ended.wait(period):
-        own = polled()
-        if own is None:
-            return
-        period = own._poll_in_background()
-        del own
-
-
-def _stop_polling(ended: threading.Event, carrier: Carrier) -> None:
-    ended.set()
-    carrier.close()
+_NO_IDS = (0, 0, 0, 0)
+_DTYPES = {name: number for number, name in enumerate(DTYPES)}
 
 
 class Mailbox:
     """One process's end of the message layer, created by `open_mailbox`.
 
-    Methods are serialized: a thread that waits blocks the others. While no method runs, a
-    background poller sends acknowledgements and retransmissions, so a process that computes does
-    not delay its peers.
+    Any thread may use it. Frames are sent and received by the thread that waits in a method, and
+    by a thread of the extension otherwise, so a process that computes does not delay its peers.
     """
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        carrier: Carrier,
-        *,
-        name: Callable[[int], str] = "rank {}".format,
-        clock: Callable[[], float] = time.monotonic,
-        connector: Connector | None = None,
+        number: int,
+        carrier: _native.Carrier,
+        connector: Connector,
+        limits: Limits,
+        name: Callable[[int], str],
+        describe_interface: Callable[[int], str],
     ) -> None:
-        self._endpoint, self._connector = endpoint, connector
-        self._carrier = carrier
-        self._clock = clock
-        self._closed = False
-        self._broken: Exception | None = None
-        self._last_frame = 0.0
-        self._last_turn, self._was_suspended = time.monotonic(), False
-        self._ended_connections = 0
-        self._routes = Routes(endpoint.flows, endpoint.membership.number, name)
+        self._carrier, self._connector, self._limits = carrier, connector, limits
+        self._describe_interface = describe_interface
+        self._routes = Routes(connector.routes, number, name)
         self._reported: set[int] = set()
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        # The poller must not keep an unused mailbox alive.
-        self._finalizer = weakref.finalize(self, _stop_polling, self._ended, carrier)
-        # Not at interpreter exit: libzmq aborts the process if another thread is using the sockets.
-        # The system closes them.
-        self._finalizer.atexit = False
-        self._poller = threading.Thread(
-            target=_poll_until_ended,
-            args=(weakref.ref(self), self._ended),
-            name="wingbeat-mail",
-            daemon=True,
-        )
-        self._poller.start()
+        self._refused: Counter[str] = Counter()
+        self._closed = False
+        # Not at the exit of the interpreter, which may close the mailbox gracefully.
+        weakref.finalize(self, carrier.abandon).atexit = False
+        _mailboxes.add(self)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -194,35 +145,38 @@ class Mailbox:
     @property
     def largest(self) -> int:
         """Limit of a payload, in bytes."""
-        return self._endpoint.limits.message
+        return self._limits.message
 
     @property
     def refused(self) -> Counter[str]:
-        """Number of dropped frames, by reason; see docs/developers/messages.md."""
-        return self._endpoint.refused
+        """Number of dropped frames, by reason; see docs/developers/messages.md.
+
+        The application may count messages that it refuses, under reasons of its own.
+        """
+        self._refused.update(Counter(self._carrier.refused) - self._refused)
+        return self._refused
 
     @property
     def refused_connections(self) -> Counter[str]:
         """Number of connections refused before a frame was read, by reason."""
-        return self._carrier.refused_connections
+        return Counter(self._carrier.refused_connections)
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
         """Numbers of this process's interfaces that reach ``peer``."""
         return self._routes.interfaces(peer)
 
-    @exclusive
     def room(self, peer: int, *, interface: int | None = None, urgency: int | None = None) -> int:
         """Bytes of the window that are free, so that `post` does not wait."""
-        return self._endpoint.flows[self._routes.choose(peer, interface, urgency)].room
+        self._check_open("room")
+        return self._carrier.room(*self._routes.choose(peer, interface, urgency))
 
-    @exclusive
     def post(
         self,
         peer: int,
         kind: int,
         payload: Any = b"",
         *,
-        ids: Sequence[int] = NO_IDS,
+        ids: Sequence[int] = _NO_IDS,
         dtype: str = "",
         spans: Iterable[tuple[int, int]] = (),
         interface: int | None = None,
@@ -247,17 +201,27 @@ class Mailbox:
             UsageError: a value that cannot be sent.
             PeerError: the peer is lost, has left, or did not free its window in time.
         """
+        self._check_open("post")
         route = self._routes.choose(peer, interface, urgency)
-        endpoint = self._endpoint
-        if endpoint.lost or endpoint.left:
+        carrier = self._carrier
+        if carrier.troubled:
             self._check_peer(peer, "post to it")
-        message = compose(kind, payload, ids, dtype, spans, most=endpoint.limits.message)
-        if endpoint.flows[route].room < message.size:
-            self._wait_for_room(route, message.size, seconds)
-        endpoint.post(route, message, self._carrier.send, self._clock())
-        return message
+        number = _DTYPES.get(dtype)
+        if number is None:
+            raise UsageError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES[1:])} or ''")
+        ranges = tuple(spans)
+        if len(ranges) > MAX_SPANS:
+            raise UsageError(f"{len(ranges)} spans; allowed are up to {MAX_SPANS}")
+        while True:
+            try:
+                message = carrier.post(*route, kind, payload, ids, number, ranges)
+            except (TypeError, ValueError, OverflowError, BufferError) as error:
+                raise self._refusal(error, kind, payload, ids, ranges) from None
+            if message is not None:
+                return message
+            size = HEADER_BYTES + 16 * len(ranges) + memoryview(payload).nbytes
+            self._wait_for_room(route, size, seconds)
 
-    @exclusive
     def receive(self, seconds: float | None = None, *, of: Iterable[int] | None = None) -> Message:
         """Wait for the next message, the most urgent first, and return it.
 
@@ -268,27 +232,30 @@ class Mailbox:
         Raises:
             PeerError: no message arrived in time, or an expected sender is lost or has left.
         """
-        wanted = None if of is None else frozenset(of)
-        message = self._take_message(wanted)
-        if message is not None:
-            return message
-        seconds = self._endpoint.limits.silence if seconds is None else seconds
-        deadline = self._clock() + seconds
-        if wanted is not None:
-            for peer in wanted:
-                self._routes.to(peer)
-        while True:
-            if self._endpoint.lost or self._endpoint.left:
-                self._check_senders(wanted)
-            self._pump(deadline, until_message=wanted is None)
-            message = self._take_message(wanted)
+        carrier = self._carrier
+        seconds = self._limits.silence if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        if of is None and not carrier.troubled:  # the usual case
+            message = carrier.receive(seconds, carrier.changes, None, False, False)
             if message is not None:
                 return message
-            if self._clock() >= deadline:
+        wanted = None if of is None else {peer for peer in of if self._routes.to(peer)}
+        while True:
+            seen = carrier.changes
+            if carrier.troubled:
+                message = carrier.poll(wanted, keep=False)
+                if message is not None:
+                    return message
+                self._check_senders(wanted)
+            left = max(0.0, deadline - time.monotonic())
+            message = carrier.receive(left, seen, wanted, keep=False, interruptible=False)
+            if message is not None:
+                return message
+            self._check_open("receive")
+            if time.monotonic() >= deadline:
                 names = self._routes.names(self.peers if wanted is None else wanted)
                 raise self._error(f"no message from {names} within {seconds:g} s")
 
-    @exclusive
     def next(self, seconds: float, *, keep: bool = False) -> Message | None:
         """Wait for the next event, and return the message if it is one.
 
@@ -296,145 +263,132 @@ class Mailbox:
         or another event. `lost` and `left` list peers that will not respond. ``keep`` is as in
         `poll`.
         """
-        message = self._take_message(None, keep)
-        if message is None:
-            self._pump(self._clock() + seconds, until_message=True)
-            message = self._take_message(None, keep)
-        return message
+        self._check_open("next")
+        seen = self._carrier.changes
+        return self._carrier.receive(seconds, seen, None, keep=keep, interruptible=True)
 
     def interrupter(self) -> Callable[[], None]:
-        """Return a function for other threads that ends a wait in `next`."""
-        return self._carrier.interrupter()
+        """Return a function for other threads that ends the current or next wait in `next`."""
+        return self._carrier.interrupt
 
     @property
     def lost(self) -> Mapping[int, str]:
         """The silent peers, by number, each with an explanation."""
-        return dict(self._endpoint.lost)  # a copy, as the poller may add peers meanwhile
+        if not self._carrier.troubled:
+            return {}
+        found = {}
+        for peer, (interface, messages, nbytes) in self._carrier.lost.items():
+            several = len(self._routes.interfaces(peer)) > 1 if peer in self.peers else False
+            where = f" over {self._describe_interface(interface)}" if several else ""
+            found[peer] = (
+                f"has been silent{where} for {self._limits.silence:g} s; {messages} messages to "
+                f"it ({nbytes} bytes) may not have arrived"
+            )
+        return found
 
     @property
     def left(self) -> frozenset[int]:
         """The peers that have closed their mailboxes."""
-        return frozenset(self._endpoint.left)
+        return frozenset(self._carrier.left) if self._carrier.troubled else frozenset()
 
-    @exclusive
     def unconnected(self) -> Mapping[int, float]:
         """Return the peers without connections, with the seconds since then.
 
         All connections of such a peer have ended, over all interfaces: its process has exited, as a
         live process renews them within moments. A slow or stopped process is not listed, because
-        the detection does not depend on silence. But a connection also ends if its peer has not
-        responded for a minute, or for `Limits.silence` if that is longer, because the process is
-        stopped or the network is cut.
+        the detection does not depend on silence. But a connection also ends if the peer's host has
+        not responded for a minute, or for `Limits.silence` if that is longer, because the network
+        is cut.
         """
-        endpoint, ended = self._endpoint, self._carrier.ended
-        if ended != self._ended_connections:
-            self._ended_connections = ended
-            endpoint.probe_connections(self._clock())
-            self._run_timers(self._clock())
-        now = self._clock()
-        if ended:
-            endpoint.check_connections(self._carrier.is_disconnected, now)
-        return endpoint.unconnected(now)
+        self._check_open("unconnected")
+        return self._carrier.unconnected()
 
-    @exclusive
     def drop(self, peer: int) -> None:
         """Remove a peer whose process has exited."""
-        if self._connector is not None and peer in self.peers:
-            self._connector.disconnect(self._endpoint, peer)
-            self._routes.renew(self._endpoint.flows)
+        self._check_open("drop")
+        if peer in self.peers:
+            self._connector.disconnect(peer)
+            self._routes.renew(self._connector.routes)
 
-    @exclusive
     def join(self, peer: int, info: PeerInfo) -> None:
         """Connect to a process that replaces one that was dropped.
 
         A `UsageError` if its mailbox has different options.
         """
-        if self._connector is not None:
-            self._connector.connect(self._endpoint, peer, info)
-            self._routes.renew(self._endpoint.flows)
+        self._check_open("join")
+        self._connector.connect(peer, info)
+        self._routes.renew(self._connector.routes)
 
-    @exclusive
     def poll(self, *, of: Iterable[int] | None = None, keep: bool = False) -> Message | None:
         """Return the next message if there is one. Does not wait.
 
         With ``keep``, the message counts against the window of its flow until `free`.
         """
-        wanted = None if of is None else frozenset(of)
-        message = self._take_message(wanted, keep)
-        if message is None:
-            self._pump(self._clock())
-            message = self._take_message(wanted, keep)
-        return message
+        self._check_open("poll")
+        return self._carrier.poll(None if of is None else set(of), keep=keep)
 
-    @exclusive
     def free(self, message: Message) -> None:
         """Return the bytes of a message taken with ``keep`` to the window."""
-        self._endpoint.free(message, self._clock())
+        self._check_open("free")
+        self._carrier.free(message)
 
-    @exclusive
     def wait(self, posted: Iterable[Posted], seconds: float | None = None) -> None:
         """Wait until these messages have arrived, so that their payloads may change.
 
         A `PeerError` if one has not arrived in time; names its receiver.
         """
-        waiting = list(posted)
-        seconds = self._endpoint.limits.silence if seconds is None else seconds
-        deadline = self._clock() + seconds
-        while True:
-            # Last one first: while it is missing, the others need no check.
-            while waiting and waiting[-1].arrived:
-                waiting.pop()
-            if not waiting:
-                return
-            if self._endpoint.lost or self._endpoint.left:
-                for peer in self._peers_of(waiting):
+        waiting = [each for each in posted if not each.arrived]
+        seconds = self._limits.silence if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        while waiting:
+            seen = self._carrier.changes
+            if self._carrier.troubled:
+                for peer in {each.peer for each in waiting}:
                     self._check_peer(peer, "wait for it to receive a message")
-            if self._clock() >= deadline:
-                late = [each for each in waiting if not each.arrived]
+            left = max(0.0, deadline - time.monotonic())
+            self._carrier.wait_arrived(left, seen, waiting)
+            waiting = [each for each in waiting if not each.arrived]
+            if waiting and time.monotonic() >= deadline:
+                names = self._routes.names({each.peer for each in waiting})
                 raise self._error(
-                    f"{len(late)} messages have not arrived at "
-                    f"{self._routes.names(self._peers_of(late))} within {seconds:g} s"
+                    f"{len(waiting)} messages have not arrived at {names} within {seconds:g} s"
                 )
-            self._pump(deadline)
+            if waiting:
+                self._check_open("wait")
 
-    @exclusive
     def wait_connected(self, seconds: float) -> None:
         """Wait until a frame of every peer has arrived on every interface and in every class.
 
         A `PeerError` if one has not; names the peer and the interface.
         """
-        deadline = self._clock() + seconds
-        while unheard := self._endpoint.unheard:
-            if self._clock() >= deadline:
-                route = unheard[0]
-                interface = self._endpoint.describe_interface(route.interface)
-                raise self._error(
-                    f"{self._routes.name(route.peer)} did not answer over {interface} within "
-                    f"{seconds:g} s: check that it runs and that no firewall blocks the "
-                    "connection, or name the interfaces that connect all hosts: "
-                    "init(interfaces=[...])"
-                )
-            self._pump(deadline)
+        self._carrier.wait_heard(seconds)
+        unheard = self._carrier.unheard()
+        if unheard is None:
+            return
+        peer, interface = unheard
+        raise self._error(
+            f"{self._routes.name(peer)} did not answer over {self._describe_interface(interface)} "
+            f"within {seconds:g} s: check that it runs and that no firewall blocks the "
+            "connection, or name the interfaces that connect all hosts: init(interfaces=[...])"
+        )
 
     def close(self, seconds: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until all messages have arrived, notify the peers, and close the connections.
 
         A `PeerError` if messages have not arrived within ``seconds``; the connections are closed.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            try:
-                if late := self._leave(seconds):
-                    raise self._error(
-                        f"not all messages have arrived at {self._routes.names(late)} within "
-                        f"{seconds:g} s of close()"
-                    )
-            finally:
-                self._carrier.close(_LINGER_S)
-                self._end()
-        self._poller.join()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            late = self._carrier.leave(seconds)
+        finally:
+            self._carrier.close(_LINGER_S)
+        if late:
+            raise self._error(
+                f"not all messages have arrived at {self._routes.names(late)} within "
+                f"{seconds:g} s of close()"
+            )
 
     def __enter__(self) -> Mailbox:
         return self
@@ -447,143 +401,84 @@ class Mailbox:
 
     def abandon(self) -> None:
         """Close the connections at once, without notifying the peers. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._end()
+        self._closed = True
+        self._carrier.abandon()
 
-    def _end(self) -> None:
-        """Stop poller and carrier. The caller holds the lock."""
-        self._ended.set()
-        self._finalizer()
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise UsageError(f"{self._routes.me}: this mailbox is closed: cannot {what}")
 
-    def _leave(self, seconds: float) -> set[int]:
-        """Notify the peers once all messages have arrived; return peers with missing messages."""
-        endpoint, send = self._endpoint, self._carrier.send
-        gone = endpoint.left | set(endpoint.lost)
-        flows = {r: f for r, f in endpoint.flows.items() if r.peer not in gone}
-        now = self._clock()
-        for route in flows:
-            endpoint.post(route, leave_frame(), send, now)
-        deadline = now + seconds
-        # The notification need not arrive at a peer that has left.
-        while any(
-            not flow.empty and not (flow.ended and flow.only_leave)
-            for route, flow in flows.items()
-            if route.peer not in endpoint.lost
-        ):
-            if self._clock() >= deadline:
-                break
-            self._pump(deadline)
-        endpoint.acknowledge(self._clock())
-        endpoint.flush(send, self._clock())
-        return {route.peer for route, flow in flows.items() if not flow.only_leave}
-
-    def _poll_in_background(self) -> float:
-        """Process due work; return the seconds until the next turn."""
-        self._detect_suspension()
-        if not self._lock.acquire(blocking=False):
-            return BUSY_POLL_S  # the thread that holds the lock processes it
+    def _refusal(
+        self, error: Exception, kind: Any, payload: Any, ids: Any, spans: Any
+    ) -> UsageError:
+        """Return the error that names the argument of `post` that cannot be sent."""
         try:
-            if self._closed:
-                return IDLE_POLL_S
-            try:
-                self._pump(self._clock())
-            except Exception as error:  # the next call raises it
-                self._broken = error
-                self._ended.set()
-            awake = self._endpoint.due() < NEVER or self._clock() < self._last_frame + ACTIVE_S
-            return BUSY_POLL_S if awake else IDLE_POLL_S
-        finally:
-            self._lock.release()
-
-    def _pump(self, deadline: float, *, until_message: bool = False) -> None:
-        """Send pending frames and receive until ``deadline`` at the latest.
-
-        With ``until_message``, frames after the next message are read later: memory that was just
-        written and is used at once is still in the processor's cache.
-        """
-        endpoint, carrier = self._endpoint, self._carrier
-        now = self._clock()
-        if endpoint.busy:
-            endpoint.flush(carrier.send, now)
-        arrival = carrier.receive(min(deadline, endpoint.due()) - now)
-        now = self._clock()
-        if arrival is not None:
-            self._last_frame = now
-            for _ in range(_MAX_FRAMES_PER_TURN):
-                endpoint.accept(arrival, now)
-                if until_message and endpoint.waiting:
-                    break
-                arrival = carrier.receive(0.0)
-                if arrival is None:
-                    break
-        self._run_timers(now)
-
-    def _detect_suspension(self) -> None:
-        """Detect by the system's clock a suspension of this process (SIGSTOP, a paused machine)."""
-        before, self._last_turn = self._last_turn, time.monotonic()
-        self._was_suspended |= self._last_turn - before > SUSPENDED_S
-
-    def _run_timers(self, now: float) -> None:
-        endpoint = self._endpoint
-        self._detect_suspension()
-        if self._was_suspended:  # it received nothing, so peers were not silent
-            self._was_suspended = False
-            endpoint.resume(now)
-        if now >= endpoint.due():
-            endpoint.tick(now)
-        if endpoint.busy:
-            endpoint.flush(self._carrier.send, now)
-
-    def _take_message(self, of: frozenset[int] | None, keep: bool = False) -> Message | None:
-        if not self._endpoint.waiting:
-            return None
-        now = self._clock()
-        message = self._endpoint.take(now, of, keep=keep)
-        if message is not None and now >= self._endpoint.due():
-            self._run_timers(now)
-        return message
+            nbytes = memoryview(payload).cast("B").nbytes if memoryview(payload).nbytes else 0
+        except (TypeError, BufferError) as why:
+            return UsageError(
+                f"payload of type {type(payload).__name__}: {why}; allowed are objects with a "
+                "contiguous buffer: bytes, a NumPy array, tensor.numpy()"
+            )
+        if nbytes > self.largest:
+            return UsageError(
+                f"a payload of {nbytes} bytes; allowed are {self.largest}: post it in pieces"
+            )
+        if not isinstance(error, TypeError | OverflowError):
+            return UsageError(str(error))
+        return UsageError(
+            f"kind={kind!r}, ids={ids!r}, spans={spans!r:.80}: allowed are a kind and four ids "
+            "from 0 to 2**32 - 1, and (start, length) pairs of numbers from 0 to 2**64 - 1"
+        )
 
     def _wait_for_room(self, route: Route, size: int, seconds: float | None) -> None:
-        flow = self._endpoint.flows[route]
-        seconds = self._endpoint.limits.silence if seconds is None else seconds
-        deadline = self._clock() + seconds
-        while flow.room < size:
+        seconds = self._limits.silence if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        while self._carrier.room(*route) < size:
+            seen = self._carrier.changes
+            self._check_open("post")
             self._check_peer(route.peer, "wait for it to take messages")
-            if self._clock() >= deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                used = self._limits.window - self._carrier.room(*route)
                 raise self._error(
                     f"{self._routes.name(route.peer)} consumed nothing for {seconds:g} s: "
-                    f"{flow.waiting_bytes} of {flow.window} bytes of its window are in use"
+                    f"{used} of {self._limits.window} bytes of its window are in use"
                 )
-            self._pump(deadline)
+            self._carrier.wait_room(left, seen, *route, size)
 
     def _error(self, what: str) -> PeerError:
         return PeerError(f"{self._routes.me}: {what}")
 
     def _check_peer(self, peer: int, what: str) -> None:
         """Raise a `PeerError` if ``peer`` is lost or has left, so that ``what`` is impossible."""
-        if peer in self._endpoint.lost:
-            raise self._error(f"{self._routes.name(peer)} {self._endpoint.lost[peer]}")
-        if peer in self._endpoint.left:
+        if peer in self.lost:
+            raise self._error(f"{self._routes.name(peer)} {self.lost[peer]}")
+        if peer in self.left:
             raise self._error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
 
-    def _check_senders(self, wanted: frozenset[int] | None) -> None:
+    def _check_senders(self, wanted: set[int] | None) -> None:
         """Raise a `PeerError` if no message can arrive, and once for each lost peer."""
         if wanted is not None:
             for peer in wanted:
                 self._check_peer(peer, "wait for a message of it")
             return
-        lost, peers = self._endpoint.lost, self._routes.peers
+        lost, peers = self.lost, self._routes.peers
         self._reported &= lost.keys()  # the others are reachable again
         for peer in lost.keys() - self._reported:
             self._reported.add(peer)
             self._check_peer(peer, "wait for messages")
-        if self._endpoint.left.union(lost).issuperset(peers):
+        if self.left.union(lost).issuperset(peers):
             raise self._error(f"all peers have left: {self._routes.names(peers)}")
 
-    def _peers_of(self, waiting: Sequence[Posted]) -> set[int]:
-        return {
-            route.peer
-            for route, flow in self._endpoint.flows.items()
-            if any(map(flow.holds, waiting))
-        }
+
+_mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Close a forked child's copies of the sockets: a peer would not notice the parent's end."""
+    for mailbox in list(_mailboxes):
+        mailbox._closed = True
+        mailbox._carrier.forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

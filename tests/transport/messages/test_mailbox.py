@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import os
 import random
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from helpers.waiting import PATIENCE, until
-from wingbeat.errors import PeerError, RendezvousError, UsageError, WingbeatError
+from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.messages import Limits, Mailbox, open_mailbox, zeromq
-from wingbeat.transport.messages.frames import Header, Type
+from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.transport.messages.peers import PeerInfo
-from wingbeat.transport.messages.zeromq import Keys, ZeroMQCarrier
 
 
 class Relay:
@@ -36,6 +39,7 @@ class Relay:
         self.address = self.server.getsockname()
         self.pairs: list[tuple[socket.socket, socket.socket]] = []
         self.passed = 0
+        self.recording: Recorded | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -51,13 +55,18 @@ class Relay:
 
     def _copy(self, source: socket.socket, target: socket.socket) -> None:
         try:
-            while data := source.recv(1 << 16):
+            while data := self.changed(source.recv(1 << 16)):
+                if self.recording is not None and target.getpeername() == self.target:
+                    self.recording.sent += data
                 target.sendall(data)
                 self.passed += len(data)
         except OSError:
             pass
         for end in (source, target):
             end.close()
+
+    def changed(self, data: bytes) -> bytes:
+        return data
 
     def cut(self) -> None:
         """Break every connection, whatever is under way."""
@@ -77,18 +86,18 @@ class Relay:
 class Diverted(Switchboard):
     """A store whose cards lead through relays."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Relay] = Relay) -> None:
         super().__init__()
+        self.kind = kind
         self.relays: list[Relay] = []
 
     def set(self, key: str, value: str) -> None:
         card = json.loads(value)
-        for of in card["listens"]:
-            for i, endpoint in enumerate(of):
-                host, _, port = endpoint.removeprefix("tcp://").partition(":")
-                relay = Relay((host, int(port)))
+        for of in card["ports"]:
+            for i, port in enumerate(of):
+                relay = self.kind(("127.0.0.1", port))
                 self.relays.append(relay)
-                of[i] = "tcp://{}:{}".format(*relay.address)
+                of[i] = relay.address[1]
         super().set(key, json.dumps(card))
 
 
@@ -136,12 +145,15 @@ def keep_cutting(relays: list[Relay], ended: threading.Event) -> int:
     return cuts
 
 
-def test_interrupted_connection_loses_and_repeats_nothing(closing: list[Mailbox]) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_interrupted_connection_loses_and_repeats_nothing(
+    closing: list[Mailbox], encrypted: bool
+) -> None:
     """Cut again and again while both sides stream; every message comes once and in order."""
     store = Diverted()
-    boxes = opened(store=store, classes=1, encrypted=False)
+    boxes = opened(store=store, classes=1, encrypted=encrypted)
     closing += boxes
-    count, payload = 300, bytes(50_000)
+    count, payload = 300, random.Random(1).randbytes(50_000)
 
     def stream(own: int) -> list[int]:
         box, posted, got = boxes[own], [], []
@@ -150,7 +162,9 @@ def test_interrupted_connection_loses_and_repeats_nothing(closing: list[Mailbox]
             while (message := box.poll()) is not None:
                 got.append(message.kind)
         while len(got) < count:
-            got.append(box.receive(PATIENCE).kind)
+            message = box.receive(PATIENCE)
+            assert message.payload == payload
+            got.append(message.kind)
         box.wait(posted, PATIENCE)
         return got
 
@@ -203,12 +217,27 @@ def test_accepting_process_reaches_the_peer_after_an_interruption(closing: list[
         relay.close()
 
 
+def sockets_of_this_process() -> list[socket.socket]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(socket.socket(fileno=os.dup(int(name))))
+    return [each for each in found if each.family == socket.AF_INET]
+
+
 def test_packets_carry_the_class(closing: list[Mailbox]) -> None:
-    boxes = opened(classes=3)
-    closing += boxes
-    for box in boxes:
-        sockets = box._carrier._sockets
-        assert {u: s.get(zmq.TOS) for (_, u), s in sockets.items()} == {0: 0xB8, 1: 0x88, 2: 0}
+    closing += opened(classes=3)
+    sockets = sockets_of_this_process()
+    ports = {port: urgency for box in closing for urgency, port in enumerate(ports_of(box))}
+    seen = set()
+    for each in sockets:
+        with each, contextlib.suppress(OSError):
+            ends = {each.getsockname()[1], each.getpeername()[1]} & ports.keys()
+            seen |= {
+                (ports[end], each.getsockopt(socket.IPPROTO_IP, socket.IP_TOS)) for end in ends
+            }
+    assert seen == {(0, 0xB8), (1, 0x88), (2, 0)}
 
 
 def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
@@ -225,7 +254,6 @@ def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_payload_of_the_maximum_size_arrives(closing: list[Mailbox], encrypted: bool) -> None:
-    """Encryption makes a part larger, and ZeroMQ ends connections on which larger ones come."""
     a, b = opened(classes=1, encrypted=encrypted, limits=Limits(message=1 << 20))
     closing += [a, b]
     payload = bytes(range(256)) * (1 << 12)
@@ -247,116 +275,136 @@ def test_a_process_that_computes_still_answers(closing: list[Mailbox]) -> None:
     assert b.receive(0).kind == 1
 
 
-def test_sockets_linger_only_in_close() -> None:
-    """ZeroMQ's own default waits without end for a peer that has gone: one close of 300 hung."""
-    carrier = ZeroMQCarrier(0, ["127.0.0.1"], 2, message=1 << 20, keys=Keys.make())
-    try:
-        assert [each.linger for each in carrier._sockets.values()] == [0, 0]
-    finally:
-        carrier.close()
-
-
-def test_close_that_does_not_end_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    carrier = ZeroMQCarrier(0, ["127.0.0.1"], 1, message=1 << 20, keys=None)
-    kept = carrier._context.socket(zmq.PAIR)  # a context ends when its last socket is closed
-    monkeypatch.setattr(zeromq, "CLOSE_S", 0.05)
-    carrier.close()
-    assert "connections are not closed after" in caplog.text
-    kept.close()
-
-
-def test_failure_of_the_authentication_thread_is_raised_by_the_mailbox(
-    closing: list[Mailbox],
-) -> None:
-    """Nobody could connect any more, and all who try would wait in vain."""
-    a, b = opened()
-    closing += [a, b]
-
-    def broken(_watched: object) -> None:
-        raise KeyError("no such event")
-
-    b._carrier._zap._count = broken
-    a.abandon()  # an event for the other's zap
-    until(lambda: b._broken is not None)
-    with pytest.raises(WingbeatError, match="thread wingbeat-zap has ended by KeyError"):
-        b.poll()
+def threads_of_mailboxes() -> int:
+    found = 0
+    for each in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found += (each / "comm").read_text() == "wingbeat-mail\n"
+    return found
 
 
 def test_unused_mailbox_is_collected() -> None:
-    import gc
-
-    before = {t.name for t in threading.enumerate()}
-    a, b = opened()
-    assert {t.name for t in threading.enumerate()} - before >= {"wingbeat-mail"}
-    del a, b
     gc.collect()
-    deadline = time.monotonic() + PATIENCE
-    while any(t.name.startswith("wingbeat-mail") for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: threads_of_mailboxes() == 0)
+    boxes = opened()
+    payload = np.zeros(1000)
+    posted = boxes[0].post(1, 1, payload)
+    references = sys.getrefcount(payload)
+    until(lambda: threads_of_mailboxes() == 2)
+    del boxes
+    gc.collect()
+    until(lambda: threads_of_mailboxes() == 0)
+    assert sys.getrefcount(payload) < references, "nothing refers to what was posted"
+    assert posted.size
 
 
-def ports(box: Mailbox) -> list[str]:
-    return [end for of in box._carrier.address.endpoints for end in of]
+def ports_of(box: Mailbox) -> tuple[int, ...]:
+    return box._connector._info.ports[0]
 
 
-def test_unknown_keys_are_refused(closing: list[Mailbox]) -> None:
+def refused(box: Mailbox, reason: str, count: int = 1) -> bool:
+    return box.refused_connections[reason] >= count
+
+
+def test_connection_without_the_key_is_refused(closing: list[Mailbox]) -> None:
     a, b = opened()
     closing += [a, b]
-    with zmq.Context() as context:
-        wrong = context.socket(zmq.DEALER)
-        public, secret = zmq.curve_keypair()
-        wrong.curve_publickey, wrong.curve_secretkey = public, secret
-        wrong.curve_serverkey = b._carrier._keys.public
-        wrong.connect(ports(b)[0])
-        plain = context.socket(zmq.DEALER)
-        plain.connect(ports(b)[0])
-        for stranger in (wrong, plain):
-            stranger.linger = 0
-            stranger.send(b"let me in", zmq.DONTWAIT)
-        until(lambda: b.refused_connections["key"] and sum(b.refused_connections.values()) >= 2)
-        context.destroy(linger=0)
+    identity = struct.pack("<IIII", 0, 1, 0, 0)
+    for answer, reason in (
+        (b"wingbeat" + identity + bytes(64), "key"),
+        (b"wingbeat" + struct.pack("<IIII", 9, 1, 0, 0) + bytes(64), "stranger"),
+        (b"HTTP/1.1" + bytes(80), "handshake"),
+        (b"wingbeat", "unfinished"),
+    ):
+        with socket.create_connection(("127.0.0.1", ports_of(b)[0])) as stranger:
+            assert stranger.recv(8, socket.MSG_WAITALL) == b"wingbeat"
+            stranger.sendall(answer)
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(PATIENCE)
+            with contextlib.suppress(ConnectionResetError):
+                assert len(stranger.recv(1000)) <= 32, "the rest of the nonce"
+        until(lambda reason=reason: refused(b, reason))
     assert not b.refused
     a.post(1, 5)
     assert b.receive(PATIENCE).kind == 5
+
+
+def test_strangers_that_hold_connections_do_not_use_up_descriptors(closing: list[Mailbox]) -> None:
+    a, b = opened(classes=1)
+    closing += [a, b]
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stranger = socket.create_connection(("127.0.0.1", ports_of(b)[0]))
+            stack.enter_context(stranger)
+        until(lambda: refused(b, "unfinished", 100 - 64 - 1))
+        a.post(1, 5)
+        assert b.receive(PATIENCE).kind == 5
+    until(lambda: refused(b, "unfinished", 100))
+
+
+def test_replayed_handshake_is_refused(closing: list[Mailbox]) -> None:
+    """The accepting end has drawn another nonce."""
+    store = Recorded()
+    a, b = opened(store=store, classes=1, encrypted=False)
+    closing += [a, b]
+    with socket.create_connection(store.target) as stranger:
+        stranger.sendall(store.sent[:500])
+        until(lambda: refused(b, "key"))
+
+
+class Recorded(Diverted):
+    """Keeps what the connecting process sends."""
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        if key.endswith("1"):
+            self.target = self.relays[-1].target
+            self.relays[-1].recording = self
+
+    sent = b""
 
 
 def test_random_bytes_at_the_port_are_refused(closing: list[Mailbox]) -> None:
     a, b = opened()
     closing += [a, b]
     chance = random.Random(1)
-    host, _, port = ports(b)[0].removeprefix("tcp://").partition(":")
     for _ in range(20):
-        with socket.create_connection((host, int(port))) as stranger:
+        with socket.create_connection(("127.0.0.1", ports_of(b)[0])) as stranger:
             stranger.sendall(chance.randbytes(chance.randrange(1, 200)))
     a.post(1, 5)
     assert b.receive(PATIENCE).kind == 5
 
 
-def test_without_keys_strangers_are_refused_frame_by_frame(closing: list[Mailbox]) -> None:
-    a, b = opened(encrypted=False, limits=Limits(message=1000))
+class Flipping(Relay):
+    """Changes a bit of what passes after so many bytes."""
+
+    flip_at = -1
+
+    def changed(self, data: bytes) -> bytes:
+        if 0 <= self.flip_at < len(data):
+            data = bytearray(data)
+            data[self.flip_at] ^= 1
+            self.flip_at = -1
+            return bytes(data)
+        return data
+
+
+@pytest.mark.parametrize("place", [0, 10, 91, 92, 600])
+def test_changed_bytes_of_an_encrypted_connection_end_it(
+    closing: list[Mailbox], place: int
+) -> None:
+    """Header, tag and payload: nothing of them is used, and everything arrives afterwards."""
+    store = Diverted(Flipping)
+    a, b = opened(store=store, classes=1)
     closing += [a, b]
-    session = a._endpoint.membership.session
-    hello = Header(Type.HELLO, 0, 0, 1).pack()
-    data = Header(Type.DATA, session, 0, 1, 1).pack()
-    with zmq.Context() as context:
-        stranger = context.socket(zmq.DEALER)
-        stranger.linger = 0
-        stranger.connect(ports(b)[0])
-        for parts in ([b"junk" * 30], [hello], [data], [b"a", b"b", b"c"], [hello[:40]]):
-            stranger.send_multipart(parts)
-        wanted = {"magic": 1, "session": 1, "stranger": 1, "parts": 1, "size": 1}
-        until(lambda: b.poll() is None and b.refused == wanted)
-        huge = context.socket(zmq.DEALER)
-        huge.linger = 0
-        huge.connect(ports(b)[0])
-        huge.send(bytes(10**6))
-        context.destroy(linger=0)
-    a.post(1, 5)
-    assert b.receive(PATIENCE).kind == 5
-    assert b.refused == wanted
+    time.sleep(0.05)  # acknowledgements of the handshake have passed
+    for relay in store.relays:
+        relay.flip_at = place
+    payload = random.Random(1).randbytes(1000)
+    a.wait([a.post(1, 7, payload)], PATIENCE)
+    message = b.receive(PATIENCE)
+    assert (message.kind, message.payload) == (7, payload)
+    assert (a.refused + b.refused)["sealed"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -403,11 +451,11 @@ def test_malformed_peer_info_is_named(card: str) -> None:
         ("session", 1.5),
         ("session", 2**64),
         ("key", "short"),
-        ("key", "ä" * 40),
-        ("listens", []),
-        ("listens", [["ipc:///tmp/x"]]),
-        ("listens", [["tcp://127.0.0.1:99999"]]),
-        ("listens", [["tcp://999.0.0.1:80"]]),
+        ("key", "1"),
+        ("ports", []),
+        ("ports", [[0]]),
+        ("ports", [[99999]]),
+        ("ports", [["80"]]),
         ("uses", ["10.99.0.1"]),
         ("window", "many"),
     ],
@@ -433,24 +481,10 @@ def test_namespace_is_opened_once(closing: list[Mailbox]) -> None:
 def test_an_interface_with_two_addresses_is_two() -> None:
     """Each has a network of its own, and both the card's name for it."""
     host = Host("a", (eth("eth0", "10.0.0.1"), eth("eth0", "10.1.0.1")))
-    listens = (("tcp://10.0.0.1:5000",), ("tcp://10.1.0.1:5001",))
-    card = PeerInfo(host, ("10.0.0.1", "10.1.0.1"), 1, "", listens, 1000, 9000)
+    card = PeerInfo(host, ("10.0.0.1", "10.1.0.1"), 1, "3", True, ((5000,), (5001,)), 1000, 9000)
     again = PeerInfo.from_json(card.to_json())
     assert again == card
     assert [i.address for i in again.interfaces] == ["10.0.0.1", "10.1.0.1"]
-
-
-def test_failure_of_the_poller_is_raised_by_the_next_call(closing: list[Mailbox]) -> None:
-    a, b = opened()
-    closing += [a, b]
-
-    def broken(seconds: float) -> None:
-        raise RuntimeError("the card was pulled")
-
-    b._carrier.receive = broken
-    until(lambda: b._broken is not None)
-    with pytest.raises(RuntimeError, match="the card was pulled"):
-        b.poll()
 
 
 def eth(name: str, address: str) -> Interface:
@@ -485,20 +519,6 @@ def test_exited_process_is_unconnected(dead: int, encrypted: bool, closing: list
     assert left.unconnected() == {}
 
 
-@pytest.mark.parametrize(
-    ("silence", "tolerate_silence", "milliseconds"),
-    [(5.0, False, 60_000), (240.0, False, 240_000), (240.0, True, 60_000)],
-)
-def test_connections_of_a_stopped_process_last_until_it_counts_as_silent(
-    silence: float, tolerate_silence: bool, milliseconds: int, closing: list[Mailbox]
-) -> None:
-    """Else a pause of a minute would look like the end of the process."""
-    boxes = opened(limits=Limits(silence=silence), tolerate_silence=tolerate_silence)
-    closing += boxes
-    sockets = boxes[0]._carrier._sockets.values()
-    assert {socket.get(zmq.HEARTBEAT_TIMEOUT) for socket in sockets} == {milliseconds}
-
-
 def test_process_that_left_is_not_listed_as_unconnected(closing: list[Mailbox]) -> None:
     for number in (0, 1):
         boxes = opened()
@@ -509,48 +529,81 @@ def test_process_that_left_is_not_listed_as_unconnected(closing: list[Mailbox]) 
         assert other.unconnected() == {}
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_routing_ids_of_connections_cannot_be_guessed(encrypted: bool) -> None:
-    """A peer that has claimed one before would end the process."""
-    with contextlib.ExitStack() as stack:
-        keys = [Keys.make() if encrypted else None for _ in range(2)]
-        ends = [
-            ZeroMQCarrier(number, ["127.0.0.1"], 2, message=1000, keys=key)
-            for number, key in enumerate(keys)
-        ]
-        for end in ends:
-            stack.callback(end.close)
-        ends[0].allow({1: ends[1].address})
-        names = set()
-        for _ in range(3):
-            for urgency in range(2):
-                place = ends[0].connect(1, 0, urgency, theirs=0)
-                assert place is not None
-                names.add(place.name)
-            ends[0].disconnect(1)
-            ends[0].allow_peer(1, ends[1].address)
-        assert len(names) == 6
-        assert all(len(name) == 16 for name in names)
+SUSPENDED = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.messages import Limits, open_mailbox
+store, limits = Switchboard(), Limits(silence=1.5)
+with ThreadPoolExecutor(2) as pool:
+    open_one = lambda n: open_mailbox(store, n, [0, 1], interfaces=["lo"], limits=limits)
+    a, b = pool.map(open_one, [0, 1])
+a.post(1, 1, bytes(1 << 20))
+print("ready", flush=True)
+sys.stdin.readline()
+b.next(0.3)
+print(dict(a.lost), dict(b.lost), flush=True)
+"""
 
 
-def test_peer_that_reads_nothing_has_a_bounded_queue() -> None:
-    """It asks without end; what answers it is dropped when so much waits."""
-    with contextlib.ExitStack() as stack:
-        ends = [
-            ZeroMQCarrier(number, ["127.0.0.1"], 1, message=1 << 20, keys=None)
-            for number in range(2)
-        ]
-        for end in ends:
-            stack.callback(end.close)
-        ends[0].allow({1: ends[1].address})
-        place = ends[0].connect(1, 0, 0, theirs=0)
-        assert place is not None
-        deadline = time.monotonic() + PATIENCE
-        while not ends[0].send(place, [b"x"]):
-            assert time.monotonic() < deadline
-        taken, payload = 0, bytes(1 << 16)
-        while not ends[0]._warned_full and taken < 20 * zeromq.MAX_QUEUED_FRAMES:
-            assert ends[0].send(place, [b"head", payload])
-            taken += 1
-        assert ends[0]._warned_full
-        assert taken < 3 * zeromq.MAX_QUEUED_FRAMES
+def test_process_suspended_for_longer_than_silence_loses_no_peer() -> None:
+    """Neither end has heard the other meanwhile."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)  # what the subject is
+        process.send_signal(signal.SIGCONT)
+        said, _ = process.communicate("go\n", timeout=PATIENCE)
+    assert said == "{} {}\n"
+
+
+def test_forked_child_closes_its_copies_of_the_sockets(closing: list[Mailbox]) -> None:
+    """Else a peer would not notice that the parent has exited."""
+    a, b = opened()
+    closing += [a, b]
+    ports = {*ports_of(a), *ports_of(b)}
+    child = os.fork()
+    if child == 0:
+        left = ports & {each.getsockname()[1] for each in sockets_of_this_process()}
+        with contextlib.suppress(UsageError):
+            a.poll()
+            os._exit(1)
+        os._exit(2 if left else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    a.post(1, 5)
+    assert b.receive(PATIENCE).kind == 5
+
+
+def test_application_counts_messages_that_it_refuses(closing: list[Mailbox]) -> None:
+    a, b = opened()
+    closing += [a, b]
+    for _ in range(2):
+        b.refused["content"] += 1
+    assert b.refused == {"content": 2}
+
+
+def test_threads_may_use_a_mailbox_at_the_same_time(closing: list[Mailbox]) -> None:
+    """One waits for messages while others post and wait for arrivals."""
+    a, b = opened(classes=1)
+    closing += [a, b]
+    count = 300
+
+    def post(box: Mailbox, peer: int) -> None:
+        box.wait([box.post(peer, n, bytes(100)) for n in range(count)], PATIENCE)
+
+    def take(box: Mailbox) -> int:
+        return sum(box.receive(PATIENCE) is not None for _ in range(2 * count))
+
+    with ThreadPoolExecutor(6) as pool:
+        posting = [pool.submit(post, box, 1 - n) for n, box in enumerate((a, b)) for _ in range(2)]
+        taking = [pool.submit(take, box) for box in (a, b)]
+        assert [each.result(3 * PATIENCE) for each in taking] == [2 * count] * 2
+        for each in posting:
+            each.result(PATIENCE)

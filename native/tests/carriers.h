@@ -1,0 +1,9 @@
+// Flows alone, and carriers over loopback with strangers and members that send anything.
+#pragma once
+
+namespace carriers {
+
+// Throws std::runtime_error where something is wrong; returns the number of checks.
+long check();
+
+}  // namespace carriers
