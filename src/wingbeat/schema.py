@@ -13,12 +13,13 @@ import enum
 import functools
 import itertools
 import json
+import operator
 import struct
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from wingbeat.errors import UsageError
 
@@ -67,7 +68,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A set of numbers below the size of this name, as the bits of one integer."""
+    """A set of numbers below the size of this name, as the bits of one integer; only in words."""
 
     size: str
 
@@ -76,7 +77,7 @@ _IDS = 4
 _MAX_WORDS_NBYTES = 1 << 20
 
 Payload = Annotated[Any, "payload"]
-"""The payload of a message: a buffer that follows the words, and is not copied."""
+"""The payload of a message, its last field: a buffer after the words, which is not copied."""
 
 
 # -- tables -------------------------------------------------------------------------------
@@ -105,12 +106,6 @@ _JSON = {dict: "an object", list: "a list", str: "a string", bool: "true or fals
          int: "a whole number", float: "a number"}  # fmt: skip
 
 
-def table_of(hint: Any) -> Table:
-    """Return the table of an annotation."""
-    return _table_of(hint)
-
-
-@functools.cache
 def _table_of(hint: Any) -> Table:
     marks: dict[type, Any] = {}
     while get_origin(hint) is Annotated or hasattr(hint, "__supertype__"):
@@ -136,79 +131,173 @@ def _table_of(hint: Any) -> Table:
     listed = issubclass(hint, tuple)
     names = hint._fields if listed else [each.name for each in dataclasses.fields(hint)]
     parts = {name: table_of(hints[name]) for name in names if hints[name] != Payload}
-    return Table("record", hint, None, parts, next((n for n in names if n not in parts), ""))
+    payload = next((name for name in names if name not in parts), "")
+    assert not payload or payload == names[-1], f"{payload} is not the last field of {hint}"
+    return Table("record", hint, None, parts, payload)
+
+
+table_of: Callable[[Any], Table] = functools.cache(_table_of)
+"""Return the table of an annotation."""
 
 
 # -- words --------------------------------------------------------------------------------
 
 
 class _Words:
-    def __init__(self, words: Sequence[int], sizes: Sizes) -> None:
-        self.words, self.sizes, self.at = words, sizes, 0
+    __slots__ = ("at", "payload", "sizes", "words")
 
-    def next(self, name: str) -> int:
-        if self.at >= len(self.words):
-            raise MalformedMessage(f"{name} is missing")
-        self.at += 1
-        return self.words[self.at - 1]
+    def __init__(self, words: Sequence[int], sizes: Sizes, payload: Any = None) -> None:
+        self.words, self.sizes, self.payload, self.at = words, sizes, payload, 0
 
-    def count(self, name: str, limits: Length) -> int:
-        what = f"the number of {name}"
-        count = self.sizes[limits.size] if limits.size else self.next(what)
-        _check_count(count, limits, self.sizes, what)
-        if count > len(self.words) - self.at:
-            raise MalformedMessage(f"{name} has {count} items in {len(self.words) - self.at} words")
-        return count
+    def take(self, name: str, limits: Length, width: int = 1) -> tuple[int, Sequence[int]]:
+        """Return the number of items, and their words if each has ``width`` words."""
+        if limits.size:
+            count = self.sizes[limits.size]
+        else:
+            what = f"the number of {name}"
+            count = _COUNT.read(self, what)
+            if not limits.least <= count <= limits.most:
+                _check_count(count, limits, self.sizes, what)
+        at, left = self.at, len(self.words) - self.at
+        if count * max(1, width) > left:
+            raise MalformedMessage(f"{name} has {count} items in {left} words")
+        self.at += count * width
+        return count, self.words[at : self.at]
 
 
-def _put(table: Table, value: Any, out: list[int]) -> None:
-    if table.form == "number":
-        out.append(value - min(0, table.limits.least))
-    elif table.form == "mask":
+class _Codec(NamedTuple):
+    """How values of a table are read from words and written; prepared once for each table.
+
+    Items that are numbers, or tuples of ``width`` numbers, are read and written all at once.
+    """
+
+    read: Callable[[_Words, str], Any]
+    write: Callable[[Any, list[int]], object]
+    width: int = 0
+    read_all: Callable[[Sequence[int], str, Sizes], Sequence[Any]] = lambda *_: ()
+    flatten: Callable[[Iterable[Any]], Iterable[int]] | None = None
+
+
+@functools.cache
+def _codec(table: Table) -> _Codec:
+    codecs = {"number": _number, "mask": _mask, "items": _items, "record": _record}
+    if table.form not in codecs:
+        raise TypeError(f"{table.type} has no words")
+    return codecs[table.form](table)
+
+
+def _number(table: Table) -> _Codec:
+    kind, least, end = table.type, table.limits.least, table.limits.end
+    named, shift = isinstance(end, str), min(0, least)
+    plain = kind is int and not shift
+
+    def read(words: _Words, name: str) -> Any:
+        try:
+            number = words.words[words.at] + shift
+        except IndexError:
+            raise MalformedMessage(f"{name} is missing") from None
+        words.at += 1
+        if least <= number < (words.sizes[end] if named else end):
+            return number if kind is int else kind(number)
+        return _load_number(table, number, name, words.sizes)  # raises
+
+    def read_all(row: Sequence[int], name: str, sizes: Sizes) -> Sequence[Any]:
+        last = (sizes[end] if named else end) - 1 - shift
+        if row and least - shift <= min(row) <= max(row) <= last:
+            return row if plain else [kind(word + shift) for word in row]
+        words = _Words(row, sizes)
+        return [read(words, f"{name}[{place}]") for place in range(len(row))]  # raises
+
+    def flatten(values: Iterable[int]) -> Iterable[int]:
+        return values if plain else [value - shift for value in values]
+
+    return _Codec(read, lambda value, out: out.append(value - shift), 1, read_all, flatten)
+
+
+_COUNT = _number(Table("number", int, Range()))
+
+
+def _mask(table: Table) -> _Codec:
+    def read(words: _Words, name: str) -> int:
+        bits = words.sizes[table.limits.size]
+        _, limbs = words.take(name, Length(most=-(-bits // 32)))
+        mask = sum(limb << 32 * place for place, limb in enumerate(limbs))
+        if mask >> bits:
+            raise _wrong(name, f"{mask:x}", f"{bits} bits in hexadecimal")
+        return mask
+
+    def write(value: int, out: list[int]) -> None:
         limbs = [value >> bit & 0xFFFFFFFF for bit in range(0, value.bit_length(), 32)]
         out += [len(limbs), *limbs]
-    elif table.form == "items":
-        if not table.limits.size:
+
+    return _Codec(read, write)
+
+
+def _items(table: Table) -> _Codec:
+    kind, limits, item = table.type, table.limits, _codec(table.parts["item"])
+
+    def read(words: _Words, name: str) -> Any:
+        count, row = words.take(name, limits, item.width)
+        if item.width:
+            items = item.read_all(row, name, words.sizes)
+        else:
+            items = [item.read(words, f"{name}[{place}]") for place in range(count)]
+        if limits.increasing or kind is dict:
+            _check_order([key for key, _ in items] if kind is dict else items, name)
+        return kind(items)
+
+    def write(value: Any, out: list[int]) -> None:
+        if not limits.size:
             out.append(len(value))
-        for each in sorted(value.items()) if table.type is dict else value:
-            _put(table.parts["item"], each, out)
-    elif table.form == "record":
-        for place, (name, part) in enumerate(table.parts.items()):
-            _put(part, value[place] if isinstance(value, tuple) else getattr(value, name), out)
-    else:
-        raise TypeError(f"{table.type} has no words")
+        values = sorted(value.items()) if kind is dict else value
+        if item.flatten:
+            out += item.flatten(values)
+        else:
+            for each in values:
+                item.write(each, out)
+
+    return _Codec(read, write)
 
 
-def _get(table: Table, name: str, words: _Words) -> Any:
-    """Return the JSON values of these words, which `_load` checks."""
-    if table.form == "number":
-        number = words.next(name) + min(0, table.limits.least)
-        return number == 1 if table.type is bool and number < 2 else number
-    if table.form == "mask":
-        most = -(-words.sizes[table.limits.size] // 32)
-        limbs = [words.next(name) for _ in range(words.count(name, Length(most=most)))]
-        return f"{sum(limb << 32 * place for place, limb in enumerate(limbs)):x}"
-    if table.form == "items":
-        item, count = table.parts["item"], words.count(name, table.limits)
-        if item.form == "number" and item.type is int and item.limits.least >= 0:
-            words.at += count
-            return list(words.words[words.at - count : words.at])
-        found = [_get(item, name, words) for _ in range(count)]
-        if table.type is not dict:
-            return found
-        _check_order([key for key, _ in found], name)
-        return dict(found)
-    if table.type is tuple:
-        return [_get(part, name, words) for part in table.parts.values()]
-    if issubclass(table.type, tuple):
-        return [_get(part, field, words) for field, part in table.parts.items()]
-    return {field: _get(part, field, words) for field, part in table.parts.items()}
+def _record(table: Table) -> _Codec:
+    kind, parts = table.type, table.parts.values()
+    dot, listed = "" if kind is tuple else ".", issubclass(kind, tuple) and not table.payload
+    codecs = [_codec(part) for part in parts]
+    reads = [(dot and name, each.read) for name, each in zip(table.parts, codecs, strict=True)]
+    writes = [(name, each.write) for name, each in zip(table.parts, codecs, strict=True)]
+    width = len(parts) if listed and all(part.form == "number" for part in parts) else 0
+    plain = width > 0 and all(part.type is int and part.limits.least >= 0 for part in parts)
+
+    def read(words: _Words, name: str) -> Any:
+        prefix = name and name + dot
+        found = [read(words, prefix + field) for field, read in reads]
+        if listed:
+            return tuple.__new__(kind, found)
+        try:
+            return kind(*found, words.payload) if table.payload else kind(*found)
+        except UsageError as err:
+            raise _wrong_record(name, err) from None
+
+    def read_all(row: Sequence[int], name: str, sizes: Sizes) -> Sequence[Any]:
+        columns = [each.read_all(row[at::width], name, sizes) for at, each in enumerate(codecs)]
+        rows = zip(*columns, strict=True)
+        return tuple(rows) if kind is tuple else tuple(map(kind._make, rows))
+
+    def write(value: Any, out: list[int]) -> None:
+        if plain:
+            out += value
+            return
+        for place, (name, put) in enumerate(writes):
+            put(value[place] if kind is tuple else getattr(value, name), out)
+
+    flatten = itertools.chain.from_iterable if plain else None
+    return _Codec(read, write, width, read_all, flatten)
 
 
 def to_words(record: Any) -> list[int]:
     """Return the words of a record, without its payload."""
     out: list[int] = []
-    _put(table_of(type(record)), record, out)
+    _codec(table_of(type(record))).write(record, out)
     return out
 
 
@@ -220,21 +309,20 @@ def to_bytes(record: Any) -> bytes:
 
 def from_words(kind: type[T], words: Sequence[int], payload: Any = None, **sizes: int) -> T:
     """Return the record of these words, and of the payload if it has one."""
-    reader, table = _Words(words, sizes), table_of(kind)
-    data = _get(table, "", reader)
+    reader, table = _Words(words, sizes, payload), table_of(kind)
+    made: T = _codec(table).read(reader, "")
     if reader.at < len(words):
         raise MalformedMessage(f"{len(words) - reader.at} extra words in {kind.__name__}")
     if payload is not None and not table.payload:
         raise MalformedMessage(f"unexpected payload of {len(payload)} bytes in {kind.__name__}")
-    made: T = _load(table, data, "", sizes, payload)
     return made
 
 
 def read_prefix(kind: type[T], buffer: Any, **sizes: int) -> tuple[T, int]:
     """Return the record that a buffer begins with, in words of 4 bytes, and their bytes."""
     data = memoryview(buffer).cast("B")
-    reader, table = _Words(data[: len(data) & ~3].cast("I"), sizes), table_of(kind)
-    made: T = _load(table, _get(table, "", reader), "", sizes)
+    reader = _Words(data[: len(data) & ~3].cast("I"), sizes)
+    made: T = _codec(table_of(kind)).read(reader, "")
     return made, 4 * reader.at
 
 
@@ -259,27 +347,20 @@ def _check_count(count: int, limits: Length, sizes: Sizes, what: str) -> None:
 
 
 def _check_order(items: Sequence[Any], where: str) -> None:
-    if any(a >= b for a, b in itertools.pairwise(items)):
+    if not all(map(operator.lt, items, items[1:])):
         raise _wrong(where, items, "increasing values")
 
 
-def _load(table: Table, data: Any, where: str, sizes: Sizes, payload: Any = None) -> Any:
+def _load(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
     """Check JSON values and convert them; ``where`` is their name."""
     if table.form == "number":
         return _load_number(table, data, where, sizes)
     if table.form == "items":
         return _load_items(table, data, where, sizes)
     if table.form == "record":
-        return _load_record(table, data, where, sizes, payload)
+        return _load_record(table, data, where, sizes)
     if table.form == "union":
         return _load_union(table, data, where, sizes)
-    if table.form == "mask":
-        most = sizes[table.limits.size]
-        if len(_typed(str, data, where)) <= most // 4 + 1 and not data.strip("0123456789abcdef"):
-            mask = int(data or "0", 16)
-            if not mask >> most:
-                return mask
-        raise _wrong(where, data, f"{most} bits in hexadecimal")
     if table.type is not Any:
         _typed(table.type, data, where)
     if table.limits is None:
@@ -302,11 +383,6 @@ def _load_items(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
     limits, item = table.limits, table.parts["item"]
     count = len(_typed(dict if table.type is dict else list, data, where))
     _check_count(count, limits, sizes, f"the number of {where}")
-    plain = item.form == "number" and item.type is int and not limits.increasing
-    if plain and set(map(type, data)) == {int}:
-        end = item.limits.end  # a row of numbers, without a name for each
-        if item.limits.least <= min(data) <= max(data) < (sizes[end] if type(end) is str else end):
-            return table.type(data)
     if table.type is dict:
         pairs = [(f"{where}.{key!s:.40}", [key, each]) for key, each in data.items()]
     else:
@@ -317,30 +393,29 @@ def _load_items(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
     return items
 
 
-def _load_record(table: Table, data: Any, where: str, sizes: Sizes, payload: Any) -> Any:
-    prefix = f"{where}." if where else ""
-    if issubclass(table.type, tuple):  # a list of the values in order
+def _load_record(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
+    kind, prefix = table.type, f"{where}." if where else ""
+    if issubclass(kind, tuple):  # a list of the values in order
         if len(_typed(list, data, where)) != len(table.parts):
             raise _wrong(where, data, f"a list of {len(table.parts)} values")
-        if table.type is tuple:
-            parts = zip(table.parts.values(), data, strict=True)
-            return tuple([_load(part, each, where, sizes) for part, each in parts])
-        pairs = zip(table.parts.items(), data, strict=True)
-        found = [_load(part, each, prefix + name, sizes) for (name, part), each in pairs]
-        if not table.payload:
-            return table.type._make(found)
-        return table.type(**dict(zip(table.parts, found, strict=True)), **{table.payload: payload})
-    values = {table.payload: payload} if table.payload else {}
-    defaults = table.type.__dataclass_fields__
+        parts = zip(table.parts.items(), data, strict=True)
+        if kind is tuple:
+            return tuple([_load(part, each, where, sizes) for (_, part), each in parts])
+        return kind._make([_load(part, each, prefix + name, sizes) for (name, part), each in parts])
+    values, fields = {}, kind.__dataclass_fields__
     for name, part in table.parts.items():
         if name in _typed(dict, data, where):
             values[name] = _load(part, data[name], prefix + name, sizes)
-        elif defaults[name].default is dataclasses.MISSING is defaults[name].default_factory:
+        elif fields[name].default is MISSING is fields[name].default_factory:
             raise MalformedMessage(f"{prefix}{name} is missing")
     try:
-        return table.type(**values)
+        return kind(**values)
     except UsageError as err:
-        raise MalformedMessage(f"{where}: {err}" if where else str(err)) from None
+        raise _wrong_record(where, err) from None
+
+
+def _wrong_record(where: str, err: UsageError) -> MalformedMessage:
+    return MalformedMessage(f"{where}: {err}" if where else str(err))
 
 
 def _load_union(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
@@ -415,6 +490,8 @@ class Messages:
     def __init__(self, records: Mapping[int, type], payloads: Collection[int] = ()) -> None:
         self.records, self.payloads = records, payloads
         self._kinds = {record: int(kind) for kind, record in records.items()}
+        self._tables = {int(kind): table_of(record) for kind, record in records.items()}
+        self._codecs = {table: _codec(table) for table in self._tables.values()}
 
     def kind_of(self, record: Any) -> int:
         """Return the kind of a record."""
@@ -430,16 +507,16 @@ class Messages:
     def parse(self, message: Any, **sizes: int) -> Any:
         """Return the record of a received message; `MalformedMessage` if it is malformed."""
         kind, payload = message.kind, message.payload
-        record, words = self.records.get(kind), list(message.ids)
-        if record is None:
-            raise _wrong("kind", int(kind), ", ".join(map(str, map(int, self.records))))
-        if kind not in self.payloads and not table_of(record).payload:
+        table, words = self._tables.get(kind), message.ids
+        if table is None:
+            raise _wrong("kind", int(kind), ", ".join(map(str, self._tables)))
+        name = table.type.__name__
+        if not table.payload and kind not in self.payloads:
             if len(payload) % 4 or len(payload) > _MAX_WORDS_NBYTES:
-                raise _wrong(f"the payload of {record.__name__}", len(payload), "words of 4 bytes")
-            words += struct.unpack(f"<{len(payload) // 4}I", payload)
-            payload = None
-        reader = _Words(words, sizes)
-        data = _get(table_of(record), "", reader)
-        if len(words) > max(reader.at, _IDS) or any(words[reader.at :]):
-            raise MalformedMessage(f"{len(words) - reader.at} extra words in {record.__name__}")
-        return _load(table_of(record), data, "", sizes, payload)
+                raise _wrong(f"the payload of {name}", len(payload), "words of 4 bytes")
+            words = *words, *struct.unpack(f"<{len(payload) // 4}I", payload)
+        reader = _Words(words, sizes, payload)
+        made, extra = self._codecs[table].read(reader, ""), len(words) - reader.at
+        if extra > 0 and (len(words) > _IDS or any(words[reader.at :])):
+            raise MalformedMessage(f"{extra} extra words in {name}")
+        return made
