@@ -209,6 +209,7 @@ void Carrier::allow(std::uint32_t peer, std::uint64_t session, const Digest& key
 
 void Carrier::add_route(const Route& route, const std::string& address, int port,
                         std::uint32_t theirs) {
+  const Address valid(address, port);  // throws before anything refers to it
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   endpoint_.add(route, peers_.at(route.peer).session);
@@ -772,7 +773,8 @@ int Carrier::spin_for(std::span<epoll_event> events) {
   return count;
 }
 
-// Waits for events and serves them, once. The lock is released while it waits.
+// Waits for events and serves them, once. The lock is released while it waits; a look without a
+// wait keeps it, so that no other thread finds an interface that is served already.
 void Carrier::drive(Lock& lock, double until, bool spin) {
   driving_ = true;
   const double begin = now_s();
@@ -783,10 +785,15 @@ void Carrier::drive(Lock& lock, double until, bool spin) {
   const int milliseconds =
       limit == never ? -1 : static_cast<int>(std::ceil(std::max(0.0, limit - begin) * 1e3));
   epoll_event events[64];
-  lock.unlock();
-  int count = spin && milliseconds != 0 ? spin_for(events) : 0;
-  if (count == 0) count = ::epoll_wait(epoll_, events, 64, milliseconds);
-  lock.lock();
+  int count = 0;
+  if (milliseconds == 0) {
+    count = ::epoll_wait(epoll_, events, 64, 0);
+  } else {
+    lock.unlock();
+    if (spin) count = spin_for(events);
+    if (count == 0) count = ::epoll_wait(epoll_, events, 64, milliseconds);
+    lock.lock();
+  }
   driving_ = false;
   if (closed_) return;
   for (int i = 0; i < count; ++i) serve(events[i].data.u64, events[i].events);

@@ -210,6 +210,7 @@ void Flow::hear(const Header& header, double now) {
       --out_.under_way;
       out_.under_way_bytes -= message->size;
     }
+    out_.arrived_bytes += message->size;
     message->arrived.store(true, std::memory_order_release);
     released_.push_back(std::move(message));
   }

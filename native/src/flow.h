@@ -79,8 +79,11 @@ class Flow {
   std::uint64_t repeated = 0;
 
   std::uint64_t window() const { return window_; }
-  // Bytes posted that the peer has not taken.
-  std::uint64_t waiting_bytes() const { return out_.posted_bytes - out_.taken_bytes; }
+  // Bytes posted that the peer has not taken. What it has not confirmed as arrived is kept here, and
+  // cannot have been taken.
+  std::uint64_t waiting_bytes() const {
+    return out_.posted_bytes - std::min(out_.taken_bytes, out_.arrived_bytes);
+  }
   // Messages that have not arrived; whether there are none, or none but the last word.
   std::size_t unarrived() const { return held_.size(); }
   bool empty() const { return held_.empty(); }
@@ -140,6 +143,7 @@ class Flow {
     std::uint64_t last = 0;
     std::uint64_t sent = 0;
     std::uint64_t posted_bytes = 0;
+    std::uint64_t arrived_bytes = 0;
     std::uint64_t taken_bytes = 0;
     std::size_t under_way = 0;
     std::uint64_t under_way_bytes = 0;

@@ -279,7 +279,12 @@ def _record(table: Table) -> _Codec:
             raise _wrong_record(name, err) from None
 
     def read_all(row: Sequence[int], name: str, sizes: Sizes) -> Sequence[Any]:
-        columns = [each.read_all(row[at::width], name, sizes) for at, each in enumerate(codecs)]
+        try:
+            columns = [each.read_all(row[at::width], name, sizes) for at, each in enumerate(codecs)]
+        except MalformedMessage:
+            words = _Words(row, sizes)
+            # Raises with the name of the field.
+            return [read(words, f"{name}[{place}]") for place in range(len(row) // width)]
         rows = zip(*columns, strict=True)
         return tuple(rows) if kind is tuple else tuple(map(kind._make, rows))
 

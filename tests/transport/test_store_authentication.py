@@ -141,7 +141,7 @@ def test_too_large_value_is_rejected(
 
 def test_forged_membership_entry_removes_no_worker() -> None:
     raw = dist.HashStore()
-    text = LogEntry(2, without_worker(initial_view(3), 1)).to_json()
+    text = json.dumps(to_json(LogEntry(2, without_worker(initial_view(3), 1))))
     for make, evicted in ((TorchStore, [1]), (sealed, [])):
         store = make(raw)
         client = MembershipClient(store, "room", 0, 3)

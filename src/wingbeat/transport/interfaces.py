@@ -43,7 +43,7 @@ class Host:
             interfaces = [
                 Interface(
                     str(i["name"]),
-                    str(ipaddress.ip_address(str(i["address"]))),
+                    _address(str(i["address"])),
                     str(ipaddress.ip_network(str(i["subnet"]))),
                 )
                 for i in data["interfaces"]
@@ -51,6 +51,12 @@ class Host:
             return Host(str(data["identity"]), tuple(interfaces))
         except (KeyError, TypeError, ValueError, RecursionError) as err:
             raise ValueError(f"malformed list of interfaces: {err!s:.80}") from None
+
+
+def _address(text: str) -> str:
+    if "%" in text:
+        raise ValueError(f"{text} has a scope, which has no meaning on another host")
+    return str(ipaddress.ip_address(text))
 
 
 def local() -> Host:
@@ -210,17 +216,19 @@ def interface_pairs(
     """Return (own, peer's) numbers of interfaces that reach each other, in the order of networks.
 
     Two processes of one host use loopback. Two hosts use every network in which both have distinct
-    addresses. Without such a network they use their first interfaces, which may be routed.
+    addresses: of several in one network, the first with the first and so on, as each interface is in
+    one pair at most. Without such a network they use their first interfaces, which may be routed.
     """
     if own.identity == peer.identity:
         return [_loopback_pair(mine, theirs)]
-    found = [
-        (a, b)
-        for a, one in enumerate(mine)
-        for b, other in enumerate(theirs)
-        if one.subnet == other.subnet and one.address != other.address and not is_loopback(one)
-    ]
-    return found or [(0, 0)]
+    found = []
+    for subnet in dict.fromkeys(one.subnet for one in mine if not is_loopback(one)):
+        ours = [a for a, one in enumerate(mine) if one.subnet == subnet]
+        peers = [b for b, other in enumerate(theirs) if other.subnet == subnet]
+        found += [
+            (a, b) for a, b in zip(ours, peers, strict=False) if mine[a].address != theirs[b].address
+        ]
+    return sorted(found) or [(0, 0)]
 
 
 def _loopback_pair(mine: Sequence[Interface], theirs: Sequence[Interface]) -> tuple[int, int]:

@@ -397,16 +397,19 @@ def _place_of(listener: socket.socket, local: socket.socket | None) -> list[str 
     return [*listener.getsockname()[:2], name]
 
 
+def _is_place(found: Any) -> bool:
+    return (
+        isinstance(found, list)
+        and [type(each) for each in found] == [str, int, str]
+        and 0 < found[1] < 1 << 16
+        and len(found[2]) < _MAX_NAME
+    )
+
+
 def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     match answer:
-        case [str(secret), str(host), bool() | None as encrypted, *places] if len(
-            places
-        ) == interfaces and all(
-            isinstance(place, list)
-            and [type(each) for each in place] == [str, int, str]
-            and 0 < place[1] < 1 << 16
-            and len(place[2]) < _MAX_NAME
-            for place in places
+        case [str(secret), str(host), bool() | None as encrypted, *places] if (
+            len(places) == interfaces and all(map(_is_place, places))
         ):
             return _Answer(secret, host, encrypted, [_Place(*place) for place in places])
     raise RendezvousError(

@@ -63,13 +63,13 @@ def changed(place: int, code: str, value: int) -> bytes:
         (changed(0, "I", 2), "version is 2; allowed: 3 to 3"),
         (changed(4, "I", 1), "other settings of the codec; this server has Sketch(bits=3)"),
         (changed(8, "I", 0), "the number of pieces is 0; allowed: 1 to 300"),
-        (changed(8, "I", 3), "numel is missing"),
+        (changed(8, "I", 3), "pieces has 3 items in 6 words"),
         (changed(8, "I", 301) + bytes(9999), "the number of pieces is 301; allowed: 1 to 300"),
         (changed(12, "I", 0), "pieces[0].numel is 0; allowed: 1 to 4294967295"),
         (changed(12, "I", 1001), "a slice of 1007 elements; allowed are 1000"),
         (changed(16, "I", 4), "malformed piece: Piece(numel=12, cols=4, kind=1)"),
         (changed(20, "I", 2), "pieces[0].kind is 2; allowed: 0 to 1"),
-        (pack_header(WIRES[0], PIECES)[:-1], "kind is missing"),
+        (pack_header(WIRES[0], PIECES)[:-1], "pieces has 2 items in 5 words"),
     ],
 )
 def test_unpack_header_of_malformed_header_raises(data: bytes, why: str) -> None:

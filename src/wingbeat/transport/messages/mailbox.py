@@ -219,6 +219,8 @@ class Mailbox:
                 raise self._refusal(error, kind, payload, ids, ranges) from None
             if message is not None:
                 return message
+            self._check_open("post")
+            self._routes.choose(*route)  # another thread may have dropped the peer
             size = HEADER_BYTES + 16 * len(ranges) + memoryview(payload).nbytes
             self._wait_for_room(route, size, seconds)
 
@@ -436,6 +438,7 @@ class Mailbox:
         while self._carrier.room(*route) < size:
             seen = self._carrier.changes
             self._check_open("post")
+            self._routes.choose(*route)
             self._check_peer(route.peer, "wait for it to take messages")
             left = deadline - time.monotonic()
             if left <= 0:
