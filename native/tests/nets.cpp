@@ -525,6 +525,26 @@ void check_early_end_of_group(Medium medium) {
   }
 }
 
+// What arrives completely of a group that has ended is what was sent.
+void check_messages_of_ended_group(Medium medium) {
+  Cluster cluster(2, medium);
+  for (std::uint64_t id = 1; id <= 40; ++id) {
+    const auto here = cluster.member(0, id, {0, 1}), there = cluster.member(1, id, {0, 1});
+    const Bytes expected(200'000, static_cast<std::uint8_t>(id));
+    auto sent = std::make_unique<std::vector<Bytes>>(10, expected);
+    for (std::uint32_t tag = 0; tag < 10; ++tag) post(*here, true, 1, (*sent)[tag], tag);
+    std::this_thread::sleep_for(std::chrono::microseconds(id * 20));
+    end(*here, false);
+    sent.reset();
+    for (std::uint32_t tag = 0; tag < 10; ++tag) {
+      Bytes got(expected.size());
+      if (result(post(*there, false, 0, got, tag)) != State::done) break;
+      expect(got == expected, "a message that arrives is the one that was sent");
+    }
+    end(*there, false);
+  }
+}
+
 // Ends that the other side never answers are forgotten, as are messages that it never receives.
 void check_many_groups() {
   Cluster cluster(2);
@@ -745,6 +765,7 @@ long check() {
     check_waiting_threads(medium);
     check_group_members(medium);
     check_end_of_group(medium);
+    check_messages_of_ended_group(medium);
     check_early_end_of_group(medium);
   }
   for (const bool encrypted : {false, true}) {

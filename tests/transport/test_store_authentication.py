@@ -17,6 +17,7 @@ from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipCl
 from wingbeat.methods.bounded_staleness.messages import initial_view, without_worker
 from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.model_averaging.service import RejoinLog
+from wingbeat.schema import to_json
 from wingbeat.transport import torch_store
 from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit
 from wingbeat.transport.rendezvous import check_job

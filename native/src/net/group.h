@@ -12,7 +12,7 @@
 
 namespace wingbeat::net {
 
-class Group {
+class Group : public std::enable_shared_from_this<Group> {
  public:
   // `id` is the same on all members, and that of no other group; 0: the world.
   Group(std::shared_ptr<Nic> nic, std::uint64_t id, const std::vector<int>& ranks);

@@ -44,8 +44,6 @@ constexpr int most_failed_spins = 6;
 constexpr std::size_t sealed_header_bytes = frame_header_bytes + tag_bytes;
 const char* const wrong_tag = "an authentication tag is wrong: bytes were changed on their way";
 
-// Sent for the rest of a frame whose message was abandoned.
-std::uint8_t zeros[most_frame_bytes];
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
@@ -830,9 +828,16 @@ void Connection::fail_ended_groups(std::unique_lock<std::mutex>& lock, Work& wor
 void Connection::abandon_frames(std::uint64_t group, const std::string& reason, Work& work) {
   for (OutgoingFrame& frame : frames_) {
     if (frame.group != group || frame.operation == nullptr) continue;
+    // The peer may receive the message completely, so its bytes have to be the right ones. They are
+    // copied: the owner may release its memory once the operation has failed.
+    if (frame.sealed == nullptr && frame.payload_left > 0) {
+      frame.sealed_bytes = frame.payload_left;
+      frame.sealed = nic_.scratch().acquire(frame.sealed_bytes);
+      std::memcpy(frame.sealed.get(), frame.payload, frame.payload_left);
+      frame.payload = frame.sealed.get();
+    }
     mark_failed(*frame.operation, reason, work);
     frame.operation.reset();
-    if (frame.sealed == nullptr) frame.payload = zeros;
     frame.last = false;
   }
 }
@@ -949,6 +954,7 @@ void Nic::start() {
 
 void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys) {
   const auto made = std::make_shared<Connection>(*this, peer, std::move(stream), keys);
+  made->stream().watch(epoll_, made.get());  // before a thread can find it and await writing
   std::shared_ptr<Connection> former;
   {
     const std::lock_guard lock(mutex_);
@@ -960,7 +966,6 @@ void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys
     former->fail("the peer has connected again", work);
     work.run();
   }
-  made->stream().watch(epoll_, made.get());
 }
 
 bool Nic::connected(int peer) {

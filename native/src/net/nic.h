@@ -191,7 +191,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
     OperationPtr operation;  // null: no payload, or one that nobody expects
     std::uint64_t group = 0;
     bool last = false;
-    // Of an encrypted connection: what is sent as the payload in place of header and payload.
+    // Of an encrypted connection: what is sent as the payload in place of header and payload. Else
+    // a copy of the payload of an abandoned message.
     std::unique_ptr<std::uint8_t[]> sealed;
     std::size_t sealed_bytes = 0;
   };

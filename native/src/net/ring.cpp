@@ -50,6 +50,11 @@ std::size_t piece(std::uint64_t position, std::uint64_t published, std::size_t b
   return std::min({bytes, left, ring_bytes - place(position)});
 }
 
+bool is_sealed(int fd) {
+  const int found = ::fcntl(fd, F_GET_SEALS);
+  return found >= 0 && (found & seals) == seals;
+}
+
 }  // namespace
 
 // All accesses of `written`, `consumed` and the flags are sequentially consistent: a side that sets
@@ -177,8 +182,7 @@ Rings::Rings(const std::vector<int>& descriptors) : descriptors_(descriptors), c
     struct stat found {};
     // Memory that can shrink would end this process when it is accessed.
     if (descriptors_.size() != rings_descriptors || ::fstat(descriptors_[0], &found) != 0 ||
-        found.st_size != static_cast<off_t>(memory_bytes) ||
-        (::fcntl(descriptors_[0], F_GET_SEALS) & seals) != seals) {
+        found.st_size != static_cast<off_t>(memory_bytes) || !is_sealed(descriptors_[0])) {
       throw std::runtime_error("the peer sent no memory of a connection");
     }
     map();

@@ -216,8 +216,8 @@ def interface_pairs(
     """Return (own, peer's) numbers of interfaces that reach each other, in the order of networks.
 
     Two processes of one host use loopback. Two hosts use every network in which both have distinct
-    addresses: of several in one network, the first with the first and so on, as each interface is in
-    one pair at most. Without such a network they use their first interfaces, which may be routed.
+    addresses; of several in one network, the first with the first and so on: each interface is in one
+    pair at most. Without such a network they use their first interfaces, which may be routed.
     """
     if own.identity == peer.identity:
         return [_loopback_pair(mine, theirs)]
@@ -226,7 +226,9 @@ def interface_pairs(
         ours = [a for a, one in enumerate(mine) if one.subnet == subnet]
         peers = [b for b, other in enumerate(theirs) if other.subnet == subnet]
         found += [
-            (a, b) for a, b in zip(ours, peers, strict=False) if mine[a].address != theirs[b].address
+            (a, b)
+            for a, b in zip(ours, peers, strict=False)
+            if mine[a].address != theirs[b].address
         ]
     return sorted(found) or [(0, 0)]
 

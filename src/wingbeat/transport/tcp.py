@@ -408,9 +408,9 @@ def _is_place(found: Any) -> bool:
 
 def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     match answer:
-        case [str(secret), str(host), bool() | None as encrypted, *places] if (
-            len(places) == interfaces and all(map(_is_place, places))
-        ):
+        case [str(secret), str(host), bool() | None as encrypted, *places] if len(
+            places
+        ) == interfaces and all(map(_is_place, places)):
             return _Answer(secret, host, encrypted, [_Place(*place) for place in places])
     raise RendezvousError(
         f"rank {rank}: rank {peer} sent malformed addresses: {str(answer)[:80]!r}"
