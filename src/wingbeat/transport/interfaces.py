@@ -216,8 +216,8 @@ def interface_pairs(
     """Return (own, peer's) numbers of interfaces that reach each other, in the order of networks.
 
     Two processes of one host use loopback. Two hosts use every network in which both have distinct
-    addresses; of several in one network, the first with the first and so on: each interface is in one
-    pair at most. Without such a network they use their first interfaces, which may be routed.
+    addresses; of several in one network, the first with the first and so on: each interface is in
+    one pair at most. Without such a network they use their first interfaces, which may be routed.
     """
     if own.identity == peer.identity:
         return [_loopback_pair(mine, theirs)]
