@@ -56,10 +56,11 @@ def connected(kind: str) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
     sender, receiver = _native.Nic("lo"), _native.Nic("lo")
     sender.add(1, one.detach(), keys)
     receiver.add(0, other.detach(), keys[16:] + keys[:16])
+    outgoing, incoming = _native.Group(sender, 0, [1]), _native.Group(receiver, 0, [0])
 
     def move(source: torch.Tensor, target: torch.Tensor, tag: int) -> None:
-        coming = receiver.receive(target, target.data_ptr(), target.nbytes, 0, 0, tag)
-        sender.send(source, source.data_ptr(), source.nbytes, 1, 0, tag).wait(60.0)
+        coming = incoming.receive(target, target.data_ptr(), target.nbytes, 0, 0, tag)
+        outgoing.send(source, source.data_ptr(), source.nbytes, 0, 0, tag).wait(60.0)
         coming.wait(60.0)
 
     return move
