@@ -486,9 +486,11 @@ class Executor:
             self._links[link].close()
 
     def _explain(self, begun: list[AnyJob], lost: LostPeer) -> PeerError:
-        if self._group is not None and lost.seconds < self._timeout / 2:
+        ended = lost.reason.startswith("the connection was")
+        if self._group is not None and lost.seconds < self._timeout / 2 and not ended:
             # A peer that waited longer was blocked itself. Must precede the closing of this rank's
-            # connections, on which others may wait.
+            # connections, on which others may wait. A lost connection is a cause by itself; others
+            # may wait for this rank because the extension has ended the group already.
             lost.blocked_member = member_waiting_for(self._rank, self._group, self._attribution)
         self._attribution.publish_wait(lost.peer, str(lost.job))
         # Peers then detect the failure while this process still runs.
