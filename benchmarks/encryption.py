@@ -77,8 +77,8 @@ def of_connections(args: argparse.Namespace) -> dict[str, list[float]]:
     return found
 
 
-def of_iterations(args: argparse.Namespace, lab: str) -> dict[str, dict[str, list[float]]]:
-    """Median time of an iteration and mean CPU time of a worker in it, of each kind and round."""
+def bench_of(args: argparse.Namespace, lab: str) -> BenchConfig:
+    """Return the checked description of a run."""
     bench = BenchConfig(
         lab=lab,
         model=args.model,
@@ -89,8 +89,13 @@ def of_iterations(args: argparse.Namespace, lab: str) -> dict[str, dict[str, lis
         measure=False,
     )
     bench.check()
+    return bench
+
+
+def of_iterations(bench: BenchConfig, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Median time of an iteration and mean CPU time of a worker in it, of each kind and round."""
     found: dict[str, dict[str, list[float]]] = {kind: {"s": [], "cpu_s": []} for kind in KINDS}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for kind, value in KINDS.items():
             os.environ[VARIABLE] = value
             (run,) = runner.run(bench, command=sys.argv).report.runs
@@ -101,7 +106,7 @@ def of_iterations(args: argparse.Namespace, lab: str) -> dict[str, dict[str, lis
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report; return the missed limits."""
-    out = []
+    out, benches = [], {lab: bench_of(args, lab) for lab in args.labs}
     report["cpu_s_per_gb"] = found = of_connections(args)
     medians = {kind: statistics.median(values) for kind, values in found.items()}
     cells = [[kind, f"{min(found[kind]):.2f}", f"{medians[kind]:.2f}"] for kind in KINDS]
@@ -111,8 +116,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     write(args.json, report)
     if medians["encrypted"] > MOST_CPU_S_PER_GB:
         out.append(f"{medians['encrypted']:.2f} CPU s a GB; limit {MOST_CPU_S_PER_GB}")
-    for lab in args.labs:
-        rows = report.setdefault("labs", {})[lab] = of_iterations(args, lab)
+    for lab, bench in benches.items():
+        rows = report.setdefault("labs", {})[lab] = of_iterations(bench, args.rounds)
         ratio = statistics.median(
             encrypted / plain
             for plain, encrypted in zip(rows["plain"]["s"], rows["encrypted"]["s"], strict=True)
