@@ -73,6 +73,9 @@ class Mask:
     size: str
 
 
+Word = Annotated[int, Range()]
+"""A number of at most 4 bytes."""
+
 _IDS = 4
 _MAX_WORDS_NBYTES = 1 << 20
 
@@ -365,7 +368,12 @@ def _load(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
         _typed(table.type, data, where)
     if table.limits is None:
         return data
-    return "".join(c if c.isprintable() else "?" for c in data[: table.limits.most])
+    return printable(data[: table.limits.most])
+
+
+def printable(text: str) -> str:
+    """Return a text with a question mark for each character that is not printable."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _load_number(table: Table, data: Any, where: str, sizes: Sizes) -> Any:

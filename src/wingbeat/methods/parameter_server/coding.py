@@ -19,7 +19,7 @@ from wingbeat.codecs.codec import ALIGNMENT
 from wingbeat.codecs.coding import Region, all_of
 from wingbeat.compression import Coded, kinds, options_of, to_text
 from wingbeat.methods.parameter_server.aggregator import CODED, Array
-from wingbeat.schema import Length, Range, read_prefix, to_bytes
+from wingbeat.schema import Length, Range, Word, read_prefix, to_bytes
 from wingbeat.types import Span
 
 FLOAT32 = 4
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     """
 
     numel: Annotated[int, Range(1)]
-    cols: Annotated[int, Range()] = 0
+    cols: Word = 0
     kind: Annotated[int, Range(0, "kinds")] = 1
 
 
@@ -69,7 +69,7 @@ class SliceHeader(NamedTuple):
     """
 
     version: Annotated[int, Range(HEADER_VERSION, HEADER_VERSION + 1)]
-    settings: Annotated[int, Range()]
+    settings: Word
     pieces: Annotated[tuple[Piece, ...], Length(least=1, most=MAX_PIECES)]
 
 
