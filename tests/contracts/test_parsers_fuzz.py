@@ -310,7 +310,7 @@ TARGETS = [
         ([{k: encode(v) for k, v in SETTINGS.items()}],),
         Refusals,
     ),
-    Target("places of ones", VALUES_, unpack_numbers, ("1f",), Refusals),
+    Target("places of ones", TEXTS, unpack_numbers, ("1f",), Refusals),
     Target(
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),

@@ -200,12 +200,12 @@ def pack_numbers(numbers: Iterable[int]) -> str:
     return f"{sum(1 << number for number in set(numbers)):x}"
 
 
-def unpack_numbers(bits: Any) -> frozenset[int]:
+def unpack_numbers(bits: str) -> frozenset[int]:
     """Return the set of integers of a bit mask in hexadecimal."""
     try:
         digits = f"{int(bits, 16):b}"
-    except (TypeError, ValueError):
-        raise RequestError(f"malformed parameters of a step: {str(bits)[:40]!r}") from None
+    except ValueError:
+        raise RequestError(f"malformed parameters of a step: {bits[:40]!r}") from None
     return frozenset(place for place, bit in enumerate(reversed(digits)) if bit == "1")
 
 
