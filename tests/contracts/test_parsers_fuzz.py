@@ -242,7 +242,8 @@ def residual_file() -> bytes:
 def read_frames(data: bytes) -> None:
     for frame in messages.decode_frames(data, 1 << 16):
         payload = frame.payload if frame.payload_nbytes else None
-        messages.decode_message(frame.words, 3, 2, payload)
+        header = messages.decode_header(frame.words)
+        messages.decode_message(header, frame.words, 3, 2, payload)
 
 
 def statuses(text: str) -> None:
