@@ -50,7 +50,7 @@ from wingbeat.planning.costs import Fit, Linear, Workload
 from wingbeat.planning.merging import checked_plans
 from wingbeat.planning.probe import Gradient, LinkFit, Probe
 from wingbeat.planning.thresholds import ThresholdResult
-from wingbeat.schema import MalformedMessage, parse_json, to_json
+from wingbeat.schema import MalformedMessage, from_json, parse_json, to_json
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
@@ -371,9 +371,9 @@ TARGETS = [
     Target(
         "probes",
         VALUES_,
-        lambda v: files.from_json(Probe, v, "probe"),
+        lambda v: from_json(Probe, v, "probe"),
         (to_json(PROBE),),
-        Usage,
+        (MalformedMessage,),
     ),
     Target(
         "merged plans",
