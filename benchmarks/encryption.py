@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import resource
 import socket
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,6 @@ from wingbeat_lab.bench.table import Printed
 MOST_CPU_S_PER_GB, MOST_ITERATION = 0.55, 1.03
 KINDS = {"plain": "0", "encrypted": "1"}
 """The compared connections, and the environment variable of each."""
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def connected(kind: str) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
@@ -73,11 +67,13 @@ def of_connections(args: argparse.Namespace) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(args.turns + 1):  # the first one warms up
         for kind, move in moves.items():
-            before = cpu_s()
+            before = time.process_time()
             for number in range(args.count):
                 move(source, target, turn * args.count + number)
             if turn > 0:
-                found[kind].append((cpu_s() - before) / (args.count * source.nbytes / 1e9))
+                found[kind].append(
+                    (time.process_time() - before) / (args.count * source.nbytes / 1e9)
+                )
     return found
 
 
