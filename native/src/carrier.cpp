@@ -331,10 +331,10 @@ void Carrier::close_connection(std::uint64_t id) {
   if (link == links_.end() || link->second.connection != id) return;
   const double now = now_s();
   link->second.connection = 0;
-  link->second.down_at = now;
   endpoint_.disconnected(connection->route, now);
   if (!link->second.dials) return;
   if (connection->open()) {
+    link->second.down_at = now;
     link->second.retry_after = retry_first_s;
     link->second.retry_at = now + retry_first_s;
   }

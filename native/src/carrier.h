@@ -186,7 +186,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     bool dials = false;
     std::uint64_t connection = 0;  // 0: none
     double retry_at = 0, retry_after = 0;
-    double down_at = -never;
+    double down_at = -never;  // when the last open connection ended
   };
 
   struct Peer {

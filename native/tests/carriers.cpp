@@ -2,11 +2,14 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -24,7 +27,7 @@ namespace {
 using namespace wingbeat::messages;
 using wingbeat::Digest;
 
-long checks = 0;
+std::atomic<long> checks = 0;
 
 void expect(bool holds, const std::string& what) {
   ++checks;
@@ -343,11 +346,13 @@ void check_hostile_member() {
   }
 }
 
-void send_control(int fd, Type type, std::uint64_t sequence, std::uint64_t arrived) {
+void send_control(int fd, Type type, std::uint64_t sequence, std::uint64_t arrived,
+                  std::uint32_t sender = 0) {
   Header header;
   header.type = type;
-  header.session = 100;
-  header.receiver = 1;
+  header.session = 100 + sender;
+  header.sender = sender;
+  header.receiver = 1 - sender;
   header.sequence = sequence;
   header.arrived = arrived;
   std::uint8_t bytes[header_fixed];
@@ -377,6 +382,50 @@ void check_release_while_queued() {
   expect(carrier.released().empty(), "a queued payload is not released");
   ::close(fd);
   until([&] { return carrier.released().size() == 1; }, "it is released with its connection");
+}
+
+// Accepts member 0 as member 1, which has the key.
+int accept_as_member(int listener, const Digest& key) {
+  const int fd = ::accept(listener, nullptr, nullptr);
+  std::string transcript = "wingbeat" + std::string(32, '\0');
+  ::send(fd, transcript.data(), transcript.size(), MSG_NOSIGNAL);
+  std::uint8_t answer[88];
+  read_exactly(fd, answer, sizeof answer);
+  transcript.append(reinterpret_cast<const char*>(answer), 56);
+  const Digest tag = wingbeat::hmac_sha256(
+      {reinterpret_cast<const char*>(key.data()), key.size()}, "accept" + transcript);
+  ::send(fd, tag.data(), tag.size(), MSG_NOSIGNAL);
+  return fd;
+}
+
+// A peer that leaves and then accepts no connection: for how many seconds it is dialled.
+double seconds_dialled_after_leaving() {
+  const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in at{};
+  socklen_t size = sizeof at;
+  if (::listen(listener, 10) != 0 ||  // on any port
+      ::getsockname(listener, reinterpret_cast<sockaddr*>(&at), &size) != 0) {
+    throw std::runtime_error("cannot listen");
+  }
+  Pair pair(false, 2);  // number 1 is played here
+  Carrier& carrier = *pair.ends[0];
+  carrier.allow(1, 101, pair.key);
+  carrier.add_route({1, 0, 0}, "127.0.0.1", ntohs(at.sin_port), 0);
+  carrier.start();
+  const int fd = accept_as_member(listener, pair.key);
+  send_control(fd, Type::welcome, 0, 0, 1);
+  send_control(fd, Type::leave, 1, 0, 1);
+  until([&] { return carrier.troubled(); }, "a member leaves");
+  ::close(fd);
+  const auto begin = std::chrono::steady_clock::now();
+  std::chrono::duration<double> last{0};
+  pollfd waiting{listener, POLLIN, 0};
+  while (last.count() < 15 && ::poll(&waiting, 1, 3000) == 1) {
+    ::close(::accept(listener, nullptr, nullptr));
+    last = std::chrono::steady_clock::now() - begin;
+  }
+  ::close(listener);
+  return last.count();
 }
 
 void check_strangers() {
@@ -437,6 +486,7 @@ void check_removal() {
 }  // namespace
 
 long check() {
+  auto dialled = std::async(std::launch::async, seconds_dialled_after_leaving);
   check_digests();
   check_gaps();
   check_in_flight();
@@ -446,6 +496,8 @@ long check() {
   check_release_while_queued();
   check_strangers();
   check_removal();
+  const double seconds = dialled.get();
+  expect(seconds > 2 && seconds < 10, "a peer that has left is dialled for some seconds");
   return checks;
 }
 
