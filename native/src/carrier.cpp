@@ -929,13 +929,15 @@ void Carrier::interrupt() {
   changed_.notify_all();
 }
 
-void Carrier::leave(const std::function<PostedPtr()>& leave_of) {
+void Carrier::leave() {
   const std::lock_guard lock(mutex_);
+  Header header;
+  header.type = Type::leave;
   const double now = now_s();
   for (const auto& [route, link] : links_) {
     const bool gone = endpoint_.left().contains(route.peer) || endpoint_.lost().contains(route.peer);
     if (gone) continue;
-    endpoint_.post(route, leave_of(), now);
+    endpoint_.post(route, std::make_shared<Posted>(header, nullptr), now);
     leaving_to_.push_back(route);
   }
   settle();

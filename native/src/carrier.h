@@ -15,7 +15,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -84,8 +83,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   // Ends the current or next interruptible wait.
   void interrupt();
 
-  // Posts the last message of each flow: `leave_of` makes one.
-  void leave(const std::function<PostedPtr()>& leave_of);
+  // Posts the last message of each flow.
+  void leave();
   // Waits until all messages have arrived.
   bool wait_finished(double seconds);
   // Peers at which messages have not arrived.

@@ -45,6 +45,9 @@ struct Posted {
   Posted& operator=(const Posted&) = delete;
   virtual ~Posted() = default;
 
+  // Releases the memory of the payload.
+  virtual void release() {}
+
   Header header;
   const std::uint8_t* payload;
   std::uint64_t size;
