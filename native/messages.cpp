@@ -116,9 +116,6 @@ void bind_header(nb::module_& module) {
            "type"_a, "session"_a, "sender"_a, "receiver"_a, "sequence"_a = 0, "arrived"_a = 0,
            "taken"_a = 0, "kind"_a = 0, "ids"_a = Ids{}, "dtype"_a = 0, "length"_a = 0,
            "spans"_a = std::vector<Span>{})
-      .def_prop_ro("type", [](const Header& self) { return static_cast<int>(self.type); })
-      .def_ro("sequence", &Header::sequence)
-      .def_ro("kind", &Header::kind)
       .def_prop_ro("size", &Header::size)
       .def_prop_ro("frame_bytes", &Header::frame_bytes)
       .def("pack", &packed)
@@ -174,8 +171,7 @@ void bind_received(nb::module_& module) {
       .def_prop_ro("nbytes", [](const Received& self) { return self.header.length; },
                    "Bytes of the payload.")
       .def_prop_ro("size", [](const Received& self) { return self.header.frame_bytes(); },
-                   "Bytes that it occupies in the window.")
-      .def_ro("kept", &Received::kept, "Whether it still counts against the window.");
+                   "Bytes that it occupies in the window.");
 }
 
 // A message with its own copy of the payload.
@@ -359,10 +355,12 @@ void bind_carrier(nb::module_& module) {
       .def("free", &Carrier::free)
       .def("poll",
            [](Carrier& self, const Peers& of, bool keep) {
-             ReceivedPtr message = self.take(of ? &*of : nullptr, keep);
+             const auto* peers = of ? &*of : nullptr;
+             ReceivedPtr message = self.take(peers, keep);
              if (message == nullptr) {
                const Unlocked unlocked;  // it may read many bytes
-               message = self.poll(of ? &*of : nullptr, keep);
+               self.refresh();
+               message = self.take(peers, keep);
              }
              return message;
            },
@@ -455,17 +453,11 @@ void bind_carrier(nb::module_& module) {
                      return self.inspect([](const Endpoint& endpoint) { return endpoint.refused; });
                    })
       .def_prop_ro("refused_connections", &Carrier::refused_connections)
-      .def_prop_ro("repeated",
-                   [](Carrier& self) {
-                     return self.inspect(
-                         [](const Endpoint& endpoint) { return endpoint.repeated(); });
-                   })
       .def_prop_ro("waiting",
                    [](Carrier& self) {
                      return self.inspect([](const Endpoint& endpoint) { return endpoint.waiting(); });
                    })
       .def_prop_ro("ended", &Carrier::ended)
-      .def_prop_ro("closed", &Carrier::closed)
       .def_prop_ro("changes", &Carrier::changes)
       .def_prop_ro("troubled", &Carrier::troubled);
 }

@@ -873,17 +873,6 @@ ReceivedPtr Carrier::take(const std::set<std::uint32_t>* of, bool keep) {
   return message;
 }
 
-ReceivedPtr Carrier::poll(const std::set<std::uint32_t>* of, bool keep) {
-  Lock lock(mutex_);
-  ReceivedPtr message = endpoint_.take(now_s(), of, keep);
-  if (message == nullptr && !driving_ && !closed_) {
-    drive(lock, 0.0, false);
-    message = endpoint_.take(now_s(), of, keep);
-  }
-  settle();
-  return message;
-}
-
 bool Carrier::receive(double seconds, std::uint64_t seen, const std::set<std::uint32_t>* of,
                       bool keep, bool interruptible, ReceivedPtr& message) {
   Lock lock(mutex_);

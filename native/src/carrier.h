@@ -70,9 +70,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   // Queues a message; false if its window has no room.
   bool post(const Route& route, const PostedPtr& message);
   void free(Received& message);
-  // A message that has arrived; `poll` reads the sockets if none waits.
+  // A message that has arrived.
   ReceivedPtr take(const std::set<std::uint32_t>* of, bool keep);
-  ReceivedPtr poll(const std::set<std::uint32_t>* of, bool keep);
 
   // Each waits for up to `seconds`, but not if `changes` differs from `seen`.
   bool receive(double seconds, std::uint64_t seen, const std::set<std::uint32_t>* of, bool keep,
@@ -105,7 +104,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     const std::lock_guard lock(mutex_);
     return read(static_cast<const Endpoint&>(endpoint_));
   }
-  // Reads what has arrived, so that `inspect` shows the present.
+  // Reads what has arrived, so that `inspect` and `take` show the present.
   void refresh();
   // Peers without any connection, with the seconds since then.
   std::map<std::uint32_t, double> unconnected();

@@ -329,7 +329,10 @@ void check_hostile_member() {
         const std::size_t length = std::min<std::size_t>(1 + random() % 5000, bytes.size() - at);
         if (::send(fd, bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
         at += length;
-        if (random() % 4 == 0) carrier.poll(nullptr, false);
+        if (random() % 4 == 0) {
+          carrier.refresh();
+          carrier.take(nullptr, false);
+        }
       }
       ::close(fd);
     }
