@@ -52,6 +52,8 @@ constexpr double grace_s = 0.002;
 // sleep and wake it; after n failures in a row only every 2^n-th time.
 constexpr double spin_s = 30e-6;
 constexpr int most_failed_spins = 6;
+// The longest wait of a condition variable, whose clock counts nanoseconds in 64 bits.
+constexpr double far_s = 1e9;
 // Timers that are this late show that the process was suspended.
 constexpr double suspended_s = 1.0;
 
@@ -63,13 +65,6 @@ constexpr std::size_t answer_bytes = magic.size() + identity_bytes + nonce_bytes
 double now_s() {
   using namespace std::chrono;
   return duration<double>(steady_clock::now().time_since_epoch()).count();
-}
-
-std::chrono::steady_clock::time_point point(double seconds) {
-  using namespace std::chrono;
-  constexpr double far = 1e9;
-  return steady_clock::time_point(
-      duration_cast<steady_clock::duration>(duration<double>(std::min(seconds, now_s() + far))));
 }
 
 std::string_view text(const std::uint8_t* data, std::size_t bytes) {
@@ -90,30 +85,6 @@ Digest tag_of(const Digest& key, std::string_view role, const std::string& trans
   return hmac_sha256(text(key), std::string(role) + transcript);
 }
 
-struct Address {
-  sockaddr_storage storage{};
-  socklen_t size = 0;
-
-  Address(const std::string& host, int port) {
-    auto* four = reinterpret_cast<sockaddr_in*>(&storage);
-    auto* six = reinterpret_cast<sockaddr_in6*>(&storage);
-    if (::inet_pton(AF_INET, host.c_str(), &four->sin_addr) == 1) {
-      four->sin_family = AF_INET;
-      four->sin_port = htons(static_cast<std::uint16_t>(port));
-      size = sizeof *four;
-    } else if (::inet_pton(AF_INET6, host.c_str(), &six->sin6_addr) == 1) {
-      six->sin6_family = AF_INET6;
-      six->sin6_port = htons(static_cast<std::uint16_t>(port));
-      size = sizeof *six;
-    } else {
-      throw std::system_error(EINVAL, std::generic_category(), host);
-    }
-  }
-
-  int family() const { return storage.ss_family; }
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-};
-
 bool set(int fd, int level, int option, int value) {
   return ::setsockopt(fd, level, option, &value, sizeof value) == 0;
 }
@@ -126,6 +97,22 @@ void watch(int epoll, int operation, int fd, std::uint64_t id, std::uint32_t eve
 }
 
 }  // namespace
+
+Carrier::Address::Address(const std::string& host, int port) {
+  auto* four = reinterpret_cast<sockaddr_in*>(&storage);
+  auto* six = reinterpret_cast<sockaddr_in6*>(&storage);
+  if (::inet_pton(AF_INET, host.c_str(), &four->sin_addr) == 1) {
+    four->sin_family = AF_INET;
+    four->sin_port = htons(static_cast<std::uint16_t>(port));
+    size = sizeof *four;
+  } else if (::inet_pton(AF_INET6, host.c_str(), &six->sin6_addr) == 1) {
+    six->sin6_family = AF_INET6;
+    six->sin6_port = htons(static_cast<std::uint16_t>(port));
+    size = sizeof *six;
+  } else {
+    throw std::system_error(EINVAL, std::generic_category(), host);
+  }
+}
 
 Carrier::Carrier(const Options& options)
     : options_(options),
@@ -187,8 +174,13 @@ int Carrier::listen(std::uint32_t interface, std::uint32_t urgency, const std::s
 
 void Carrier::close_listeners_except(const std::set<std::uint32_t>& interfaces) {
   const std::lock_guard lock(mutex_);
+  close_listeners(interfaces);
+}
+
+void Carrier::close_listeners(const std::set<std::uint32_t>& except) {
   std::erase_if(listeners_, [&](const auto& each) {
-    if (interfaces.contains(each.second.interface)) return false;
+    if (except.contains(each.second.interface)) return false;
+    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, each.second.fd, nullptr);  // a forked process may have a copy
     ::close(each.second.fd);
     return true;
   });
@@ -209,12 +201,12 @@ void Carrier::allow(std::uint32_t peer, std::uint64_t session, const Digest& key
 
 void Carrier::add_route(const Route& route, const std::string& address, int port,
                         std::uint32_t theirs) {
-  const Address valid(address, port);  // throws before anything refers to it
+  const Address at(address, port);  // throws before anything refers to it
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   endpoint_.add(route, peers_.at(route.peer).session);
   Link& link = links_[route];
-  link = {address, port, theirs, options_.number < route.peer, 0, 0, retry_first_s, -never};
+  link = {at, theirs, options_.number < route.peer, 0, 0, retry_first_s, -never};
   if (link.dials) dial(route, link, now_s());
   settle();
 }
@@ -257,11 +249,10 @@ void Carrier::dial(const Route& route, Link& link, double now) {
     return each.second.interface == route.interface && each.second.urgency == route.urgency;
   });
   if (listener == listeners_.end()) return;
-  const Address theirs(link.address, link.port);
-  const int fd = ::socket(theirs.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const int fd = ::socket(link.address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return;
   if (!configure(fd, listener->second.tos) ||
-      (::connect(fd, theirs.get(), theirs.size) != 0 && errno != EINPROGRESS)) {
+      (::connect(fd, link.address.get(), link.address.size) != 0 && errno != EINPROGRESS)) {
     ::close(fd);
     return;
   }
@@ -464,7 +455,11 @@ void Carrier::read(Connection& connection) {
       from += part;
       staged -= part;
       if (connection.filled < connection.want) break;
-      if (const char* why = end_piece(connection)) return fail(connection, why);
+      try {
+        if (const char* why = end_piece(connection)) return fail(connection, why);
+      } catch (const Malformed& error) {
+        return fail(connection, error.what());
+      }
       if (staged == 0) break;
     }
     turn += bytes;
@@ -472,7 +467,8 @@ void Carrier::read(Connection& connection) {
   }
 }
 
-// Reacts to a complete piece, and selects the next one. Returns null, or why the connection ends.
+// Reacts to a complete piece, and selects the next one. Returns null, or why the connection ends;
+// throws Malformed for a header.
 const char* Carrier::end_piece(Connection& connection) {
   switch (connection.stage) {
     case Stage::challenge:
@@ -509,15 +505,7 @@ const char* Carrier::read_header_piece(Connection& connection) {
 }
 
 const char* Carrier::begin_payload(Connection& connection) {
-  try {
-    connection.header = read_header(connection.head.data(), most_header_bytes);
-  } catch (const Malformed& error) {
-    static constexpr const char* reasons[] = {"size",     "magic", "version",
-                                              "checksum", "type",  "dtype"};
-    const std::string_view why = error.what();
-    return *std::find_if(std::begin(reasons), std::end(reasons) - 1,
-                         [&](const char* each) { return why == each; });
-  }
+  connection.header = read_header(connection.head.data(), most_header_bytes);
   if (connection.header.length > options_.message) return "length";
   connection.payload_done = 0;
   if (connection.header.length == 0) {
@@ -836,7 +824,7 @@ bool Carrier::wait(Lock& lock, double seconds, Done done) {
       if (waiting_ > 1) changed_.notify_all();
     } else {
       if (background_drives_) signal();  // it hands over
-      changed_.wait_until(lock, point(deadline));
+      changed_.wait_for(lock, std::chrono::duration<double>(std::min(deadline - now_s(), far_s)));
     }
     is_done = done();
   } while (!is_done && !closed_ && now_s() < deadline);
@@ -950,22 +938,15 @@ std::set<std::uint32_t> Carrier::unfinished() {
   return peers;
 }
 
-// Whether everything that the peers have to know is sent.
-bool Carrier::drained() const {
-  return !endpoint_.busy() &&
-         std::none_of(connections_.begin(), connections_.end(),
-                      [](const auto& each) { return each.second->blocked; });
-}
-
 void Carrier::close(double seconds) {
   Lock lock(mutex_);
   if (closed_) return;
   const double deadline = now_s() + seconds;
   leaving_ = true;
-  close_listeners();  // else a peer would connect again
+  close_listeners({});  // else a peer would connect again
   endpoint_.acknowledge(now_s());
   flush_busy();
-  wait(lock, seconds, [&] { return drained(); });
+  wait(lock, seconds, [&] { return !endpoint_.busy() && blocked_ == 0; });
   std::vector<std::uint64_t> unopened;
   for (const auto& [id, each] : connections_) {
     if (each->open()) {
@@ -983,14 +964,6 @@ void Carrier::close(double seconds) {
   abandon_locked();
 }
 
-void Carrier::close_listeners() {
-  for (const auto& [id, each] : listeners_) {
-    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, each.fd, nullptr);  // a forked process may have a copy
-    ::close(each.fd);
-  }
-  listeners_.clear();
-}
-
 void Carrier::abandon() {
   if (forked_) return;
   const std::lock_guard lock(mutex_);
@@ -1002,7 +975,7 @@ void Carrier::abandon_locked() {
   closed_ = true;
   leaving_ = true;
   while (!connections_.empty()) close_connection(connections_.begin()->first);
-  close_listeners();
+  close_listeners({});
   endpoint_.abandon();
   publish();
   signal();

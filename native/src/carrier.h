@@ -10,6 +10,8 @@
 // while no other does. Payloads of posted messages are not accessed once `released` returns them.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -177,9 +179,19 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     bool open() const { return stage >= Stage::header; }
   };
 
+  struct Address {
+    sockaddr_storage storage{};
+    socklen_t size = 0;
+
+    Address() = default;
+    // Throws std::system_error.
+    Address(const std::string& host, int port);
+    int family() const { return storage.ss_family; }
+    const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  };
+
   struct Link {
-    std::string address;
-    int port = 0;
+    Address address;  // of the peer
     std::uint32_t theirs = 0;
     bool dials = false;
     std::uint64_t connection = 0;  // 0: none
@@ -231,9 +243,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   void block(Connection& connection, bool blocked);
   void fail(Connection& connection, const char* reason);
   void close_connection(std::uint64_t id);
-  void close_listeners();
+  void close_listeners(const std::set<std::uint32_t>& except);
   void abandon_locked();
-  bool drained() const;
 
   const Options options_;
   std::atomic<std::uint64_t> changes_{0};
