@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import resource
 import socket
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,6 @@ from wingbeat_lab.bench.table import Printed
 MOST_CPU_S_PER_GB, MOST_ITERATION = 0.55, 1.03
 KINDS = {"plain": "0", "encrypted": "1"}
 """The compared connections, and the environment variable of each."""
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def connected(kind: str) -> Callable[[torch.Tensor, torch.Tensor, int], None]:
@@ -73,16 +67,18 @@ def of_connections(args: argparse.Namespace) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(args.turns + 1):  # the first one warms up
         for kind, move in moves.items():
-            before = cpu_s()
+            before = time.process_time()
             for number in range(args.count):
                 move(source, target, turn * args.count + number)
             if turn > 0:
-                found[kind].append((cpu_s() - before) / (args.count * source.nbytes / 1e9))
+                found[kind].append(
+                    (time.process_time() - before) / (args.count * source.nbytes / 1e9)
+                )
     return found
 
 
-def of_iterations(args: argparse.Namespace, lab: str) -> dict[str, dict[str, list[float]]]:
-    """Median time of an iteration and mean CPU time of a worker in it, of each kind and round."""
+def bench_of(args: argparse.Namespace, lab: str) -> BenchConfig:
+    """Return the checked description of a run."""
     bench = BenchConfig(
         lab=lab,
         model=args.model,
@@ -93,8 +89,13 @@ def of_iterations(args: argparse.Namespace, lab: str) -> dict[str, dict[str, lis
         measure=False,
     )
     bench.check()
+    return bench
+
+
+def of_iterations(bench: BenchConfig, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Median time of an iteration and mean CPU time of a worker in it, of each kind and round."""
     found: dict[str, dict[str, list[float]]] = {kind: {"s": [], "cpu_s": []} for kind in KINDS}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for kind, value in KINDS.items():
             os.environ[VARIABLE] = value
             (run,) = runner.run(bench, command=sys.argv).report.runs
@@ -105,7 +106,7 @@ def of_iterations(args: argparse.Namespace, lab: str) -> dict[str, dict[str, lis
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Fill the report; return the missed limits."""
-    out = []
+    out, benches = [], {lab: bench_of(args, lab) for lab in args.labs}
     report["cpu_s_per_gb"] = found = of_connections(args)
     medians = {kind: statistics.median(values) for kind, values in found.items()}
     cells = [[kind, f"{min(found[kind]):.2f}", f"{medians[kind]:.2f}"] for kind in KINDS]
@@ -115,8 +116,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     write(args.json, report)
     if medians["encrypted"] > MOST_CPU_S_PER_GB:
         out.append(f"{medians['encrypted']:.2f} CPU s a GB; limit {MOST_CPU_S_PER_GB}")
-    for lab in args.labs:
-        rows = report.setdefault("labs", {})[lab] = of_iterations(args, lab)
+    for lab, bench in benches.items():
+        rows = report.setdefault("labs", {})[lab] = of_iterations(bench, args.rounds)
         ratio = statistics.median(
             encrypted / plain
             for plain, encrypted in zip(rows["plain"]["s"], rows["encrypted"]["s"], strict=True)

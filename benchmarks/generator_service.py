@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from common import refuse_unwritable, show, write
+from common import at_least_one, refuse_unwritable, show, write
 
 from wingbeat.methods.model_averaging.generator import MESSAGES, Done, Request, RunMessage
 from wingbeat.methods.model_averaging.rules import Rules
@@ -123,9 +123,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workers", nargs="+", type=int, default=[16, 64])
+    parser.add_argument("--workers", nargs="+", type=at_least_one, default=[16, 64])
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement (3)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often they take turns (3)")
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=3, help="how often they take turns (3)"
+    )
     parser.add_argument("--clear", action="store_true", help="without encryption")
     parser.add_argument("--json", type=Path, default=Path("out/generator_service.json"))
     return parser.parse_args()

@@ -244,12 +244,14 @@ def launch(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Parse the command line; inside the run, act as a worker or as the attacker."""
+    from common import at_least_one
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--messages", type=int, default=100_000)
+    parser.add_argument("--messages", type=at_least_one, default=100_000)
     parser.add_argument("--rate", type=float, default=2000.0, help="hostile connections a second")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--seconds", type=float, default=10.0, help="about, of half a round")
     parser.add_argument("--compute", type=float, default=0.04, help="seconds slept in an iteration")
     parser.add_argument("--json", type=Path, default=Path("out/hostile.json"))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import resource
 import socket
 import statistics
 import sys
@@ -25,12 +24,6 @@ from typing import Any
 from wingbeat.errors import WingbeatError
 
 LABS = ("loopback:2", "star:4@1gbit")
-
-
-def cpu_s() -> float:
-    """CPU seconds of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def plain_sockets(rank: int, size: int, exchange: Callable[..., Any]) -> socket.socket | None:
@@ -84,12 +77,12 @@ def worker(args: argparse.Namespace) -> None:
         for turn in range(args.rounds + 1):  # the first one warms up
             for name, once in ways.items():
                 dist.barrier()
-                times, before = [], cpu_s()
+                times, before = [], time.process_time()
                 for _ in range(args.count):
                     begin = time.perf_counter()
                     once()
                     times.append(time.perf_counter() - begin)
-                used = (cpu_s() - before) / args.count
+                used = (time.process_time() - before) / args.count
                 buffer.fill_(0.0)
                 if turn:
                     row = rows.setdefault((name, kb), {"ms": [], "cpu_ms": []})

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 
+from helpers.received import Received
 from wingbeat.schema import (
     Length,
     MalformedMessage,
@@ -93,12 +94,6 @@ class Data(NamedTuple):
 
     first: Small
     payload: Payload
-
-
-class Received(NamedTuple):
-    kind: int
-    ids: tuple[int, ...]
-    payload: Any
 
 
 MESSAGES = Messages({1: Plain, 2: Data, 3: Wide, 4: Plain}, payloads=[4])

@@ -73,6 +73,9 @@ class Mask:
     size: str
 
 
+Word = Annotated[int, Range()]
+"""A number of at most 4 bytes."""
+
 _IDS = 4
 _MAX_WORDS_NBYTES = 1 << 20
 
@@ -156,8 +159,7 @@ class _Words:
         else:
             what = f"the number of {name}"
             count = _COUNT.read(self, what)
-            if not limits.least <= count <= limits.most:
-                _check_count(count, limits, self.sizes, what)
+            _check_count(count, limits, self.sizes, what)
         at, left = self.at, len(self.words) - self.at
         if count * max(1, width) > left:
             raise MalformedMessage(f"{name} has {count} items in {left} words")
@@ -174,7 +176,7 @@ class _Codec(NamedTuple):
     read: Callable[[_Words, str], Any]
     write: Callable[[Any, list[int]], object]
     width: int = 0
-    read_all: Callable[[Sequence[int], str, Sizes], Sequence[Any]] = lambda *_: ()
+    read_all: Callable[[Sequence[int], Sizes], Sequence[Any] | None] = lambda *_: None
     flatten: Callable[[Iterable[Any]], Iterable[int]] | None = None
 
 
@@ -201,12 +203,11 @@ def _number(table: Table) -> _Codec:
             return number if kind is int else kind(number)
         return _load_number(table, number, name, words.sizes)  # raises
 
-    def read_all(row: Sequence[int], name: str, sizes: Sizes) -> Sequence[Any]:
+    def read_all(row: Sequence[int], sizes: Sizes) -> Sequence[Any] | None:
         last = (sizes[end] if named else end) - 1 - shift
-        if row and least - shift <= min(row) <= max(row) <= last:
-            return row if plain else [kind(word + shift) for word in row]
-        words = _Words(row, sizes)
-        return [read(words, f"{name}[{place}]") for place in range(len(row))]  # raises
+        if not row or not least - shift <= min(row) <= max(row) <= last:
+            return None
+        return row if plain else [kind(word + shift) for word in row]
 
     def flatten(values: Iterable[int]) -> Iterable[int]:
         return values if plain else [value - shift for value in values]
@@ -238,9 +239,9 @@ def _items(table: Table) -> _Codec:
 
     def read(words: _Words, name: str) -> Any:
         count, row = words.take(name, limits, item.width)
-        if item.width:
-            items = item.read_all(row, name, words.sizes)
-        else:
+        items = item.read_all(row, words.sizes)
+        if items is None:  # read one by one; raises with the name of a wrong number
+            words.at -= len(row)
             items = [item.read(words, f"{name}[{place}]") for place in range(count)]
         if limits.increasing or kind is dict:
             _check_order([key for key, _ in items] if kind is dict else items, name)
@@ -273,18 +274,12 @@ def _record(table: Table) -> _Codec:
         found = [read(words, prefix + field) for field, read in reads]
         if listed:
             return tuple.__new__(kind, found)
-        try:
-            return kind(*found, words.payload) if table.payload else kind(*found)
-        except UsageError as err:
-            raise _wrong_record(name, err) from None
+        return kind(*found, words.payload) if table.payload else kind(*found)
 
-    def read_all(row: Sequence[int], name: str, sizes: Sizes) -> Sequence[Any]:
-        try:
-            columns = [each.read_all(row[at::width], name, sizes) for at, each in enumerate(codecs)]
-        except MalformedMessage:
-            words = _Words(row, sizes)
-            # Raises with the name of the field.
-            return [read(words, f"{name}[{place}]") for place in range(len(row) // width)]
+    def read_all(row: Sequence[int], sizes: Sizes) -> Sequence[Any] | None:
+        columns = [each.read_all(row[at::width], sizes) for at, each in enumerate(codecs[:width])]
+        if not width or None in columns:
+            return None
         rows = zip(*columns, strict=True)
         return tuple(rows) if kind is tuple else tuple(map(kind._make, rows))
 
@@ -308,7 +303,10 @@ def to_words(record: Any) -> list[int]:
 
 def to_bytes(record: Any) -> bytes:
     """Return the words of a record, in 4 bytes each."""
-    words = to_words(record)
+    return _packed(to_words(record))
+
+
+def _packed(words: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(words)}I", *words)
 
 
@@ -370,7 +368,12 @@ def _load(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
         _typed(table.type, data, where)
     if table.limits is None:
         return data
-    return "".join(c if c.isprintable() else "?" for c in data[: table.limits.most])
+    return printable(data[: table.limits.most])
+
+
+def printable(text: str) -> str:
+    """Return a text with a question mark for each character that is not printable."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _load_number(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
@@ -403,10 +406,9 @@ def _load_record(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
     if issubclass(kind, tuple):  # a list of the values in order
         if len(_typed(list, data, where)) != len(table.parts):
             raise _wrong(where, data, f"a list of {len(table.parts)} values")
-        parts = zip(table.parts.items(), data, strict=True)
-        if kind is tuple:
-            return tuple([_load(part, each, where, sizes) for (_, part), each in parts])
-        return kind._make([_load(part, each, prefix + name, sizes) for (name, part), each in parts])
+        names = [where if kind is tuple else prefix + name for name in table.parts]
+        parts = zip(table.parts.values(), data, names, strict=True)
+        return tuple.__new__(kind, [_load(part, each, name, sizes) for part, each, name in parts])
     values, fields = {}, kind.__dataclass_fields__
     for name, part in table.parts.items():
         if name in _typed(dict, data, where):
@@ -416,11 +418,7 @@ def _load_record(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
     try:
         return kind(**values)
     except UsageError as err:
-        raise _wrong_record(where, err) from None
-
-
-def _wrong_record(where: str, err: UsageError) -> MalformedMessage:
-    return MalformedMessage(f"{where}: {err}" if where else str(err))
+        raise MalformedMessage(f"{where}: {err}" if where else str(err)) from None
 
 
 def _load_union(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
@@ -505,9 +503,9 @@ class Messages:
     def pack(self, record: Any, kind: int = -1) -> tuple[int, tuple[int, ...], Any]:
         """Return kind, ids and payload of a message; ``kind`` if several have this record."""
         words, payload = to_words(record), table_of(type(record)).payload
-        rest = struct.pack(f"<{max(0, len(words) - _IDS)}I", *words[_IDS:])
         kind = self.kind_of(record) if kind < 0 else kind
-        return kind, (*words, 0, 0, 0, 0)[:_IDS], getattr(record, payload) if payload else rest
+        rest = getattr(record, payload) if payload else _packed(words[_IDS:])
+        return kind, (*words, 0, 0, 0, 0)[:_IDS], rest
 
     def parse(self, message: Any, **sizes: int) -> Any:
         """Return the record of a received message; `MalformedMessage` if it is malformed."""

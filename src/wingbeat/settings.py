@@ -31,6 +31,14 @@ _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
 
 
+def is_on(variable: str, env: Mapping[str, str]) -> bool:
+    """Whether an environment variable is on, which is its default; a `UsageError` if neither."""
+    value = env.get(variable, "on").lower()
+    if value not in ("on", "off"):
+        raise UsageError(f"{variable}={value}: allowed are on and off")
+    return value == "on"
+
+
 class OptionError(UsageError):
     """An option of a part or a preset is invalid.
 

@@ -64,7 +64,7 @@ class Noting:
 
 @contextmanager
 def cluster(ports: int, levels: int) -> Iterator[list[World]]:
-    """Worlds whose links read memory as late as gloo may."""
+    """Worlds whose links read memory as late as a link may."""
     with late.open_worlds(ports**levels, levels) as (members, _):
         for world in members:
             world.links = tuple(map(Noting, world.links))  # type: ignore[arg-type]

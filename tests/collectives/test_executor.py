@@ -33,7 +33,7 @@ class HalfDeaf(late.LateLink):
 
 
 class HalfArrived:
-    """A transfer of which a part has arrived: gloo ends it at its deadline, closed or not."""
+    """A transfer of which a part has arrived, and which ends at its deadline, closed or not."""
 
     def __init__(self, ended: threading.Event) -> None:
         self._ended = ended

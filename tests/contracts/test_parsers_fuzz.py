@@ -50,7 +50,7 @@ from wingbeat.planning.costs import Fit, Linear, Workload
 from wingbeat.planning.merging import checked_plans
 from wingbeat.planning.probe import Gradient, LinkFit, Probe
 from wingbeat.planning.thresholds import ThresholdResult
-from wingbeat.schema import MalformedMessage, parse_json, to_json
+from wingbeat.schema import MalformedMessage, from_json, parse_json, to_json
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
@@ -242,7 +242,8 @@ def residual_file() -> bytes:
 def read_frames(data: bytes) -> None:
     for frame in messages.decode_frames(data, 1 << 16):
         payload = frame.payload if frame.payload_nbytes else None
-        messages.decode_message(frame.words, 3, 2, payload)
+        header = messages.decode_header(frame.words)
+        messages.decode_message(header, frame.words, 3, 2, payload)
 
 
 def statuses(text: str) -> None:
@@ -310,7 +311,7 @@ TARGETS = [
         ([{k: encode(v) for k, v in SETTINGS.items()}],),
         Refusals,
     ),
-    Target("places of ones", VALUES_, unpack_numbers, ("1f",), Refusals),
+    Target("places of ones", TEXTS, unpack_numbers, ("1f",), Refusals),
     Target(
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
@@ -370,9 +371,9 @@ TARGETS = [
     Target(
         "probes",
         VALUES_,
-        lambda v: files.from_json(Probe, v, "probe"),
+        lambda v: from_json(Probe, v, "probe"),
         (to_json(PROBE),),
-        Usage,
+        (MalformedMessage,),
     ),
     Target(
         "merged plans",

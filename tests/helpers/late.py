@@ -1,4 +1,4 @@
-"""A link that behaves as gloo does: the sender's memory is read when the receiver takes it."""
+"""A link that reads the sender's memory as late as a link may: when the receiver takes it."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from wingbeat.planning.costs import (
     PiecewiseLinear,
     Workload,
 )
-from wingbeat.planning.files import from_json
-from wingbeat.schema import to_json
+from wingbeat.schema import MalformedMessage, from_json, to_json
 
 AnyCurve: Any = Linear | Linearithmic | PiecewiseLinear
 PIECES = PiecewiseLinear((10.0, 20.0, 40.0), (1.0, 2.0, 2.5))
@@ -110,7 +109,7 @@ POINTS = {"kind": "piecewise linear", "amounts": [1, 2], "seconds": [1, 2]}
     ],
 )
 def test_curve_damaged_json_is_one_line(data: Any, words: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(MalformedMessage) as caught:
         from_json(AnyCurve, data, "probe.exchange")
     assert words in str(caught.value)
     assert "probe.exchange" in str(caught.value)

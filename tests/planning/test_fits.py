@@ -23,8 +23,7 @@ from wingbeat.planning.costs import (
     fit_linear,
     fit_linearithmic,
 )
-from wingbeat.planning.files import from_json
-from wingbeat.schema import to_json
+from wingbeat.schema import MalformedMessage, from_json, to_json
 
 AMOUNTS = [2.0**k for k in range(10, 25)]
 
@@ -227,7 +226,7 @@ def test_fit_damaged_json_is_one_line(path: list[Any], value: Any, words: str) -
     for key in path[:-1]:
         where = where[key]
     where[path[-1]] = value
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(MalformedMessage) as caught:
         from_json(Fit, data, "probe.encode")
     assert words in str(caught.value)
     assert "probe.encode" in str(caught.value)
@@ -235,7 +234,7 @@ def test_fit_damaged_json_is_one_line(path: list[Any], value: Any, words: str) -
 
 
 def test_fit_json_other_type_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"probe\.encode is 3"):
+    with pytest.raises(MalformedMessage, match=r"probe\.encode is 3"):
         from_json(Fit, 3, "probe.encode")
 
 

@@ -14,10 +14,9 @@ from wingbeat.collectives import Collectives
 from wingbeat.compression import LowRank, Sketch
 from wingbeat.planning import measure as measuring
 from wingbeat.planning.costs import Linear, PiecewiseLinear
-from wingbeat.planning.files import from_json
 from wingbeat.planning.measure import matrix_region, measure_matrices, payload_bytes, payload_of
 from wingbeat.planning.probe import MatrixCost, Probe, equivalent_bytes
-from wingbeat.schema import to_json
+from wingbeat.schema import from_json, to_json
 from wingbeat.transport import loopback
 from wingbeat.types import TensorSpec
 

@@ -15,10 +15,9 @@ from probe_made import SPECS, WIRE, probe
 
 from wingbeat.errors import UsageError
 from wingbeat.planning import files
-from wingbeat.planning.files import from_json
 from wingbeat.planning.measure import key_of
 from wingbeat.planning.probe import Probe
-from wingbeat.schema import to_json
+from wingbeat.schema import MalformedMessage, from_json, to_json
 
 KEY = key_of(SPECS, 16, ["eth0", "eth1"], WIRE, "payload all-gather")
 
@@ -41,7 +40,7 @@ def test_probe_file_round_trip_is_equal(tmp_path: Path) -> None:
 def test_probe_json_round_trip_is_equal() -> None:
     assert from_json(Probe, json.loads(json.dumps(to_json(probe()))), "probe") == probe()
     for other in (None, [], "probe", 3):
-        with pytest.raises(UsageError, match="probe is"):
+        with pytest.raises(MalformedMessage, match="probe is"):
             from_json(Probe, other, "probe")
 
 

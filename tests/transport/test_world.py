@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, RendezvousError
-from wingbeat.transport import loopback
+from wingbeat.transport import loopback, rendezvous
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
@@ -30,6 +32,20 @@ def test_closed_world_closes_its_channels() -> None:
         world.close()
     with pytest.raises(PeerError, match="started after"):
         Collectives(channels[0]).all_reduce(torch.ones(6))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_links_are_closed_after_all_users_of_the_world(restarted: bool) -> None:
+    """Users send what is queued, and the last one publishes how the rank leaves."""
+    order: list[str] = []
+    link: Any = SimpleNamespace(name="lo", close=lambda: order.append("link"))
+    world = World(0, 2, () if restarted else (link,), (), 1.0, loopback.Switchboard())
+    rendezvous._open_groups(world, [link])
+    if restarted:  # its links carry groups only
+        world.on_closed(link.close)
+    world.on_close(lambda: order.append("user"))
+    world.close()
+    assert order == ["user", "link"]
 
 
 def test_closed_channel_leaves_its_world_open() -> None:
@@ -104,7 +120,7 @@ def test_group_uses_the_groups_connection_to_the_store() -> None:
     for groups_store in (None, loopback.Switchboard()):
         with loopback.worlds(2)[0] as world:
             if groups_store is not None:
-                world.group_store = lambda store=groups_store: store
+                world.group_store = groups_store
             expected = groups_store or world.store
             assert world.open_group(Group((0, 1))).store is expected
 

@@ -116,7 +116,7 @@ class Collectives:
     def abandon(self) -> None:
         """Close the links of an aborted group without waiting for transfers in progress.
 
-        Collectives in progress may write to their buffers until the group's timeout.
+        Collectives that Python runs may write to their buffers until the group's timeout.
         """
         for executor in self._executors:
             executor.abandon()

@@ -200,8 +200,7 @@ class Executor:
         """Not for groups, or for threads of one process: their transfers have timeouts."""
         if world.threads or world.group is not None or world.size == 1:
             return None
-        shared = world.store if world.group_store is None else world.group_store()
-        return WaitMonitor(shared, self._rank, world.timeout, self)
+        return WaitMonitor(world.polling_store, self._rank, world.timeout, self)
 
     @property
     def waiting(self) -> CurrentWait | None:
@@ -437,10 +436,9 @@ class Executor:
         """
         if not self._differing(job):
             return
-        for transfer in job.program.transfers():
-            link = self._links[transfer.link]
-            link.abort_waits()
-            link.close()
+        for number in {transfer.link for transfer in job.program.transfers()}:
+            self._links[number].abort_waits()
+            self._links[number].close()
 
     def _differing(self, job: AnyJob) -> str:
         """Return the error text for a peer that runs a different collective, or empty."""
@@ -555,8 +553,8 @@ def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: 
 
     ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``); ``bucket`` is
     negative for other exchanges, which have a ``label``; ``turn`` counts earlier collectives.
-    Exchanges of different sizes or dtypes mostly differ: a message that is larger than its receive
-    buffer would abort the process.
+    Exchanges of different sizes or dtypes mostly differ: a message of another size than its receive
+    buffer fails.
     """
     kind = _kind(what, bucket, nbytes, label, dtype)
     return (((turn % TAG_PERIOD) << _KIND_BITS) | kind) << CHUNK_BITS

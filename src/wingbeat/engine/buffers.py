@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
 from wingbeat.engine.gradients.bucket import ByteBuffer, broadcast_now, dtype_name
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.schema import Length, Range, parse_json
 from wingbeat.transport.text import MAX_ERROR_CHARS, first_line, printable
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Collectives, Handle
     from wingbeat.transport.world import World
 
-T = TypeVar("T")
-
 _LONGEST_LAYOUT = 16 << 20
 """Maximum bytes of a layout's text, which suffices for 100,000 buffers."""
+
+_MANY = Length(most=_LONGEST_LAYOUT)
+_Shape = tuple[Annotated[int, Range(0, 1 << 63)], ...]
+_Layout: Any = tuple[
+    Annotated[tuple[tuple[str, str, _Shape, bool], ...], _MANY], Annotated[tuple[str, ...], _MANY]
+]
 
 _AS_SENT, _VALUES, _LAYOUT = 0, 1, 2
 """The root's status: buffers as sent after backward; values follow; layout and values follow."""
@@ -384,21 +389,11 @@ def _serialise(layout: Iterable[Spec], known: Collection[str]) -> torch.Tensor:
 def _parse(text: torch.Tensor) -> tuple[list[Spec], frozenset[str]]:
     """Parse a layout and the names of all the root's buffers; raise a `ValueError` if invalid."""
     try:
-        entries, known = json.loads(bytes(text.tolist()))
-        layout = []
-        for name, dtype, shape, persistent in entries:
-            sizes = tuple(_is(int, size) for size in _is(list, shape))
-            kind = _is(torch.dtype, getattr(torch, _is(str, dtype)))
-            layout.append(Spec(_is(str, name), kind, sizes, _is(bool, persistent)))
-        names = frozenset(_is(str, name) for name in known)
-        if not all(spec.name in names and min(spec.shape, default=0) >= 0 for spec in layout):
+        entries, known = parse_json(_Layout, bytes(text.tolist()))
+        layout = [Spec(name, getattr(torch, dtype), *rest) for name, dtype, *rest in entries]
+        names = frozenset(known)
+        if not all(spec.name in names and isinstance(spec.dtype, torch.dtype) for spec in layout):
             raise ValueError
-    except (TypeError, ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         raise ValueError(text) from None
     return layout, names
-
-
-def _is(kind: type[T], value: Any) -> T:
-    if type(value) is not kind:
-        raise ValueError(value)
-    return value

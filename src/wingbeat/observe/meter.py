@@ -19,11 +19,6 @@ TEXT, CELLS = 128, 256
 
 Cell: TypeAlias = int | float | Annotated[str, Text(TEXT)]
 
-PARTS = ("forward", "backward", "update", "exchange", "other", "codec")
-"""The parts of an iteration's time. ``codec`` is work of all threads and may overlap with the
-others; the others are the training thread's and add up to its time.
-"""
-
 GROWS = ("B/s", "/s")
 """Units of sections whose cells only grow; they are shown as rates per second."""
 
@@ -138,7 +133,7 @@ class Meter:
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds so far in each of `PARTS` except the codec; any thread may call it."""
+        """Seconds so far by part, see `report.Report`, without codec; any thread may call it."""
         spent = {phase: ns / 1e9 for phase, ns in self._spent.items()}
         return {**spent, "exchange": self.waited_ns / 1e9}
 

@@ -58,7 +58,8 @@ class Report:
         number: of the report, from 0.
         at_s: the worker's own clock.
         iteration: the maximum over the models.
-        spent_s: by part, see `meter.PARTS`.
+        spent_s: by part: forward, backward, update, exchange and other are the training thread's
+            and add up to its time; codec is work of all threads and may overlap with the others.
         interfaces: the host's bytes sent and received, from the kernel's counters.
         counts: of rare events.
         sections: what strategies show.

@@ -29,6 +29,7 @@ from wingbeat.observe.log import log
 from wingbeat.observe.meter import TEXT, Cell, Meter, Section
 from wingbeat.observe.report import READS, Report
 from wingbeat.observe.supervisor import Places, socket_folder
+from wingbeat.settings import is_on
 from wingbeat.transport.store import Store
 
 SWITCH = "WINGBEAT_TOP"
@@ -64,10 +65,7 @@ _PROGRAM = (
 
 def enabled(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether jobs are monitored; UsageError reports an invalid environment variable."""
-    switch = env.get(SWITCH, "on").lower()
-    if switch not in ("on", "off"):
-        raise UsageError(f"{SWITCH}={switch}: allowed are on and off")
-    return switch == "on"
+    return is_on(SWITCH, env)
 
 
 def places(env: Mapping[str, str] = os.environ) -> Places:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from wingbeat import schema
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
-from wingbeat.schema import to_json
+from wingbeat.schema import MalformedMessage, from_json, to_json
 
 FORMAT, VERSION = "wingbeat plan", 1
 REMEDY = "delete the file to plan again"
@@ -37,7 +36,6 @@ class Record(Protocol):
 
 
 R = TypeVar("R", bound=Record)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,8 @@ def load(path: str | os.PathLike[str], record: type[R]) -> Saved[R]:
             f"or {REMEDY}"
         )
     try:
-        return Saved(from_json(record, data, ""), from_json(dict, data.get("key"), "key"))
-    except UsageError as err:
+        return Saved(from_json(record, data), from_json(dict, data.get("key"), "key"))
+    except MalformedMessage as err:
         raise UsageError(f"{name} is damaged: {err}; {REMEDY}") from None
 
 
@@ -152,14 +150,6 @@ def _indented(value: Any, indent: int = 0) -> str:
     left, right = "{}" if isinstance(value, dict) else "[]"
     lines = ",\n".join(" " * inner + part for part in parts)
     return f"{left}\n{lines}\n{' ' * indent}{right}"
-
-
-def from_json(hint: type[T], data: Any, where: str) -> T:
-    """Return what `schema.from_json` does; a `UsageError` if the data is malformed."""
-    try:
-        return schema.from_json(hint, data, where)
-    except schema.MalformedMessage as err:
-        raise UsageError(str(err)) from None
 
 
 def check_range(name: str, values: Iterable[float], least: float, most: float = math.inf) -> None:

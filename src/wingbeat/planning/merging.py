@@ -30,12 +30,12 @@ from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import controllers, measure, merge
 from wingbeat.planning.backward import BackwardProfiler, combine
 from wingbeat.planning.costs import Fit, Workload, best_fit
-from wingbeat.planning.files import REMEDY, from_json
+from wingbeat.planning.files import REMEDY
 from wingbeat.planning.measure import Samples, fit_samples, key_of, payload_bytes, wire_text
 from wingbeat.planning.merge import TRIED, Candidate
 from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
 from wingbeat.planning.trials import DriftDetector, Rows, Trial, plan_trial
-from wingbeat.schema import to_json
+from wingbeat.schema import MalformedMessage, from_json, to_json
 from wingbeat.types import Plan
 
 MISPREDICTED = 0.1
@@ -479,7 +479,7 @@ class LayerMerging:
             return
         try:
             self.decide(from_json(Probe, answer, "probe"))
-        except UsageError as err:
+        except (UsageError, MalformedMessage) as err:
             raise PeerError(f"rank {self._world.rank}: rank 0 sent a damaged plan: {err}") from None
 
 
@@ -487,7 +487,7 @@ def checked_plans(answer: Any, workload: Workload, rank: int) -> list[Candidate]
     """Return the plans that rank 0 sent as rules and stops; `PeerError` if they are malformed."""
     try:
         sent = from_json(tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], answer, "plans")
-    except UsageError as err:
+    except MalformedMessage as err:
         raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: {err}") from None
     for _, stops in sent:
         rising = stops and all(earlier < later for earlier, later in pairwise((0, *stops)))

@@ -294,10 +294,6 @@ class FailureAttribution:
         """Return the peer for which ``rank`` waited when it failed, or None."""
         return self._read("waited", rank)
 
-    def has_exited(self, rank: int) -> bool:
-        """As `has_exited`."""
-        return has_exited(self._store, rank)
-
     def operation(self, rank: int) -> str:
         """Return the operation in which ``rank`` was waiting when it failed; empty if unknown."""
         if not self._store.has(f"{self._prefix}waited/{rank}"):

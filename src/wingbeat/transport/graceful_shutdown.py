@@ -61,7 +61,7 @@ def close_world(world: World) -> None:
 def close_at_exit(world: World, shutdown: Callable[[], None]) -> None:
     """Call ``shutdown`` when this process exits.
 
-    The interpreter would crash if threads still used gloo's sockets while it exits.
+    The interpreter would crash if threads of torch's default group (gloo) ran while it exits.
     """
     _ExitHandler.of = _ExitHandler(world, shutdown)
     atexit.unregister(_run_at_exit)
@@ -198,7 +198,7 @@ class SigtermHandler:
     def __init__(self, world: World, save: Callable[[], object], grace: float) -> None:
         self.world, self.save, self.grace = world, save, grace
         self.after: int | None = None
-        store = world.store if world.group_store is None else world.group_store()
+        store = world.polling_store
         assert isinstance(store, AtomicStore), "every store of a world is"
         self._store: AtomicStore = store
         self._pid = os.getpid()
@@ -429,7 +429,7 @@ def departures_of(world: World) -> Departures:
     while world.parent is not None:
         world = world.parent
     if world not in _made:
-        store = world.store if world.group_store is None else world.group_store()
+        store = world.polling_store
         _made[world] = Departures(store, f"rank {world.rank}", world.size)
         world.on_close(_made[world].close)
     return _made[world]

@@ -196,11 +196,6 @@ def is_loopback(interface: Interface) -> bool:
     return ipaddress.ip_address(interface.address).is_loopback
 
 
-def bracketed(address: str) -> str:
-    """Return an address in the form that precedes a port: IPv6 addresses in brackets."""
-    return f"[{address}]" if ":" in address else address
-
-
 def listen_interfaces(own: Host, named: Sequence[str] | None) -> list[Interface]:
     """Return the interfaces to listen on, in the order of their networks, loopback last.
 

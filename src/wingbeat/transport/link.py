@@ -45,7 +45,7 @@ class Link(Protocol):
 
 
 TAG_BITS = 31
-"""Bits of a tag in ``torch.distributed``: a positive C ``int``."""
+"""Bits of a tag."""
 
 CHANNEL_BITS = 8
 BITS_BELOW = TAG_BITS - CHANNEL_BITS

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -277,7 +277,7 @@ def init(
             world.store = TorchStore(store, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
-            _join(world, store, interfaces, encrypted)
+            _join(world, store, interfaces, key, encrypted)
         except BaseException:
             incarnation.close()
             raise
@@ -331,7 +331,7 @@ def connect(
     world = World(rank, size, (), (), timeout, signed)
     if size > 1:
         encrypted = encryption.choose(None)
-        _connect(world, store, interfaces, encrypted, default_group=False)
+        _connect(world, store, interfaces, key, encrypted, default_group=False)
     return world
 
 
@@ -467,11 +467,15 @@ def _compare_set(store: TorchStore, rank: int, key: str, before: str, text: str)
 
 
 def _join(
-    world: World, store: dist.Store, named: Sequence[str] | None, encrypted: bool | None
+    world: World,
+    store: dist.Store,
+    named: Sequence[str] | None,
+    key: bytes | None,
+    encrypted: bool | None,
 ) -> None:
     """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
-        _connect(world, store, named, encrypted)
+        _connect(world, store, named, key, encrypted)
         return
     # The others are connected to the former process.
     hosts = _parse_hosts(world, world.replay_exchange("interfaces"))
@@ -479,23 +483,29 @@ def _join(
     world.networks = _check_networks(world, world.replay_exchange("networks"))
     world.interfaces = tuple(interface.name for interface in chosen)
     world.speeds = _read_speeds(world, len(chosen))
-    polling = _polling(world, store)
     answers = world.replay_exchange("connections")
     links = tcp.rejoin(
-        *(world.rank, chosen, answers, job_key(os.environ), polling()),
+        *(world.rank, chosen, answers, key, _open_polling_store(world, store)),
         encrypted=encrypted,
         shared_memory=tcp.shared_memory_enabled(),
     )
     _open_groups(world, links)
+
+    def close_links() -> None:  # they carry groups only, and are not the world's
+        for link in links:
+            link.close()
+
+    world.on_closed(close_links)
     with contextlib.suppress(RuntimeError):  # an append-only store
-        for key in ("left", "failed"):
-            store.delete_key(f"{key}/{world.rank}")  # the rank has rejoined
+        for name in ("left", "failed"):
+            store.delete_key(f"{name}/{world.rank}")  # the rank has rejoined
 
 
 def _connect(
     world: World,
     store: dist.Store,
     named: Sequence[str] | None,
+    key: bytes | None,
     encrypted: bool | None,
     default_group: bool = True,
 ) -> None:
@@ -517,10 +527,9 @@ def _connect(
     )
     if default_group:
         _start_default_group(store, world, chosen)
-    polling = _polling(world, store)
-    key = job_key(os.environ)
+    polling = _open_polling_store(world, store)
     world.links = links = tcp.connect(
-        *(rank, chosen, world.exchange, key, world.timeout, polling()),
+        *(rank, chosen, world.exchange, key, world.timeout, polling),
         encrypted=encrypted,
         shared_memory=tcp.shared_memory_enabled(),
     )
@@ -532,19 +541,16 @@ def _connect(
     _open_groups(world, links)
 
 
-def _polling(world: World, store: dist.Store) -> Callable[[], Store]:
-    """Give a world a connection to the store on which nothing blocks."""
+def _open_polling_store(world: World, store: dist.Store) -> Store:
+    """Give a world a connection to the store on which nothing blocks, and return it."""
     assert isinstance(world.store, TorchStore)
-    polling = PollingStore(store.clone(), world.store.authenticator)
-    world.group_store = lambda: polling
+    world.group_store = PollingStore(store.clone(), world.store.authenticator)
     return world.group_store
 
 
 def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
-    """Have the groups of a world use these links, and close them with the world."""
+    """Have the groups of a world use these links."""
     world.make_links = lambda group: tuple(tcp.GroupLink(link, group) for link in links)
-    for link in links:
-        world.on_close(link.close)
 
 
 def _read_speeds(world: World, links: int) -> tuple[float, ...]:

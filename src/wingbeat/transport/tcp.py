@@ -19,6 +19,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -35,8 +36,9 @@ from typing import Any
 import torch
 
 from wingbeat import _native
-from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.errors import RendezvousError
 from wingbeat.observe.log import log
+from wingbeat.settings import is_on
 from wingbeat.transport import encryption
 from wingbeat.transport.interfaces import Interface, host_identity
 from wingbeat.transport.link import BITS_BELOW, group_prefix
@@ -79,10 +81,7 @@ SWITCH = "WINGBEAT_SHARED_MEMORY"
 
 def shared_memory_enabled(env: Mapping[str, str] = os.environ) -> bool:
     """Whether ranks of one host use shared memory; a `UsageError` if the variable is invalid."""
-    switch = env.get(SWITCH, "on").lower()
-    if switch not in ("on", "off"):
-        raise UsageError(f"{SWITCH}={switch}: allowed are on and off")
-    return switch == "on"
+    return is_on(SWITCH, env)
 
 
 class TcpLink:
@@ -282,10 +281,11 @@ def _make_links(
 ) -> tuple[TcpLink, ...]:
     """Publish this rank's addresses, and accept connections of ranks that have the key."""
     host, secret = host_identity() if shared_memory else "", secrets.token_hex(32)
-    listeners = [_listen(rank, interface) for interface in interfaces]
-    local = [_listen_locally() if shared_memory else None for _ in interfaces]
+    listeners = [
+        (_listen(rank, each), _listen_locally() if shared_memory else None) for each in interfaces
+    ]
     try:
-        places = [_place_of(*pair) for pair in zip(listeners, local, strict=True)]
+        places = [_place_of(*pair) for pair in listeners]
         answers = publish([secret, host, encrypted, *places])
         first = [_checked(rank, n, a, len(interfaces)) for n, a in enumerate(answers)]
         encryption.check(
@@ -296,16 +296,14 @@ def _make_links(
         )
         ranks = _Ranks(rank, first, secret, host, store)
     except BaseException:
-        for listener in filter(None, (*listeners, *local)):
+        for listener in filter(None, itertools.chain(*listeners)):
             listener.close()
         raise
     texts = "/".join(each.secret for each in ranks.first)
     key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
     ports = [
         _Port(pair, ranks, index, interface, key, encrypted)
-        for index, (pair, interface) in enumerate(
-            zip(zip(listeners, local, strict=True), interfaces, strict=True)
-        )
+        for index, (pair, interface) in enumerate(zip(listeners, interfaces, strict=True))
     ]
     for port in ports:
         port.start()
@@ -417,8 +415,8 @@ def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     )
 
 
-def _tag(key: bytes, role: bytes, challenge: bytes, identity: bytes, nonce: bytes) -> bytes:
-    return hmac.new(key, role + challenge + identity + nonce, hashlib.sha256).digest()
+def _tag(key: bytes, role: bytes, handshake: bytes) -> bytes:
+    return hmac.digest(key, role + handshake, "sha256")
 
 
 def _log_no_memory(rank: int, peer: int, error: Exception) -> None:
@@ -437,9 +435,9 @@ def _prove(connection: socket.socket, identity: bytes, key: bytes) -> tuple[byte
     if not challenge.startswith(_MAGIC):
         raise ConnectionError("another program answers there")
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    tag = _tag(key, b"connect", challenge, identity, nonce)
-    connection.sendall(_MAGIC + identity + nonce + tag)
-    expected = _tag(key, b"accept", challenge, identity, nonce)
+    handshake = challenge + identity + nonce
+    connection.sendall(_MAGIC + identity + nonce + _tag(key, b"connect", handshake))
+    expected = _tag(key, b"accept", handshake)
     answer, descriptors, _, _ = socket.recv_fds(
         connection, _TAG_BYTES, _native.Rings.DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
     )
@@ -451,7 +449,7 @@ def _prove(connection: socket.socket, identity: bytes, key: bytes) -> tuple[byte
         for each in descriptors:
             os.close(each)
         raise
-    return challenge + identity + nonce, descriptors
+    return handshake, descriptors
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -670,7 +668,8 @@ class _Port(threading.Thread):
             f"<{len(_MAGIC)}s{_IDENTITY.size}s{_NONCE_BYTES}s{_TAG_BYTES}s", newcomer.data
         )
         peer, target, index, incarnation = _IDENTITY.unpack(identity)
-        expected = _tag(self._key, b"connect", newcomer.challenge, identity, nonce)
+        handshake = newcomer.challenge + identity + nonce
+        expected = _tag(self._key, b"connect", handshake)
         known = magic == _MAGIC and hmac.compare_digest(tag, expected)
         others = peer != self._rank and peer < len(self._ranks.first)
         if not known or (target, index) != (self._rank, self._index) or not others:
@@ -685,13 +684,12 @@ class _Port(threading.Thread):
             self._drop(connection)
             return
         newcomer.peer, newcomer.incarnation = peer, incarnation
-        reply = _tag(self._key, b"accept", newcomer.challenge, identity, nonce)
+        reply = _tag(self._key, b"accept", handshake)
         try:
             if connection.family == socket.AF_UNIX:
                 newcomer.rings = _native.Rings()
                 socket.send_fds(connection, [reply], newcomer.rings.descriptors)
                 return  # the peer confirms that it has mapped the memory
-            handshake = newcomer.challenge + identity + nonce
             newcomer.keys = encryption.keys(
                 self._encrypted, connection, self._key, False, handshake
             )

@@ -101,8 +101,7 @@ class World:
         make_links: creates the links of a group; None without links.
         group: the members, if this is the world of a group; else None. In a group, ``rank`` and
             ``size`` count its members, and `ranks` has their ranks in the job.
-        group_store: returns a non-blocking connection to the store for groups; None: groups use
-            ``store``.
+        group_store: a non-blocking connection to the store for groups; None: groups use ``store``.
         threads: whether the workers are threads of one process.
         networks: for each rank, the subnet of each of its links; empty if all ranks are directly
             connected.
@@ -125,7 +124,7 @@ class World:
     channel: int = 0
     make_links: Callable[[Group], tuple[Link, ...]] | None = None
     group: Group | None = None
-    group_store: Callable[[], Store] | None = None
+    group_store: Store | None = None
     threads: bool = False
     networks: tuple[tuple[str, ...], ...] = ()
     interfaces: tuple[str, ...] = ()
@@ -199,7 +198,7 @@ class World:
             links,
             self.speeds[used][: len(links)],
             self.timeout,
-            self.store if self.group_store is None else self.group_store(),
+            self.polling_store,
             group=group,
             networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
             _prefix=group_prefix(group),
@@ -207,6 +206,11 @@ class World:
         self._children.add(inner)
         inner._close = weakref.finalize(inner, self._open_groups.discard, group)
         return inner
+
+    @property
+    def polling_store(self) -> Store:
+        """The store, over a connection on which long waits block no other user."""
+        return self.store if self.group_store is None else self.group_store
 
     def __enter__(self) -> World:
         return self
@@ -365,6 +369,10 @@ class World:
     def on_close(self, callback: Callable[[], None]) -> None:
         """Register ``callback``, called once before the links are closed."""
         self._users.append(callback)
+
+    def on_closed(self, callback: Callable[[], None]) -> None:
+        """Register the ``callback`` that is called once after the links are closed."""
+        self._close = callback
 
     def close(self) -> None:
         """Stop the threads that use the links, then close the links. Idempotent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,9 @@ _HEADERS = """
 _TEXTS = """
 ## Texts
 
-These records are JSON: an object for a dataclass, and a list of the values for a NamedTuple.
-Missing fields with a default take it.
+These records are JSON: an object for a dataclass, and a list of the values for a NamedTuple. A
+missing field of an object has its default value; without one, the object is malformed. Unknown
+fields are ignored.
 """
 
 
@@ -130,7 +131,7 @@ def _fields(record: type) -> str:
     return f"\n\n| field | type and limits | meaning |\n|---|---|---|\n{found}" if found else ""
 
 
-def _nested(records: list[type]) -> list[type]:
+def _nested(records: Collection[type]) -> Iterator[str]:
     """The records in the fields of these, each once."""
     found: dict[type, None] = {}
 
@@ -142,7 +143,9 @@ def _nested(records: list[type]) -> list[type]:
 
     for record in records:
         visit(table_of(record))
-    return [each for each in found if each not in records]
+    for record in found:
+        if record not in records:
+            yield f"\n### {record.__name__}\n\n{_summary(record)}{_fields(record)}\n"
 
 
 def _messages(group: Group) -> Iterator[str]:
@@ -159,16 +162,14 @@ def _messages(group: Group) -> Iterator[str]:
                 payload = "yes" if kind in group.messages.payloads else ""
                 yield f"\n| {int(kind)} | `{kind.name}` | {payload} | {kind.meaning} |"
         yield _fields(record) + "\n"
-    for record in _nested(list(by_record)):
-        yield f"\n### {record.__name__}\n\n{_summary(record)}{_fields(record)}\n"
+    yield from _nested(by_record)
 
 
 def _records(records: dict[type, str]) -> Iterator[str]:
     for record, place in records.items():
         yield f"\n### {record.__name__}\n\n{_summary(record)} {place[0].upper()}{place[1:]}."
         yield _fields(record) + "\n"
-    for record in _nested(list(records)):
-        yield f"\n### {record.__name__}\n\n{_summary(record)}{_fields(record)}\n"
+    yield from _nested(records)
 
 
 def text() -> str:

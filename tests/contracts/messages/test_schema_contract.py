@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from helpers.amounts import examples
+from helpers.received import Received
 from wingbeat.methods.bounded_staleness import messages as staleness
 from wingbeat.methods.model_averaging import generator
 from wingbeat.observe.meter import Section
@@ -37,7 +38,7 @@ QUICK = settings(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-SIZES = {"kinds": 2, "workers": 3, "colayers": 2, "chunks": 5, "tensors": 4, "classes": 2}
+SIZES = {"kinds": 2, "workers": 3, "colayers": 2, "chunks": 5, "tensors": 4}
 
 MESSAGES = {group.title: group.messages for group in MAILBOXES}
 IN_WORDS = sorted(
@@ -186,13 +187,6 @@ def test_random_words_are_refused_or_a_valid_record(record: type, words: list[in
         found = from_words(record, words, **SIZES)
         assert is_allowed(table_of(record), found)
         assert to_words(found) == words
-
-
-class Received:
-    """A message of a mailbox."""
-
-    def __init__(self, kind: int, ids: tuple[int, ...], payload: bytes) -> None:
-        self.kind, self.ids, self.payload = kind, ids, payload
 
 
 @pytest.mark.parametrize("name", MESSAGES)

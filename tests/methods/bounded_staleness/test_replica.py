@@ -17,6 +17,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.messages import (
     PieceSum,
+    decode_header,
     decode_message,
     encode_words,
     initial_view,
@@ -132,8 +133,9 @@ def play(
         if ways:
             way = chance.choice(ways)
             words, payload = network[way].popleft()
-            incarnation, message = decode_message(words, n, bound.colayers, payload)
-            crew[way[1]].machine.receive(way[0], incarnation, message)
+            header = decode_header(words)
+            message = decode_message(header, words, n, bound.colayers, payload)
+            crew[way[1]].machine.receive(way[0], header.incarnation, message)
     assert all(one.machine.drained for one in crew), [one.machine.iteration for one in crew]
     for one in crew:
         one.apply()

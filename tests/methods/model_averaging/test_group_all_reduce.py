@@ -126,7 +126,7 @@ def test_average_is_abandoned_when_members_will_not_arrive(
 def test_abandoned_average_that_still_writes_does_not_change_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """gloo ends a half-arrived transfer at its deadline; it may write until then."""
+    """A half-arrived transfer may end at its deadline only; it may write until then."""
     totals: list[torch.Tensor] = []
     start = GroupAllReduce._start
 

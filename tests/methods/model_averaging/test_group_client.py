@@ -10,10 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
+from helpers.received import Received
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.model_averaging.client import (
@@ -48,17 +49,11 @@ from wingbeat.types import Layout
 GENERATOR = 4
 
 
-class FakeMessage(NamedTuple):
-    kind: int
-    ids: tuple[int, int, int, int] = (0, 0, 0, 0)
-    payload: Any = b""
+def sent(message: Any) -> Received:
+    return Received(*MESSAGES.pack(message))
 
 
-def sent(message: Any) -> FakeMessage:
-    return FakeMessage(*MESSAGES.pack(message))
-
-
-def run_message(*run: Any, connection: int = 5, close: tuple[int, ...] = ()) -> FakeMessage:
+def run_message(*run: Any, connection: int = 5, close: tuple[int, ...] = ()) -> Received:
     made = Run(*run)
     return sent(
         RunMessage(made.number, made.epoch, made.initiator, connection, made.members, close)
@@ -68,9 +63,9 @@ def run_message(*run: Any, connection: int = 5, close: tuple[int, ...] = ()) -> 
 class FakeMailbox:
     """The part of a mailbox that a client uses, with prepared messages of the generator."""
 
-    def __init__(self, *messages: FakeMessage) -> None:
+    def __init__(self, *messages: Received) -> None:
         self.messages = deque(messages)
-        self.arrived: deque[FakeMessage] = deque()  # while it waits for members
+        self.arrived: deque[Received] = deque()  # while it waits for members
         self.posted: list[Any] = []
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
@@ -79,14 +74,14 @@ class FakeMailbox:
     def unconnected(self) -> dict[int, float]:
         return self.cut
 
-    def receive(self, seconds: float, *, of: list[int]) -> FakeMessage:
+    def receive(self, seconds: float, *, of: list[int]) -> Received:
         assert of == [GENERATOR]
         if not self.messages:
             self.lost[GENERATOR] = "silent"
             raise PeerError("the generator has been silent")
         return self.messages.popleft()
 
-    def poll(self, *, of: list[int]) -> FakeMessage | None:
+    def poll(self, *, of: list[int]) -> Received | None:
         assert of == [GENERATOR]
         return self.arrived.popleft() if self.arrived else None
 
@@ -94,7 +89,7 @@ class FakeMailbox:
         assert peer == GENERATOR
         if self.lost:
             raise PeerError("the generator is gone")
-        self.posted.append(MESSAGES.parse(FakeMessage(kind, ids), workers=GENERATOR))  # type: ignore[arg-type]
+        self.posted.append(MESSAGES.parse(Received(kind, ids), workers=GENERATOR))
 
 
 def client(box: FakeMailbox, rules: Rules | None = None) -> Client:
@@ -156,7 +151,7 @@ def test_messages_of_the_generator_extend_a_wait(
     does(one, FunctionReducer(lambda run, alive: None))
     assert one.fallback is None
 
-    def nothing(seconds: float, *, of: list[int]) -> FakeMessage:
+    def nothing(seconds: float, *, of: list[int]) -> Received:
         raise PeerError("no message")
 
     box = FakeMailbox()
@@ -206,7 +201,7 @@ def test_generator_without_connections_is_lost_after_a_second() -> None:
     signs: list[float] = [0.3, 0.9, 0.0, 0.4, 1.1, 0.0]
 
     class Silent(FakeMailbox):
-        def receive(self, seconds: float, *, of: list[int]) -> FakeMessage:
+        def receive(self, seconds: float, *, of: list[int]) -> Received:
             self.cut = {GENERATOR: sign} if (sign := signs.pop(0)) else {}
             raise PeerError(f"no message within {seconds:g} s")
 
@@ -387,7 +382,7 @@ def test_returned_peer_is_not_lost() -> None:
         (sent(Refused(b"no \xff")), "a refusal: no"),
     ],
 )
-def test_protocol_violations_of_the_generator_raise(message: FakeMessage, said: str) -> None:
+def test_protocol_violations_of_the_generator_raise(message: Received, said: str) -> None:
     with pytest.raises(PeerError, match=f"rank 1: the group generator violated .*{said}"):
         client(FakeMailbox(message)).step(FunctionReducer(lambda run, alive: None))
 
@@ -449,7 +444,7 @@ def test_lost_member_is_left_out_after_a_fallback() -> None:
 def test_missing_group_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     box = FakeMailbox()
 
-    def nothing(seconds: float, *, of: list[int]) -> FakeMessage:
+    def nothing(seconds: float, *, of: list[int]) -> Received:
         raise PeerError("no message")
 
     box.receive = nothing  # type: ignore[method-assign]

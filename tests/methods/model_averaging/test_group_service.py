@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from helpers.mail import Clock
+from helpers.received import Received
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
@@ -21,7 +22,6 @@ from wingbeat.methods.model_averaging.generator import (
     Refused,
     Removed,
     Request,
-    Run,
     RunMessage,
     SendState,
     Synchronize,
@@ -32,19 +32,12 @@ from wingbeat.transport.messages.mailbox import RECONNECT_S
 from wingbeat.types import Layout
 
 
-class FakeMessage(NamedTuple):
-    peer: int
-    kind: int
-    ids: tuple[int, int, int, int]
-    payload: Any = b""
-
-
 class FakeMailbox:
     """The part of a mailbox that the service uses."""
 
     def __init__(self, workers: int) -> None:
-        self.inbox: deque[FakeMessage] = deque()
-        self.sent: list[deque[FakeMessage]] = [deque() for _ in range(workers)]
+        self.inbox: deque[Received] = deque()
+        self.sent: list[deque[Received]] = [deque() for _ in range(workers)]
         self.left: set[int] = set()
         self.lost: dict[int, str] = {}
         self.full: set[int] = set()
@@ -52,10 +45,10 @@ class FakeMailbox:
         self.closed = False
         self.refused: Counter[str] = Counter()
 
-    def poll(self) -> FakeMessage | None:
+    def poll(self) -> Received | None:
         return self.inbox.popleft() if self.inbox else None
 
-    def next(self, seconds: float) -> FakeMessage | None:
+    def next(self, seconds: float) -> Received | None:
         return self.poll()
 
     def post(self, peer: int, kind: int, payload: Any = b"", *, ids: Any, urgency: int,
@@ -63,7 +56,7 @@ class FakeMailbox:
         assert seconds == 0.0, "the generator does not block"
         if peer in self.left or peer in self.lost or peer in self.full:
             raise PeerError(f"rank {peer} is gone")
-        self.sent[peer].append(FakeMessage(peer, kind, ids, payload))
+        self.sent[peer].append(Received(kind, ids, payload, peer))
 
     def unconnected(self) -> dict[int, float]:
         return self.cut
@@ -103,7 +96,7 @@ class Rig:
         self.service = GroupService(self.box, self.generator, workers, timeouts, clock=self.clock)  # type: ignore[arg-type]
 
     def send(self, worker: int, message: Any) -> None:
-        self.box.inbox.append(FakeMessage(worker, *MESSAGES.pack(message)))
+        self.box.inbox.append(Received(*MESSAGES.pack(message), peer=worker))
         self.service.step(None)
         self.service.step(self.box.poll())
 
@@ -116,8 +109,8 @@ class Rig:
         self.box.sent[worker].clear()
         return [MESSAGES.parse(message, workers=self.workers) for message in messages]
 
-    def runs(self, worker: int) -> list[Run]:
-        return [each.run for each in self.received(worker) if isinstance(each, RunMessage)]
+    def runs(self, worker: int) -> list[RunMessage]:
+        return [each for each in self.received(worker) if isinstance(each, RunMessage)]
 
     def round(self, *workers: int, seconds: float = 1.0) -> None:
         """Let these workers make a step, and average."""
@@ -347,7 +340,7 @@ def test_protocol_violation_removes_its_sender_only(nonsense: Any) -> None:
     rig = Rig()
     for worker in range(3):
         rig.send(worker, Request()) if worker < 2 else None
-    rig.box.inbox.append(FakeMessage(1, *nonsense))
+    rig.box.inbox.append(Received(*nonsense, peer=1))
     rig.service.step(rig.box.poll())
     assert rig.box.refused == {"content": 1}
     messages = rig.received(1)
@@ -368,10 +361,7 @@ def test_members_receive_connection_ids_and_ids_to_close() -> None:
             rig.send(worker, Request())
         found = []
         for worker in range(3):
-            messages = [
-                message for message in rig.received(worker) if isinstance(message, RunMessage)
-            ]
-            for message in messages:
+            for message in rig.runs(worker):
                 found.append((message.connection, message.close))
                 rig.send(worker, Done(message.number, message.epoch))
         return found

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from wingbeat.compression import Half, LowRank, Sketch, kinds
 from wingbeat.methods.parameter_server.coding import (
-    HEADER_BYTES,
     MAX_HEADER_BYTES,
     MAX_PIECES,
-    PIECE_BYTES,
     Piece,
     pack_header,
     unpack_header,
@@ -30,7 +28,7 @@ PIECES = [Piece(12), Piece(6, 0, 0)]
 
 
 def read(data: bytes, wire: Any = WIRES[0], most: int = 1000) -> tuple[Piece, ...]:
-    return unpack_header(memoryview(data), wire, most)
+    return unpack_header(memoryview(data), wire, most)[0]
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=repr)
@@ -44,9 +42,10 @@ def test_unpack_header_of_packed_header_returns_pieces(
         matrix = isinstance(kinds(wire)[kind], LowRank) and data.draw(st.booleans())
         pieces.append(Piece(numel, numel if matrix else 0, kind))
     packed = pack_header(wire, pieces)
-    assert len(packed) == HEADER_BYTES + len(pieces) * PIECE_BYTES <= MAX_HEADER_BYTES
+    assert len(packed) == 12 + len(pieces) * 12 <= MAX_HEADER_BYTES
     assert len(packed) % 4 == 0, "what follows is read as float32"
-    assert read(packed + b"payload", wire, sum(numels)) == tuple(pieces)
+    found = unpack_header(memoryview(packed + b"payload"), wire, sum(numels))
+    assert found == (tuple(pieces), len(packed))
 
 
 def changed(place: int, code: str, value: int) -> bytes:

@@ -702,7 +702,7 @@ _open: weakref.WeakSet[ProcessGroupWingbeat] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close what the script has left open: gloo's threads would crash the exiting interpreter."""
+    """Close what the script has left open: peers would wait for this process."""
     for group in sorted(_open, key=lambda each: not each._shared):
         group._close(getattr(sys, "last_value", None))
 

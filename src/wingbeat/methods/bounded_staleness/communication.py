@@ -205,9 +205,11 @@ class FrameReceiver:
     def _decode(
         self, words: Sequence[int], payload: bytearray | None
     ) -> Iterator[tuple[int, Message]]:
-        epoch = decode_header(words).epoch
+        header = decode_header(words)
+        epoch = header.epoch
         if epoch == self._epoch:
-            yield decode_message(words, self._workers, self._colayers, payload)
+            message = decode_message(header, words, self._workers, self._colayers, payload)
+            yield header.incarnation, message
         elif epoch > self._epoch + 1:
             raise MalformedMessage(f"epoch is {epoch}; this worker is in epoch {self._epoch}")
         elif epoch > self._epoch:

@@ -176,7 +176,7 @@ class BoundedStalenessExchange:
             )
         else:
             self._replica = AsynchronousReplica(*common)
-        store = world.store if world.group_store is None else world.group_store()
+        store = world.polling_store
         assert isinstance(store, AtomicStore), "the stores of jobs can claim keys"
         joined = join_workers(
             store, world.rank, world.size, namespace=f"stale{world.serial}",

@@ -1,4 +1,4 @@
-"""Views of the membership, messages between workers, and their encoding as frames of integers.
+"""Views of the membership, messages between workers, and their encoding as frames.
 
 Iterations, rounds, colayers (0 has the last layers), pieces and workers are counted from 0. A frame
 is a header, the words of one message, and its payload (gradients, sums or parameters), whose size
@@ -11,7 +11,7 @@ import functools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, NewType, TypeAlias
+from typing import Annotated, Any, NamedTuple, NewType, TypeAlias, get_args
 
 from wingbeat.schema import (
     Length,
@@ -257,16 +257,12 @@ class Drained:
     view: WholeView
 
 
-MESSAGES = Messages(
-    dict(
-        enumerate((Progress, Piece, PieceSum, ViewProposal, Welcome, PullRequest, PullResponse,
-                   Drained))
-    )
-)  # fmt: skip
-
 Message = (
     Progress | Piece | PieceSum | ViewProposal | Welcome | PullRequest | PullResponse | Drained
 )
+
+MESSAGES = Messages(dict(enumerate(get_args(Message))))
+"""The kinds are the places in `Message`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,10 +359,9 @@ def decode_header(words: Sequence[int]) -> FrameHeader:
 
 
 def decode_message(
-    words: Sequence[int], workers: int, colayers: int, payload: Any
-) -> tuple[int, Message]:
-    """Return the sender's incarnation and message; MalformedMessage if they are invalid here."""
-    header = decode_header(words)
+    header: FrameHeader, words: Sequence[int], workers: int, colayers: int, payload: Any
+) -> Message:
+    """Return the message of a frame with this header; MalformedMessage if it is invalid here."""
     record, rest = MESSAGES.records[header.kind], words[len(header) :]
     message: Message = from_words(record, rest, payload, workers=workers, colayers=colayers)
-    return header.incarnation, message
+    return message

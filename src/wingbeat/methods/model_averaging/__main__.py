@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.schema import parse_json
 from wingbeat.transport.services import run_service
 
 if __name__ == "__main__":
-    run_service(GeneratorConfig.from_json(sys.argv[1]))
+    run_service(parse_json(GeneratorConfig, sys.argv[1]))

@@ -30,7 +30,7 @@ from random import Random
 from typing import Annotated, NamedTuple, TypeAlias
 
 from wingbeat.methods.model_averaging.rules import Connectivity, Rules, WorkerPool, policy_of
-from wingbeat.schema import Length, MalformedMessage, Messages, Payload, Range
+from wingbeat.schema import Length, MalformedMessage, Messages, Payload, Range, Word
 from wingbeat.types import Layout
 
 
@@ -365,9 +365,8 @@ class Member:
 
 # -- messages -----------------------------------------------------------------------------
 
-Number: TypeAlias = Annotated[int, Range()]
 ID_LIMIT = 1 << 32
-"""Upper bound of a `Number`, exclusive."""
+"""Upper bound of a `Word`, exclusive."""
 
 WorkerId: TypeAlias = Annotated[int, Range(0, "workers")]
 WorkerOrNone: TypeAlias = Annotated[int, Range(-1, "workers")]
@@ -391,8 +390,8 @@ class Done(NamedTuple):
         epoch: of the group, see `Run`.
     """
 
-    number: Number
-    epoch: Number
+    number: Word
+    epoch: Word
 
 
 class Lost(NamedTuple):
@@ -404,8 +403,8 @@ class Lost(NamedTuple):
         member: the lost one.
     """
 
-    number: Number
-    epoch: Number
+    number: Word
+    epoch: Word
     member: WorkerId
 
 
@@ -436,12 +435,12 @@ class RunMessage:
         close: ids of connections to close first.
     """
 
-    number: Number
-    epoch: Number
+    number: Word
+    epoch: Word
     initiator: WorkerId
-    connection: Number
+    connection: Word
     members: Annotated[tuple[WorkerId, ...], Length(least=1)]
-    close: tuple[Number, ...] = ()
+    close: tuple[Word, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise MalformedMessage if a member is listed twice."""
@@ -482,7 +481,7 @@ class Removed(NamedTuple):
     """
 
     worker: WorkerId
-    requests: Number
+    requests: Word
     reason: Reason
     missed: bool
 
@@ -530,7 +529,7 @@ class SendState(NamedTuple):
 
     sender: WorkerId
     receiver: WorkerId
-    connection: Number
+    connection: Word
 
 
 MESSAGES = Messages(

@@ -30,7 +30,6 @@ from wingbeat.types import SERIES, Group, Layout, Span
 if TYPE_CHECKING:
     from wingbeat.transport.link import Link
     from wingbeat.transport.messages.mailbox import Mailbox
-    from wingbeat.transport.store import Store
     from wingbeat.transport.world import World
 
 _log = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ class GroupSession:
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
         self.client: Client | StaticClient
         room, layout = f"groups{serial}", _layout(world, serial)
-        store = store_of(world)
+        store = world.polling_store
         is_running = functools.partial(failures.is_alive, store)
         departures = departures_of(world)
         if rules is None:
@@ -310,11 +309,6 @@ def next_serial(world: World) -> int:
     """
     serial = _serials[world] = _serials.get(world, 0) + 1
     return serial
-
-
-def store_of(world: World) -> Store:
-    """Return a connection to the store on which long waits block no other user."""
-    return world.store if world.group_store is None else world.group_store()
 
 
 def _layout(world: World, serial: int) -> Layout:

@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 from wingbeat import schema
 from wingbeat.methods.model_averaging.generator import ID_LIMIT, ProtocolError
-from wingbeat.schema import Messages, Payload, Range
+from wingbeat.schema import Messages, Payload, Range, Word
 
 WINDOW = 16
 """Chunks of a model in flight at a time, so that no worker blocks when it sends one."""
@@ -48,7 +48,7 @@ class Numbered(NamedTuple):
         number: of the average, or of the synchronization.
     """
 
-    number: Annotated[int, Range()] = 0
+    number: Word = 0
 
 
 class Chunk(NamedTuple):
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
         payload: its parameters.
     """
 
-    number: Annotated[int, Range()]
+    number: Word
     chunk: Annotated[int, Range(0, "chunks")]
     payload: Payload
 

@@ -692,14 +692,6 @@ class GeneratorConfig:
         """Return the configuration as JSON."""
         return json.dumps(asdict(self))
 
-    @staticmethod
-    def from_json(text: str) -> GeneratorConfig:
-        """Return the configuration that `to_json` has written."""
-        fields = json.loads(text)
-        for each in ("host_of", "interfaces"):
-            fields[each] = tuple(fields[each])
-        return GeneratorConfig(**fields | {"rules": Rules(**fields["rules"])})
-
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves them while its argument is true."""
         workers = self.workers

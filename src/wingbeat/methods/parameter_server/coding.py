@@ -19,7 +19,7 @@ from wingbeat.codecs.codec import ALIGNMENT
 from wingbeat.codecs.coding import Region, all_of
 from wingbeat.compression import Coded, kinds, options_of, to_text
 from wingbeat.methods.parameter_server.aggregator import CODED, Array
-from wingbeat.schema import Length, Range, read_prefix, to_bytes
+from wingbeat.schema import Length, Range, Word, read_prefix, to_bytes
 from wingbeat.types import Span
 
 FLOAT32 = 4
@@ -41,8 +41,7 @@ HEADER_VERSION = 3
 MAX_PIECES = 300
 """Maximum pieces of a slice. A message of 4 MiB holds the rows of about fifty gradients."""
 
-HEADER_BYTES, PIECE_BYTES = 12, 12
-MAX_HEADER_BYTES = HEADER_BYTES + MAX_PIECES * PIECE_BYTES
+MAX_HEADER_BYTES = 12 + 12 * MAX_PIECES
 
 
 class Piece(NamedTuple):
@@ -55,7 +54,7 @@ class Piece(NamedTuple):
     """
 
     numel: Annotated[int, Range(1)]
-    cols: Annotated[int, Range()] = 0
+    cols: Word = 0
     kind: Annotated[int, Range(0, "kinds")] = 1
 
 
@@ -69,7 +68,7 @@ class SliceHeader(NamedTuple):
     """
 
     version: Annotated[int, Range(HEADER_VERSION, HEADER_VERSION + 1)]
-    settings: Annotated[int, Range()]
+    settings: Word
     pieces: Annotated[tuple[Piece, ...], Length(least=1, most=MAX_PIECES)]
 
 
@@ -79,10 +78,15 @@ def pack_header(wire: Coded, pieces: Sequence[Piece]) -> bytes:
     return to_bytes(SliceHeader(HEADER_VERSION, _checksum(wire), tuple(pieces)))
 
 
-def unpack_header(payload: memoryview, wire: Coded, max_numel: int) -> tuple[Piece, ...]:
-    """Return the pieces of an encoded slice; ValueError if the received payload is malformed."""
+def unpack_header(
+    payload: memoryview, wire: Coded, max_numel: int
+) -> tuple[tuple[Piece, ...], int]:
+    """Return the pieces of an encoded slice, and the bytes of its header.
+
+    Raises ValueError if the received payload is malformed.
+    """
     known = kinds(wire)
-    header, _ = read_prefix(SliceHeader, payload, kinds=len(known))
+    header, nbytes = read_prefix(SliceHeader, payload, kinds=len(known))
     if header.settings != _checksum(wire):
         raise ValueError(f"other settings of the codec; this server has {wire}")
     for piece in header.pieces:
@@ -92,7 +96,7 @@ def unpack_header(payload: memoryview, wire: Coded, max_numel: int) -> tuple[Pie
     total = sum(piece.numel for piece in header.pieces)
     if total > max_numel:
         raise ValueError(f"a slice of {total} elements; allowed are {max_numel}")
-    return header.pieces
+    return header.pieces, nbytes
 
 
 @functools.cache
@@ -152,14 +156,13 @@ class SliceCodec:
     def parse(self, payload: memoryview, known: SliceCoding | None = None) -> SliceCoding:
         """Return a payload's coding, usually the last ``known`` one; ValueError if malformed."""
         if known is None or payload[: len(known.header)] != known.header:
-            pieces = unpack_header(payload, self.wire, self._max_numel)
+            pieces, nbytes = unpack_header(payload, self.wire, self._max_numel)
             regions, start = [], 0
             for piece in pieces:
                 span = Span(start, start + piece.numel)
                 regions.append(Region(span, self._codecs[piece.kind], piece.cols))
                 start = span.stop
-            header = bytes(payload[: HEADER_BYTES + len(pieces) * PIECE_BYTES])
-            known = SliceCoding._make(header, Coding(regions), start)
+            known = SliceCoding._make(bytes(payload[:nbytes]), Coding(regions), start)
         if len(payload) != known.nbytes:
             raise ValueError(f"{len(payload)} bytes in place of {known.nbytes}")
         return known

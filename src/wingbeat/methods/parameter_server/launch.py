@@ -88,7 +88,7 @@ class ServerGroup:
             max_update_bytes=max_update_bytes + _SPARE_BYTES,
         )
         self.message = config.limits.message
-        store = world.store if world.group_store is None else world.group_store()
+        store = world.polling_store
         self._started: list[Service] = []
         self._notice = FailureNotice(store, f"{config.room}/failed")
         try:

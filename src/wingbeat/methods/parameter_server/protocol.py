@@ -16,11 +16,11 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 from wingbeat import schema
 from wingbeat.errors import PeerError
-from wingbeat.schema import MalformedMessage, Messages, Range, Text, from_json, parse_json
+from wingbeat.schema import MalformedMessage, Messages, Range, Text, Word, from_json, parse_json
 from wingbeat.transport.messages.frames import Reassembly
 
 if TYPE_CHECKING:
@@ -71,9 +71,6 @@ NO_ROUND = 2**32 - 1
 """Round number of a `Kind.STEP` that uses the gradients of `Kind.GRADIENTS` and no sum."""
 
 
-Number: TypeAlias = Annotated[int, Range()]
-
-
 class Ids(NamedTuple):
     """The integers of a message about a slice.
 
@@ -85,10 +82,10 @@ class Ids(NamedTuple):
             sends the parameters without a request.
     """
 
-    plan: Number
-    slice: Number
-    round: Number
-    route: Number
+    plan: Word
+    slice: Word
+    round: Word
+    route: Word
 
 
 WITHOUT_PAYLOAD = frozenset(
@@ -203,12 +200,12 @@ def pack_numbers(numbers: Iterable[int]) -> str:
     return f"{sum(1 << number for number in set(numbers)):x}"
 
 
-def unpack_numbers(bits: Any) -> frozenset[int]:
+def unpack_numbers(bits: str) -> frozenset[int]:
     """Return the set of integers of a bit mask in hexadecimal."""
     try:
         digits = f"{int(bits, 16):b}"
-    except (TypeError, ValueError):
-        raise RequestError(f"malformed parameters of a step: {str(bits)[:40]!r}") from None
+    except ValueError:
+        raise RequestError(f"malformed parameters of a step: {bits[:40]!r}") from None
     return frozenset(place for place, bit in enumerate(reversed(digits)) if bit == "1")
 
 
@@ -379,5 +376,4 @@ def lost_peers(mailbox: Mailbox, reconnect_s: float) -> dict[int, str]:
 
 def printable(text: bytes) -> str:
     """Return a received reason as one printable line."""
-    reason = text[:MAX_REASON].decode(errors="replace")
-    return "".join(c if c.isprintable() else "?" for c in reason)
+    return schema.printable(text[:MAX_REASON].decode(errors="replace"))

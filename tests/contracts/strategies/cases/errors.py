@@ -338,7 +338,7 @@ def _fall(model: Any, side: WingbeatSide, where: str, how: str) -> None:
 
 @check(Grid(worlds=(3,), strategies=("allreduce",), mbs=(LARGE,)))
 def calls_that_differ_are_named_by_all_at_once(rig: Rig) -> None:
-    """Over sockets, where the thread of the link waits in gloo until it is woken."""
+    """Over sockets, where the wait is in the extension until it is woken."""
     bring_world_up()
     collectives = Collectives(current())
     buffer, begin = torch.ones(1000), time.monotonic()
