@@ -48,10 +48,6 @@ constexpr double retry_first_s = 0.05, retry_most_s = 1.0, accept_pause_s = 0.1;
 constexpr double left_retry_s = 5.0;
 // A thread that has waited is expected to wait again; the carrier's own stays away for as long.
 constexpr double grace_s = 0.002;
-// As in net/nic.cpp: a waiting thread looks for events for about as long as it takes to put it to
-// sleep and wake it; after n failures in a row only every 2^n-th time.
-constexpr double spin_s = 30e-6;
-constexpr int most_failed_spins = 6;
 // The longest wait of a condition variable, whose clock counts nanoseconds in 64 bits.
 constexpr double far_s = 1e9;
 // Timers that are this late show that the process was suspended.
@@ -745,22 +741,6 @@ void Carrier::run_timers(double now) {
   endpoint_.tick(now);
 }
 
-// Looks for events without sleeping, if that has succeeded lately. Only the driving thread calls it.
-int Carrier::spin_for(std::span<epoll_event> events) {
-  if (unspun_ > 0) {
-    --unspun_;
-    return 0;
-  }
-  const double end = now_s() + spin_s;
-  int count = 0;
-  while (count == 0 && now_s() < end) {
-    count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), 0);
-  }
-  failed_spins_ = count > 0 ? 0 : std::min(failed_spins_ + 1, most_failed_spins);
-  unspun_ = (1 << failed_spins_) - 1;
-  return count;
-}
-
 // Waits for events and serves them, once. The lock is released while it waits; a look without a
 // wait keeps it, so that no other thread finds an interface that is served already.
 void Carrier::drive(Lock& lock, double until, bool spin) {
@@ -778,8 +758,9 @@ void Carrier::drive(Lock& lock, double until, bool spin) {
     count = ::epoll_wait(epoll_, events, 64, 0);
   } else {
     lock.unlock();
-    if (spin) count = spin_for(events);
-    if (count == 0) count = ::epoll_wait(epoll_, events, 64, milliseconds);
+    const bool found =
+        spin && spin_.run([&] { return (count = ::epoll_wait(epoll_, events, 64, 0)) > 0; });
+    if (!found) count = ::epoll_wait(epoll_, events, 64, milliseconds);
     lock.lock();
   }
   driving_ = false;

@@ -22,7 +22,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,8 +29,7 @@
 #include "endpoint.h"
 #include "net/cipher.h"
 #include "sha256.h"
-
-struct epoll_event;
+#include "spin.h"
 
 namespace wingbeat::messages {
 
@@ -207,7 +205,6 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   template <class Done>
   bool wait(Lock& lock, double seconds, Done done);
   void drive(Lock& lock, double until, bool spin);
-  int spin_for(std::span<epoll_event> events);
   void run();
   void signal();
   void publish();
@@ -268,7 +265,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   int epoll_ = -1, event_ = -1;
   double timer_due_ = never;
   double drive_limit_ = never;  // until when the driving thread waits
-  int failed_spins_ = 0, unspun_ = 0;  // used by the driving thread
+  Spin spin_;                   // used by the driving thread
   bool accepting_ = true;  // false: no descriptor was free
   int blocked_ = 0;        // connections that wait until their sockets accept bytes
   int waiting_ = 0;        // threads in `wait`

@@ -36,14 +36,9 @@ constexpr std::size_t most_group_channels = 4096;
 constexpr std::size_t most_early_messages = 1U << 16;
 constexpr std::uint64_t most_early_bytes = std::uint64_t{4} << 30;
 constexpr std::size_t most_pool_bytes = 256U << 20;
-// A waiting thread looks for events without sleeping for this time, which is about what it costs to
-// put a thread to sleep and wake it. After n failures in a row it does so only every 2^n-th time.
-constexpr std::chrono::microseconds spin_time{30};
-constexpr int most_failed_spins = 6;
 
 constexpr std::size_t sealed_header_bytes = frame_header_bytes + tag_bytes;
 const char* const wrong_tag = "an authentication tag is wrong: bytes were changed on their way";
-
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
@@ -1049,6 +1044,7 @@ void Nic::report_end() {
 void Nic::turn(int milliseconds) {
   epoll_event events[64];
   const int count = ::epoll_wait(epoll_, events, 64, milliseconds);
+  if (count <= 0) return;
   Work work;
   for (int i = 0; i < count; ++i) {
     auto* const connection = static_cast<Connection*>(events[i].data.ptr);
@@ -1100,22 +1096,11 @@ bool Nic::serve_until(const std::function<bool()>& ended, double seconds) {
   if (!serving.owns_lock()) return false;
   server_ = std::this_thread::get_id();
   lend(true);
-  const auto begin = steady_clock::now();
-  const auto deadline = begin + std::chrono::duration<double>(seconds);
-  const bool spins = unspun_ == 0;
-  bool has_ended = ended();
-  while (!has_ended && spins && steady_clock::now() < begin + spin_time) {
+  const auto deadline = steady_clock::now() + std::chrono::duration<double>(seconds);
+  bool has_ended = ended() || spin_.run([&] {
     turn(0);
-    has_ended = ended();
-  }
-  if (!spins) {
-    --unspun_;
-  } else if (has_ended) {
-    failed_spins_ = 0;
-  } else {
-    failed_spins_ = std::min(failed_spins_ + 1, most_failed_spins);
-    unspun_ = (1 << failed_spins_) - 1;
-  }
+    return ended();
+  });
   while (!has_ended) {
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(deadline - steady_clock::now());

@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "../spin.h"
 #include "arithmetic.h"
 #include "cipher.h"
 #include "frame.h"
@@ -355,7 +356,7 @@ class Nic : public std::enable_shared_from_this<Nic> {
   std::mutex serving_;             // held by the thread that serves
   std::atomic<bool> lent_ = false;  // whether that is a waiting thread
   std::atomic<std::thread::id> server_{};
-  int failed_spins_ = 0, unspun_ = 0;  // guarded by `serving_`
+  Spin spin_;                       // guarded by `serving_`
   std::atomic<std::thread::id> id_{};
   ScratchPool scratch_;
 };
