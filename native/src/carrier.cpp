@@ -63,11 +63,11 @@ double now_s() {
   return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
+using wingbeat::text;
+
 std::string_view text(const std::uint8_t* data, std::size_t bytes) {
   return {reinterpret_cast<const char*>(data), bytes};
 }
-
-std::string_view text(const Digest& digest) { return text(digest.data(), digest.size()); }
 
 std::string nonce() {
   std::string bytes(nonce_bytes, '\0');

@@ -91,8 +91,7 @@ class Flow {
   std::size_t unarrived() const { return held_.size(); }
   bool empty() const { return held_.empty(); }
   bool only_leave() const;
-  // How many messages of the peer's have arrived; whether the last word was among them.
-  std::uint64_t arrived() const { return into_.arrived; }
+  // Whether the peer's last word has arrived.
   bool ended() const { return into_.ended; }
   // When what has arrived is to be told at the latest.
   double tell_at() const { return into_.tell_at; }

@@ -244,6 +244,8 @@ class Rings:
     @property
     def descriptors(self) -> list[int]: ...
 
+CONNECTION_ENDED: str
+
 def can_encrypt() -> bool: ...
 
 class Nic:
