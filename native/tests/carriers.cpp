@@ -18,21 +18,16 @@
 #include <vector>
 
 #include "carrier.h"
+#include "checks.h"
 #include "layout.h"
 
 namespace carriers {
 
 namespace {
 
+using checks::expect;
 using namespace wingbeat::messages;
 using wingbeat::Digest;
-
-std::atomic<long> checks = 0;
-
-void expect(bool holds, const std::string& what) {
-  ++checks;
-  if (!holds) throw std::runtime_error(what);
-}
 
 template <class Holds>
 void until(Holds holds, const std::string& what) {
@@ -41,7 +36,7 @@ void until(Holds holds, const std::string& what) {
     if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error(what);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  ++checks;
+  ++checks::count;
 }
 
 std::string hex(const Digest& digest) {
@@ -285,9 +280,9 @@ int connect_as_member(int port, const Digest& key) {
   const std::uint32_t receiver = 1;
   std::memcpy(answer.data() + 12, &receiver, sizeof receiver);
   const std::string transcript(reinterpret_cast<char*>(challenge), sizeof challenge);
-  const Digest tag = wingbeat::hmac_sha256(
-      {reinterpret_cast<const char*>(key.data()), key.size()}, "connect" + transcript + answer);
-  answer.append(reinterpret_cast<const char*>(tag.data()), tag.size());
+  const Digest tag =
+      wingbeat::hmac_sha256(wingbeat::text(key), "connect" + transcript + answer);
+  answer.append(wingbeat::text(tag));
   ::send(fd, answer.data(), answer.size(), MSG_NOSIGNAL);
   read_exactly(fd, reply, sizeof reply);
   return fd;
@@ -395,8 +390,7 @@ int accept_as_member(int listener, const Digest& key) {
   std::uint8_t answer[88];
   read_exactly(fd, answer, sizeof answer);
   transcript.append(reinterpret_cast<const char*>(answer), 56);
-  const Digest tag = wingbeat::hmac_sha256(
-      {reinterpret_cast<const char*>(key.data()), key.size()}, "accept" + transcript);
+  const Digest tag = wingbeat::hmac_sha256(wingbeat::text(key), "accept" + transcript);
   ::send(fd, tag.data(), tag.size(), MSG_NOSIGNAL);
   return fd;
 }
@@ -488,7 +482,7 @@ void check_removal() {
 
 }  // namespace
 
-long check() {
+void check() {
   auto dialled = std::async(std::launch::async, seconds_dialled_after_leaving);
   check_digests();
   check_gaps();
@@ -501,7 +495,6 @@ long check() {
   check_removal();
   const double seconds = dialled.get();
   expect(seconds > 2 && seconds < 10, "a peer that has left is dialled for some seconds");
-  return checks;
 }
 
 }  // namespace carriers

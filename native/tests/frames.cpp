@@ -1,7 +1,6 @@
 #include "frames.h"
 
 #include <deque>
-#include <limits>
 #include <memory>
 #include <random>
 #include <vector>
