@@ -93,8 +93,8 @@ class Flow {
   bool only_leave() const;
   // Whether the peer's last word has arrived.
   bool ended() const { return into_.ended; }
-  // When what has arrived is to be told at the latest.
-  double tell_at() const { return into_.tell_at; }
+  // When what has arrived is to be told, unless that is `pending`.
+  double tell_at(double now) const { return into_.tell_at > now ? into_.tell_at : never; }
 
   // Whether a header names these two ends.
   bool names(const Header& header) const;
@@ -125,10 +125,13 @@ class Flow {
   void sent(const Frame& frame, double now);
   void down() { up = false; }
 
-  // Whether `next` returns something whatever the time is.
-  bool pending() const { return !answers_.empty() || may_send(); }
-  // When `tick` or `next` has something to do, if nothing arrives before.
-  double due() const;
+  // Whether `next` returns something.
+  bool pending(double now) const {
+    return up && (!answers_.empty() || may_send() || into_.tell_at <= now);
+  }
+  // When `tick` or `next` has something to do, if nothing arrives before. What is pending does not
+  // count: a connection that is blocked cannot send it.
+  double due(double now) const;
   // Lets time pass; true if the peer has been silent for too long.
   bool tick(double now);
   // Begins to count the peer's silence anew: this process was stopped, and heard nobody meanwhile.

@@ -382,6 +382,30 @@ void check_release_while_queued() {
   until([&] { return carrier.released().size() == 1; }, "it is released with its connection");
 }
 
+// A member that sends and reads nothing. What it is to be told waits for the socket; until then the
+// carrier must not keep its lock.
+void check_blocked_member() {
+  const std::vector<std::uint8_t> payload(largest, 1);
+  Pair pair(false, 1);
+  Carrier& carrier = *pair.ends[1];
+  const int fd = connect_as_member(pair.ports[1], pair.key);
+  send_control(fd, Type::hello, 1, 0);
+  for (int i = 0; i < 3; ++i) post(carrier, 0, 5, payload);
+  send_control(fd, Type::data, 1, 0);
+  const auto waiting = [&] {
+    return carrier.inspect([](const Endpoint& endpoint) { return endpoint.waiting(); });
+  };
+  until([&] { return waiting() == 1; }, "a message arrives");
+  std::this_thread::sleep_for(std::chrono::duration<double>(10 * tell_after));  // it is due then
+  auto looking = std::async(std::launch::async, waiting);
+  const bool prompt = looking.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+  std::vector<std::uint8_t> read(3 * largest);
+  read_exactly(fd, read.data(), read.size());
+  ::close(fd);
+  looking.wait();
+  expect(prompt, "a blocked connection does not block the carrier");
+}
+
 // Accepts member 0 as member 1, which has the key.
 int accept_as_member(int listener, const Digest& key) {
   const int fd = ::accept(listener, nullptr, nullptr);
@@ -491,6 +515,7 @@ void check() {
   for (const bool encrypted : {false, true}) check_exchange(encrypted);
   check_hostile_member();
   check_release_while_queued();
+  check_blocked_member();
   check_strangers();
   check_removal();
   const double seconds = dialled.get();
