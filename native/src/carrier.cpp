@@ -41,7 +41,7 @@ constexpr std::size_t most_gathered = 16;
 constexpr std::size_t record_bytes = 128U << 10;
 
 constexpr double handshake_s = 10.0;
-// Unauthenticated connections in excess of the expected ones; then the oldest is closed.
+// Unauthenticated connections in excess of the expected ones; then one is closed.
 constexpr std::size_t most_strangers = 64;
 constexpr double retry_first_s = 0.05, retry_most_s = 1.0, accept_pause_s = 0.1;
 // For how long a connection to a peer that has left is renewed: it may wait for acknowledgements.
@@ -83,6 +83,13 @@ Digest tag_of(const Digest& key, std::string_view role, const std::string& trans
 
 bool set(int fd, int level, int option, int value) {
   return ::setsockopt(fd, level, option, &value, sizeof value) == 0;
+}
+
+std::string host_of(const sockaddr_storage& address) {
+  const auto* four = reinterpret_cast<const sockaddr_in*>(&address);
+  const auto* six = reinterpret_cast<const sockaddr_in6*>(&address);
+  if (address.ss_family == AF_INET6) return std::string(text(six->sin6_addr.s6_addr, 16));
+  return std::to_string(four->sin_addr.s_addr);
 }
 
 void watch(int epoll, int operation, int fd, std::uint64_t id, std::uint32_t events) {
@@ -258,18 +265,26 @@ void Carrier::dial(const Route& route, Link& link, double now) {
   link.connection = connection.id;
 }
 
+// Closes the oldest unauthenticated connection of the address that has the most, so that a flood
+// from one host does not close the handshakes of others. False if there is none.
 bool Carrier::make_room_for_stranger() {
-  const auto oldest = std::find_if(connections_.begin(), connections_.end(), [](const auto& each) {
-    return each.second->incoming && !each.second->open();
-  });
-  if (oldest == connections_.end()) return false;
-  fail(*oldest->second, "unfinished");
-  return true;
+  std::map<std::string_view, std::size_t> counts;
+  Connection* found = nullptr;
+  for (const auto& [id, each] : connections_) counts[each->from] += each->stranger();
+  for (const auto& [id, each] : connections_) {
+    if (!each->stranger()) continue;
+    if (found == nullptr || counts[each->from] > counts[found->from]) found = each.get();
+  }
+  if (found != nullptr) fail(*found, "unfinished");
+  return found != nullptr;
 }
 
 void Carrier::accept_from(std::uint64_t id) {
   const Listener& listener = listeners_.at(id);
-  const int fd = ::accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  sockaddr_storage from{};
+  socklen_t size = sizeof from;
+  const int fd = ::accept4(listener.fd, reinterpret_cast<sockaddr*>(&from), &size,
+                           SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (fd < 0) {
     if (errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM) return;
     if (make_room_for_stranger()) return;
@@ -279,15 +294,15 @@ void Carrier::accept_from(std::uint64_t id) {
     return;
   }
   const auto strangers = static_cast<std::size_t>(
-      std::count_if(connections_.begin(), connections_.end(), [](const auto& each) {
-        return each.second->incoming && !each.second->open();
-      }));
+      std::count_if(connections_.begin(), connections_.end(),
+                    [](const auto& each) { return each.second->stranger(); }));
   if (strangers >= most_strangers + links_.size()) make_room_for_stranger();
   if (!configure(fd, listener.tos)) {
     ::close(fd);
     return;
   }
   Connection& connection = add_connection(fd, true, Stage::answer);
+  connection.from = host_of(from);
   connection.route = {0, listener.interface, listener.urgency};
   if (const char* why = begin_challenge(connection)) fail(connection, why);
 }

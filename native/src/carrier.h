@@ -149,6 +149,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     int fd = -1;
     Stage stage = Stage::answer;
     bool incoming = false;
+    std::string from;      // the address of the connecting end
     bool blocked = false;  // whether it waits until the socket accepts bytes
     Route route;
     std::uint32_t theirs = 0;  // the accepting end's interface
@@ -174,6 +175,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     std::size_t sealing_at = 0;
 
     bool open() const { return stage >= Stage::header; }
+    bool stranger() const { return incoming && !open(); }
   };
 
   struct Address {
