@@ -193,7 +193,7 @@ class Actor:
             self.check(now)
 
     def replaced(self, peer: int) -> None:
-        """Forget the failure of a peer that another process replaces."""
+        """Drop the failure of a peer that another process replaces."""
         self.gone.pop(peer, None)
         self._detector = FailureDetector(self.mailbox, self.clock)
 

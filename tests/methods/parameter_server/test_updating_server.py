@@ -243,7 +243,7 @@ def test_lost_worker_fails_only_with_pending_step() -> None:
     rig.run()
     rig.clock.now += 1.0
     rig.run()
-    assert rig.reasons() == ["rank 1 has ended"]
+    assert rig.reasons() == ["rank 1 has left"]
 
 
 def test_server_with_work_does_not_block() -> None:
