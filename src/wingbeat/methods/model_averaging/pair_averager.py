@@ -291,11 +291,14 @@ class PairExchange(Actor):
         self._execute_commands()
 
     def refuse(self, message: Message, error: MalformedMessage) -> None:
-        """Fail: an average with the sender would never end."""
+        """Raise PeerError: an average with the sender would never end."""
         raise PeerError(f"{self.me}: rank {message.peer} violated the protocol: {error}")
 
     def work(self) -> None:
-        """Execute commands, report lost partners, and complete what training waits for."""
+        """Execute commands, report lost partners, and complete what training waits for.
+
+        Raises PeerError if no partner is left and one was lost.
+        """
         machine = self.machine
         if self.closing:
             machine.leave()

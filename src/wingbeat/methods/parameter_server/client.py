@@ -282,12 +282,12 @@ class Client(Actor):
         return posted.done
 
     def refuse(self, message: Message, error: MalformedMessage) -> None:
-        """Fail: the reply of a server will not come."""
+        """Raise PeerError: the reply of a server will not come."""
         server = self._name(message.peer)
         raise PeerError(f"{self.me}: {server} sent a malformed message: {error}")
 
     def handle(self, message: Message, record: Ids) -> None:
-        """Write a reply to its slice, unless it is unexpected, malformed or reports a failure."""
+        """Write a reply to its slice; PeerError if it is unexpected or reports a failure."""
         server = self._name(message.peer)
         if message.kind == Kind.FAILED:
             raise PeerError(f"{self.me}: {server}: {printable(bytes(message.payload))}")
@@ -331,7 +331,7 @@ class Client(Actor):
         return request.documents[key].complete
 
     def check(self, now: float) -> None:
-        """Fail if a server or a worker has; ping servers that send nothing."""
+        """Raise PeerError if a server or a worker has failed; ping servers that send nothing."""
         ended = self._check_servers()
         if ended is not None:
             raise PeerError(f"{self.me}: {ended}")
