@@ -236,6 +236,32 @@ def test_missing_average_is_logged_and_raises_after_the_timeout(
     assert "rank 0: has waited for an average of rank 1 for 50 s; it is alive" in caplog.text
 
 
+def test_synchronization_cancelled_after_it_completed_completes_again_alone() -> None:
+    """An interrupt may come when the thread has just completed it."""
+    play = Play(2)
+    waits = [exchange.synchronize() for exchange in play.exchanges]
+    play.run()
+    assert all(wait.done() for wait in waits)
+    exchange = play.exchanges[1]
+    exchange.cancel(waits[1])
+    again = exchange.synchronize()
+    exchange.step(None)
+    again.result(0)
+
+
+def test_cancelled_synchronization_is_repeated_with_its_number() -> None:
+    play = Play(2)
+    exchange = play.exchanges[1]
+    cut = exchange.synchronize()
+    play.run()
+    exchange.cancel(cut)
+    exchange.step(None)
+    assert cut.cancelled()
+    waits = [each.synchronize() for each in play.exchanges]
+    play.run()
+    assert all(wait.done() for wait in waits)
+
+
 def test_awaited_worker_receives_keepalives() -> None:
     play = Play(4, seed=1)
     for rank in (0, 2):

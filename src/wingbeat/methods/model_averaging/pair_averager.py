@@ -237,13 +237,14 @@ class PairExchange(Actor):
         )  # fmt: skip
 
     def cancel(self, wait: Future[None]) -> None:
-        """Give up a wait, unless it is done."""
+        """Undo a synchronization that was interrupted, even if it has just completed."""
 
         def call() -> None:
-            for each in [each for each in self._awaited if each.future is wait]:
-                self._give_up(each)
+            self._awaited = [each for each in self._awaited if each.future is not wait]
+            if wait.cancel() or wait.exception() is None:
+                self.machine.cancel_synchronization()
 
-        with contextlib.suppress(PeerError):  # this thread has ended
+        with contextlib.suppress(WingbeatError):  # this thread has ended
             self.ask(call)
 
     def _wait(
