@@ -491,6 +491,7 @@ class _Port(threading.Thread):
         self._changed = threading.Condition()
         self._missing = set(range(self._rank + 1, size))
         self._dialing: set[int] = set()
+        self._admitted: set[_Newcomer] = set()  # answered, and not yet usable
         self._incarnations: dict[int, bytes] = {}
         self._most = size + _MAX_STRANGERS
         self._closed = False
@@ -527,8 +528,9 @@ class _Port(threading.Thread):
         if peer == self._rank or self.nic.connected(peer):
             return
         with self._changed:
-            self._changed.wait_for(lambda: peer not in self._dialing, _AGAIN_S)
-            if peer in self._dialing or self.nic.connected(peer):
+            if not self._changed.wait_for(lambda: not self._connecting(peer), _AGAIN_S):
+                return
+            if self.nic.connected(peer):
                 return
             self._dialing.add(peer)
         try:
@@ -539,6 +541,9 @@ class _Port(threading.Thread):
             with self._changed:
                 self._dialing.discard(peer)
                 self._changed.notify_all()
+
+    def _connecting(self, peer: int) -> bool:
+        return peer in self._dialing or any(each.peer == peer for each in self._admitted)
 
     def dial(self, peer: int, deadline: float) -> None:
         """Connect to a rank from the interface's address, unless it connects to this one first."""
@@ -677,14 +682,17 @@ class _Port(threading.Thread):
             self._warn(newcomer.address, known)
             self._drop(connection)
             return
-        # Both ranks may connect at the same time; then the higher one's connection is used.
+        # Both ranks may connect at the same time; then the higher one's connection is used. If it
+        # has answered the lower one, it does not begin to connect.
+        newcomer.peer, newcomer.incarnation = peer, incarnation
         with self._changed:
             dialing = peer in self._dialing and self._rank > peer
-        again = self._incarnations.get(peer) == incarnation and self.nic.connected(peer)
+            again = self._incarnations.get(peer) == incarnation and self.nic.connected(peer)
+            if not (dialing or again):
+                self._admitted.add(newcomer)
         if dialing or again:
             self._drop(connection)
             return
-        newcomer.peer, newcomer.incarnation = peer, incarnation
         reply = _tag(self._key, b"accept", handshake)
         try:
             if connection.family == socket.AF_UNIX:
@@ -709,6 +717,7 @@ class _Port(threading.Thread):
         self._incarnations[newcomer.peer] = newcomer.incarnation
         self.nic.add(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings)
         with self._changed:
+            self._admitted.discard(newcomer)
             self._missing.discard(newcomer.peer)
             self._changed.notify_all()
 
@@ -733,9 +742,12 @@ class _Port(threading.Thread):
         self._drop(max(self._pending, key=lambda each: counts[self._pending[each].address]))
 
     def _drop(self, connection: socket.socket) -> None:
-        del self._pending[connection]
+        newcomer = self._pending.pop(connection)
         self._selector.unregister(connection)
         connection.close()
+        with self._changed:
+            self._admitted.discard(newcomer)
+            self._changed.notify_all()
 
 
 class _Newcomer:
