@@ -25,13 +25,16 @@ using namespace wingbeat::net;
 
 constexpr int played = 0, honest = 1;  // peers of the interface that is attacked
 // Groups: none of the frames of the first one is hostile; the second one has ended at the end that is
-// attacked; the last one ends for one reason or another. Channels of groups are those of the world too.
-constexpr std::uint64_t world = 0, untouched = 11, ended_here = 12, fatal_group = 13;
+// attacked, the last one at the other end; `fatal_group` has the frames that fail a connection. Channels of groups are those of the world too.
+constexpr std::uint64_t world = 0, untouched = 11, ended_here = 12, fatal_group = 13, ended_there = 14;
 constexpr std::uint64_t first_free_group = 1000;
 // Channels: of the attacked one's receives, of frames that no receive expects, of the last frame.
 constexpr std::uint16_t first_received = 0, first_unexpected = 100, fatal_channel = 200;
 constexpr std::uint16_t sending_channel = 300, marker_channel = 301, most_channels = 1024;
 constexpr std::uint64_t sent_to_played = 64;
+constexpr std::uint16_t unread_channel = 302;
+// More than a window.
+constexpr std::size_t unread_bytes = 6U << 20;
 
 // Waits for operations.
 class Latch : public Owner {
@@ -40,11 +43,12 @@ class Latch : public Owner {
     const std::lock_guard lock(mutex_);
     changed_.notify_all();
   }
-  void wait(const Operation& operation) {
+  // A thread that waits may do the work of the interface's thread.
+  void wait(const Operation& operation, Nic* nic = nullptr) {
+    const auto ended = [&] { return operation.state != State::pending; };
+    if (nic != nullptr) nic->serve_until(ended, 0.2);
     std::unique_lock lock(mutex_);
-    expect(changed_.wait_for(lock, std::chrono::seconds(30),
-                             [&] { return operation.state != State::pending; }),
-           "an operation does not end");
+    expect(changed_.wait_for(lock, std::chrono::seconds(30), ended), "an operation does not end");
   }
 
  private:
@@ -167,7 +171,7 @@ class Round {
       : target_(target), medium_(medium), random_(random), tally_(tally), ends_(medium) {
     if (medium == Medium::encrypted) sealer_.emplace(keys_of(true).receiving.data());
     target.nic->add(played, std::move(ends_.ours), target.keys(true));
-    for (const std::uint64_t id : {world, untouched, ended_here, fatal_group}) {
+    for (const std::uint64_t id : {world, untouched, ended_here, fatal_group, ended_there}) {
       groups_.emplace(id, Group(target.nic, id, {played}));
     }
     Work work;
@@ -176,6 +180,12 @@ class Round {
     marker_ = target.post(groups_.at(world), false, marked_, marker_channel, 0);
     const auto sent = target.post(groups_.at(world), true, sent_, sending_channel, 1);
     target.latch->wait(*sent);
+    if (!one_in(random, 8)) return;
+    unread_.resize(unread_bytes);
+    unread_sends_.push_back(target.post(groups_.at(world), true, unread_, unread_channel, 1));
+    if (one_in(random, 2)) {
+      unread_sends_.push_back(target.post(groups_.at(ended_there), true, unread_, unread_channel, 1));
+    }
   }
   ~Round() {
     if (ends_.theirs == nullptr) ::close(ends_.fd);
@@ -183,6 +193,10 @@ class Round {
 
   void run() {
     for (auto left = random_() % 6; left > 0; --left) expect_message();
+    const bool ends_there = one_in(random_, 4);
+    Bytes never(100);
+    OperationPtr of_ended;
+    if (ends_there) of_ended = target_.post(groups_.at(ended_there), false, never, 2, 77);
     std::vector<std::size_t> order;
     for (std::size_t i = 0; i < expected_.size(); ++i) {
       order.insert(order.end(), expected_[i].parts.size(), i);
@@ -198,13 +212,23 @@ class Round {
     for (auto left = order.size(); left > 0 && !one_in(random_, 5); --left) {
       send_part(expected_[order[left - 1]]);
     }
+    if (ends_there) end_there();
+    if (one_in(random_, 3)) send_part_of_stream();
     const std::string reason = fatal();
     ++tally_[reason == closed ? "cut short: " + reason : reason];
     send(reason != closed);
-    target_.latch->wait(*marker_);
+    target_.latch->wait(*marker_, one_in(random_, 2) ? target_.nic.get() : nullptr);
     expect(marker_->error == reason,
            "a connection failed for another reason: " + marker_->error + " instead of " + reason);
     check_received(reason);
+    for (const auto& each : unread_sends_) {
+      target_.latch->wait(*each);
+      expect(each->state == State::failed, "what is not read is not sent");
+    }
+    if (!ends_there) return;
+    target_.latch->wait(*of_ended);
+    expect(of_ended->error == end_reason_ || of_ended->error == reason,
+           "the operation of a group that has ended failed for another reason: " + of_ended->error);
   }
 
  private:
@@ -214,6 +238,8 @@ class Round {
     std::uint16_t channel;
     std::uint32_t tag;
     Bytes into, message;
+    bool sum = false;
+    bool late = false;  // the receive is posted after a part of the stream, or at the end
     std::vector<std::size_t> parts;  // lengths of the frames
     std::size_t sent = 0, next = 0;
     std::string error;  // why the receive is to fail alone
@@ -226,12 +252,14 @@ class Round {
     made.group = one_in(random_, 2) ? world : untouched;
     made.channel = static_cast<std::uint16_t>(first_received + 2 * expected_.size());
     made.tag = static_cast<std::uint32_t>(random_());
-    const std::size_t size = 4 * (random_() % (one_in(random_, 30) ? 60'000 : 300));
+    // Some are larger than what is credited at a time.
+    const std::size_t size = 4 * (random_() % (one_in(random_, 30) ? 400'000 : 300));
     const std::size_t other = one_in(random_, 5) ? size + 4 * (1 + random_() % 50) : size;
     made.message = random_bytes(random_, other);
     made.into.assign(size, 0);
-    const bool sum = one_in(random_, 3);
-    made.operation = target_.post(groups_.at(made.group), false, made.into, made.channel, made.tag, sum);
+    made.sum = one_in(random_, 3);
+    made.late = one_in(random_, 3);
+    if (!made.late) post_receive(made);
     if (other != size) {
       made.error = "sent " + std::to_string(other) + " bytes where " + std::to_string(size) +
                    " were expected";
@@ -243,6 +271,31 @@ class Round {
       made.parts.push_back(std::min<std::size_t>(part, most_frame_bytes));
       left -= made.parts.back();
     } while (left > 0);
+  }
+
+  void post_receive(Expected& of) {
+    of.operation =
+        target_.post(groups_.at(of.group), false, of.into, of.channel, of.tag, of.sum);
+  }
+
+  // Sends what there is before late receives are posted: parts of their messages have arrived.
+  void send_part_of_stream() {
+    send(true);
+    stream_.clear();
+    for (Expected& each : expected_) {
+      if (each.operation == nullptr) post_receive(each);
+    }
+  }
+
+  // A group in which messages are expected, have begun and wait is ended by the other end.
+  void end_there() {
+    const bool failed = one_in(random_, 2);
+    frame({.channel = 4, .tag = 1, .length = 8, .total = 100, .group = ended_there});
+    frame({.kind = Kind::credit, .channel = 4, .group = ended_there});
+    frame({.channel = 6, .tag = 3, .length = 8, .total = 8, .group = ended_there});
+    frame({.kind = Kind::end, .tag = failed ? 1U + static_cast<std::uint32_t>(random_() % 9) : 0U, .group = ended_there});
+    end_reason_ = failed ? "the group has failed at the peer" : "the peer has closed the group";
+    ++tally_["the end of a group with messages in progress: they fail"];
   }
 
   void send_part(Expected& message) {
@@ -419,7 +472,7 @@ class Round {
   // Limits that take many frames.
   std::string too_much(FrameHeader header) {
     header.group = fatal_group;
-    switch (random_() % 3) {
+    switch (random_() % 4) {
       case 0:
         header.length = most_frame_bytes;
         header.total = most_message_bytes;
@@ -430,6 +483,14 @@ class Round {
         header.length = header.total = 0;
         for (std::uint32_t i = 0; i <= 1U << 16; ++i) frame(header);
         return malformed("too many messages are not received");
+      case 2:  // more than are remembered
+        header = {.kind = Kind::end};
+        for (std::uint64_t i = 0; i < 2 * most_ended_groups; ++i) {
+          header.group = 2 * first_free_group + i;
+          frame(header);
+        }
+        cut_short({.channel = fatal_channel, .length = 8, .total = 8});
+        return closed;
       default:
         header = {.kind = Kind::credit, .group = fatal_group};
         for (std::uint32_t i = 0; i <= 4096; ++i) {
@@ -491,13 +552,13 @@ class Round {
     }
   }
 
-  // `failing`: the other end closes the connection before this one does.
-  void send(bool failing) {
-    if (medium_ == Medium::shared_memory) return send_by_ring(failing);
+  // `open`: this end does not end the connection.
+  void send(bool open) {
+    if (medium_ == Medium::shared_memory) return send_by_ring(open);
     send_in_pieces(ends_.fd, stream_, random_);
-    read_to_end(ends_.fd, !failing);
+    if (!open) read_to_end(ends_.fd, true);
   }
-  void send_by_ring(bool failing) {
+  void send_by_ring(bool open) {
     for (std::size_t at = 0; at < stream_.size() && marker_->state == State::pending;) {
       const std::size_t most = one_in(random_, 8) ? 100 : 200'000;
       const iovec part{stream_.data() + at, std::min<std::size_t>(1 + random_() % most, stream_.size() - at)};
@@ -505,16 +566,18 @@ class Round {
       if (moved > 0) at += static_cast<std::size_t>(moved);
       if (moved < 0) std::this_thread::yield();
     }
-    if (!failing) ends_.theirs->end(SHUT_RDWR);
+    if (!open) ends_.theirs->end(SHUT_RDWR);
   }
 
   void check_received(const std::string& reason) {
     for (Expected& each : expected_) {
+      const bool at_end = each.operation == nullptr;
+      if (at_end) post_receive(each);  // what has arrived completely can be received
       target_.latch->wait(*each.operation);
       const bool complete = each.next == each.parts.size();
       const bool began = each.next > 0;
       const bool failed = each.operation->state == State::failed;
-      if (!each.error.empty() && began) {
+      if (!each.error.empty() && (at_end ? complete : began)) {
         expect(failed && each.operation->error == each.error, "a message of another size fails its receive");
       } else if (complete) {
         expect(!failed, "a message did not arrive beside hostile frames: " + each.operation->error);
@@ -544,7 +607,9 @@ class Round {
   std::optional<Cipher> sealer_;
   std::map<std::uint64_t, Group> groups_;
   std::vector<Expected> expected_;
-  Bytes marked_ = Bytes(8), sent_ = Bytes(sent_to_played, 3), summed_;
+  Bytes marked_ = Bytes(8), sent_ = Bytes(sent_to_played, 3), summed_, unread_;
+  std::vector<OperationPtr> unread_sends_;
+  std::string end_reason_;
   OperationPtr marker_;
   Bytes stream_;
   std::uint64_t groups_ended_ = 0, acknowledged_ = 0;

@@ -22,12 +22,17 @@ using namespace wingbeat::messages;
 using wingbeat::Digest;
 using wingbeat::store;
 
-constexpr std::uint32_t largest = 16U << 10;
-constexpr std::uint64_t window = 64U << 10;
+constexpr std::uint32_t largest = 150U << 10;  // more than a sealed record
+constexpr std::uint64_t window = 2U << 20;
+// Unread messages that fill the buffers of a socket.
+constexpr int unread_messages = 12;
+// More than the silent connections that a port keeps.
+constexpr std::size_t silent_connections = 90;
 // Numbers of the process that is attacked, of an honest one, and of those that are played here:
 // `dialing` connects to the one that is attacked, which connects to `dialled`.
 constexpr std::uint32_t dialing = 0, own = 1, honest = 2, dialled = 3;
 constexpr std::size_t nonce_bytes = 32, tag_bytes = 32;
+constexpr std::size_t record_bytes = 128U << 10;  // of a sealed payload
 
 std::uint64_t session_of(std::uint32_t number) { return 100 + number; }
 
@@ -312,7 +317,7 @@ class Member {
   // The next message: it arrives unless the window is full.
   void message(Random& random, Tally& tally) {
     Header frame = with_fields(header(Type::data, arrived_ + 1), random);
-    frame.length = static_cast<std::uint32_t>(random() % (one_in(random, 4) ? largest + 1 : 500));
+    frame.length = static_cast<std::uint32_t>(random() % (one_in(random, 20) ? largest + 1 : 500));
     const Bytes payload = random_bytes(random, frame.length);
     append(frame, payload);
     if (held_ + frame.frame_bytes() > window) {
@@ -496,7 +501,10 @@ class Member {
   void append(const Header& frame, Random& random) { append(frame, random_bytes(random, frame.length)); }
   void append(const Header& frame, const Bytes& payload) {
     append(frame);
-    if (!payload.empty()) piece(payload.data(), payload.size());
+    const std::size_t most = sealer_ ? record_bytes : payload.size();
+    for (std::size_t at = 0; at < payload.size(); at += most) {
+      piece(payload.data() + at, std::min(most, payload.size() - at));
+    }
   }
   // A header and its ranges are sealed one by one.
   void append_pieces(const Bytes& bytes, std::size_t first) {
@@ -533,8 +541,11 @@ class Member {
       expect(opener_->open(back.data() + at, header_fixed, back.data() + at + header_fixed),
              "a frame of the attacked process is sealed");
       const std::size_t length = note(back.data() + at);
-      at += head + (length > 0 ? length + wingbeat::net::tag_bytes : 0);
-      if (length > 0) opener_->skip();
+      at += head + length;
+      for (std::size_t sealed = 0; sealed < length; sealed += record_bytes) {
+        at += wingbeat::net::tag_bytes;
+        opener_->skip();
+      }
     }
   }
 
@@ -563,8 +574,14 @@ Tally attack_handshakes(std::uint64_t frames, Random& random) {
   Tally refused;
   const std::string member = identity(dialing, own, 0, 0);
   std::string earlier = answer(dialing, "of another process", member, random);
+  std::vector<int> silent;
   for (std::uint64_t sent = 0; sent < frames; ++sent) {
-    if (sent % 50 == 0) target.begin_exchange(random);
+    if (sent % 50 == 0) {
+      target.begin_exchange(random);
+      // Connections above the limit close the oldest ones.
+      const std::size_t count = sent % 1000 == 0 ? silent_connections : 0;
+      while (silent.size() < count) silent.push_back(connect_to(target.port));
+    }
     const int fd = connect_to(target.port);
     const std::string challenge = read_exactly(fd, 8 + nonce_bytes);
     const auto [wrong, reason] = wrong_answer(challenge, earlier, random);
@@ -574,9 +591,16 @@ Tally attack_handshakes(std::uint64_t frames, Random& random) {
     ::close(fd);
     ++refused[reason];
     if (sent % 50 != 49) continue;
+    refused["unfinished"] += silent.size();
+    for (const int each : silent) {
+      read_to_end(each, true);
+      ::close(each);
+    }
+    silent.clear();
     target.end_exchange();
     target.expect_refused({}, refused);
   }
+  for (const int each : silent) ::close(each);
   return refused;
 }
 
@@ -641,9 +665,11 @@ Tally attack_messages(std::uint64_t frames, bool encrypted, Random& random) {
   for (unsigned int round = 1; total(tally) < frames; ++round) {
     target.begin_exchange(random);
     if (round % 16 == 0) {
-      const Bytes payload = random_bytes(random, 100);
-      target.post(*target.carrier, dialing, payload);
-      member.expect_posted(payload.size());
+      const Bytes payload = random_bytes(random, round % 64 == 48 ? largest : 100);
+      for (int i = 0; i < (round % 64 == 48 ? unread_messages : 1); ++i) {
+        target.post(*target.carrier, dialing, payload);
+        member.expect_posted(payload.size());
+      }
     }
     std::string transcript;
     const int fd = connect_as_member(target.port, random, transcript);
