@@ -1,10 +1,10 @@
 // Sends hostile frames to every port of the extension, under sanitizers: hostile FRAMES SEED.
 //
-// The frames are valid ones in which one thing is changed. So the program knows for each of them the
-// reason for which it has to be refused, or that it is to have no effect, and compares: a reason that
-// is counted once too often or too rarely is a failure. Beside them honest processes exchange
-// messages, whose bytes are compared, and at the end of each part neither memory nor descriptors may
-// have grown.
+// The frames are valid ones in which one thing is changed. So the program knows for each of them
+// the reason for which it has to be refused, or that it is to have no effect, and compares: a
+// reason that is counted once too often or too rarely is a failure. Beside them honest processes
+// exchange messages, whose bytes are compared, and at the end of each part neither memory nor
+// descriptors may have grown.
 #include "hostile.h"
 
 #include <sys/socket.h>
@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <thread>
 
 #include "net/cipher.h"
@@ -23,7 +24,9 @@
 // Of the address sanitizer; not all compilers have its header.
 extern "C" std::size_t __sanitizer_get_current_allocated_bytes();
 // What was freed is reused soon, so that the resident memory shows what is in use.
-extern "C" const char* __asan_default_options() { return "quarantine_size_mb=16:malloc_context_size=3"; }
+extern "C" const char* __asan_default_options() {
+  return "quarantine_size_mb=16:malloc_context_size=3";
+}
 
 namespace hostile {
 
@@ -129,6 +132,9 @@ int run_all(std::uint64_t frames, std::uint64_t seed) {
   const auto collectives = [](Medium medium) {
     return [medium](std::uint64_t n, Random& r) { return attack_collectives(n, medium, r); };
   };
+  const auto codecs = [](std::uint64_t n, Random& r) {  // buffers of a thread end with it
+    return std::async(std::launch::async, attack_codecs, n, std::ref(r)).get();
+  };
   std::vector<Part> parts{
       {"messages: handshakes of strangers", 5, attack_handshakes},
       {"messages: ports that are dialled", 2, attack_dialing},
@@ -136,17 +142,19 @@ int run_all(std::uint64_t frames, std::uint64_t seed) {
       {"collectives and groups: a rank", 20, collectives(Medium::plain)},
       {"collectives and groups: a rank, shared memory", 20, collectives(Medium::shared_memory)},
       {"shared memory: positions, flags and bytes", 5, attack_ring_memory},
-      {"collectives: payloads of codecs", 5, attack_codecs},
+      {"collectives: payloads of codecs", 5, codecs},
   };
   if (ciphers) {
     parts.push_back({"messages: a member, encrypted", 10, messages(true)});
-    parts.push_back({"collectives and groups: a rank, encrypted", 8, collectives(Medium::encrypted)});
+    parts.push_back(
+        {"collectives and groups: a rank, encrypted", 8, collectives(Medium::encrypted)});
   }
   Random random(seed);
   std::uint64_t sent = 0;
   for (const Part& part : parts) sent += run(part, frames * part.percent / 100 + 1, random);
   expect(!ciphers || sent >= frames, "fewer frames than asked for");
-  std::printf("hostile: %lu hostile frames of seed %lu: all refused and counted, or without effect\n",
+  std::printf("hostile: %lu hostile frames of seed %lu: all refused and counted, or without effect"
+              "\n",
               static_cast<unsigned long>(sent), static_cast<unsigned long>(seed));
   return 0;
 }

@@ -20,6 +20,7 @@ inline void expect(bool holds, const std::string& what) {
   if (!holds) throw std::runtime_error(what);
 }
 
+inline std::uint32_t word(Random& random) { return static_cast<std::uint32_t>(random()); }
 inline bool one_in(Random& random, unsigned int n) { return random() % n == 0; }
 Bytes random_bytes(Random& random, std::size_t count);
 // Any value but this one that differs in the lowest `bits`.
@@ -28,7 +29,8 @@ std::uint64_t total(const Tally& tally);
 
 // Sends bytes in pieces of random sizes; ends early if the other side has closed the connection.
 void send_in_pieces(int fd, const Bytes& bytes, Random& random);
-// Ends this direction, if asked to, and returns what comes until the other side closes the connection.
+// Ends this direction, if asked to, and returns what comes until the other side closes the
+// connection.
 Bytes read_to_end(int fd, bool end);
 
 // Each sends at least so many hostile frames, and checks the result of each.

@@ -24,9 +24,10 @@ namespace {
 using namespace wingbeat::net;
 
 constexpr int played = 0, honest = 1;  // peers of the interface that is attacked
-// Groups: none of the frames of the first one is hostile; the second one has ended at the end that is
-// attacked, the last one at the other end; `fatal_group` has the frames that fail a connection. Channels of groups are those of the world too.
-constexpr std::uint64_t world = 0, untouched = 11, ended_here = 12, fatal_group = 13, ended_there = 14;
+// Groups beside the world: one that lasts, one that has ended at the end that is attacked, one for
+// the frames that fail a connection, and one that the other end ends.
+constexpr std::uint64_t world = 0, untouched = 11, ended_here = 12, fatal_group = 13;
+constexpr std::uint64_t ended_there = 14;
 constexpr std::uint64_t first_free_group = 1000;
 // Channels: of the attacked one's receives, of frames that no receive expects, of the last frame.
 constexpr std::uint16_t first_received = 0, first_unexpected = 100, fatal_channel = 200;
@@ -158,7 +159,9 @@ class Target {
   std::vector<OperationPtr> operations_;
 };
 
-std::string malformed(const char* why) { return std::string("the peer sent malformed data: ") + why; }
+std::string malformed(const char* why) {
+  return std::string("the peer sent malformed data: ") + why;
+}
 
 const char* const wrong_tag = "an authentication tag is wrong: bytes were changed on their way";
 const char* const closed = "the connection was closed by the peer";
@@ -184,7 +187,8 @@ class Round {
     unread_.resize(unread_bytes);
     unread_sends_.push_back(target.post(groups_.at(world), true, unread_, unread_channel, 1));
     if (one_in(random, 2)) {
-      unread_sends_.push_back(target.post(groups_.at(ended_there), true, unread_, unread_channel, 1));
+      unread_sends_.push_back(
+          target.post(groups_.at(ended_there), true, unread_, unread_channel, 1));
     }
   }
   ~Round() {
@@ -251,7 +255,7 @@ class Round {
     Expected& made = expected_.emplace_back();
     made.group = one_in(random_, 2) ? world : untouched;
     made.channel = static_cast<std::uint16_t>(first_received + 2 * expected_.size());
-    made.tag = static_cast<std::uint32_t>(random_());
+    made.tag = word(random_);
     // Some are larger than what is credited at a time.
     const std::size_t size = 4 * (random_() % (one_in(random_, 30) ? 400'000 : 300));
     const std::size_t other = one_in(random_, 5) ? size + 4 * (1 + random_() % 50) : size;
@@ -293,7 +297,8 @@ class Round {
     frame({.channel = 4, .tag = 1, .length = 8, .total = 100, .group = ended_there});
     frame({.kind = Kind::credit, .channel = 4, .group = ended_there});
     frame({.channel = 6, .tag = 3, .length = 8, .total = 8, .group = ended_there});
-    frame({.kind = Kind::end, .tag = failed ? 1U + static_cast<std::uint32_t>(random_() % 9) : 0U, .group = ended_there});
+    const std::uint32_t tag = failed ? 1 + word(random_) % 9 : 0;
+    frame({.kind = Kind::end, .tag = tag, .group = ended_there});
     end_reason_ = failed ? "the group has failed at the peer" : "the peer has closed the group";
     ++tally_["the end of a group with messages in progress: they fail"];
   }
@@ -315,18 +320,18 @@ class Round {
     const auto channel = static_cast<std::uint16_t>(first_unexpected + random_() % 20);
     const std::uint64_t group = one_in(random_, 2) ? world : untouched;
     const auto length = static_cast<std::uint32_t>(random_() % 300);
-    FrameHeader header{.channel = channel, .tag = static_cast<std::uint32_t>(random_()), .group = group};
+    FrameHeader header{.channel = channel, .tag = word(random_), .group = group};
     switch (random_() % 6) {
       case 0:
         header.kind = Kind::credit;
-        header.channel = one_in(random_, 9) ? static_cast<std::uint16_t>(random_() % 1024) : channel;
+        if (one_in(random_, 9)) header.channel = static_cast<std::uint16_t>(random_() % 1024);
         ++tally_["a credit for nothing: without effect"];
         if (header.channel == sending_channel) header.consumed = acknowledged_;
         break;
       case 1:
         header.kind = Kind::end;
         header.group = first_free_group + groups_ended_++;
-        header.tag = static_cast<std::uint32_t>(random_());
+        header.tag = word(random_);
         ++tally_["the end of a group that does not exist: remembered"];
         break;
       case 2:
@@ -341,12 +346,11 @@ class Round {
         break;
       case 3:
         header.channel = static_cast<std::uint16_t>(channel + 20);
-        header.total = huge_of_.try_emplace(header.channel, length + random_() % (1U << 30)).first->second;
-        if (!begun_.insert({header.channel, 0}).second) return;  // it stays incomplete
+        if (!begun_.insert(header.channel).second) return;  // it stays incomplete
         header.group = world;
-        header.length = static_cast<std::uint32_t>(std::min<std::uint64_t>(header.total, length + 1));
+        header.length = length;
+        header.total = length + (length > 0 ? random_() % (1U << 30) : 0);
         ++tally_["the begin of a message that never ends: dropped with the connection"];
-        if (header.total == 0) header.length = 0;
         break;
       default:
         header.length = length;
@@ -358,8 +362,8 @@ class Round {
 
   // Appends a frame that fails the connection; returns the reason.
   std::string fatal() {
-    FrameHeader header{.channel = fatal_channel, .tag = 5, .length = 40, .total = 40, .group = world};
-    if (one_in(random_, 2)) header.group = fatal_group;
+    FrameHeader header{.channel = fatal_channel, .tag = 5, .length = 40, .total = 40};
+    header.group = one_in(random_, 2) ? world : fatal_group;
     const auto above = [&](std::uint64_t value) {
       return value + 1 + (random_() >> (1 + random_() % 63)) % (~std::uint64_t{0} - value);
     };
@@ -369,7 +373,8 @@ class Round {
     };
     switch (random_() % (sealer_ ? 26 : 22)) {
       case 0: return damaged(header, 0, 4, "a frame has a wrong magic number");
-      case 1: return damaged(header, 4, frame_header_bytes - 4, "a frame header has a wrong checksum");
+      case 1:
+        return damaged(header, 4, frame_header_bytes - 4, "a frame header has a wrong checksum");
       case 2:
         header.kind = static_cast<Kind>(one_in(random_, 4) ? 0 : 4 + random_() % 252);
         return failed("a frame has an unknown kind");
@@ -387,7 +392,8 @@ class Round {
         return failed("the world has no end");
       case 10: header.length = 0; return failed("a frame of a message is empty");
       case 11:
-        header.channel = static_cast<std::uint16_t>(most_channels + random_() % (65536 - most_channels));
+        header.channel =
+            static_cast<std::uint16_t>(most_channels + random_() % (65536 - most_channels));
         return failed("there is no such channel");
       case 12: header.consumed = above(0); return failed("it acknowledges more than was sent");
       case 13:
@@ -399,7 +405,10 @@ class Round {
         return failed("an acknowledgement decreased");
       case 14: begin(header); return failed("a message begins within another one");
       case 15: begin(header); return continued_otherwise(header);
-      case 16: header.offset = 1; header.length = 39; return failed("a frame does not continue its message");
+      case 16:
+        header.offset = 1;
+        header.length = 39;
+        return failed("a frame does not continue its message");
       case 17: {
         frame(header);  // complete: nothing is to be continued
         header.offset = 8;
@@ -407,7 +416,7 @@ class Round {
         return failed("a frame does not continue its message");
       }
       case 18: {
-        const FrameHeader end{.kind = Kind::end, .tag = static_cast<std::uint32_t>(random_() % 2), .group = fatal_group};
+        const FrameHeader end{.kind = Kind::end, .tag = word(random_) % 2, .group = fatal_group};
         frame(end);
         header.group = fatal_group;
         if (one_in(random_, 2)) return failed("a frame follows the end of its group");
@@ -515,7 +524,8 @@ class Round {
     return malformed("a frame divides an element");
   }
 
-  std::string damaged(const FrameHeader& header, std::size_t at, std::size_t count, const char* why) {
+  std::string damaged(const FrameHeader& header, std::size_t at, std::size_t count,
+                      const char* why) {
     Bytes bytes(frame_header_bytes);
     write_frame_header(header, bytes.data());
     const std::size_t place = at + random_() % count;
@@ -561,7 +571,7 @@ class Round {
   void send_by_ring(bool open) {
     for (std::size_t at = 0; at < stream_.size() && marker_->state == State::pending;) {
       const std::size_t most = one_in(random_, 8) ? 100 : 200'000;
-      const iovec part{stream_.data() + at, std::min<std::size_t>(1 + random_() % most, stream_.size() - at)};
+      const iovec part{stream_.data() + at, std::min(1 + random_() % most, stream_.size() - at)};
       const ssize_t moved = ends_.theirs->write(&part, 1);
       if (moved > 0) at += static_cast<std::size_t>(moved);
       if (moved < 0) std::this_thread::yield();
@@ -578,13 +588,15 @@ class Round {
       const bool began = each.next > 0;
       const bool failed = each.operation->state == State::failed;
       if (!each.error.empty() && (at_end ? complete : began)) {
-        expect(failed && each.operation->error == each.error, "a message of another size fails its receive");
+        expect(failed && each.operation->error == each.error,
+               "a message of another size fails its receive");
       } else if (complete) {
         expect(!failed, "a message did not arrive beside hostile frames: " + each.operation->error);
         const Bytes got = received(each);
         expect(got == each.message, "a message arrived otherwise than it was sent");
       } else {
-        expect(failed && each.operation->error == reason, "what has not arrived fails with the connection");
+        expect(failed && each.operation->error == reason,
+               "what has not arrived fails with the connection");
       }
     }
   }
@@ -613,8 +625,7 @@ class Round {
   OperationPtr marker_;
   Bytes stream_;
   std::uint64_t groups_ended_ = 0, acknowledged_ = 0;
-  std::map<std::uint16_t, std::uint64_t> huge_of_;
-  std::set<std::pair<std::uint16_t, int>> begun_;
+  std::set<std::uint16_t> begun_;  // channels with a message that never ends
 };
 
 }  // namespace
@@ -641,7 +652,8 @@ Tally attack_ring_memory(std::uint64_t frames, Random& random) {
     target.nic->add(played, std::move(ends.ours));
     Group group(target.nic, world, {played});
     Bytes out = random_bytes(random, 300'000), into(out.size()), sum(out.size());
-    std::vector<OperationPtr> posted{target.post(group, true, out, 4, 1), target.post(group, false, into, 4, 1),
+    std::vector<OperationPtr> posted{target.post(group, true, out, 4, 1),
+                                     target.post(group, false, into, 4, 1),
                                      target.post(group, false, sum, 6, 1, true)};
     Bytes stream(frame_header_bytes + 4000);
     write_frame_header({.channel = static_cast<std::uint16_t>(one_in(random, 2) ? 4 : 6),
@@ -658,18 +670,20 @@ Tally attack_ring_memory(std::uint64_t frames, Random& random) {
       switch (random() % 7) {
         case 0: state.written = value; ++tally["written bytes"]; break;
         case 1: state.consumed = value; ++tally["consumed bytes"]; break;
-        case 2: state.reader_sleeps = static_cast<std::uint32_t>(value); ++tally["reader's flag"]; break;
-        case 3: state.writer_sleeps = static_cast<std::uint32_t>(value); ++tally["writer's flag"]; break;
+        case 2: state.reader_sleeps = word(random); ++tally["reader's flag"]; break;
+        case 3: state.writer_sleeps = word(random); ++tally["writer's flag"]; break;
         case 4: {
           const Bytes some = random_bytes(random, random() % 100);
           std::uint8_t* const data = ends.memory->data(one_in(random, 2));
-          std::copy(some.begin(), some.end(), data + (one_in(random, 2) ? near % (ring_bytes - 100) : random() % 5000));
+          const std::uint64_t at = one_in(random, 2) ? near % (ring_bytes - 100) : random() % 5000;
+          std::copy(some.begin(), some.end(), data + at);
           ++tally["bytes"];
           break;
         }
         case 5: {
           const std::uint64_t rung = one_in(random, 99) ? ~std::uint64_t{0} - 1 : 1;
-          [[maybe_unused]] const ssize_t written = ::write(ends.memory->bell(false), &rung, sizeof rung);
+          [[maybe_unused]] const ssize_t written =
+              ::write(ends.memory->bell(false), &rung, sizeof rung);
           ++tally["doorbells"];
           break;
         }
@@ -697,8 +711,8 @@ Tally attack_codecs(std::uint64_t frames, Random& random) {
     auto coding = std::make_shared<Coding>();
     for (std::uint64_t at = 0; at < n;) {
       Region region{at, std::min(n, at + 1 + random() % n), static_cast<Codec>(random() % 4)};
-      region.bits = region.codec == Codec::topk && one_in(random, 2) ? whole_bits
-                                                                     : static_cast<int>(1 + random() % 8);
+      region.bits = static_cast<int>(1 + random() % 8);
+      if (region.codec == Codec::topk && one_in(random, 2)) region.bits = whole_bits;
       region.density = one_in(random, 2) ? 0.01 : 0.1;
       at = region.stop;
       coding->regions.push_back(region);
@@ -712,12 +726,12 @@ Tally attack_codecs(std::uint64_t frames, Random& random) {
       Bytes changed = payload;
       for (auto left = 1 + random() % 4; left > 0; --left) {
         const std::size_t at = random() % changed.size();
-        const Bytes some = random_bytes(random, std::min<std::size_t>(1 + random() % 8, changed.size() - at));
+        const Bytes some = random_bytes(random, std::min(1 + random() % 8, changed.size() - at));
         std::copy(some.begin(), some.end(), changed.begin() + static_cast<std::ptrdiff_t>(at));
       }
       std::vector<float> into(n, 1.0F);
-      const char* const why = packing.unpack(changed.data(), reinterpret_cast<std::uint8_t*>(into.data()),
-                                             0, n, one_in(random, 2));
+      auto* const buffer = reinterpret_cast<std::uint8_t*>(into.data());
+      const char* const why = packing.unpack(changed.data(), buffer, 0, n, one_in(random, 2));
       ++tally[why == nullptr ? "other values: a payload of the same form" : why];
     }
   }

@@ -87,7 +87,8 @@ struct Owned : Posted {
 // The process that is attacked, and an honest one that exchanges messages with it meanwhile.
 class Target {
  public:
-  explicit Target(bool encrypted = false) : carrier(make(own, encrypted)), peer_(make(honest, encrypted)) {
+  explicit Target(bool encrypted = false)
+      : carrier(make(own, encrypted)), peer_(make(honest, encrypted)) {
     port = carrier->listen(0, 0, "127.0.0.1", 0);
     const int other = peer_->listen(0, 0, "127.0.0.1", 0);
     carrier->allow(honest, session_of(honest), key_of(honest));
@@ -219,7 +220,7 @@ std::pair<std::string, const char*> wrong_answer(const std::string& challenge,
     case 8: flip(right, nonce_at, nonce_bytes, random); return {right, "key"};
     case 9: return {earlier, "key"};  // that of another connection
     case 10: right.resize(random() % right.size()); return {right, "unfinished"};
-    case 11: return {"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + std::string(100, '\0'), "handshake"};
+    case 11: return {"GET / HTTP/1.1\r\n\r\n" + std::string(100, '\0'), "handshake"};
     default: {
       std::string junk = text(random_bytes(random, right.size() + random() % 5000));
       junk[0] = 'x';
@@ -235,7 +236,7 @@ int connect_as_member(int port, Random& random, std::string& transcript) {
   ::send(fd, right.data(), right.size(), MSG_NOSIGNAL);
   transcript = challenge + right.substr(0, tag_at);
   const Digest expected = tag_of(dialing, "accept", transcript);
-  expect(read_exactly(fd, tag_bytes) == text(expected), "the attacked one proves that it has the key");
+  expect(read_exactly(fd, tag_bytes) == text(expected), "the attacked process has the key");
   return fd;
 }
 
@@ -331,7 +332,7 @@ class Member {
     accepted_.emplace_back(frame, payload);
   }
 
-  // Appends what ends the connection. Returns whether the other side closes it before this one does.
+  // Appends what ends the connection. Returns whether the other side closes it before this one.
   bool wrong_end(Random& random, Tally& tally) {
     Header frame = any(random);
     while (frame.spans.empty()) frame = any(random);
@@ -358,7 +359,7 @@ class Member {
         correct_checksum(bytes);
         return plain("dtype");
       case 5:
-        frame.length = static_cast<std::uint32_t>(above(largest, random) & 0xffffffffU) | largest << 1;
+        frame.length = word(random) | largest << 1;
         bytes = written(frame);
         return plain("length");
       case 6:  // more ranges than were sent: zeros follow
@@ -380,7 +381,9 @@ class Member {
         flip_bit(stream_, begin + random() % (header_fixed + wingbeat::net::tag_bytes), random);
         return refused("sealed");
       }
-      case 10: stream_.insert(stream_.end(), before_.begin(), before_.end()); return refused("sealed");
+      case 10:
+        stream_.insert(stream_.end(), before_.begin(), before_.end());
+        return refused("sealed");
       case 11: {  // a record is left out
         const std::size_t begin = stream_.size();
         append(header(Type::ask, 1));
@@ -409,8 +412,9 @@ class Member {
     } else if (!sealer_) {
       read_back(back);
     }
-    expect(target_.carrier->inspect([](const Endpoint& each) { return each.repeated(); }) == repeated_,
-           "repeated messages are counted");
+    const auto repeated =
+        target_.carrier->inspect([](const Endpoint& each) { return each.repeated(); });
+    expect(repeated == repeated_, "repeated messages are counted");
   }
 
   // Exactly the messages that were sent rightly have arrived.
@@ -420,7 +424,8 @@ class Member {
       expect(!accepted_.empty(), "more messages arrived than were sent rightly");
       const auto& [frame, payload] = accepted_.front();
       found->header.arrived = found->header.taken = 0;
-      expect(found->header == frame && std::equal(payload.begin(), payload.end(), found->payload.get()),
+      expect(found->header == frame &&
+                 std::equal(payload.begin(), payload.end(), found->payload.get()),
              "a message arrived otherwise than it was sent");
       accepted_.pop_front();
     }
@@ -459,7 +464,8 @@ class Member {
     made.kind = static_cast<std::uint32_t>(random());
     for (auto& each : made.ids) each = static_cast<std::uint32_t>(random());
     made.dtype = static_cast<std::uint8_t>(random() % (last_dtype + 1));
-    for (auto left = one_in(random, 50) ? random() % (most_spans + 1) : random() % 3; left > 0; --left) {
+    const std::size_t spans = random() % (one_in(random, 50) ? most_spans + 1 : 3);
+    while (made.spans.size() < spans) {
       made.spans.emplace_back(random(), random());
     }
     made.length = static_cast<std::uint32_t>(random() % (one_in(random, 10) ? 5000 : 200));
@@ -487,7 +493,8 @@ class Member {
   static void correct_checksum(Bytes& bytes) {
     constexpr std::size_t at = 72;
     const std::uint32_t before = crc32(bytes.data(), at);
-    store(bytes.data() + at, crc32(bytes.data() + header_fixed, bytes.size() - header_fixed, before));
+    const std::size_t ranges = bytes.size() - header_fixed;
+    store(bytes.data() + at, crc32(bytes.data() + header_fixed, ranges, before));
   }
   const char* junk_reason() const { return sealer_ ? "sealed" : "magic"; }
   void plain_junk(Random& random) {
@@ -498,7 +505,9 @@ class Member {
   }
 
   void append(const Header& frame) { append_pieces(written(frame), header_fixed); }
-  void append(const Header& frame, Random& random) { append(frame, random_bytes(random, frame.length)); }
+  void append(const Header& frame, Random& random) {
+    append(frame, random_bytes(random, frame.length));
+  }
   void append(const Header& frame, const Bytes& payload) {
     append(frame);
     const std::size_t most = sealer_ ? record_bytes : payload.size();
@@ -519,7 +528,8 @@ class Member {
     } else {
       stream_.insert(stream_.end(), data, data + count);
     }
-    if (count == header_fixed) before_.assign(stream_.begin() + static_cast<std::ptrdiff_t>(begin), stream_.end());
+    if (count != header_fixed) return;
+    before_.assign(stream_.begin() + static_cast<std::ptrdiff_t>(begin), stream_.end());
   }
 
   // Notes which messages of the attacked one have come.
@@ -613,7 +623,8 @@ Tally attack_dialing(std::uint64_t frames, Random& random) {
     const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     sockaddr_in at = loopback(0);
     socklen_t size = sizeof at;
-    expect(::bind(listener, reinterpret_cast<sockaddr*>(&at), size) == 0 && ::listen(listener, 8) == 0 &&
+    expect(::bind(listener, reinterpret_cast<sockaddr*>(&at), size) == 0 &&
+               ::listen(listener, 8) == 0 &&
                ::getsockname(listener, reinterpret_cast<sockaddr*>(&at), &size) == 0,
            "cannot listen");
     target.begin_exchange(random);
@@ -665,8 +676,9 @@ Tally attack_messages(std::uint64_t frames, bool encrypted, Random& random) {
   for (unsigned int round = 1; total(tally) < frames; ++round) {
     target.begin_exchange(random);
     if (round % 16 == 0) {
-      const Bytes payload = random_bytes(random, round % 64 == 48 ? largest : 100);
-      for (int i = 0; i < (round % 64 == 48 ? unread_messages : 1); ++i) {
+      const bool fills = round % 512 == 496;  // the buffers of the sockets
+      const Bytes payload = random_bytes(random, fills ? largest : 100);
+      for (int i = 0; i < (fills ? unread_messages : 1); ++i) {
         target.post(*target.carrier, dialing, payload);
         member.expect_posted(payload.size());
       }
