@@ -504,7 +504,7 @@ class Round {
         header = {.kind = Kind::credit, .group = fatal_group};
         for (std::uint32_t i = 0; i <= 4096; ++i) {
           header.channel = static_cast<std::uint16_t>(i % most_channels);
-          header.group = fatal_group + i / most_channels;
+          header.group = 2 * first_free_group + i / most_channels;
           frame(header);
         }
         return malformed("too many channels are open");
