@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
@@ -131,15 +131,15 @@ class World:
     returned: bool = False
     serial: int = 0
     parent: World | None = None
-    _nccl_groups: dict[int | None, NcclGroup] = field(default_factory=dict)
-    _close: Callable[[], None] | None = None
-    _exchanges: int = 0
-    _users: list[Callable[[], None]] = field(default_factory=list)
-    _channels: set[int] = field(default_factory=set)
-    _opened: int = 0
-    _children: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
     _prefix: str = ""
-    _open_groups: OpenGroups = field(default_factory=OpenGroups)
+    _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
+    _close: Callable[[], None] | None = field(init=False, default=None)
+    _exchanges: int = field(init=False, default=0)
+    _users: list[Callable[[], None]] = field(init=False, default_factory=list)
+    _channels: set[int] = field(init=False, default_factory=set)
+    _opened: int = field(init=False, default=0)
+    _children: weakref.WeakSet[World] = field(init=False, default_factory=weakref.WeakSet)
+    _open_groups: OpenGroups = field(init=False, default_factory=OpenGroups)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -233,21 +233,11 @@ class World:
         taken = self._channels if self.returned else self._used_channels()
         number = lowest_free(taken)
         self._channels.add(number)
-        inner = World(
-            self.rank,
-            self.size,
-            tuple(ChannelLink(link, number) for link in self.links),
-            self.speeds,
-            self.timeout,
-            self.store,
-            self.make_nccl_group,
-            self.nccl_devices,
-            number,
-            group_store=self.group_store,
-            threads=self.threads,
-            networks=self.networks,
-            interfaces=self.interfaces,
-            returned=self.returned,
+        inner = replace(
+            self,
+            links=tuple(ChannelLink(link, number) for link in self.links),
+            channel=number,
+            make_links=None,
             serial=self._opened,
             parent=self,
             _prefix=f"{self._prefix}{self._exchanges}.",
