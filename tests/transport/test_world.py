@@ -14,7 +14,6 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.transport import loopback, rendezvous
 from wingbeat.transport.world import World
-from wingbeat.types import Group
 
 
 def summed(world: World) -> float:
@@ -113,16 +112,6 @@ def test_a_channel_that_another_rank_still_uses_is_not_taken() -> None:
     channels[1].close()
     again = loopback.run(members, lambda world: world.open_channel())
     assert [channel.channel for channel in again] == [2, 2]
-
-
-def test_group_uses_the_groups_connection_to_the_store() -> None:
-    """The world's may be locked for as long as another thread waits in it."""
-    for groups_store in (None, loopback.Switchboard()):
-        with loopback.worlds(2)[0] as world:
-            if groups_store is not None:
-                world.group_store = groups_store
-            expected = groups_store or world.store
-            assert world.open_group(Group((0, 1))).store is expected
 
 
 def test_value_of_a_live_rank_is_awaited_beyond_the_timeout(

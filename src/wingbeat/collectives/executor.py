@@ -200,7 +200,7 @@ class Executor:
         """Not for groups, or for threads of one process: their transfers have timeouts."""
         if world.threads or world.group is not None or world.size == 1:
             return None
-        return WaitMonitor(world.polling_store, self._rank, world.timeout, self)
+        return WaitMonitor(world.store, self._rank, world.timeout, self)
 
     @property
     def waiting(self) -> CurrentWait | None:

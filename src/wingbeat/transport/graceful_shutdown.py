@@ -198,7 +198,7 @@ class SigtermHandler:
     def __init__(self, world: World, save: Callable[[], object], grace: float) -> None:
         self.world, self.save, self.grace = world, save, grace
         self.after: int | None = None
-        store = world.polling_store
+        store = world.store
         assert isinstance(store, AtomicStore), "every store of a world is"
         self._store: AtomicStore = store
         self._pid = os.getpid()
@@ -429,7 +429,7 @@ def departures_of(world: World) -> Departures:
     while world.parent is not None:
         world = world.parent
     if world not in _made:
-        store = world.polling_store
+        store = world.store
         _made[world] = Departures(store, f"rank {world.rank}", world.size)
         world.on_close(_made[world].close)
     return _made[world]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import secrets
@@ -14,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ import torch.distributed.nn.functional
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import log_to_stderr
+from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
 from wingbeat.transport import descriptors, encryption, graceful_shutdown, launchers, tcp
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
@@ -32,14 +32,11 @@ from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_run
 from wingbeat.transport.gloo import watch_listeners
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
-from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
     TAG_PREFIX,
     Authenticator,
-    PollingStore,
-    RejectedValue,
     TorchStore,
     job_key,
 )
@@ -50,8 +47,6 @@ _MAX_NAME_CHARS = 256
 
 _OVERWRITE_S = 2.0
 """Seconds for rank 0 to overwrite a rejected value; after that it has another key."""
-
-_POLL_S = 0.05
 
 _RELEASE_S, _RELEASE_POLL_S = 5.0, 0.2
 """Seconds for a process to exit before the next process of its rank is refused, and between two
@@ -64,20 +59,7 @@ class JobIdentity(NamedTuple):
 
     name: str
     drawn: bool
-    size: int
-
-    @staticmethod
-    def from_text(text: str) -> JobIdentity:
-        """Parse what rank 0 published; a `ValueError` if it is malformed."""
-        try:
-            match json.loads(text):
-                case [str(name), bool(drawn), int(size)] if (
-                    len(name) <= _MAX_NAME_CHARS and size > 0
-                ):
-                    return JobIdentity(name, drawn, size)
-        except RecursionError:
-            pass
-        raise ValueError("not a job identity")
+    size: Annotated[int, Range(1)]
 
     def __str__(self) -> str:
         return "a job without a name" if self.drawn else f"job {self.name!r}"
@@ -98,7 +80,11 @@ def check_job(
         else JobIdentity(secrets.token_hex(16), True, size)
     )
     try:
-        text = store.claim(_JOB_KEY, json.dumps(own)) if rank == 0 else _read_job(store, seconds)
+        text = (
+            store.claim(_JOB_KEY, json.dumps(own))
+            if rank == 0
+            else store.get(_JOB_KEY, seconds, rejected_s=_OVERWRITE_S)
+        )
     except TimeoutError as error:
         raise RendezvousError(
             f"rank {rank}: rank 0 did not publish the job's name in the store at {where} within "
@@ -111,8 +97,10 @@ def check_job(
             "the same on all workers, or set a different MASTER_PORT for each job"
         )
     try:
-        found = JobIdentity.from_text(text)
-    except ValueError:
+        found = parse_json(JobIdentity, text)
+        if len(found.name) > _MAX_NAME_CHARS:
+            raise MalformedMessage("a long name")
+    except MalformedMessage:
         raise RendezvousError(
             f"rank {rank}: the store at {where} has a malformed job name: {text[:80]!r}; another "
             "program uses it: set another MASTER_PORT"
@@ -128,27 +116,6 @@ def check_job(
             f"to a job of {found.size}: set a different MASTER_PORT for each job"
         )
     return found.name
-
-
-def _read_job(store: TorchStore, seconds: float) -> str:
-    """Return the job's identity as published by rank 0, or raise a `TimeoutError`."""
-    if store.authenticator is None:
-        return store.get(_JOB_KEY, seconds)
-    deadline, refused_since = time.monotonic() + seconds, float("inf")
-    while True:
-        now = time.monotonic()
-        try:
-            if (text := store.peek(_JOB_KEY)) is not None:
-                return text
-            if now >= deadline:
-                raise TimeoutError("nothing was published")
-        except RuntimeError as error:
-            raise TimeoutError(first_line(error)) from None
-        except RejectedValue:
-            refused_since = min(refused_since, now)
-            if now >= min(deadline, refused_since + _OVERWRITE_S):
-                raise
-        time.sleep(_POLL_S)
 
 
 _MIN_PROBE_BYTES = 16 << 10
@@ -267,14 +234,15 @@ def init(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     place = f"{attempt}/{next(_generation)}"
     store = dist.PrefixStore(f"wingbeat/{place}", store)
-    first = TorchStore(store, None if key is None else Authenticator(key, place))
+    own = _own_connection(store, size)
+    first = TorchStore(own, None if key is None else Authenticator(key, place))
     world = World(rank, size, (), (), timeout, first)
     if size > 1:
         job = check_job(
             first, rank, size, launchers.job_name(os.environ), timeout, _store_address()
         )
         if key is not None:
-            world.store = TorchStore(store, Authenticator(key, f"{place}/{job}"))
+            world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
             _join(world, store, interfaces, key, encrypted)
@@ -327,7 +295,9 @@ def connect(
     """
     descriptors.raise_limit()
     key = job_key(os.environ)
-    signed = TorchStore(store, None if key is None else Authenticator(key, "process group"))
+    signed = TorchStore(
+        _own_connection(store, size), None if key is None else Authenticator(key, "process group")
+    )
     world = World(rank, size, (), (), timeout, signed)
     if size > 1:
         encrypted = encryption.choose(None)
@@ -390,6 +360,11 @@ def _open_store(timeout: float) -> tuple[int, int, dist.Store]:
             "its address is correct, and that no firewall blocks the port"
         ) from None
     return rank, size, store
+
+
+def _own_connection(store: dist.Store, size: int) -> dist.Store:
+    """Return a store that no wait of torch locks."""
+    return store.clone() if size > 1 else store
 
 
 def _store_address() -> str:
@@ -478,14 +453,14 @@ def _join(
         _connect(world, store, named, key, encrypted)
         return
     # The others are connected to the former process.
-    hosts = _parse_hosts(world, world.replay_exchange("interfaces"))
+    hosts = world.replay_exchange("interfaces", nic.Host)
     chosen = nic.choose(hosts, world.rank, named)
-    world.networks = _check_networks(world, world.replay_exchange("networks"))
+    world.networks = _check_networks(world.replay_exchange("networks", list[str]))
     world.interfaces = tuple(interface.name for interface in chosen)
     world.speeds = _read_speeds(world, len(chosen))
     answers = world.replay_exchange("connections")
     links = tcp.rejoin(
-        *(world.rank, chosen, answers, key, _open_polling_store(world, store)),
+        *(world.rank, chosen, answers, key, world.store),
         encrypted=encrypted,
         shared_memory=tcp.shared_memory_enabled(),
     )
@@ -510,7 +485,7 @@ def _connect(
     default_group: bool = True,
 ) -> None:
     rank, size = world.rank, world.size
-    hosts = _parse_hosts(world, world.exchange("interfaces", nic.local().to_json()))
+    hosts = world.exchange("interfaces", to_json(nic.local()), nic.Host)
     chosen = nic.choose(hosts, rank, named)
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -527,9 +502,8 @@ def _connect(
     )
     if default_group:
         _start_default_group(store, world, chosen)
-    polling = _open_polling_store(world, store)
     world.links = links = tcp.connect(
-        *(rank, chosen, world.exchange, key, world.timeout, polling),
+        *(rank, chosen, world.exchange, key, world.timeout, world.store),
         encrypted=encrypted,
         shared_memory=tcp.shared_memory_enabled(),
     )
@@ -541,13 +515,6 @@ def _connect(
     _open_groups(world, links)
 
 
-def _open_polling_store(world: World, store: dist.Store) -> Store:
-    """Give a world a connection to the store on which nothing blocks, and return it."""
-    assert isinstance(world.store, TorchStore)
-    world.group_store = PollingStore(store.clone(), world.store.authenticator)
-    return world.group_store
-
-
 def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
     """Have the groups of a world use these links."""
     world.make_links = lambda group: tuple(tcp.GroupLink(link, group) for link in links)
@@ -555,23 +522,9 @@ def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
 
 def _read_speeds(world: World, links: int) -> tuple[float, ...]:
     """Return the speeds measured when all workers connected."""
-    answer = world.read("speeds", 0)
-    if (
-        not isinstance(answer, list)
-        or len(answer) != links
-        or not all(type(speed) is float and 0 < speed < math.inf for speed in answer)
-    ):
-        raise RendezvousError(
-            f"rank {world.rank}: rank 0 sent malformed speeds of its links: {str(answer)[:80]}"
-        )
-    return tuple(answer)
-
-
-def _parse_hosts(world: World, answers: Sequence[Any]) -> list[nic.Host]:
-    try:
-        return [nic.Host.from_json(answer) for answer in answers]
-    except ValueError as err:
-        raise RendezvousError(f"rank {world.rank}: a peer sent a {err}") from None
+    hint = Annotated[tuple[Annotated[float, Range(1, MAX_REAL)], ...], Length("links")]
+    speeds: tuple[float, ...] = world.read("speeds", 0, hint, links=links)
+    return speeds
 
 
 def _ranks_beside(rank: int, hosts: Sequence[nic.Host]) -> int:
@@ -582,16 +535,10 @@ def _ranks_beside(rank: int, hosts: Sequence[nic.Host]) -> int:
 def _exchange_networks(
     world: World, chosen: Sequence[nic.Interface]
 ) -> tuple[tuple[str, ...], ...]:
-    return _check_networks(world, world.exchange("networks", [each.subnet for each in chosen]))
+    return _check_networks(world.exchange("networks", [each.subnet for each in chosen], list[str]))
 
 
-def _check_networks(world: World, answers: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-    for rank, answer in enumerate(answers):
-        if not isinstance(answer, list) or not all(isinstance(s, str) for s in answer):
-            raise RendezvousError(
-                f"rank {world.rank}: rank {rank} sent a malformed list of networks: "
-                f"{str(answer)[:80]}"
-            )
+def _check_networks(answers: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     for rank, answer in enumerate(answers):
         if len(answer) != len(answers[0]):
             raise UsageError(

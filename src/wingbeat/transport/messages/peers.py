@@ -7,11 +7,12 @@ import hmac
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
+from wingbeat.schema import Length, MalformedMessage, Range, parse_json, to_json
 from wingbeat.transport.interfaces import (
     Host,
     Interface,
@@ -23,7 +24,7 @@ from wingbeat.transport.messages.mailbox import Route
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
 
-_T = TypeVar("_T")
+_Port = Annotated[int, Range(1, 1 << 16)]
 
 _PRIME = int(
     "FFFFFFFFFFFFFFFFADF85458A2BB4A9AAFDC5620273D3CF1D8B9C583CE2D3695A9E13641146433FBCC939DCE249B"
@@ -36,6 +37,7 @@ _PRIME = int(
 )
 """The group ffdhe2048 of RFC 7919, a safe prime, with the generator 2."""
 
+_KEY_DIGITS = _PRIME.bit_length() // 4
 _SECRET_BITS = 256
 
 
@@ -64,16 +66,18 @@ class PeerInfo:
     ``ports`` are the TCP ports by interface and class. ``session`` is the random number in each of
     its headers. ``key`` is its `public_key`. ``message`` and ``window`` are the limits of a payload
     and of a flow, in bytes.
+
+    A `UsageError` if these contradict each other.
     """
 
     host: Host
-    uses: tuple[str, ...]
-    session: int
+    uses: Annotated[tuple[str, ...], Length(least=1)]
+    session: Annotated[int, Range(0, 1 << 64)]
     key: str
     encrypted: bool
-    ports: tuple[tuple[int, ...], ...]
-    message: int
-    window: int
+    ports: tuple[Annotated[tuple[_Port, ...], Length(least=1, most=MAX_CLASSES)], ...]
+    message: Annotated[int, Range(1, 1 << 31)]
+    window: Annotated[int, Range(1, 1 << 63)]
 
     @property
     def interfaces(self) -> list[Interface]:
@@ -83,62 +87,29 @@ class PeerInfo:
 
     def to_json(self) -> str:
         """Return it as text for the store."""
-        return json.dumps(asdict(self))
+        return json.dumps(to_json(self))
 
     @staticmethod
     def from_json(text: str) -> PeerInfo:
-        """Parse a peer's `to_json`; a `ValueError` if it is malformed."""
+        """Parse a peer's `to_json`; a `MalformedMessage` if it is malformed."""
         try:
-            data = _typed(dict, json.loads(text))
-            uses = tuple(_typed(str, address) for address in _typed(list, data["uses"]))
-            ports = tuple(
-                tuple(_number(each, 1, 2**16 - 1) for each in _typed(list, of))
-                for of in _typed(list, data["ports"])
-            )
-            info = PeerInfo(
-                Host.from_json(data["host"]),
-                uses,
-                _number(data["session"], 0, 2**64 - 1),
-                _key(data["key"]),
-                _typed(bool, data["encrypted"]),
-                ports,
-                _number(data["message"], 1, 2**31 - 1),
-                _number(data["window"], 1, 2**63 - 1),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
-            raise ValueError(f"malformed peer info: {err!r:.80}") from None
-        addresses = {i.address for i in info.host.interfaces}
-        fits = (
-            addresses.issuperset(uses)
-            and len(set(uses)) == len(uses) == len(ports) > 0
-            and {len(of) for of in ports} <= {len(ports[0])}
-            and 1 <= len(ports[0]) <= MAX_CLASSES
-        )
-        if not fits:
-            raise ValueError(f"malformed peer info: {data!s:.80}")
-        return info
+            return parse_json(PeerInfo, text)
+        except MalformedMessage as error:
+            raise MalformedMessage(f"malformed peer info: {error}") from None
 
-
-def _typed(kind: type[_T], value: Any) -> _T:
-    """Return ``value`` if it has exactly this type; a bool is not accepted as an int."""
-    if type(value) is not kind:
-        raise ValueError(f"{value!r:.40} is no {kind.__name__}")
-    return value
-
-
-def _number(value: Any, least: int, most: int) -> int:
-    if not least <= _typed(int, value) <= most:
-        raise ValueError(f"{value!r:.40} is not from {least} to {most}")
-    return int(value)
-
-
-def _key(value: Any) -> str:
-    """Check a public key: 0, 1 and p - 1 would make the shared secret known."""
-    if len(_typed(str, value)) > _PRIME.bit_length() // 4 or not (
-        1 < int(value, 16) < _PRIME - 1 and value == f"{int(value, 16):x}"
-    ):
-        raise ValueError(f"malformed key: {value!r:.60}")
-    return str(value)
+    def __post_init__(self) -> None:
+        addresses = {i.address for i in self.host.interfaces}
+        if not addresses.issuperset(self.uses) or len(set(self.uses)) < len(self.uses):
+            raise UsageError(f"uses is {self.uses!r:.60}; allowed: addresses of the host, once")
+        if len(self.ports) != len(self.uses) or len(set(map(len, self.ports))) != 1:
+            raise UsageError(f"ports is {self.ports!r:.60}; allowed: as many for each address")
+        try:
+            key = int(self.key[:_KEY_DIGITS], 16)
+        except ValueError:
+            key = 0
+        # 0, 1 and p - 1 would make the shared secret known.
+        if not 1 < key < _PRIME - 1 or self.key != f"{key:x}":
+            raise UsageError(f"key is {self.key!r:.60}; allowed: a public key in hexadecimal")
 
 
 class Connector:
