@@ -1,11 +1,10 @@
-"""Executor threads, one per link, which run programs in the order of submission.
+"""Executors, one per link, which run programs in the order of submission.
 
 A `Machine` yields commands; an executor performs them on links and tensors.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -152,19 +151,14 @@ def _finished_text(rank: int, finished: int, waiting_in: str, group: Group | Non
     )
 
 
-_counter = itertools.count()
-
-
 class Executor:
     """Runs jobs first in, first out; up to `programs.DEPTH` of them overlap.
 
     Executor ``lane`` runs the programs of that link; the first executor also runs programs that use
-    several links. With ``threads``, it has a thread only while there is work.
+    several links. It has a thread only while there is work.
     """
 
-    def __init__(
-        self, world: World, lane: int, failure: SharedFailure, threads: ThreadPool | None = None
-    ) -> None:
+    def __init__(self, world: World, lane: int, failure: SharedFailure) -> None:
         # The thread must not keep a reference to the world.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
@@ -187,14 +181,7 @@ class Executor:
         self._call_table = CallTable(world, lane)
         self._submitted = 0
         self._scratch = ScratchPool()
-        self._threads = threads
         self._running, self._runner = False, 0
-        self._thread: threading.Thread | None = None
-        if threads is None:
-            self._thread = threading.Thread(
-                target=self._run, name=f"wingbeat-{self._name}-{next(_counter)}", daemon=True
-            )
-            self._thread.start()
 
     def _make_monitor(self, world: World) -> WaitMonitor | None:
         """Not for groups, or for threads of one process: their transfers have timeouts."""
@@ -220,10 +207,9 @@ class Executor:
             if self._group is None:
                 job.stalled = self.compare
             self._machine.submit(job)
-            self._condition.notify_all()
-            if self._threads is not None and not self._running:
+            if not self._running:
                 self._running = True
-                self._threads.start(self._run)
+                executor_threads.start(self._run)
         return job
 
     def _admit(self, job: AnyJob, call: Call) -> None:
@@ -249,8 +235,7 @@ class Executor:
         """End the thread once the queue is empty, without waiting for it."""
         with self._condition:
             self._closing = True
-            self._condition.notify_all()
-            if self._thread is None and not self._running:
+            if not self._running:
                 self._stop_monitoring()
 
     def close(self) -> None:
@@ -258,8 +243,6 @@ class Executor:
         self.stop()
         if self._abandoned or self._runner == threading.get_ident():
             return
-        if self._thread is not None:
-            self._thread.join(self._timeout)
         with self._condition:
             self._condition.wait_for(lambda: not self._running, self._timeout)
 
@@ -279,7 +262,7 @@ class Executor:
         try:
             for command in self._machine.commands():
                 if isinstance(command, programs.Idle):
-                    if not self._wait_for_work():
+                    if self._end_if_idle():
                         return
                 else:
                     _PERFORM[type(command)](self, command)
@@ -289,15 +272,12 @@ class Executor:
     def _begin(self, command: programs.Begin[Job]) -> None:
         command.task.begin_ns = time.monotonic_ns()
 
-    def _wait_for_work(self) -> bool:
-        """Block until there is work; return False if the thread should end."""
+    def _end_if_idle(self) -> bool:
         with self._condition:
-            while not self._machine.waiting:
-                if self._closing or self._threads is not None:
-                    self._end()
-                    return False
-                self._condition.wait()
-            return True
+            if not self._machine.waiting:
+                self._end()
+                return True
+            return False
 
     def _end(self) -> None:
         if self._closing or self._failure.settled:
@@ -508,8 +488,8 @@ _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
 """The method of each command. A ``match`` would test the classes in sequence for each message."""
 
 
-executor_threads = ThreadPool("wingbeat-group")
-"""Run executors that have a thread only while there is work."""
+executor_threads = ThreadPool("wingbeat-executor")
+"""Run executors while they have work."""
 factor_threads = ThreadPool("wingbeat-factors")
 """Computes second factors between the two sums."""
 decode_queue = SerialQueue(ThreadPool("wingbeat-decode"))
