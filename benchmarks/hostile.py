@@ -172,7 +172,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def _start_attack(args: argparse.Namespace, boxes: Any, round_: int) -> subprocess.Popen[str]:
-    target = [box._connector._info.ports[0][0] for box in boxes.values()]
+    target = [box._connector.info.ports[0][0] for box in boxes.values()]
     path = Path(args.json).with_suffix(f".target{round_}")
     path.write_text(json.dumps(target))
     words = [sys.executable, __file__, "--attack", "--target", str(path), "--seed", str(round_)]

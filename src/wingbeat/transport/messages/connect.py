@@ -18,6 +18,7 @@ from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import (
     Connector,
     PeerInfo,
+    Routes,
     new_secret,
     public_key,
     store_key,
@@ -95,7 +96,8 @@ def open_mailbox(
         incarnations: Mapping[int, int] = dict.fromkeys(others, 0)
         if announce is not None:
             incarnations = announce(max(0.0, deadline - time.monotonic()))
-        connector = Connector(number, info, secret, carrier, name)
+        routes = Routes(number, name)
+        connector = Connector(routes, info, secret, carrier)
         for peer, theirs in incarnations.items():
             try:
                 left = max(0.0, deadline - time.monotonic())
@@ -109,10 +111,9 @@ def open_mailbox(
                 raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
             connector.connect(peer, found)
         if not tolerate_silence:  # otherwise peers may still join over the others
-            carrier.close_listeners_except({route.interface for route in connector.routes})
+            carrier.close_listeners_except({n for p in routes.peers for n in routes.interfaces(p)})
         carrier.start()
-        labels = [f"interface {i.name} ({i.address})" for i in info.interfaces]
-        mailbox = Mailbox(number, carrier, connector, limits, name, labels.__getitem__)
+        mailbox = Mailbox(connector, limits)
         mailbox.wait_connected(max(0.0, deadline - time.monotonic()))
     except BaseException:
         carrier.abandon()

@@ -6,9 +6,9 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
@@ -19,7 +19,6 @@ from wingbeat.transport.interfaces import (
     interface_pairs,
 )
 from wingbeat.transport.messages.frames import MAX_CLASSES
-from wingbeat.transport.messages.mailbox import Route
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
@@ -85,6 +84,11 @@ class PeerInfo:
         by_address = {i.address: i for i in self.host.interfaces}
         return [by_address[address] for address in self.uses]
 
+    def describe(self, interface: int) -> str:
+        """Return the name of one of these interfaces, for messages."""
+        found = self.interfaces[interface]
+        return f"interface {found.name} ({found.address})"
+
     def to_json(self) -> str:
         """Return it as text for the store."""
         return json.dumps(to_json(self))
@@ -112,39 +116,108 @@ class PeerInfo:
             raise UsageError(f"key is {self.key!r:.60}; allowed: a public key in hexadecimal")
 
 
+class Route(NamedTuple):
+    """The route of a flow: the peer, this process's interface, and the class."""
+
+    peer: int
+    interface: int
+    urgency: int
+
+
+class Routes:
+    """The routes of one process; ``me`` is its name in messages, ``name`` formats other names."""
+
+    def __init__(self, own: int, name: Callable[[int], str]) -> None:
+        self.name, self.me = name, name(own)
+        self._by_peer: dict[int, list[Route]] = {}
+        self._default: dict[int, Route] = {}
+        self._interfaces: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The peers to which there are routes."""
+        return tuple(self._by_peer)
+
+    def set(self, peer: int, routes: list[Route]) -> None:
+        """Replace the routes to a peer, by interface and class."""
+        self._default[peer] = max(
+            (route for route in routes if route.interface == routes[0].interface),
+            key=lambda route: route.urgency,
+        )
+        self._interfaces[peer] = tuple(dict.fromkeys(route.interface for route in routes))
+        self._by_peer[peer] = routes
+
+    def remove(self, peer: int) -> None:
+        """Remove the routes to a peer."""
+        for each in (self._by_peer, self._default, self._interfaces):
+            each.pop(peer, None)
+
+    def to(self, peer: int) -> list[Route]:
+        """Return the routes to ``peer``; a `UsageError` if there is none."""
+        routes = self._by_peer.get(peer)
+        if routes is None:
+            raise UsageError(
+                f"{self.me} has no connection to {self.name(peer)}; allowed: "
+                f"{self.names(self.peers) or 'none'}"
+            )
+        return routes
+
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        """Return this process's interfaces that reach ``peer``; stored, as servers ask for each
+        message.
+        """
+        return self._interfaces.get(peer) or tuple(route.interface for route in self.to(peer))
+
+    def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
+        """Return a route, by default the first interface and the last class; or a `UsageError`."""
+        usual = self._default.get(peer) or self.to(peer)[0]
+        if interface is None and urgency is None:
+            return usual
+        route = Route(
+            peer,
+            usual.interface if interface is None else interface,
+            usual.urgency if urgency is None else urgency,
+        )
+        routes = self.to(peer)
+        if route not in routes:
+            raise UsageError(
+                f"interface={interface!r}, urgency={urgency!r} to {self.name(peer)}: allowed are "
+                f"interfaces {sorted({r.interface for r in routes})} and classes "
+                f"{sorted({r.urgency for r in routes})}"
+            )
+        return route
+
+    def names(self, peers: Iterable[int]) -> str:
+        """Return the names of these processes."""
+        return ", ".join(self.name(peer) for peer in sorted(peers))
+
+
 class Connector:
     """Opens and closes connections to peers while a mailbox is open. ``routes`` are its flows."""
 
     def __init__(
-        self,
-        number: int,
-        info: PeerInfo,
-        secret: int,
-        carrier: _native.Carrier,
-        name: Callable[[int], str],
+        self, routes: Routes, info: PeerInfo, secret: int, carrier: _native.Carrier
     ) -> None:
-        self._me, self._name = name(number), name
-        self._info, self._secret, self._carrier = info, secret, carrier
-        self.routes: list[Route] = []
+        self.routes, self.info, self.carrier, self._secret = routes, info, carrier, secret
 
     def disconnect(self, peer: int) -> None:
         """Close all connections to a peer."""
-        self.routes = [route for route in self.routes if route.peer != peer]
-        self._carrier.remove_peer(peer)
+        self.routes.remove(peer)
+        self.carrier.remove_peer(peer)
 
     def connect(self, peer: int, theirs: PeerInfo) -> None:
         """Create the flows to a process, for each interface pair and class."""
-        own = self._info
-        check_same_options(self._me, own, self._name(peer), theirs)
+        own, found = self.info, []
+        check_same_options(self.routes.me, own, self.routes.name(peer), theirs)
         self.disconnect(peer)
-        self._carrier.allow(peer, theirs.session, pair_key(self._secret, own, theirs))
+        self.carrier.allow(peer, theirs.session, pair_key(self._secret, own, theirs))
         for mine, other in interface_pairs(
             own.host, own.interfaces, theirs.host, theirs.interfaces
         ):
             for urgency, port in enumerate(theirs.ports[other]):
-                route = Route(peer, mine, urgency)
-                self._carrier.add_route(*route, theirs.uses[other], port, other)
-                self.routes.append(route)
+                found.append(Route(peer, mine, urgency))
+                self.carrier.add_route(*found[-1], theirs.uses[other], port, other)
+        self.routes.set(peer, found)
 
 
 def store_key(namespace: str, number: int, incarnation: int) -> str:
