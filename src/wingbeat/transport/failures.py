@@ -8,6 +8,7 @@ closes its connections. A worker that finds a closed connection reads these valu
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import json
 import os
@@ -214,10 +215,29 @@ def publish_failure(store: Store, rank: int, error: BaseException) -> None:
         store.set(f"failed/{rank}", describe_error(error))
 
 
-def published_failure(store: Store, rank: int) -> str:
-    """Return the exception that ended ``rank``, as it published it; empty if it did not."""
+def await_value(store: Store, key: str, rank: int, seconds: float) -> str | None:
+    """Wait for a value that ``rank`` publishes before it exits.
+
+    None if it exits without it, or if it is missing after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        # In this order: the value may be published meanwhile.
+        is_final = time.monotonic() >= deadline or has_exited(store, rank)
+        text = read_value(store, key)
+        if text is not None or is_final:
+            return text
+        time.sleep(_POLL_S)
+
+
+def published_failure(store: Store, rank: int, seconds: float = 0.0) -> str:
+    """Return the exception that ended ``rank``, as it published it; empty if it did not.
+
+    Waits up to ``seconds`` while ``rank`` has not exited.
+    """
     # Any process may have written the text, and it becomes part of a one-line message.
-    return printable((read_value(store, f"failed/{rank}") or "")[:MAX_ERROR_CHARS])
+    text = await_value(store, f"failed/{rank}", rank, seconds) or ""
+    return printable(text[:MAX_ERROR_CHARS])
 
 
 def first_failed(store: Store, ranks: Iterable[int]) -> tuple[int, str] | None:
@@ -273,9 +293,12 @@ class FailureAttribution:
         with contextlib.suppress(RuntimeError):  # the store may be unavailable
             self._store.set(f"{self._prefix}waited/{self._rank}", f"{peer} {operation}")
 
-    def awaited_by(self, rank: int) -> int | None:
-        """Return the peer for which ``rank`` waited when it failed, or None."""
-        return self._read("waited", rank)
+    def awaited_by(self, rank: int, seconds: float = 0.0) -> int | None:
+        """Return the peer for which ``rank`` waited when it failed, or None.
+
+        Waits up to ``seconds`` while ``rank`` has not exited.
+        """
+        return self._parse(await_value(self._store, f"{self._prefix}waited/{rank}", rank, seconds))
 
     def operation(self, rank: int) -> str:
         """Return the operation in which ``rank`` was waiting when it failed; empty if unknown."""
@@ -288,13 +311,15 @@ class FailureAttribution:
         If the chain of waits is a cycle through this rank, no cause can be identified and ``peer``
         is returned. In a group the first result is stored and returned by later calls.
         """
-        if self._prefix and (found := self._read("culprit", self._rank)) is not None:
+        key = f"{self._prefix}culprit/{self._rank}"
+        if self._prefix and (found := self._parse(read_value(self._store, key))) is not None:
             return found
-        last, _ = _end_of_chain(self._rank, peer, self._poll_awaited)
+        awaited = functools.partial(self.awaited_by, seconds=self._timeout_s)
+        last, _ = _end_of_chain(self._rank, peer, awaited)
         found = peer if last == self._rank else last
         if self._prefix:
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._prefix}culprit/{self._rank}", str(found))
+                self._store.set(key, str(found))
         return found
 
     def failure(self, rank: int) -> str:
@@ -305,22 +330,9 @@ class FailureAttribution:
         """Whether ``rank`` has exited normally and was not waiting for a peer."""
         return has_finished(self._store, rank) and self.awaited_by(rank) is None
 
-    def _poll_awaited(self, peer: int) -> int | None:
-        """Return the peer for which ``peer`` was waiting; None if it publishes none in time."""
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            # In this order: a worker publishes its wait before it exits.
-            is_final = has_exited(self._store, peer) or time.monotonic() >= deadline
-            if self._store.has(f"{self._prefix}waited/{peer}"):
-                return self._read("waited", peer)
-            if is_final:
-                return None
-            time.sleep(_POLL_S)
-
-    def _read(self, what: str, peer: int) -> int | None:
-        """Return the rank that ``peer`` published under a name; None if missing or invalid."""
-        text = read_value(self._store, f"{self._prefix}{what}/{peer}") or ""
-        rank = parse_number(text.partition(" ")[0], _MAX_RANK_DIGITS)
+    def _parse(self, text: str | None) -> int | None:
+        """Return the rank with which a text begins; None if there is none."""
+        rank = parse_number((text or "").partition(" ")[0], _MAX_RANK_DIGITS)
         return None if rank is None or rank >= self._size else rank
 
 

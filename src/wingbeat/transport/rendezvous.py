@@ -411,34 +411,33 @@ def claim_rank(
     """
     key, text = f"here/{rank}", own.to_text()
     deadline = time.monotonic() + min(seconds, _RELEASE_S)
-    first = found = _compare_set(store, rank, key, "", text)
-    while found != text:
-        try:
-            other = ProcessAddress.from_text(found)
-        except ValueError:
-            raise RendezvousError(
-                f"rank {rank}: the store at {where} has a malformed address of this rank's "
-                f"process: {found[:80]!r}; start the job again at another port"
-            ) from None
-        if not is_running(other):
-            found = _compare_set(store, rank, key, found, text)
-        elif time.monotonic() >= deadline:
-            raise RendezvousError(
-                f"rank {rank} is taken: a process of the job whose store is at {where} has it, and "
-                f"still runs at {other.host} (port {other.port}); end that one first, or, if this "
-                "is another job, give it a MASTER_PORT of its own"
-            )
-        else:
-            time.sleep(_RELEASE_POLL_S)
-            found = _compare_set(store, rank, key, "", text)
+    try:
+        first = found = store.replace(key, "", text)
+        while found != text:
+            other = _parse_holder(rank, found, where)
+            running = is_running(other)
+            if running and time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"rank {rank} is taken: a process of the job whose store is at {where} has it, "
+                    f"and still runs at {other.host} (port {other.port}); end that one first, or, "
+                    "if this is another job, give it a MASTER_PORT of its own"
+                )
+            if running:
+                time.sleep(_RELEASE_POLL_S)
+            found = store.replace(key, "" if running else found, text)
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {rank}: the store does not answer: {error}") from None
     return first != text
 
 
-def _compare_set(store: TorchStore, rank: int, key: str, before: str, text: str) -> str:
+def _parse_holder(rank: int, text: str, where: str) -> ProcessAddress:
     try:
-        return store.replace(key, before, text)
-    except TimeoutError as error:
-        raise RendezvousError(f"rank {rank}: the store does not answer: {error}") from None
+        return ProcessAddress.from_text(text)
+    except ValueError:
+        raise RendezvousError(
+            f"rank {rank}: the store at {where} has a malformed address of this rank's process: "
+            f"{text[:80]!r}; start the job again at another port"
+        ) from None
 
 
 def _join(
