@@ -31,8 +31,7 @@ from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, FailureAttribution, finished_peer_text
 from wingbeat.transport.link import (
-    BITS_BELOW,
-    CHANNEL_BITS,
+    TAG_BITS,
     aborted_text,
     group_prefix,
     member_waiting_for,
@@ -218,13 +217,7 @@ class Executor:
         if self._closing:
             over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
             raise PeerError(f"{job} was started after {over}")
-        turn = job.turn = self._submitted
-        if self._group is None:
-            job.base_tag = base_tag(
-                call.what, call.bucket, call.buffer.nbytes, call.label, turn, call.dtype
-            )
-        else:
-            job.base_tag = group_tag(call.identity, turn)
+        job.turn, job.base_tag = self._submitted, call_tag(call, self._submitted)
         self._submitted += 1
 
     def _begun(self) -> list[AnyJob]:
@@ -505,59 +498,31 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-CHUNK_BITS = 8
-CHUNKS_PER_TAG = 1 << CHUNK_BITS
+_CHUNK_BITS = 8
+CHUNKS_PER_TAG = 1 << _CHUNK_BITS
 """Chunks to a peer after which tags repeat. Chunks are sent and received in the same order, and an
 executor posts fewer receives.
 """
 
-_KIND_BITS = 11
-_SEQUENCE_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS
-
-TAG_PERIOD = 1 << _SEQUENCE_BITS
+_TURN_BITS = 4
+TAG_PERIOD = 1 << _TURN_BITS
 """Collectives after which tags repeat. A sender is less than half as many ahead of a receiver."""
 
-_OPERATIONS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2}
-_CONTROL = 3
-
-LABELS = (
-    *("norms", "infinities", "batches left", "intents", "control", "sparse gradients"),
-    *("frozen parameters", "optimizer state", "gradients", "tensors"),
-    *("buffers after backward", "status of buffers", "buffers", "layout of buffers"),
-)
-"""Exchanges other than buckets; all others share one number."""
+_DIGESTS = 1 << (TAG_BITS - _TURN_BITS - _CHUNK_BITS)
 
 
-def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: torch.dtype) -> int:
+def call_tag(call: Call, turn: int) -> int:
     """Return the tag of a collective's first chunk; the other chunks have the following tags.
 
-    ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``); ``bucket`` is
-    negative for other exchanges, which have a ``label``; ``turn`` counts earlier collectives.
-    Exchanges of different sizes or dtypes mostly differ: a message of another size than its receive
-    buffer fails.
+    ``turn`` counts earlier collectives. Two different calls have the same tag in one of 524,288
+    cases.
     """
-    kind = _kind(what, bucket, nbytes, label, dtype)
-    return (((turn % TAG_PERIOD) << _KIND_BITS) | kind) << CHUNK_BITS
+    digest = _digest(
+        call.what, call.bucket, call.buffer.nbytes, call.label, call.dtype, call.identity
+    )
+    return (digest << _TURN_BITS | turn % TAG_PERIOD) << _CHUNK_BITS
 
 
 @lru_cache(maxsize=4096)
-def _kind(what: str, bucket: int, nbytes: int, label: str, dtype: torch.dtype) -> int:
-    digest = zlib.crc32(f"{what} {nbytes} {dtype}".encode())
-    if bucket >= 0 and what in _OPERATIONS:
-        return (_OPERATIONS[what] << 9) | ((bucket & 127) << 2) | (digest & 3)
-    number = LABELS.index(label) + 1 if label in LABELS else 0
-    return (_CONTROL << 9) | (number << 5) | (digest & 31)
-
-
-_DIGESTS = 1 << (_KIND_BITS + CHANNEL_BITS)
-"""Groups have no channels, so their digests use those bits too."""
-
-
-def group_tag(call: str, turn: int) -> int:
-    """Return the tag of the first chunk of a group's collective.
-
-    ``call`` contains everything that must be equal on all members. Two different calls have the
-    same tag in one of 524,288 cases.
-    """
-    digest = zlib.crc32(call.encode()) % _DIGESTS
-    return (((turn % TAG_PERIOD) << (_KIND_BITS + CHANNEL_BITS)) | digest) << CHUNK_BITS
+def _digest(*call: object) -> int:
+    return zlib.crc32(repr(call).encode()) % _DIGESTS

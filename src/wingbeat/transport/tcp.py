@@ -41,7 +41,7 @@ from wingbeat.observe.log import log
 from wingbeat.settings import is_on
 from wingbeat.transport import encryption
 from wingbeat.transport.interfaces import Interface, host_identity
-from wingbeat.transport.link import BITS_BELOW, group_prefix
+from wingbeat.transport.link import TAG_BITS, group_prefix
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
 
@@ -103,13 +103,13 @@ class TcpLink:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
         """As `Link.send`."""
-        channel = _message_channel(tag)
-        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
+        place = _channel_and_tag(tag)
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
         """As `Link.recv`."""
-        channel = _message_channel(tag)
-        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
+        place = _channel_and_tag(tag)
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
 
     def abort_waits(self) -> None:
         """End all waits on this link, in any thread, and close it."""
@@ -172,9 +172,11 @@ def _number_of(group: Group) -> int:
     return int.from_bytes(hashlib.sha256(group_prefix(group).encode()).digest()[:8], "little")
 
 
-def _message_channel(tag: int) -> int:
-    """Return the native channel of single messages; the odd ones are those of lanes."""
-    return 2 * (tag >> BITS_BELOW)
+def _channel_and_tag(tag: int) -> tuple[int, int]:
+    """Return the native channel of single messages, as the odd ones are those of lanes, and the
+    tag in it.
+    """
+    return 2 * (tag >> TAG_BITS), tag & ((1 << TAG_BITS) - 1)
 
 
 def lane_channel(channel: int) -> int:
