@@ -186,9 +186,14 @@ def is_loopback(interface: Interface) -> bool:
 def listen_interfaces(own: Host, named: Sequence[str] | None) -> list[Interface]:
     """Return the interfaces to listen on, in the order of their networks, loopback last.
 
-    Hosts that share networks number them equally; in a BCube the number is the level.
+    Hosts that share networks number them equally; in a BCube the number is the level. A
+    `UsageError` if a named interface does not exist, or there is none.
     """
+    for name in named or ():
+        _find(own, name)
     chosen = [i for i in own.interfaces if named is None or i.name in named]
+    if not chosen:
+        raise UsageError("this host has no interface that is up and has an address: bring one up")
     return sorted(chosen, key=lambda i: (is_loopback(i), subnet_order(i.subnet)))
 
 

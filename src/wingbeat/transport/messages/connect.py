@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat import _native
-from wingbeat.errors import RendezvousError, UsageError, unknown
+from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.messages.frames import MAX_CLASSES, NEVER, Limits, tos_of
@@ -80,7 +80,8 @@ def open_mailbox(
             "different namespace for each mailbox, the same on all processes"
         )
     deadline = time.monotonic() + seconds
-    own, mine = _own_interfaces(interfaces)
+    own = nic.local()
+    mine = nic.listen_interfaces(own, interfaces)
     what = f"{name(number)}: opening a mailbox in namespace {namespace!r}"
     sockets = len(mine) * classes
     descriptors.require(_CARRIER_DESCRIPTORS + sockets * (1 + len(others)), what)
@@ -160,17 +161,6 @@ def _listen(
             ) from None
         ports[interface][urgency] = port
     return tuple(map(tuple, ports))
-
-
-def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Interface]]:
-    own = nic.local()
-    mine = nic.listen_interfaces(own, named)
-    for wanted in named or ():
-        if wanted not in [i.name for i in mine]:
-            raise unknown("interface", wanted, [i.name for i in own.interfaces])
-    if not mine:
-        raise UsageError("this host has no interface that is up and has an address: bring one up")
-    return own, mine
 
 
 def _check_arguments(number: int, others: Sequence[int], classes: int, seconds: float) -> None:
