@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Annotated, Any, NamedTuple
@@ -182,8 +181,6 @@ If it were closed, a worker that is ahead could connect to rank 0's old store sh
 closes.
 """
 
-_listeners: weakref.WeakKeyDictionary[World, LivenessListener] = weakref.WeakKeyDictionary()
-
 
 def init(
     *,
@@ -249,7 +246,7 @@ def init(
         except BaseException:
             incarnation.close()
             raise
-        _listeners[world] = incarnation
+        world.on_closed(incarnation.close)  # another process may then claim its rank
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     world_module.set_current(world)
@@ -314,9 +311,6 @@ def shutdown() -> None:
     world = world_module.set_current(None)
     if world is not None:
         graceful_shutdown.close_world(world)
-        incarnation = _listeners.pop(world, None)
-        if incarnation is not None:  # another process may then claim its rank
-            incarnation.close()
 
 
 def _end_default_group(group: dist.ProcessGroup) -> None:
@@ -582,7 +576,7 @@ def _init_default_group(world: World, **options: Any) -> None:
         functools.partial(dist.init_process_group, "gloo", **options), count=devices
     )
     group = dist.group.WORLD
-    world._close = functools.partial(_end_default_group, group)
+    world.on_closed(functools.partial(_end_default_group, group))
     if listener.known and "TORCH_GLOO_LAZY_INIT" not in os.environ:  # connects later
         listener.block()
         group._get_backend(torch.device("cpu")).options._devices = []

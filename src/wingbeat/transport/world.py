@@ -134,9 +134,9 @@ class World:
     parent: World | None = None
     _prefix: str = ""
     _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
-    _close: Callable[[], None] | None = field(init=False, default=None)
     _exchanges: int = field(init=False, default=0)
     _users: list[Callable[[], None]] = field(init=False, default_factory=list)
+    _closers: list[Callable[[], object]] = field(init=False, default_factory=list)
     _channels: set[int] = field(init=False, default_factory=set)
     _opened: int = field(init=False, default=0)
     _children: weakref.WeakSet[World] = field(init=False, default_factory=weakref.WeakSet)
@@ -205,7 +205,7 @@ class World:
             _prefix=group_prefix(group),
         )
         self._children.add(inner)
-        inner._close = weakref.finalize(inner, self._open_groups.discard, group)
+        inner.on_closed(weakref.finalize(inner, self._open_groups.discard, group))
         return inner
 
     def __enter__(self) -> World:
@@ -241,7 +241,7 @@ class World:
         self._opened += 1
         self._children.add(inner)
         # Another world may use the number after this one is closed or collected.
-        inner._close = weakref.finalize(inner, self._channels.discard, number)
+        inner.on_closed(weakref.finalize(inner, self._channels.discard, number))
         return inner
 
     def _used_channels(self) -> set[int]:
@@ -348,9 +348,9 @@ class World:
         """Register ``callback``, called once before the links are closed."""
         self._users.append(callback)
 
-    def on_closed(self, callback: Callable[[], None]) -> None:
-        """Register the ``callback`` that is called once after the links are closed."""
-        self._close = callback
+    def on_closed(self, callback: Callable[[], object]) -> None:
+        """Register ``callback``, called once after the links are closed."""
+        self._closers.append(callback)
 
     def close(self) -> None:
         """Stop the threads that use the links, then close the links. Idempotent."""
@@ -362,9 +362,9 @@ class World:
         if not self.channel:
             for link in self.links:
                 link.close()
-        close, self._close = self._close, None
-        if close is not None:
-            close()
+        closers, self._closers = self._closers, []
+        for callback in closers:
+            callback()
 
 
 _current: World | None = None
