@@ -21,7 +21,7 @@ from typing import IO, Any, ClassVar, Protocol
 from wingbeat.errors import RendezvousError, WingbeatError
 from wingbeat.transport import descriptors
 from wingbeat.transport.failures import TERMINATED
-from wingbeat.transport.store import Store, read_value
+from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 
 _log = logging.getLogger(__name__)
@@ -91,6 +91,13 @@ class PipeStore:
             raise TimeoutError("the worker that started this service has exited") from None
 
 
+def _read(key: str, store: Store) -> str | None:
+    try:
+        return store.get(key, 1.0) if store.has(key) else None
+    except TimeoutError:  # rejected or deleted: treated as missing
+        return None
+
+
 def answer_request(line: str, store: Store) -> tuple[str, bool]:
     """Return the answer to a request and whether it was the last; a `ValueError` if malformed."""
     try:
@@ -102,7 +109,7 @@ def answer_request(line: str, store: Store) -> tuple[str, bool]:
             store.set(key, value)
             return "true", False
         case {"read": str(key)}:
-            return json.dumps(read_value(store, key)), False
+            return json.dumps(_read(key, store)), False
         case {"ready": True}:
             return "true", True
     raise ValueError(f"not a request: {line[:80]!r}")

@@ -84,7 +84,29 @@ def shared_memory_enabled(env: Mapping[str, str] = os.environ) -> bool:
     return is_on(SWITCH, env)
 
 
-class TcpLink:
+class _EngineLink:
+    """Sends and receives single messages over connections of the extension."""
+
+    @functools.cached_property
+    def native(self) -> _native.Group:
+        """The connections; those of a group are restored by the first use if they were lost."""
+        return self._connect()
+
+    def _connect(self) -> _native.Group:
+        raise NotImplementedError
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.send`; in a group ``peer`` is an index in it."""
+        place = _channel_and_tag(tag)
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.recv`; in a group ``peer`` is an index in it."""
+        place = _channel_and_tag(tag)
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
+
+
+class TcpLink(_EngineLink):
     """The connections of this process over one interface; as `wingbeat.transport.link.Link`."""
 
     def __init__(self, name: str, size: int, port: _Port | None = None) -> None:
@@ -96,20 +118,8 @@ class TcpLink:
         weakref.finalize(self, _release, self.nic, port)
         _links.add(self)
 
-    @functools.cached_property
-    def native(self) -> _native.Group:
-        """The connections to all ranks, once they are made."""
+    def _connect(self) -> _native.Group:
         return _native.Group(self.nic, _WORLD, list(range(self._size)))
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.send`."""
-        place = _channel_and_tag(tag)
-        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.recv`."""
-        place = _channel_and_tag(tag)
-        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
 
     def abort_waits(self) -> None:
         """End all waits on this link, in any thread, and close it."""
@@ -129,7 +139,7 @@ _WORLD = 0
 """The number of the world where groups have theirs."""
 
 
-class GroupLink:
+class GroupLink(_EngineLink):
     """The connections to the members of a group over one interface, as a `Link`.
 
     Its messages have windows of their own, and its end affects no other user of the connections.
@@ -140,21 +150,11 @@ class GroupLink:
         self._link, self._ranks = link, list(group.ranks)
         self._id, self._closed = _number_of(group), False
 
-    @functools.cached_property
-    def native(self) -> _native.Group:
-        """The connections to the members. The first use restores those that are missing."""
+    def _connect(self) -> _native.Group:
         if self._link.port is not None and not self._closed:
             for rank in self._ranks:
                 self._link.port.reach(rank)
         return _native.Group(self._link.nic, self._id, self._ranks)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.send`; ``peer`` is an index in the group."""
-        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.recv`; ``peer`` is an index in the group."""
-        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
 
     def abort_waits(self) -> None:
         """End all waits of all members in this group."""

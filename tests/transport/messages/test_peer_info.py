@@ -84,6 +84,17 @@ def test_a_wrong_field_is_a_value_error(field: str, value: object) -> None:
         PeerInfo.from_json(json.dumps({**fields(), field: value}))
 
 
+def test_addresses_with_different_numbers_of_ports_are_refused() -> None:
+    both = (*HOST.interfaces, Interface("eth1", "10.0.1.1", "10.0.1.0/24"))
+    uses, ports = tuple(each.address for each in both), ((1,), (2,))
+    two = dataclasses.replace(CARD, host=Host("a", both), uses=uses, ports=ports)
+    assert PeerInfo.from_json(two.to_json()) == two
+    for wrong in ([[1]], [[1], [2, 3]]):
+        text = json.dumps({**json.loads(two.to_json()), "ports": wrong})
+        with pytest.raises(MalformedMessage, match="allowed: as many for each address"):
+            PeerInfo.from_json(text)
+
+
 @pytest.mark.filterwarnings("ignore:__int__ returned non-int")  # a network that is given as true
 def test_changed_peer_info_is_read_or_raises_value_error() -> None:
     chance, ways = random.Random(1), list(places(fields()))
