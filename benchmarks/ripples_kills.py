@@ -42,7 +42,7 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.group_all_reduce import GRACE_S
 from wingbeat.methods.model_averaging.service import FACTOR, MIN_TIMEOUT_S
 from wingbeat.parts import Groups
-from wingbeat.transport.messages.mailbox import RECONNECT_S
+from wingbeat.transport.detector import RECONNECT_S
 from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.table import Printed
 

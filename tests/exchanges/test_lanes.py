@@ -105,7 +105,9 @@ def test_who_is_silent_is_named_after_a_while() -> None:
     cards.run(2.0)
     said = cards.lanes[0].silent()
     assert list(said) == [2]
-    assert said[2].startswith("gave no sign for 5.") or said[2].startswith("gave no sign for 6.")
+    assert said[2].startswith("has been silent for 5.") or said[2].startswith(
+        "has been silent for 6."
+    )
     assert not cards.lanes[0].has_sent_since(2, 4.0)
     assert cards.lanes[0].has_sent_since(1, 4.0)
     cards.lanes[0].forget(2)

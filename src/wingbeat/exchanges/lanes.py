@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.observe.log import log
+from wingbeat.transport.detector import AdaptiveTimeout, Deadlines
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Posted
 
 if TYPE_CHECKING:
@@ -152,30 +153,6 @@ class CongestionWindow:
         return max(1 << 14, self.nbytes // 4)
 
 
-GAP_FACTOR = 8.0
-"""The timeout in multiples of the longest recent gap."""
-
-_GAP_DECAY = 0.95
-"""Factor by which the weight of a long gap decreases with each later message."""
-
-
-class AdaptiveTimeout:
-    """A timeout derived from the gaps between messages, from ``least`` to ``most`` seconds."""
-
-    def __init__(self, least: float, most: float) -> None:
-        self._least, self._most = least, max(least, most)
-        self._longest = 0.0
-
-    def record_gap(self, seconds: float) -> None:
-        """Record the gap before a message."""
-        self._longest = max(seconds, self._longest * _GAP_DECAY)
-
-    @property
-    def seconds(self) -> float:
-        """The current timeout."""
-        return min(max(self._least, GAP_FACTOR * self._longest), self._most)
-
-
 PATH_TIMEOUT_S = 2.0
 """Minimum seconds of silence after which a path counts as cut."""
 
@@ -195,7 +172,7 @@ class _PathState:
         self.posted: deque[tuple[float, Posted]] = deque()
         self.bytes = 0
         self.last_arrival = float("-inf")
-        self.timeout = AdaptiveTimeout(least, max(least, _MAX_PATH_TIMEOUT_S))
+        self.timeout = AdaptiveTimeout(least, _MAX_PATH_TIMEOUT_S)
 
     def silence(self, now: float) -> float:
         """Seconds since an arrival was due."""
@@ -208,7 +185,7 @@ class _PathState:
             begun, message = self.posted.popleft()
             found, seconds = found + message.size, now - begun
         if found:
-            self.timeout.record_gap(silence)
+            self.timeout.record(silence)
             self.last_arrival = now
             self.bytes -= found
         return found, seconds
@@ -396,23 +373,12 @@ class _Part:
 class _Lane:
     """Both directions between this worker and one incarnation of another worker."""
 
-    def __init__(self, incarnation: int, now: float, timeout: float, first_message: float) -> None:
-        self.incarnation, self._first_message = incarnation, first_message
+    def __init__(self, incarnation: int, now: float, timeout: float) -> None:
+        self.incarnation = incarnation
         self.out: RetransmitBuffer[_Part] = RetransmitBuffer()
         self.into: ReorderBuffer[tuple[int, Any]] = ReorderBuffer()
-        self.received_at = self.sent_at = now
-        self.met = False
-        most = MAX_TIMEOUT_FACTOR * timeout
-        self._gaps = AdaptiveTimeout(timeout, most)
-        self.delays = AdaptiveTimeout(0.0, most)  # until a part is acknowledged
-
-    def received(self, now: float) -> None:
-        if self.met:
-            self._gaps.record_gap(now - self.received_at)
-        self.received_at, self.met = now, True
-
-    def is_silent(self, now: float) -> bool:
-        return now - self.received_at > (self._gaps.seconds if self.met else self._first_message)
+        self.sent_at = now
+        self.delays = AdaptiveTimeout(0.0, MAX_TIMEOUT_FACTOR * timeout)  # of acknowledgements
 
 
 class Lanes:
@@ -453,16 +419,20 @@ class Lanes:
         self._forward_queue: deque[tuple[Message, int]] = deque()
         self._last_check = self._last = clock()
         self._lanes = {
-            worker: _Lane(incarnations[worker], self._last_check, timeout, begin)
+            worker: _Lane(incarnations[worker], self._last_check, timeout)
             for worker in range(workers)
             if worker != me
         }
+        self._deadlines = Deadlines(timeout, MAX_TIMEOUT_FACTOR * timeout)
+        for worker in self._lanes:
+            self._deadlines.start(worker, self._last_check, begin)
         for worker in box.peers:
             self._path_table.add(Path(worker, each) for each in box.interfaces(worker))
 
     def forget(self, worker: int) -> None:
         """Stop sending to or through a lost worker."""
         self._lanes.pop(worker, None)
+        self._deadlines.forget(worker)
         self._path_table.forget(worker)
         self._routes.without(worker)
 
@@ -470,8 +440,9 @@ class Lanes:
         """Reset the lane of a rejoined worker, to which the mailbox is connected."""
         self.forget(worker)
         self._routes.again(worker)
-        begin = MAX_TIMEOUT_FACTOR * self.timeout
-        self._lanes[worker] = _Lane(incarnation, self._clock(), self.timeout, begin)
+        now = self._clock()
+        self._lanes[worker] = _Lane(incarnation, now, self.timeout)
+        self._deadlines.start(worker, now, MAX_TIMEOUT_FACTOR * self.timeout)
         if worker in self._box.peers:
             self._path_table.add(Path(worker, each) for each in self._box.interfaces(worker))
 
@@ -486,12 +457,8 @@ class Lanes:
 
     def silent(self) -> dict[int, str]:
         """Return an explanation for each worker that was silent for too long."""
-        now = self._clock()
-        return {
-            worker: f"gave no sign for {now - lane.received_at:.1f} s"
-            for worker, lane in self._lanes.items()
-            if lane.is_silent(now)
-        }
+        overdue = self._deadlines.overdue(self._clock())
+        return {worker: f"has been silent for {waited:.1f} s" for worker, waited in overdue.items()}
 
     @property
     def reached(self) -> set[int]:
@@ -500,8 +467,7 @@ class Lanes:
 
     def has_sent_since(self, worker: int, when: float) -> bool:
         """Whether a message of a worker has arrived after ``when``, by this worker's clock."""
-        lane = self._lanes.get(worker)
-        return lane is None or lane.received_at > when
+        return worker not in self._lanes or self._deadlines.since(worker) > when
 
     @property
     def largest(self) -> int:
@@ -601,10 +567,11 @@ class Lanes:
         ):
             return iter(())  # of a former incarnation
         now = self._clock()
-        lane.received(now)
+        self._deadlines.arrived(source, now)
+        self._deadlines.start(source, now)
         oldest = next(iter(lane.out), None)
         if lane.out.acknowledge(acked) and oldest is not None and oldest.tries == 1:
-            lane.delays.record_gap(now - oldest.at)
+            lane.delays.record(now - oldest.at)
         if kind == HEARTBEAT:
             return iter(())
         items = lane.into.receive(number, (kind, message.payload))
@@ -615,8 +582,7 @@ class Lanes:
         now = self._clock()
         if now - self._last > self.timeout / _STALL_FRACTION:
             self._path_table.ignore_silence(now)
-            for lane in self._lanes.values():
-                lane.received_at += now - self._last
+            self._deadlines.postpone(now - self._last)
         self._last = now
         self._forward()
         due = now >= self._last_check + _CHECK_INTERVAL_S

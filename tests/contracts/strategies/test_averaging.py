@@ -25,8 +25,9 @@ from helpers.training import (
 )
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging import service
-from wingbeat.methods.model_averaging.service import AdaptiveTimeout
 from wingbeat.strategies import parse
+from wingbeat.transport import detector
+from wingbeat.transport.detector import Deadlines
 
 PATIENCE = 60.0
 
@@ -44,8 +45,9 @@ AVERAGING = (
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have groups go on without a worker whose step takes some tenths of a second longer."""
-    short = lambda workers, *_: AdaptiveTimeout(workers, 0.5, 2.0, 0.2)  # noqa: E731
-    monkeypatch.setattr(service, "AdaptiveTimeout", short)
+    monkeypatch.setattr(detector, "TIMEOUT_FACTOR", 2.0)
+    short = lambda *_, **__: Deadlines(0.2, first=0.5)  # noqa: E731
+    monkeypatch.setattr(service, "Deadlines", short)
 
 
 @pytest.mark.usefixtures("impatient")

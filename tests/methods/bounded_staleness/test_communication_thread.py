@@ -306,5 +306,7 @@ def test_training_continues_when_process_exits(
     states = in_threads([lambda m=m: work(*m) for m in made])
     assert states[0] == states[2] != b""
     assert made[0][1].steps >= 6
-    said = "rank 1 has ended without a word; the others continue without it"
+    said = (
+        "rank 1 has ended unexpectedly: its connections are closed; the others continue without it"
+    )
     assert {f"rank 0: {said}", f"rank 2: {said}"} & set(caplog.messages)

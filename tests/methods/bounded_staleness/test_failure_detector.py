@@ -14,11 +14,11 @@ from helpers.cards import Cards, bcube, star
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.membership import (
-    FailureDetector,
     LogEntry,
     MembershipChange,
     MembershipClient,
     MembershipLog,
+    MembershipMonitor,
     WorkerLost,
     WorkerRejoined,
 )
@@ -67,7 +67,7 @@ class Cluster:
             MembershipClient(self.store, "r", w, n, clock=self.cards.clock) for w in range(n)
         ]
         self.detectors = [
-            FailureDetector(
+            MembershipMonitor(
                 self.cards.boxes[w], self.cards.lanes[w], self.machines[w], self.clients[w],
                 tolerates_loss=tolerates_loss, clock=self.cards.clock,
                 departures=Departures(self.said, f"rank {w}", n, warn=self.lines.append),
@@ -143,7 +143,7 @@ def test_lost_worker_is_logged_once_by_each() -> None:
         assert cluster.gone[worker] == [WorkerLost(2, 0, needed=True)]
         assert cluster.machines[worker].incarnation_of(2) is None
     assert len(cluster.lines) == 3
-    assert any("rank 0: rank 2 gave no sign for" in line for line in cluster.lines)
+    assert any("rank 0: rank 2 has been silent for" in line for line in cluster.lines)
     assert all(line.endswith("; the others continue without it") for line in cluster.lines)
 
 
@@ -156,7 +156,9 @@ def test_killed_worker_is_lost_one_second_after_disconnect() -> None:
     cluster.run(1.1)
     assert cluster.ended == {}
     assert cluster.gone[0] == cluster.gone[1] == [WorkerLost(2, 0, needed=True)]
-    said = "rank 2 has ended without a word; the others continue without it"
+    said = (
+        "rank 2 has ended unexpectedly: its connections are closed; the others continue without it"
+    )
     assert sorted(cluster.lines) == [f"rank {worker}: {said}" for worker in (0, 1)]
     assert cluster.clients[0].log.length == 1
 
@@ -169,7 +171,11 @@ def test_killed_worker_in_bcube_is_reported_by_neighbours() -> None:
     assert cluster.ended == {}
     for worker in set(range(8)) - {5}:
         assert cluster.gone[worker] == [WorkerLost(5, 0, needed=True)]
-    knew = {int(line[5]) for line in cluster.lines if "rank 5 has ended without a word" in line}
+    knew = {
+        int(line[5])
+        for line in cluster.lines
+        if "rank 5 has ended unexpectedly: its connections are closed" in line
+    }
     assert {1, 4, 7} >= knew != set()
     told = {int(line[5]) for line in cluster.lines if "rank 5 was reported lost by rank" in line}
     assert knew | told == set(range(8)) - {5}
@@ -190,7 +196,7 @@ def test_killed_worker_ends_training_if_loss_is_not_tolerated() -> None:
     cluster.cards.kill(2)
     cluster.run(2.0)
     assert set(cluster.ended) == {0, 1}
-    said = "rank 0: lost a worker before training ended: rank 2 has ended without a word"
+    said = "rank 0: lost a worker before training ended: rank 2 has ended unexpectedly"
     assert cluster.ended[0].startswith(said)
 
 
@@ -203,7 +209,7 @@ def test_killed_worker_is_named_before_worker_that_left() -> None:
     )  # has detected it first
     cluster.run(0.1)
     assert cluster.ended[0].startswith(
-        "rank 0: lost a worker before training ended: rank 2 has ended without"
+        "rank 0: lost a worker before training ended: rank 2 has ended unexpectedly"
     )
 
 
@@ -255,7 +261,7 @@ def test_stopped_worker_is_lost_after_silence() -> None:
     assert not any(cluster.gone.values())
     cluster.run(4.0)
     assert cluster.gone[0] == cluster.gone[1] == [WorkerLost(2, 0, needed=True)]
-    assert all("rank 2 gave no sign for" in line for line in cluster.lines)
+    assert all("rank 2 has been silent for" in line for line in cluster.lines)
 
 
 def test_restarted_worker_is_not_confused_with_killed_one() -> None:
@@ -377,7 +383,8 @@ def test_silent_worker_ends_training_if_loss_is_not_tolerated() -> None:
     cluster.run(12.0)
     assert set(cluster.ended) == {0, 1}
     assert (
-        "rank 0: lost a worker before training ended: rank 2 gave no sign for" in cluster.ended[0]
+        "rank 0: lost a worker before training ended: rank 2 has been silent for"
+        in cluster.ended[0]
     )
     assert not cluster.store.has("membership/r/0")
 

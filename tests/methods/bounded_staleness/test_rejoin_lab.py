@@ -124,9 +124,11 @@ def test_cut_interface_and_killed_process_recover(tmp_path: Path) -> None:
     for rank in (0, 1, 3):
         back = [line for line in lines[rank] if "rank 2 is back" in line]
         assert back == [f"rank {rank}: rank 2 is back"], lines[rank]
-    ended = "rank 2 has ended without a word; the others continue without it"
+    ended = (
+        "rank 2 has ended unexpectedly: its connections are closed; the others continue without it"
+    )
     assert any(f"rank {rank}: {ended}" in lines[rank] for rank in (0, 3)), lines
-    assert not any("gave no sign" in line for rank in range(4) for line in lines[rank]), lines
+    assert not any("has been silent" in line for rank in range(4) for line in lines[rank]), lines
     assert [line for line in lines[1] if "rank 2 was reported lost by" in line], (
         "it has no way there"
     )

@@ -42,6 +42,7 @@ from wingbeat.methods.model_averaging.generator import (
 )
 from wingbeat.methods.model_averaging.rules import Rules, group_of
 from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.transport import detector
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.types import Layout
@@ -95,6 +96,11 @@ class FakeMailbox:
 def client(box: FakeMailbox, rules: Rules | None = None) -> Client:
     table = StatusTable(Switchboard(), "groups/", 4)
     return Client(box, 1, GENERATOR, Layout.even(2, 2), rules or Rules(), 5.0, table)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def polled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detector, "_POLL_S", 0.0)
 
 
 def test_step_sends_a_request_averages_and_acknowledges() -> None:
@@ -196,6 +202,7 @@ def test_member_that_has_averaged_when_the_generator_dies_averages_once() -> Non
         assert [run.number for run in runs] == [7]
 
 
+@pytest.mark.usefixtures("polled_each_time")
 def test_generator_without_connections_is_lost_after_a_second() -> None:
     """Unless it is connected again by then. Later connections change nothing."""
     signs: list[float] = [0.3, 0.9, 0.0, 0.4, 1.1, 0.0]
@@ -209,12 +216,13 @@ def test_generator_without_connections_is_lost_after_a_second() -> None:
     runs: list[Run] = []
     one.step(FunctionReducer(lambda run, alive: runs.append(run)))
     assert signs == [0.0]
-    assert one.fallback == "its connections have closed without a goodbye"
+    assert one.fallback == "it has ended unexpectedly: its connections are closed"
     assert [run.members for run in runs] == [(0, 1, 2, 3)]
     one._connection._mailbox.unconnected().clear()  # type: ignore[attr-defined]
     assert one._connection.lost
 
 
+@pytest.mark.usefixtures("polled_each_time")
 def test_arrival_is_departed_after_the_generator_is_lost() -> None:
     box = FakeMailbox(run_message(7, 0, (0, 1), 0))
     one = client(box)
@@ -554,7 +562,7 @@ def test_workers_converge_to_one_value(running: list[Service], rules: Rules) -> 
 def test_dead_worker_delays_nobody_for_long_and_is_reported_to_all(
     running: list[Service],
 ) -> None:
-    store, settings = Switchboard(), config(4, least=0.5, factor=4.0)
+    store, settings = Switchboard(), config(4, least=0.5)
     shared = SharedValues([0.0, 1.0, 2.0, 3.0])
     running.append(ThreadService(settings, store))
     begun = time.monotonic()
@@ -576,7 +584,7 @@ def test_dead_worker_delays_nobody_for_long_and_is_reported_to_all(
 
 
 def test_excluded_worker_returns_to_groups(running: list[Service]) -> None:
-    store, settings = Switchboard(), config(4, Rules(threshold=None), least=0.3, factor=2.0)
+    store, settings = Switchboard(), config(4, Rules(threshold=None), least=0.3)
     shared = SharedValues([0.0, 1.0, 2.0, 3.0])
     running.append(ThreadService(settings, store))
     back: list[int] = []

@@ -27,8 +27,8 @@ from wingbeat.methods.model_averaging.generator import (
     Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
-from wingbeat.methods.model_averaging.service import AdaptiveTimeout, GroupService, Rejoin
-from wingbeat.transport.messages.mailbox import RECONNECT_S
+from wingbeat.methods.model_averaging.service import GroupService, Rejoin
+from wingbeat.transport.detector import RECONNECT_S
 from wingbeat.types import Layout
 
 
@@ -92,8 +92,7 @@ class Rig:
         self.workers, self.clock, self.box = workers, Clock(), FakeMailbox(workers)
         rules = Rules(size=size, inter_intra=False, threshold=None)
         self.generator = Generator(Layout.even(1, workers), rules)
-        timeouts = AdaptiveTimeout(workers, first_s=100.0, factor=8.0, min_s=2.0)
-        self.service = GroupService(self.box, self.generator, workers, timeouts, clock=self.clock)  # type: ignore[arg-type]
+        self.service = GroupService(self.box, self.generator, workers, 100.0, clock=self.clock)  # type: ignore[arg-type]
 
     def send(self, worker: int, message: Any) -> None:
         self.box.inbox.append(Received(*MESSAGES.pack(message), peer=worker))

@@ -17,8 +17,8 @@ from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import checkpoint
 from wingbeat.methods.model_averaging import service
-from wingbeat.methods.model_averaging.service import AdaptiveTimeout
 from wingbeat.strategies import parse
+from wingbeat.transport.detector import Deadlines
 
 PATIENCE = 60.0
 
@@ -213,11 +213,11 @@ def test_a_worker_left_out_copies_the_others_model(
     """It has missed outer steps: what it makes of later ones alone is another model for ever."""
     asleep, back = threading.Event(), threading.Event()
 
-    class Hasty(AdaptiveTimeout):
-        def is_overdue(self, worker: int, now: float) -> bool:
-            return worker == 1 and asleep.is_set()
+    class Hasty(Deadlines):
+        def is_overdue(self, peer: int, now: float) -> bool:
+            return peer == 1 and asleep.is_set()
 
-    monkeypatch.setattr(service, "AdaptiveTimeout", Hasty)
+    monkeypatch.setattr(service, "Deadlines", Hasty)
 
     def body(world: Any) -> tuple[int, dict[str, Any]]:
         model = net()

@@ -21,9 +21,9 @@ from wingbeat.methods.parameter_server.client import Client, Request, Transfer
 from wingbeat.methods.parameter_server.launch import _WatchedStore, place_servers
 from wingbeat.methods.parameter_server.protocol import Ids, Kind, Order, pack_route
 from wingbeat.methods.parameter_server.server import Server
+from wingbeat.transport.detector import RECONNECT_S
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
-from wingbeat.transport.messages.mailbox import RECONNECT_S
 
 
 @dataclass

@@ -14,7 +14,7 @@ from wingbeat.errors import PeerError
 from wingbeat.methods.parameter_server.aggregator import SLICE_OVERHEAD, Aggregator
 from wingbeat.methods.parameter_server.protocol import MAX_REASON, Kind, Order, pack_route
 from wingbeat.methods.parameter_server.server import Server
-from wingbeat.transport.messages.mailbox import RECONNECT_S
+from wingbeat.transport.detector import RECONNECT_S
 
 SERVER = 3
 ONES = np.ones(4, "f4")
@@ -314,7 +314,7 @@ def test_left_worker_with_incomplete_sum_fails() -> None:
     made.run(20)
     made.clock.now = 1.0
     made.run()
-    assert [lines for lines in made.reasons() if lines] == 2 * [["rank 2 has ended"]]
+    assert [lines for lines in made.reasons() if lines] == 2 * [["rank 2 has left"]]
 
 
 def test_lost_worker_with_incomplete_sum_fails() -> None:

@@ -21,8 +21,8 @@ from wingbeat.exchanges.lanes import BEGIN, MORE, Lanes, ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.journal import Journal
 from wingbeat.methods.bounded_staleness.membership import (
-    FailureDetector,
     MembershipClient,
+    MembershipMonitor,
     WorkerLost,
     WorkerRejoined,
 )
@@ -252,7 +252,7 @@ class CommunicationThread:
         self._journal = journal or Journal(
             None, machine.rank, machine.incarnation, machine.workers, machine.bound
         )
-        self._detector = FailureDetector(
+        self._detector = MembershipMonitor(
             mailbox, lanes, machine, membership, tolerates_loss=tolerates_loss,
             departures=departures or Departures(None, self._me), clock=clock,
         )  # fmt: skip

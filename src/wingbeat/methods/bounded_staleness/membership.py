@@ -32,10 +32,11 @@ from wingbeat.methods.bounded_staleness.messages import (
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage, parse_json
 from wingbeat.transport import interfaces as nic
+from wingbeat.transport.detector import ENDED, LEFT, RECONNECT_S, FailureDetector
 from wingbeat.transport.interfaces import listen_interfaces
 from wingbeat.transport.messages.connect import open_mailbox
-from wingbeat.transport.messages.frames import NEVER, Limits
-from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
+from wingbeat.transport.messages.frames import Limits
+from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
 _LOG_POLL_S = 0.2  # between reads of the log
 _PEER_INFO_S = 5.0  # timeout for the contact information of an announced worker
 _STORE_S = 10.0  # timeout for the store to decide which workers are lost
-_CLOSED_POLL_S = 0.25  # between checks for closed connections
-
-_ENDED = "has ended without a word"
-_LEFT = "has left"
 
 
 class MembershipChange(NamedTuple):
@@ -349,7 +346,7 @@ class WorkerRejoined(NamedTuple):
     peer_info: PeerInfo
 
 
-class FailureDetector:
+class MembershipMonitor:
     """Suspects workers locally, and has them removed by the membership log.
 
     ``lost`` are the workers that are currently lost. Without ``membership`` each worker decides by
@@ -374,8 +371,7 @@ class FailureDetector:
         self._workers = len(lanes.known) + 1
         self._suspected_at: dict[int, float] = {}
         self._unneeded: dict[int, int] = {}  # incarnations that ended after all had drained
-        self._polled = float("-inf")
-        self._closed_at: dict[int, float] = {}  # time of closing; NEVER if not reached directly
+        self._detector = FailureDetector(mailbox, clock, lambda: lanes.reached)
         self.lost: set[int] = set()
         if membership is not None:
             view = membership.log.view
@@ -386,11 +382,11 @@ class FailureDetector:
         """Return the workers that may be lost, each with the reason."""
         if not self._machine.drained:  # training has resumed and needs them
             self.lost.difference_update(self._unneeded)
-        found = dict.fromkeys(self._unneeded, _LEFT)
-        found |= dict.fromkeys(self._mailbox.left, _LEFT)
-        found |= self._mailbox.lost
-        found |= self._lanes.silent()
-        found |= dict.fromkeys(self._ended(), _ENDED)
+        found = dict.fromkeys(self._unneeded, LEFT.text) | self._lanes.silent()
+        ended = self._ended_before(self._clock() - RECONNECT_S)
+        for worker, failed in self._detector.failed().items():
+            if failed is not ENDED or worker in ended:
+                found[worker] = failed.text
         return {worker: reason for worker, reason in found.items() if worker not in self.lost}
 
     def poll(self, suspects: Mapping[int, str]) -> Iterator[WorkerLost | WorkerRejoined]:
@@ -418,27 +414,13 @@ class FailureDetector:
                 yield WorkerRejoined(worker, change.incarnation, change.peer_info)
         yield from self._decide({w: r for w, r in suspects.items() if w not in self.lost})
 
-    def _ended(self) -> list[int]:
-        """Return the workers whose connections closed `RECONNECT_S` ago and that are silent since.
+    def _ended_before(self, when: float) -> list[int]:
+        """Return the workers whose connections closed before ``when`` and that are silent since.
 
-        A partition closes connections too, but long after the worker was last reached directly. A
-        worker whose messages arrive through other workers is alive.
+        A worker whose messages arrive through other workers is alive.
         """
-        now = self._clock()
-        if now >= self._polled + _CLOSED_POLL_S:
-            self._polled, before, reached = now, self._closed_at, self._lanes.reached
-            self._closed_at = {
-                worker: before.get(worker, now - seconds if worker in reached else NEVER)
-                for worker, seconds in self._mailbox.unconnected().items()
-            }
-        return self._closed_and_silent_since(now - RECONNECT_S)
-
-    def _closed_and_silent_since(self, when: float) -> list[int]:
-        return [
-            worker
-            for worker, closed_at in self._closed_at.items()
-            if closed_at < when and not self._lanes.has_sent_since(worker, when)
-        ]
+        closed = self._detector.closed_before(when)
+        return [worker for worker in closed if not self._lanes.has_sent_since(worker, when)]
 
     def _check_own(self, joined: bool, incarnation: int, author: int) -> None:
         own = self._machine.incarnation
@@ -504,8 +486,8 @@ class FailureDetector:
         if self._tolerates_loss:
             return
         # A worker that has left may have been the first to miss a worker that is found lost next.
-        ended = self._closed_and_silent_since(self._clock() - RECONNECT_S / 2)
-        worker, reason = (min(ended), _ENDED) if ended else (worker, suspects[worker])
+        ended = self._ended_before(self._clock() - RECONNECT_S / 2)
+        worker, reason = (min(ended), ENDED.text) if ended else (worker, suspects[worker])
         failure = self._departures.first_failure() or f"rank {worker} {reason}"
         raise PeerError(
             f"{self._me}: lost a worker before training ended: {failure}; "

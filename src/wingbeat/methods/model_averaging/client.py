@@ -38,9 +38,10 @@ from wingbeat.methods.model_averaging.generator import (
 from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.schema import MalformedMessage, Range, parse_json
+from wingbeat.transport.detector import Failed, FailureDetector
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
 from wingbeat.transport.messages.frames import Message
-from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
+from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.store import Store
 from wingbeat.types import Layout
 
@@ -462,20 +463,16 @@ class GeneratorConnection:
 
     def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
         self._mailbox, self._worker, self._generator = mailbox, worker, generator
-        self._timeout, self._sent_at, self._lost = timeout, 0.0, False
+        self._timeout, self._sent_at = timeout, 0.0
+        self._detector = FailureDetector(mailbox)
+        self._failed: Failed | None = None
         self.received: deque[Any] = deque()
 
     @property
     def lost(self) -> bool:
-        """Whether the generator has left, is silent or has closed its connections; permanent."""
-        if not self._lost:
-            mailbox, generator = self._mailbox, self._generator
-            self._lost = (
-                generator in mailbox.left
-                or generator in mailbox.lost
-                or mailbox.unconnected().get(generator, 0.0) > RECONNECT_S
-            )
-        return self._lost
+        """Whether the generator has failed; permanent."""
+        self._failed = self._failed or self._detector.failed().get(self._generator)
+        return self._failed is not None
 
     def send(self, message: Any) -> None:
         """Send a message; raise GeneratorLost if the generator cannot receive it."""
@@ -497,11 +494,9 @@ class GeneratorConnection:
                 return self.received.popleft()
             try:
                 received = self._mailbox.receive(_CHECK_S, of=[self._generator])
-            except PeerError as error:
-                if self._generator in self._mailbox.left or self._generator in self._mailbox.lost:
-                    raise GeneratorLost(str(error)) from None
-                if self.lost:
-                    raise GeneratorLost("its connections have closed without a goodbye") from None
+            except PeerError:
+                if self.lost and self._failed:
+                    raise GeneratorLost(f"it {self._failed.text}") from None
             else:
                 return self._parse(received)
             now = time.monotonic()

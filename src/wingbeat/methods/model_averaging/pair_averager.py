@@ -39,11 +39,12 @@ from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport import graceful_shutdown
+from wingbeat.transport.detector import Failure, FailureDetector
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, is_alive, stuck_peer_text
 from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
-from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 from wingbeat.types import SERIES, Layout, Span
@@ -187,6 +188,7 @@ class PairExchange:
         self.machine, self._mailbox, self._buffer = machine, mailbox, buffer
         self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
         self._on_lost, self._reported = on_lost, set[int]()
+        self._detector = FailureDetector(mailbox, clock)
         self._departures = departures or Departures(None, self._me)
         self.waits = 0
         self.watches_all = False
@@ -310,7 +312,7 @@ class PairExchange:
         """Handle the given message, further ones that have arrived, and checks that are due."""
         # Read before the messages, because messages sent before a worker left must still be
         # handled.
-        left, lost = self._mailbox.left, self._mailbox.lost
+        failed = self._detector.failed()
         while message is not None or (message := self._mailbox.poll()) is not None:
             with self._changed:
                 self._receive(message)
@@ -319,11 +321,8 @@ class PairExchange:
             message = None
         with self._changed:
             for peer in self.machine.live_partners:
-                if peer in lost:
-                    self._remove_lost(peer, lost[peer])
-                elif peer in left:
-                    stream.happened("left", (peer,))
-                    self.machine.remove(peer, lost=False)
+                if peer in failed:
+                    self._remove(peer, *failed[peer])
             self._check_partners()
             self._execute_commands()
             self._changed.notify_all()
@@ -359,11 +358,13 @@ class PairExchange:
             self._load[self._interfaces.pop(chunk)] -= 1
             self._buffer.receive_average(chunk, payload)
 
-    def _remove_lost(self, peer: int, how: str) -> None:
-        self._departures.lost(peer, how)
-        self._mailbox.drop(peer)
+    def _remove(self, peer: int, how: Failure, text: str) -> None:
+        lost = how is not Failure.LEFT
+        if lost:
+            self._departures.lost(peer, text)
+            self._mailbox.drop(peer)
         stream.happened("left", (peer,))
-        self.machine.remove(peer, lost=True)
+        self.machine.remove(peer, lost=lost)
 
     def _execute_commands(self) -> None:
         commands = self.machine.commands
@@ -416,9 +417,6 @@ class PairExchange:
             return
         self._checked_at = now
         self._execute_commands()
-        for peer, seconds in self._mailbox.unconnected().items():
-            if seconds > RECONNECT_S and peer in machine.live_partners:
-                self._remove_lost(peer, "has ended without a word")
         queued = machine.queue if machine.served is not None else ()
         checked = (*machine.waiting_for(), *queued)
         for peer in machine.live_partners if self.watches_all else checked:

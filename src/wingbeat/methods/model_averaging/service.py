@@ -35,18 +35,16 @@ from wingbeat.methods.model_averaging.generator import (
 )
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.schema import MalformedMessage, Range, parse_json
+from wingbeat.transport.detector import Deadlines, Failure, FailureDetector
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
-from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore, Store
 from wingbeat.types import Layout
 
 _log = logging.getLogger(__name__)
-
-FACTOR = 8.0
-"""Timeout of a step, as a multiple of its worker's usual step."""
 
 MIN_TIMEOUT_S = 2.0
 """Lower bound of the timeout of a step, in seconds."""
@@ -57,7 +55,6 @@ CAPACITY = 16
 SILENCE_S = 5.0
 """Seconds without a message after which an awaited worker, or the generator, is dead."""
 
-_DECAY = 0.9  # factor per step by which a worker's longest step decays
 _CHECK_S = 0.25
 """Interval between checks for dead and slow workers, and reads of the rejoin log, in seconds."""
 
@@ -211,72 +208,6 @@ def _parse_entry(text: str) -> RejoinEntry | None:
 # -- what the service decides with --------------------------------------------------------
 
 
-class AdaptiveTimeout:
-    """Timeouts of steps, adapted to each worker's own step times. Time is passed in.
-
-    ``first_s`` is the timeout while a worker's usual step is unknown, that is of its first step.
-    """
-
-    def __init__(
-        self, workers: int, first_s: float, factor: float = FACTOR, min_s: float = MIN_TIMEOUT_S
-    ) -> None:
-        self.first_s, self._factor, self._min_s = first_s, factor, min_s
-        self._usual_s = [0.0] * workers
-        self._since: list[float | None] = [None] * workers
-        self._paused: set[int] = set()
-        self._steps = [0] * workers
-
-    def start_step(self, worker: int, now: float, *, paused: bool = False) -> None:
-        """Record that ``worker`` starts a step.
-
-        ``paused`` is whether it may evaluate and save first, after a synchronization or a copy of a
-        state. Then its timeout is that of a first step, and its duration does not count as usual.
-        """
-        self._since[worker] = now
-        if paused:
-            self._paused.add(worker)
-
-    def stop(self, worker: int) -> None:
-        """Record that ``worker`` waits for others."""
-        self._since[worker] = None
-
-    def start_completion(self, worker: int, now: float) -> None:
-        """Record that others have completed a group that ``worker`` has not completed."""
-        if self._since[worker] is None:
-            self._since[worker] = now
-
-    def end_step(self, worker: int, now: float) -> None:
-        """Record that ``worker`` has ended a step."""
-        since, self._since[worker] = self._since[worker], None
-        if worker in self._paused:
-            self._paused.discard(worker)
-        elif since is not None:
-            self._steps[worker] += 1
-            # The first step includes warm-up, and counts only until there is another one.
-            decay = _DECAY if self._steps[worker] > 2 else 0.0
-            self._usual_s[worker] = max(now - since, decay * self._usual_s[worker])
-
-    def reset(self, worker: int) -> None:
-        """Drop the step times of ``worker``; a restarted process may differ."""
-        self._usual_s[worker], self._since[worker], self._steps[worker] = 0.0, None, 0
-        self._paused.discard(worker)
-
-    def timeout_s(self, worker: int) -> float:
-        """Return the timeout of the worker's current step."""
-        usual_s = 0.0 if worker in self._paused else self._usual_s[worker]
-        return max(self._min_s, self._factor * usual_s) if usual_s else self.first_s
-
-    def is_unusual(self, worker: int, now: float) -> bool:
-        """Whether the step takes twice as long as usual, so that the worker may be dead."""
-        since = self._since[worker]
-        return since is not None and now - since > 2 * self._usual_s[worker]
-
-    def is_overdue(self, worker: int, now: float) -> bool:
-        """Whether the step has timed out."""
-        since = self._since[worker]
-        return since is not None and now - since > self.timeout_s(worker)
-
-
 class ConnectionCache:
     """Decides which groups' connections stay open. Members with open connections keep their id.
 
@@ -358,8 +289,9 @@ class _Worker:
 class GroupService:
     """Serves one job's group generator.
 
-    The mailbox is connected to all workers, numbered by rank. ``rejoins`` are the restarted
-    workers; None if there are none.
+    The mailbox is connected to all workers, numbered by rank. ``first`` is the timeout of a step in
+    seconds while its worker's usual one is unknown, ``least`` the lower bound of others.
+    ``rejoins`` are the restarted workers; None if there are none.
     """
 
     def __init__(
@@ -367,18 +299,21 @@ class GroupService:
         mailbox: Mailbox,
         generator: Generator,
         workers: int,
-        timeouts: AdaptiveTimeout,
+        first: float,
+        least: float = MIN_TIMEOUT_S,
         connections: ConnectionCache | None = None,
         clock: Callable[[], float] = time.monotonic,
         rejoins: RejoinLog | None = None,
     ) -> None:
         self._mailbox, self._generator = mailbox, generator
-        self._timeouts, self._clock, self._rejoins = timeouts, clock, rejoins
+        self._clock, self._rejoins = clock, rejoins
+        self._steps, self._first_s = Deadlines(least, first=first), first
+        self._detector = FailureDetector(mailbox, clock)
         self._connections = connections or ConnectionCache(workers)
         self._workers = [_Worker() for _ in range(workers)]
         self._checked_at = self._kept_alive_at = clock()
         for worker in range(workers):
-            timeouts.start_step(worker, self._checked_at)
+            self._steps.start(worker, self._checked_at)
 
     def run(self, parent: Callable[[], bool] = lambda: True) -> None:
         """Serve until all workers have left, or a worker has fallen back.
@@ -465,9 +400,9 @@ class GroupService:
             return []
         self._add(worker)
         if not synchronize:
-            self._timeouts.end_step(worker, now)
+            self._steps.arrived(worker, now)
             return generator.request(worker)
-        self._timeouts.stop(worker)
+        self._steps.stop(worker)
         state.synchronizing = True
         return generator.synchronize(worker)
 
@@ -485,24 +420,29 @@ class GroupService:
         if join:
             self._add(worker, at_once=True)
         if worker in self._generator and not self._generator.is_waiting(worker):
-            self._timeouts.start_step(worker, now, paused=True)
+            self._start_pause(worker, now)
 
     def _handle_done(self, worker: int, number: int, epoch: int, now: float) -> list[Run]:
-        generator, timeouts, state = self._generator, self._timeouts, self._workers[worker]
+        generator, steps, state = self._generator, self._steps, self._workers[worker]
         others = generator.unfinished(worker)
         runs = generator.acknowledge(worker, number, epoch)
         if worker not in generator:
             return runs
         if generator.is_waiting(worker):
-            timeouts.stop(worker)
+            steps.stop(worker)
+        elif state.synchronizing:
+            state.synchronizing = state.behind = state.stale = False
+            self._start_pause(worker, now)
         else:
-            timeouts.start_step(worker, now, paused=state.synchronizing)
-            if state.synchronizing:
-                state.synchronizing = state.behind = state.stale = False
+            steps.start(worker, now)
         for other in others:
-            if other != worker:
-                timeouts.start_completion(other, now)
+            if other != worker and other not in steps:  # it has not completed the group
+                steps.start(other, now)
         return runs
+
+    def _start_pause(self, worker: int, now: float) -> None:
+        """Expect a step of a worker that may evaluate and save first."""
+        self._steps.start(worker, now, self._first_s)
 
     def _start(self, runs: Iterable[Run]) -> None:
         """Send members the groups to run; remove a member that cannot be reached."""
@@ -577,9 +517,9 @@ class GroupService:
             for other in range(len(self._workers)):
                 self._send_removed(other, worker)
         if gone:
-            self._timeouts.reset(worker)
+            self._steps.forget(worker)
             return generator.remove(worker)
-        self._timeouts.stop(worker)
+        self._steps.stop(worker)
         return generator.mark_late(worker)
 
     def _send_removed(self, to: int, worker: int) -> None:
@@ -607,33 +547,31 @@ class GroupService:
 
     def _check_workers(self, now: float) -> None:
         """Remove dead workers, and those whose step has timed out while others wait for it."""
-        self._check_mailbox()
-        unconnected, generator = self._mailbox.unconnected(), self._generator
+        self._check_failures()
         for worker, state in enumerate(self._workers):
-            present = worker in generator or generator.is_late(worker)
-            if present and unconnected.get(worker, 0.0) > RECONNECT_S:
-                self._start(self._remove(worker, gone=True))
-            elif generator.is_awaited(worker) and self._timeouts.is_overdue(worker, now):
+            if self._generator.is_awaited(worker) and self._steps.is_overdue(worker, now):
                 self._start(self._remove(worker))
             # Detects dead workers even if no worker waits for them.
-            elif self._timeouts.is_unusual(worker, now) and not state.probed:
+            elif self._steps.is_unusual(worker, now) and not state.probed:
                 state.probed = True
                 self._send(worker, Keepalive())
-        if now - self._kept_alive_at > min(_KEEPALIVE_S, self._timeouts.first_s / 4):
+        if now - self._kept_alive_at > min(_KEEPALIVE_S, self._first_s / 4):
             self._kept_alive_at = now
             self._send_keepalives()
 
-    def _check_mailbox(self) -> None:
-        for worker in sorted(self._mailbox.left):
-            if not self._workers[worker].gone:
-                self._remove_for_good(worker)
-        lost = set(self._mailbox.lost)
+    def _check_failures(self) -> None:
+        failed = self._detector.failed()
         for worker, state in enumerate(self._workers):
-            if state.silent and worker not in lost:
-                self._end_silence(worker)
-            elif worker in lost and not (state.silent or state.gone):
+            how = failed[worker].how if worker in failed else None
+            if how is Failure.LEFT and not state.gone:
+                self._remove_for_good(worker)
+            elif how is Failure.ENDED and not state.gone:
+                self._start(self._remove(worker, gone=True))
+            elif how is Failure.SILENT and not (state.silent or state.gone):
                 state.silent = state.stale = True
                 self._start(self._remove(worker, gone=True))
+            elif how is None and state.silent:
+                self._end_silence(worker)
 
     def _send_keepalives(self) -> None:
         """Notify waiting workers that a worker they wait for is alive."""
@@ -654,8 +592,7 @@ class GeneratorConfig:
         timeout: seconds for connection setup, a worker's first step, and a wait for a group.
         rules: how groups are made.
         silence: seconds without a message after which an awaited peer is dead.
-        factor: timeout of a step, as a multiple of its worker's usual step.
-        least: lower bound of that timeout in seconds.
+        least: lower bound of the adaptive timeout of a step, in seconds.
         capacity: groups whose connections a worker keeps open.
     """
 
@@ -671,7 +608,6 @@ class GeneratorConfig:
     rules: Rules
     seed: int = 0
     silence: float = SILENCE_S
-    factor: float = FACTOR
     least: float = MIN_TIMEOUT_S
     capacity: int = CAPACITY
 
@@ -703,7 +639,8 @@ class GeneratorConfig:
                 mailbox,
                 Generator(Layout(self.host_of), self.rules, self.seed),
                 workers,
-                AdaptiveTimeout(workers, self.timeout, self.factor, self.least),
+                self.timeout,
+                self.least,
                 ConnectionCache(workers, self.capacity),
                 rejoins=rejoins,
             )

@@ -27,7 +27,6 @@ from wingbeat.methods.parameter_server.protocol import (
     RequestError,
     SendQueue,
     link_of,
-    lost_peers,
     ping_delay,
     printable,
     room_of,
@@ -35,9 +34,10 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
+from wingbeat.transport.detector import Failure, FailureDetector
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Message, Posted
-from wingbeat.transport.messages.mailbox import RECONNECT_S, Mailbox
+from wingbeat.transport.messages.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from wingbeat.methods.parameter_server.coding import SliceFormat
@@ -183,7 +183,7 @@ class Client:
         self._check_servers, self._on_abandoned = check_servers, on_abandoned
         self._publish_failure, self._poll_failure = publish_failure, poll_failure
         self._attribute_failure = attribute_failure
-        self._clock = clock
+        self._clock, self._detector = clock, FailureDetector(mailbox, clock)
         self._submitted: deque[Request] = deque()
         self._queue: SendQueue[tuple[Request, Transfer]] = SendQueue(order)
         self._awaited: dict[tuple[int, ...], tuple[Request, Transfer]] = {}
@@ -393,8 +393,9 @@ class Client:
         ended = self._check_servers()
         if ended is not None:
             raise PeerError(f"{self._me}: {ended}")
-        for server, why in lost_peers(self._mailbox, RECONNECT_S).items():
-            raise PeerError(f"{self._me}: {self._name(server)} {why}")
+        for server, failed in self._detector.failed().items():
+            if failed.how is not Failure.LEFT:
+                raise PeerError(f"{self._me}: {self._name(server)} {failed.text}")
         if not self._busy:
             return
         if now - max(self._progress_at, self._pinged_at) > self._ping_delay:

@@ -372,16 +372,6 @@ class Pinger:
                 )
 
 
-def lost_peers(mailbox: Mailbox, reconnect_s: float) -> dict[int, str]:
-    """Return how each lost peer was lost; one without a connection may reconnect for a while."""
-    killed = {
-        peer: "has ended unexpectedly: its connections are closed"
-        for peer, seconds in mailbox.unconnected().items()
-        if seconds > reconnect_s
-    }
-    return {**killed, **mailbox.lost}
-
-
 def printable(text: bytes) -> str:
     """Return a received reason as one printable line."""
     return schema.printable(text[:MAX_REASON].decode(errors="replace"))

@@ -40,7 +40,6 @@ from wingbeat.methods.parameter_server.protocol import (
     RequestError,
     SendQueue,
     link_of,
-    lost_peers,
     ping_delay,
     position_of,
     room_of,
@@ -49,10 +48,11 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.methods.parameter_server.shard_updates import ParameterReply, ShardUpdates
 from wingbeat.schema import MalformedMessage
+from wingbeat.transport.detector import FailureDetector
 from wingbeat.transport.failures import MAX_WAIT_FACTOR
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Limits, Message, Posted
-from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, RECONNECT_S, Mailbox
+from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 from wingbeat.transport.store import Store
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Server:
         self._mailbox, self._workers = mailbox, workers
         self._aggregator, self._updates = aggregator, updates
         self._order, self._timeout, self._classes = order, timeout, classes
-        self._clock = clock
+        self._clock, self._detector = clock, FailureDetector(mailbox, clock)
         self._queue: SendQueue[Reply] = SendQueue(order)
         self._pulls: dict[SliceKey, list[Reply]] = {}
         self._pending = [0] * workers
@@ -343,10 +343,9 @@ class Server:
         waits: list[Aggregator | ShardUpdates] = [self._aggregator]
         waits += [self._updates] if self._updates else []
         if drained:
-            left = dict.fromkeys(self._mailbox.left, "has ended")
-            for worker, why in {**left, **lost_peers(self._mailbox, RECONNECT_S)}.items():
+            for worker, failed in self._detector.failed().items():
                 if any(each.is_waiting_for(worker) for each in waits):
-                    self._fail(f"rank {worker} {why}")
+                    self._fail(f"rank {worker} {failed.text}")
         before = now - self._ping_delay
         if self._pinged_at < before and any(each.find_incomplete(before) for each in waits):
             self._pinged_at = now

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a peer to acknowledge that this process leaves."""
 
-RECONNECT_S = 1.0
-"""Seconds for a live process to renew a lost connection."""
-
 _LINGER_S = 1.0
 """Seconds for sending the last frames, after everything else has arrived."""
 
