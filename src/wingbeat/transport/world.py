@@ -29,7 +29,7 @@ from wingbeat.transport.link import (
     lowest_free,
 )
 from wingbeat.transport.store import Store
-from wingbeat.types import Group
+from wingbeat.types import Group, Layout
 
 if TYPE_CHECKING:
     from wingbeat.transport.nccl import NcclGroup
@@ -86,6 +86,9 @@ class OpenGroups:
             self._open.discard(group)
 
 
+_ALONE = Layout.even(1, 1)
+
+
 @dataclass(eq=False)
 class World:
     """The workers of a job, or of a group or channel of them, as seen by one worker.
@@ -108,6 +111,7 @@ class World:
         networks: for each rank, the subnet of each of its links; empty if all ranks are directly
             connected.
         interfaces: names of this host's interfaces in use; empty if the system chooses.
+        layout: the workers of each host; default: each has a host of its own.
         returned: whether this worker was restarted alone while the others continue. It has no
             links; only strategies with dynamic membership accept it.
         serial: number of channels opened before this one, by which a restarted worker finds its
@@ -132,6 +136,7 @@ class World:
     returned: bool = False
     serial: int = 0
     parent: World | None = None
+    layout: Layout = _ALONE
     _prefix: str = ""
     _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
     _exchanges: int = field(init=False, default=0)
@@ -141,6 +146,10 @@ class World:
     _opened: int = field(init=False, default=0)
     _children: weakref.WeakSet[World] = field(init=False, default_factory=weakref.WeakSet)
     _open_groups: OpenGroups = field(init=False, default_factory=OpenGroups)
+
+    def __post_init__(self) -> None:
+        if self.layout is _ALONE:
+            self.layout = Layout.even(self.size, 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -202,6 +211,7 @@ class World:
             self.store,
             group=group,
             networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
+            layout=Layout.by_name(self.layout.host_of[r] for r in group.ranks),
             _prefix=group_prefix(group),
         )
         self._children.add(inner)
@@ -297,13 +307,15 @@ class World:
         except TimeoutError:
             if has_finished(self.store, theirs):
                 raise RendezvousError(finished_peer_text(mine, theirs, repr(what))) from None
-            problem = f"nothing for {what!r} within {self.timeout:g} s"
+            raise RendezvousError(
+                f"rank {mine}: rank {theirs} published nothing for {what!r} within "
+                f"{self.timeout:g} s; check that it is running the same script"
+            ) from None
         except MalformedMessage as error:
-            problem = f"malformed {what}: {error}"
-        raise RendezvousError(
-            f"rank {mine}: rank {theirs} published {problem}; check that it is running the same "
-            "script"
-        )
+            raise RendezvousError(
+                f"rank {mine}: rank {theirs} published malformed {what}: {error}; check that it is "
+                "running the same script"
+            ) from None
 
     def _get_extended(self, key: str, what: str, peer: int) -> str:
         """Return the value of ``key``; wait beyond the timeout while ``peer`` is progressing."""
@@ -363,8 +375,8 @@ class World:
             for link in self.links:
                 link.close()
         closers, self._closers = self._closers, []
-        for callback in closers:
-            callback()
+        for close in closers:
+            close()
 
 
 _current: World | None = None
