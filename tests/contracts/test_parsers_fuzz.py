@@ -261,10 +261,10 @@ def settled(words: Any) -> None:
 
 
 def joined(data: Any) -> object:
-    """What `Host.from_json` reads can be worked with."""
+    """The host that is read can be worked with."""
     try:
-        host = Host.from_json(data)
-    except ValueError:
+        host = from_json(Host, data)
+    except MalformedMessage:
         return None
     return choose([HOST, host], 0, None)
 
@@ -291,8 +291,10 @@ Usage = (UsageError,)
 TEXTS, VALUES_, RAW, ENV = mutants.texts, mutants.values, mutants.raw, mutants.environments
 
 TARGETS = [
-    Target("interfaces", VALUES_, Host.from_json, (HOST.to_json(),), (ValueError,)),
-    Target("interfaces that join hosts", VALUES_, joined, (HOST.to_json(),), Usage),
+    Target(
+        "interfaces", VALUES_, lambda v: from_json(Host, v), (to_json(HOST),), (MalformedMessage,)
+    ),
+    Target("interfaces that join hosts", VALUES_, joined, (to_json(HOST),), Usage),
     Target("profile", TEXTS, lambda t: profile.decode(t, where="x"), (PROFILE, LIKE), Usage),
     Target(
         "profile file",

@@ -26,7 +26,6 @@ from wingbeat.transport.torch_store import (
     MAX_VALUE_BYTES,
     TAG_PREFIX,
     Authenticator,
-    PollingStore,
     RejectedValue,
     TorchStore,
     job_key,
@@ -35,8 +34,8 @@ from wingbeat.transport.torch_store import (
 KEY = b"sixteen or more characters"
 
 
-def sealed(raw: dist.Store, kind: type[TorchStore] = TorchStore) -> TorchStore:
-    return kind(raw, Authenticator(KEY, "0/0/job"))
+def sealed(raw: dist.Store) -> TorchStore:
+    return TorchStore(raw, Authenticator(KEY, "0/0/job"))
 
 
 def forgeries(name: str, value: str) -> list[str | bytes]:
@@ -58,24 +57,18 @@ def forgeries(name: str, value: str) -> list[str | bytes]:
 
 def test_a_value_comes_back_as_it_was_written() -> None:
     raw = dist.HashStore()
-    for kind in (TorchStore, PollingStore):
-        store = sealed(raw, kind)
-        for value in ("", "1", "a:b", f"{TAG_PREFIX}x", "ä\n" * 1000):
-            store.set("key", value)
-            assert (store.has("key"), store.get("key", 1.0), store.peek("key")) == (
-                True,
-                value,
-                value,
-            )
-            assert raw.get("key").decode().startswith(TAG_PREFIX)
+    store = sealed(raw)
+    for value in ("", "1", "a:b", f"{TAG_PREFIX}x", "ä\n" * 1000):
+        store.set("key", value)
+        assert (store.has("key"), store.get("key", 1.0), store.peek("key")) == (True, value, value)
+        assert raw.get("key").decode().startswith(TAG_PREFIX)
 
 
-@pytest.mark.parametrize("kind", [TorchStore, PollingStore])
 @pytest.mark.parametrize("forged", forgeries("key", "7"), ids=str)
-def test_forged_value_counts_as_missing(kind: type[TorchStore], forged: str | bytes) -> None:
+def test_forged_value_counts_as_missing(forged: str | bytes) -> None:
     raw = dist.HashStore()
     raw.set("key", forged)
-    store = sealed(raw, kind)
+    store = sealed(raw)
     assert not store.has("key")
     with pytest.raises(TimeoutError, match="key: "):
         store.get("key", 0.02)

@@ -42,7 +42,7 @@ from wingbeat.observe.log import log
 from wingbeat.settings import is_on
 from wingbeat.transport import encryption
 from wingbeat.transport.interfaces import Interface, host_identity
-from wingbeat.transport.link import BITS_BELOW, group_prefix
+from wingbeat.transport.link import TAG_BITS, group_prefix
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
 
@@ -85,7 +85,29 @@ def shared_memory_enabled(env: Mapping[str, str] = os.environ) -> bool:
     return is_on(SWITCH, env)
 
 
-class TcpLink:
+class _EngineLink:
+    """Sends and receives single messages over connections of the extension."""
+
+    @functools.cached_property
+    def native(self) -> _native.Group:
+        """The connections; those of a group are restored by the first use if they were lost."""
+        return self._connect()
+
+    def _connect(self) -> _native.Group:
+        raise NotImplementedError
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.send`; in a group ``peer`` is an index in it."""
+        place = _channel_and_tag(tag)
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.recv`; in a group ``peer`` is an index in it."""
+        place = _channel_and_tag(tag)
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
+
+
+class TcpLink(_EngineLink):
     """The connections of this process over one interface; as `wingbeat.transport.link.Link`."""
 
     def __init__(self, name: str, size: int, port: _Port | None = None) -> None:
@@ -97,20 +119,8 @@ class TcpLink:
         weakref.finalize(self, _release, self.nic, port)
         _links.add(self)
 
-    @functools.cached_property
-    def native(self) -> _native.Group:
-        """The connections to all ranks, once they are made."""
+    def _connect(self) -> _native.Group:
         return _native.Group(self.nic, _WORLD, list(range(self._size)))
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.send`."""
-        channel = _message_channel(tag)
-        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.recv`."""
-        channel = _message_channel(tag)
-        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
 
     def abort_waits(self) -> None:
         """End all waits on this link, in any thread, and close it."""
@@ -130,7 +140,7 @@ _WORLD = 0
 """The number of the world where groups have theirs."""
 
 
-class GroupLink:
+class GroupLink(_EngineLink):
     """The connections to the members of a group over one interface, as a `Link`.
 
     Its messages have windows of their own, and its end affects no other user of the connections.
@@ -141,21 +151,11 @@ class GroupLink:
         self._link, self._ranks = link, list(group.ranks)
         self._id, self._closed = _number_of(group), False
 
-    @functools.cached_property
-    def native(self) -> _native.Group:
-        """The connections to the members. The first use restores those that are missing."""
+    def _connect(self) -> _native.Group:
         if self._link.port is not None and not self._closed:
             for rank in self._ranks:
                 self._link.port.reach(rank)
         return _native.Group(self._link.nic, self._id, self._ranks)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.send`; ``peer`` is an index in the group."""
-        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.recv`; ``peer`` is an index in the group."""
-        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
 
     def abort_waits(self) -> None:
         """End all waits of all members in this group."""
@@ -173,9 +173,11 @@ def _number_of(group: Group) -> int:
     return int.from_bytes(hashlib.sha256(group_prefix(group).encode()).digest()[:8], "little")
 
 
-def _message_channel(tag: int) -> int:
-    """Return the native channel of single messages; the odd ones are those of lanes."""
-    return 2 * (tag >> BITS_BELOW)
+def _channel_and_tag(tag: int) -> tuple[int, int]:
+    """Return the native channel of single messages, as the odd ones are those of lanes, and the
+    tag in it.
+    """
+    return 2 * (tag >> TAG_BITS), tag & ((1 << TAG_BITS) - 1)
 
 
 def lane_channel(channel: int) -> int:

@@ -187,7 +187,7 @@ class GroupSession:
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
         self.client: Client | StaticClient
         room, layout = f"groups{serial}", world.layout
-        store = world.polling_store
+        store = world.store
         is_running = functools.partial(failures.is_alive, store)
         departures = departures_of(world)
         if rules is None:
