@@ -33,8 +33,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import checkpoint
 from wingbeat.methods.bounded_staleness import messages
-from wingbeat.methods.bounded_staleness.membership import LogEntry
-from wingbeat.methods.bounded_staleness.messages import View, ViewProposal
+from wingbeat.methods.bounded_staleness.messages import ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
 from wingbeat.methods.model_averaging import service as group_service
 from wingbeat.methods.model_averaging.client import StatusTable
@@ -55,6 +54,7 @@ from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
+from wingbeat.transport.membership import LogEntry, View
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat_lab import audit

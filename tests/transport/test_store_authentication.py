@@ -13,13 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient
-from wingbeat.methods.bounded_staleness.messages import initial_view, without_worker
 from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.model_averaging.service import RejoinLog
 from wingbeat.schema import to_json
 from wingbeat.transport import torch_store
 from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit
+from wingbeat.transport.membership import LogEntry, MembershipClient, initial_view, without_worker
 from wingbeat.transport.rendezvous import check_job
 from wingbeat.transport.services import answer_request
 from wingbeat.transport.torch_store import (

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from wingbeat.methods.bounded_staleness import messages as staleness
 from wingbeat.methods.bounded_staleness.colayers import ColayerDecision
-from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.model_averaging import generator, pair_machine
 from wingbeat.methods.model_averaging.client import Status
 from wingbeat.methods.model_averaging.service import RejoinEntry
@@ -14,6 +13,7 @@ from wingbeat.methods.parameter_server import protocol
 from wingbeat.methods.parameter_server.coding import SliceHeader
 from wingbeat.observe.report import Job, Report
 from wingbeat.schema import Messages
+from wingbeat.transport.membership import LogEntry
 
 
 class Group(NamedTuple):
