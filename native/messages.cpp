@@ -17,6 +17,7 @@
 #include <set>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <variant>
 
 #include "carrier.h"
@@ -41,23 +42,30 @@ constexpr std::size_t most_locked_bytes = 64 * 1024;
 // How long a thread waits before it looks for signals, such as the user's interrupt.
 constexpr double signal_check_s = 0.25;
 
-// A posted message as Python holds it, with the object whose memory it uses.
-struct PostedObject : Posted {
-  PostedObject(Header of, const Py_buffer& from)
-      : Posted(std::move(of), static_cast<const std::uint8_t*>(from.buf)), view(from) {}
-  ~PostedObject() override { release(); }
+// The bytes of an object, until `release`. Needs the interpreter's lock.
+class View {
+ public:
+  explicit View(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  View(View&& other) noexcept : view_(std::exchange(other.view_, {})) {}
+  ~View() { release(); }
 
-  // Needs the interpreter's lock.
-  void release() { PyBuffer_Release(&view); }
+  const std::uint8_t* data() const { return static_cast<const std::uint8_t*>(view_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+  void release() { PyBuffer_Release(&view_); }
 
-  Py_buffer view;
+ private:
+  Py_buffer view_{};
 };
 
-Py_buffer buffer_of(nb::handle object) {
-  Py_buffer view{};
-  if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  return view;
-}
+// A posted message as Python holds it, with the object whose memory it uses.
+struct PostedObject : Posted {
+  PostedObject(Header of, View from) : Posted(std::move(of), from.data()), view(std::move(from)) {}
+  void release() override { view.release(); }
+
+  View view;
+};
 
 // Calls it; an error of the system becomes an OSError.
 template <class Call>
@@ -87,16 +95,8 @@ nb::bytes packed(const Header& header) {
 }
 
 Header unpack(nb::handle data) {
-  Py_buffer view = buffer_of(data);
-  try {
-    Header header = read_header(static_cast<const std::uint8_t*>(view.buf),
-                                static_cast<std::size_t>(view.len));
-    PyBuffer_Release(&view);
-    return header;
-  } catch (...) {
-    PyBuffer_Release(&view);
-    throw;
-  }
+  const View view(data);
+  return read_header(view.data(), view.size());
 }
 
 nb::tuple tuple_of(const Ids& ids) { return nb::make_tuple(ids[0], ids[1], ids[2], ids[3]); }
@@ -116,9 +116,6 @@ void bind_header(nb::module_& module) {
            "type"_a, "session"_a, "sender"_a, "receiver"_a, "sequence"_a = 0, "arrived"_a = 0,
            "taken"_a = 0, "kind"_a = 0, "ids"_a = Ids{}, "dtype"_a = 0, "length"_a = 0,
            "spans"_a = std::vector<Span>{})
-      .def_prop_ro("type", [](const Header& self) { return static_cast<int>(self.type); })
-      .def_ro("sequence", &Header::sequence)
-      .def_ro("kind", &Header::kind)
       .def_prop_ro("size", &Header::size)
       .def_prop_ro("frame_bytes", &Header::frame_bytes)
       .def("pack", &packed)
@@ -174,8 +171,7 @@ void bind_received(nb::module_& module) {
       .def_prop_ro("nbytes", [](const Received& self) { return self.header.length; },
                    "Bytes of the payload.")
       .def_prop_ro("size", [](const Received& self) { return self.header.frame_bytes(); },
-                   "Bytes that it occupies in the window.")
-      .def_ro("kept", &Received::kept, "Whether it still counts against the window.");
+                   "Bytes that it occupies in the window.");
 }
 
 // A message with its own copy of the payload.
@@ -280,7 +276,7 @@ void bind_endpoint(nb::module_& module) {
 // Lets go of the payloads of messages that have arrived.
 void release(Carrier& carrier) {
   if (!carrier.releasable()) return;
-  for (const PostedPtr& each : carrier.released()) static_cast<PostedObject&>(*each).release();
+  for (const PostedPtr& each : carrier.released()) each->release();
 }
 
 // Calls `wait(seconds)` in slices, between which Python handles signals, until it returns true.
@@ -305,30 +301,21 @@ nb::object post(Carrier& self, std::uint32_t peer, std::uint32_t interface, std:
                 std::uint32_t kind, nb::handle payload, Ids ids, std::uint8_t dtype,
                 std::vector<Span> spans) {
   release(self);
-  const Py_buffer view = buffer_of(payload);
-  if (static_cast<std::uint64_t>(view.len) > self.largest()) {
-    Py_buffer unused = view;
-    PyBuffer_Release(&unused);
-    throw nb::value_error("the payload is too large");
-  }
+  View view(payload);
+  const std::size_t length = view.size();
+  if (length > self.largest()) throw nb::value_error("the payload is too large");
   Header header = make_header(static_cast<std::uint8_t>(Type::data), 0, 0, peer, 0, 0, 0, kind, ids,
-                              dtype, static_cast<std::uint32_t>(view.len), std::move(spans));
-  const PostedPtr posted = std::make_shared<PostedObject>(std::move(header), view);
+                              dtype, static_cast<std::uint32_t>(length), std::move(spans));
+  const PostedPtr posted = std::make_shared<PostedObject>(std::move(header), std::move(view));
   const Route route{peer, interface, urgency};
   bool done = false;
-  if (static_cast<std::size_t>(view.len) > most_locked_bytes) {
+  if (length > most_locked_bytes) {
     const Unlocked unlocked;
     done = self.post(route, posted);
   } else {
     done = self.post(route, posted);
   }
   return done ? nb::cast(posted) : nb::none();
-}
-
-PostedPtr leave_message() {
-  Header header;
-  header.type = Type::leave;
-  return std::make_shared<PostedObject>(std::move(header), Py_buffer{});
 }
 
 void bind_carrier(nb::module_& module) {
@@ -368,10 +355,12 @@ void bind_carrier(nb::module_& module) {
       .def("free", &Carrier::free)
       .def("poll",
            [](Carrier& self, const Peers& of, bool keep) {
-             ReceivedPtr message = self.take(of ? &*of : nullptr, keep);
+             const auto* peers = of ? &*of : nullptr;
+             ReceivedPtr message = self.take(peers, keep);
              if (message == nullptr) {
                const Unlocked unlocked;  // it may read many bytes
-               message = self.poll(of ? &*of : nullptr, keep);
+               self.refresh();
+               message = self.take(peers, keep);
              }
              return message;
            },
@@ -407,7 +396,7 @@ void bind_carrier(nb::module_& module) {
       .def("interrupt", &Carrier::interrupt)
       .def("leave",
            [](Carrier& self, double seconds) {
-             self.leave(leave_message);
+             self.leave();
              sliced(self, seconds, [&](double slice) { return self.wait_finished(slice); });
              return self.unfinished();
            })
@@ -464,17 +453,11 @@ void bind_carrier(nb::module_& module) {
                      return self.inspect([](const Endpoint& endpoint) { return endpoint.refused; });
                    })
       .def_prop_ro("refused_connections", &Carrier::refused_connections)
-      .def_prop_ro("repeated",
-                   [](Carrier& self) {
-                     return self.inspect(
-                         [](const Endpoint& endpoint) { return endpoint.repeated(); });
-                   })
       .def_prop_ro("waiting",
                    [](Carrier& self) {
                      return self.inspect([](const Endpoint& endpoint) { return endpoint.waiting(); });
                    })
       .def_prop_ro("ended", &Carrier::ended)
-      .def_prop_ro("closed", &Carrier::closed)
       .def_prop_ro("changes", &Carrier::changes)
       .def_prop_ro("troubled", &Carrier::troubled);
 }

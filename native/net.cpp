@@ -11,7 +11,6 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
-#include <tuple>
 #include <utility>
 
 #include "ending.h"
@@ -112,8 +111,6 @@ Message post(const std::shared_ptr<Group>& link, nb::object memory, std::uintptr
   return message;
 }
 
-using TransferTuple = std::tuple<int, std::uint64_t, std::uint64_t, std::uint32_t, bool, int>;
-
 std::vector<Transfer> transfers(nb::handle from) {
   std::vector<Transfer> out;
   for (const nb::handle each : from) {
@@ -144,6 +141,7 @@ void bind_nic(nb::module_& module) {
       }))
       .def_prop_ro("descriptors", &Rings::descriptors)
       .def_prop_ro_static("DESCRIPTORS", [](nb::handle) { return rings_descriptors; });
+  module.attr("CONNECTION_ENDED") = connection_ended;
   module.def("can_encrypt", &aegis::supported,
              "Returns whether this processor has the instructions that encryption needs.");
   nb::class_<Message>(module, "Message", "A message that is being sent or received.")

@@ -41,17 +41,15 @@ constexpr std::size_t most_gathered = 16;
 constexpr std::size_t record_bytes = 128U << 10;
 
 constexpr double handshake_s = 10.0;
-// Unauthenticated connections in excess of the expected ones; then the oldest is closed.
+// Unauthenticated connections in excess of the expected ones; then one is closed.
 constexpr std::size_t most_strangers = 64;
 constexpr double retry_first_s = 0.05, retry_most_s = 1.0, accept_pause_s = 0.1;
 // For how long a connection to a peer that has left is renewed: it may wait for acknowledgements.
 constexpr double left_retry_s = 5.0;
 // A thread that has waited is expected to wait again; the carrier's own stays away for as long.
 constexpr double grace_s = 0.002;
-// As in net/nic.cpp: a waiting thread looks for events for about as long as it takes to put it to
-// sleep and wake it; after n failures in a row only every 2^n-th time.
-constexpr double spin_s = 30e-6;
-constexpr int most_failed_spins = 6;
+// The longest wait of a condition variable, whose clock counts nanoseconds in 64 bits.
+constexpr double far_s = 1e9;
 // Timers that are this late show that the process was suspended.
 constexpr double suspended_s = 1.0;
 
@@ -65,18 +63,11 @@ double now_s() {
   return duration<double>(steady_clock::now().time_since_epoch()).count();
 }
 
-std::chrono::steady_clock::time_point point(double seconds) {
-  using namespace std::chrono;
-  constexpr double far = 1e9;
-  return steady_clock::time_point(
-      duration_cast<steady_clock::duration>(duration<double>(std::min(seconds, now_s() + far))));
-}
+using wingbeat::text;
 
 std::string_view text(const std::uint8_t* data, std::size_t bytes) {
   return {reinterpret_cast<const char*>(data), bytes};
 }
-
-std::string_view text(const Digest& digest) { return text(digest.data(), digest.size()); }
 
 std::string nonce() {
   std::string bytes(nonce_bytes, '\0');
@@ -90,32 +81,15 @@ Digest tag_of(const Digest& key, std::string_view role, const std::string& trans
   return hmac_sha256(text(key), std::string(role) + transcript);
 }
 
-struct Address {
-  sockaddr_storage storage{};
-  socklen_t size = 0;
-
-  Address(const std::string& host, int port) {
-    auto* four = reinterpret_cast<sockaddr_in*>(&storage);
-    auto* six = reinterpret_cast<sockaddr_in6*>(&storage);
-    if (::inet_pton(AF_INET, host.c_str(), &four->sin_addr) == 1) {
-      four->sin_family = AF_INET;
-      four->sin_port = htons(static_cast<std::uint16_t>(port));
-      size = sizeof *four;
-    } else if (::inet_pton(AF_INET6, host.c_str(), &six->sin6_addr) == 1) {
-      six->sin6_family = AF_INET6;
-      six->sin6_port = htons(static_cast<std::uint16_t>(port));
-      size = sizeof *six;
-    } else {
-      throw std::system_error(EINVAL, std::generic_category(), host);
-    }
-  }
-
-  int family() const { return storage.ss_family; }
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-};
-
 bool set(int fd, int level, int option, int value) {
   return ::setsockopt(fd, level, option, &value, sizeof value) == 0;
+}
+
+std::string host_of(const sockaddr_storage& address) {
+  const auto* four = reinterpret_cast<const sockaddr_in*>(&address);
+  const auto* six = reinterpret_cast<const sockaddr_in6*>(&address);
+  if (address.ss_family == AF_INET6) return std::string(text(six->sin6_addr.s6_addr, 16));
+  return std::to_string(four->sin_addr.s_addr);
 }
 
 void watch(int epoll, int operation, int fd, std::uint64_t id, std::uint32_t events) {
@@ -126,6 +100,22 @@ void watch(int epoll, int operation, int fd, std::uint64_t id, std::uint32_t eve
 }
 
 }  // namespace
+
+Carrier::Address::Address(const std::string& host, int port) {
+  auto* four = reinterpret_cast<sockaddr_in*>(&storage);
+  auto* six = reinterpret_cast<sockaddr_in6*>(&storage);
+  if (::inet_pton(AF_INET, host.c_str(), &four->sin_addr) == 1) {
+    four->sin_family = AF_INET;
+    four->sin_port = htons(static_cast<std::uint16_t>(port));
+    size = sizeof *four;
+  } else if (::inet_pton(AF_INET6, host.c_str(), &six->sin6_addr) == 1) {
+    six->sin6_family = AF_INET6;
+    six->sin6_port = htons(static_cast<std::uint16_t>(port));
+    size = sizeof *six;
+  } else {
+    throw std::system_error(EINVAL, std::generic_category(), host);
+  }
+}
 
 Carrier::Carrier(const Options& options)
     : options_(options),
@@ -187,8 +177,13 @@ int Carrier::listen(std::uint32_t interface, std::uint32_t urgency, const std::s
 
 void Carrier::close_listeners_except(const std::set<std::uint32_t>& interfaces) {
   const std::lock_guard lock(mutex_);
+  close_listeners(interfaces);
+}
+
+void Carrier::close_listeners(const std::set<std::uint32_t>& except) {
   std::erase_if(listeners_, [&](const auto& each) {
-    if (interfaces.contains(each.second.interface)) return false;
+    if (except.contains(each.second.interface)) return false;
+    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, each.second.fd, nullptr);  // a forked process may have a copy
     ::close(each.second.fd);
     return true;
   });
@@ -209,12 +204,12 @@ void Carrier::allow(std::uint32_t peer, std::uint64_t session, const Digest& key
 
 void Carrier::add_route(const Route& route, const std::string& address, int port,
                         std::uint32_t theirs) {
-  const Address valid(address, port);  // throws before anything refers to it
+  const Address at(address, port);  // throws before anything refers to it
   const std::lock_guard lock(mutex_);
   if (closed_) return;
   endpoint_.add(route, peers_.at(route.peer).session);
   Link& link = links_[route];
-  link = {address, port, theirs, options_.number < route.peer, 0, 0, retry_first_s, -never};
+  link = {at, theirs, options_.number < route.peer, 0, 0, retry_first_s, -never};
   if (link.dials) dial(route, link, now_s());
   settle();
 }
@@ -257,11 +252,10 @@ void Carrier::dial(const Route& route, Link& link, double now) {
     return each.second.interface == route.interface && each.second.urgency == route.urgency;
   });
   if (listener == listeners_.end()) return;
-  const Address theirs(link.address, link.port);
-  const int fd = ::socket(theirs.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  const int fd = ::socket(link.address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return;
   if (!configure(fd, listener->second.tos) ||
-      (::connect(fd, theirs.get(), theirs.size) != 0 && errno != EINPROGRESS)) {
+      (::connect(fd, link.address.get(), link.address.size) != 0 && errno != EINPROGRESS)) {
     ::close(fd);
     return;
   }
@@ -271,18 +265,26 @@ void Carrier::dial(const Route& route, Link& link, double now) {
   link.connection = connection.id;
 }
 
+// Closes the oldest unauthenticated connection of the address that has the most, so that a flood
+// from one host does not close the handshakes of others. False if there is none.
 bool Carrier::make_room_for_stranger() {
-  const auto oldest = std::find_if(connections_.begin(), connections_.end(), [](const auto& each) {
-    return each.second->incoming && !each.second->open();
-  });
-  if (oldest == connections_.end()) return false;
-  fail(*oldest->second, "unfinished");
-  return true;
+  std::map<std::string_view, std::size_t> counts;
+  Connection* found = nullptr;
+  for (const auto& [id, each] : connections_) counts[each->from] += each->stranger();
+  for (const auto& [id, each] : connections_) {
+    if (!each->stranger()) continue;
+    if (found == nullptr || counts[each->from] > counts[found->from]) found = each.get();
+  }
+  if (found != nullptr) fail(*found, "unfinished");
+  return found != nullptr;
 }
 
 void Carrier::accept_from(std::uint64_t id) {
   const Listener& listener = listeners_.at(id);
-  const int fd = ::accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  sockaddr_storage from{};
+  socklen_t size = sizeof from;
+  const int fd = ::accept4(listener.fd, reinterpret_cast<sockaddr*>(&from), &size,
+                           SOCK_CLOEXEC | SOCK_NONBLOCK);
   if (fd < 0) {
     if (errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM) return;
     if (make_room_for_stranger()) return;
@@ -292,15 +294,15 @@ void Carrier::accept_from(std::uint64_t id) {
     return;
   }
   const auto strangers = static_cast<std::size_t>(
-      std::count_if(connections_.begin(), connections_.end(), [](const auto& each) {
-        return each.second->incoming && !each.second->open();
-      }));
+      std::count_if(connections_.begin(), connections_.end(),
+                    [](const auto& each) { return each.second->stranger(); }));
   if (strangers >= most_strangers + links_.size()) make_room_for_stranger();
   if (!configure(fd, listener.tos)) {
     ::close(fd);
     return;
   }
   Connection& connection = add_connection(fd, true, Stage::answer);
+  connection.from = host_of(from);
   connection.route = {0, listener.interface, listener.urgency};
   if (const char* why = begin_challenge(connection)) fail(connection, why);
 }
@@ -331,10 +333,10 @@ void Carrier::close_connection(std::uint64_t id) {
   if (link == links_.end() || link->second.connection != id) return;
   const double now = now_s();
   link->second.connection = 0;
-  link->second.down_at = now;
   endpoint_.disconnected(connection->route, now);
   if (!link->second.dials) return;
   if (connection->open()) {
+    link->second.down_at = now;
     link->second.retry_after = retry_first_s;
     link->second.retry_at = now + retry_first_s;
   }
@@ -464,7 +466,11 @@ void Carrier::read(Connection& connection) {
       from += part;
       staged -= part;
       if (connection.filled < connection.want) break;
-      if (const char* why = end_piece(connection)) return fail(connection, why);
+      try {
+        if (const char* why = end_piece(connection)) return fail(connection, why);
+      } catch (const Malformed& error) {
+        return fail(connection, error.what());
+      }
       if (staged == 0) break;
     }
     turn += bytes;
@@ -472,7 +478,8 @@ void Carrier::read(Connection& connection) {
   }
 }
 
-// Reacts to a complete piece, and selects the next one. Returns null, or why the connection ends.
+// Reacts to a complete piece, and selects the next one. Returns null, or why the connection ends;
+// throws Malformed for a header.
 const char* Carrier::end_piece(Connection& connection) {
   switch (connection.stage) {
     case Stage::challenge:
@@ -509,15 +516,7 @@ const char* Carrier::read_header_piece(Connection& connection) {
 }
 
 const char* Carrier::begin_payload(Connection& connection) {
-  try {
-    connection.header = read_header(connection.head.data(), most_header_bytes);
-  } catch (const Malformed& error) {
-    static constexpr const char* reasons[] = {"size",     "magic", "version",
-                                              "checksum", "type",  "dtype"};
-    const std::string_view why = error.what();
-    return *std::find_if(std::begin(reasons), std::end(reasons) - 1,
-                         [&](const char* each) { return why == each; });
-  }
+  connection.header = read_header(connection.head.data(), most_header_bytes);
   if (connection.header.length > options_.message) return "length";
   connection.payload_done = 0;
   if (connection.header.length == 0) {
@@ -757,22 +756,6 @@ void Carrier::run_timers(double now) {
   endpoint_.tick(now);
 }
 
-// Looks for events without sleeping, if that has succeeded lately. Only the driving thread calls it.
-int Carrier::spin_for(std::span<epoll_event> events) {
-  if (unspun_ > 0) {
-    --unspun_;
-    return 0;
-  }
-  const double end = now_s() + spin_s;
-  int count = 0;
-  while (count == 0 && now_s() < end) {
-    count = ::epoll_wait(epoll_, events.data(), static_cast<int>(events.size()), 0);
-  }
-  failed_spins_ = count > 0 ? 0 : std::min(failed_spins_ + 1, most_failed_spins);
-  unspun_ = (1 << failed_spins_) - 1;
-  return count;
-}
-
 // Waits for events and serves them, once. The lock is released while it waits; a look without a
 // wait keeps it, so that no other thread finds an interface that is served already.
 void Carrier::drive(Lock& lock, double until, bool spin) {
@@ -790,8 +773,9 @@ void Carrier::drive(Lock& lock, double until, bool spin) {
     count = ::epoll_wait(epoll_, events, 64, 0);
   } else {
     lock.unlock();
-    if (spin) count = spin_for(events);
-    if (count == 0) count = ::epoll_wait(epoll_, events, 64, milliseconds);
+    const bool found =
+        spin && spin_.run([&] { return (count = ::epoll_wait(epoll_, events, 64, 0)) > 0; });
+    if (!found) count = ::epoll_wait(epoll_, events, 64, milliseconds);
     lock.lock();
   }
   driving_ = false;
@@ -836,7 +820,7 @@ bool Carrier::wait(Lock& lock, double seconds, Done done) {
       if (waiting_ > 1) changed_.notify_all();
     } else {
       if (background_drives_) signal();  // it hands over
-      changed_.wait_until(lock, point(deadline));
+      changed_.wait_for(lock, std::chrono::duration<double>(std::min(deadline - now_s(), far_s)));
     }
     is_done = done();
   } while (!is_done && !closed_ && now_s() < deadline);
@@ -869,17 +853,6 @@ void Carrier::free(Received& message) {
 ReceivedPtr Carrier::take(const std::set<std::uint32_t>* of, bool keep) {
   const std::lock_guard lock(mutex_);
   ReceivedPtr message = endpoint_.take(now_s(), of, keep);
-  settle();
-  return message;
-}
-
-ReceivedPtr Carrier::poll(const std::set<std::uint32_t>* of, bool keep) {
-  Lock lock(mutex_);
-  ReceivedPtr message = endpoint_.take(now_s(), of, keep);
-  if (message == nullptr && !driving_ && !closed_) {
-    drive(lock, 0.0, false);
-    message = endpoint_.take(now_s(), of, keep);
-  }
   settle();
   return message;
 }
@@ -929,13 +902,15 @@ void Carrier::interrupt() {
   changed_.notify_all();
 }
 
-void Carrier::leave(const std::function<PostedPtr()>& leave_of) {
+void Carrier::leave() {
   const std::lock_guard lock(mutex_);
+  Header header;
+  header.type = Type::leave;
   const double now = now_s();
   for (const auto& [route, link] : links_) {
     const bool gone = endpoint_.left().contains(route.peer) || endpoint_.lost().contains(route.peer);
     if (gone) continue;
-    endpoint_.post(route, leave_of(), now);
+    endpoint_.post(route, std::make_shared<Posted>(header, nullptr), now);
     leaving_to_.push_back(route);
   }
   settle();
@@ -959,22 +934,15 @@ std::set<std::uint32_t> Carrier::unfinished() {
   return peers;
 }
 
-// Whether everything that the peers have to know is sent.
-bool Carrier::drained() const {
-  return !endpoint_.busy() &&
-         std::none_of(connections_.begin(), connections_.end(),
-                      [](const auto& each) { return each.second->blocked; });
-}
-
 void Carrier::close(double seconds) {
   Lock lock(mutex_);
   if (closed_) return;
   const double deadline = now_s() + seconds;
   leaving_ = true;
-  close_listeners();  // else a peer would connect again
+  close_listeners({});  // else a peer would connect again
   endpoint_.acknowledge(now_s());
   flush_busy();
-  wait(lock, seconds, [&] { return drained(); });
+  wait(lock, seconds, [&] { return !endpoint_.busy() && blocked_ == 0; });
   std::vector<std::uint64_t> unopened;
   for (const auto& [id, each] : connections_) {
     if (each->open()) {
@@ -992,14 +960,6 @@ void Carrier::close(double seconds) {
   abandon_locked();
 }
 
-void Carrier::close_listeners() {
-  for (const auto& [id, each] : listeners_) {
-    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, each.fd, nullptr);  // a forked process may have a copy
-    ::close(each.fd);
-  }
-  listeners_.clear();
-}
-
 void Carrier::abandon() {
   if (forked_) return;
   const std::lock_guard lock(mutex_);
@@ -1011,7 +971,7 @@ void Carrier::abandon_locked() {
   closed_ = true;
   leaving_ = true;
   while (!connections_.empty()) close_connection(connections_.begin()->first);
-  close_listeners();
+  close_listeners({});
   endpoint_.abandon();
   publish();
   signal();

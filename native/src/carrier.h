@@ -10,27 +10,25 @@
 // while no other does. Payloads of posted messages are not accessed once `released` returns them.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
-#include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "endpoint.h"
 #include "net/cipher.h"
 #include "sha256.h"
-
-struct epoll_event;
+#include "spin.h"
 
 namespace wingbeat::messages {
 
@@ -71,9 +69,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   // Queues a message; false if its window has no room.
   bool post(const Route& route, const PostedPtr& message);
   void free(Received& message);
-  // A message that has arrived; `poll` reads the sockets if none waits.
+  // A message that has arrived.
   ReceivedPtr take(const std::set<std::uint32_t>* of, bool keep);
-  ReceivedPtr poll(const std::set<std::uint32_t>* of, bool keep);
 
   // Each waits for up to `seconds`, but not if `changes` differs from `seen`.
   bool receive(double seconds, std::uint64_t seen, const std::set<std::uint32_t>* of, bool keep,
@@ -84,8 +81,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   // Ends the current or next interruptible wait.
   void interrupt();
 
-  // Posts the last message of each flow: `leave_of` makes one.
-  void leave(const std::function<PostedPtr()>& leave_of);
+  // Posts the last message of each flow.
+  void leave();
   // Waits until all messages have arrived.
   bool wait_finished(double seconds);
   // Peers at which messages have not arrived.
@@ -106,7 +103,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     const std::lock_guard lock(mutex_);
     return read(static_cast<const Endpoint&>(endpoint_));
   }
-  // Reads what has arrived, so that `inspect` shows the present.
+  // Reads what has arrived, so that `inspect` and `take` show the present.
   void refresh();
   // Peers without any connection, with the seconds since then.
   std::map<std::uint32_t, double> unconnected();
@@ -152,6 +149,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     int fd = -1;
     Stage stage = Stage::answer;
     bool incoming = false;
+    std::string from;      // the address of the connecting end
     bool blocked = false;  // whether it waits until the socket accepts bytes
     Route route;
     std::uint32_t theirs = 0;  // the accepting end's interface
@@ -177,16 +175,27 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
     std::size_t sealing_at = 0;
 
     bool open() const { return stage >= Stage::header; }
+    bool stranger() const { return incoming && !open(); }
+  };
+
+  struct Address {
+    sockaddr_storage storage{};
+    socklen_t size = 0;
+
+    Address() = default;
+    // Throws std::system_error.
+    Address(const std::string& host, int port);
+    int family() const { return storage.ss_family; }
+    const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
   };
 
   struct Link {
-    std::string address;
-    int port = 0;
+    Address address;  // of the peer
     std::uint32_t theirs = 0;
     bool dials = false;
     std::uint64_t connection = 0;  // 0: none
     double retry_at = 0, retry_after = 0;
-    double down_at = -never;
+    double down_at = -never;  // when the last open connection ended
   };
 
   struct Peer {
@@ -197,7 +206,6 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   template <class Done>
   bool wait(Lock& lock, double seconds, Done done);
   void drive(Lock& lock, double until, bool spin);
-  int spin_for(std::span<epoll_event> events);
   void run();
   void signal();
   void publish();
@@ -233,9 +241,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   void block(Connection& connection, bool blocked);
   void fail(Connection& connection, const char* reason);
   void close_connection(std::uint64_t id);
-  void close_listeners();
+  void close_listeners(const std::set<std::uint32_t>& except);
   void abandon_locked();
-  bool drained() const;
 
   const Options options_;
   std::atomic<std::uint64_t> changes_{0};
@@ -259,7 +266,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   int epoll_ = -1, event_ = -1;
   double timer_due_ = never;
   double drive_limit_ = never;  // until when the driving thread waits
-  int failed_spins_ = 0, unspun_ = 0;  // used by the driving thread
+  Spin spin_;                   // used by the driving thread
   bool accepting_ = true;  // false: no descriptor was free
   int blocked_ = 0;        // connections that wait until their sockets accept bytes
   int waiting_ = 0;        // threads in `wait`

@@ -46,7 +46,7 @@ void Endpoint::connected(const Route& route, bool introduce, double now) {
   if (!introduce) return;
   link.flow.hello(now);
   mark_busy(route, link);
-  schedule(link);
+  schedule(link, now);
 }
 
 void Endpoint::disconnected(const Route& route, double now) {
@@ -66,7 +66,7 @@ bool Endpoint::post(const Route& route, const PostedPtr& message, double now) {
   }
   link.flow.post(message, now);
   mark_busy(route, link);
-  schedule(link);
+  schedule(link, now);
   return true;
 }
 
@@ -76,7 +76,7 @@ Frame Endpoint::next(const Route& route, double now) {
   Link& link = found->second;
   Frame frame = link.flow.next(now);
   if (frame.header != nullptr) link.flow.sent(frame, now);
-  schedule(link);
+  schedule(link, now);
   return frame;
 }
 
@@ -120,8 +120,8 @@ void Endpoint::accept(const Route& route, Header header, std::unique_ptr<std::ui
     ++refused[error.what()];
     return;
   }
-  if (flow.pending() || flow.tell_at() <= now) mark_busy(route, link);
-  schedule(link);
+  if (flow.pending(now)) mark_busy(route, link);
+  schedule(link, now);
 }
 
 ReceivedPtr Endpoint::take(double now, const std::set<std::uint32_t>* of, bool keep) {
@@ -149,8 +149,8 @@ void Endpoint::free(Received& message, double now) {
   Link& link = found->second;
   if (!link.flow.names(message.header)) return;  // of a former process of the peer
   link.flow.take(message.header.frame_bytes(), now);
-  if (link.flow.tell_at() <= now) mark_busy(message.route, link);
-  schedule(link);
+  if (link.flow.pending(now)) mark_busy(message.route, link);
+  schedule(link, now);
 }
 
 void Endpoint::tick(double now) {
@@ -165,13 +165,11 @@ void Endpoint::tick(double now) {
       ++changes;
       continue;
     }
-    if (link.flow.up && (link.flow.pending() || link.flow.tell_at() <= now)) {
-      mark_busy(route, link);
-    }
+    if (link.flow.pending(now)) mark_busy(route, link);
     // Nothing is due for a peer that has left and disconnected.
-    const double due = !has_left        ? link.flow.due()
-                       : link.flow.up ? link.flow.tell_at()
-                                        : never;
+    const double due = !has_left      ? link.flow.due(now)
+                       : link.flow.up ? link.flow.tell_at(now)
+                                      : never;
     due_ = std::min(due_, std::max(due, now));
   }
 }

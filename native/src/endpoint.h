@@ -114,7 +114,7 @@ class Endpoint {
   };
 
   void mark_busy(const Route& route, Link& link);
-  void schedule(const Link& link) { due_ = std::min(due_, link.flow.due()); }
+  void schedule(const Link& link, double now) { due_ = std::min(due_, link.flow.due(now)); }
 
   std::uint32_t number_;
   std::uint64_t session_;

@@ -122,8 +122,8 @@ void Flow::sent(const Frame& frame, double now) {
   if (out_.ask_at == never) out_.ask_at = now + out_.ask_after;
 }
 
-double Flow::due() const {
-  return up ? std::min({into_.tell_at, out_.ask_at, lost_at()}) : lost_at();
+double Flow::due(double now) const {
+  return up ? std::min({tell_at(now), out_.ask_at, lost_at()}) : lost_at();
 }
 
 bool Flow::tick(double now) {

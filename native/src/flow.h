@@ -45,6 +45,9 @@ struct Posted {
   Posted& operator=(const Posted&) = delete;
   virtual ~Posted() = default;
 
+  // Releases the memory of the payload.
+  virtual void release() {}
+
   Header header;
   const std::uint8_t* payload;
   std::uint64_t size;
@@ -88,11 +91,10 @@ class Flow {
   std::size_t unarrived() const { return held_.size(); }
   bool empty() const { return held_.empty(); }
   bool only_leave() const;
-  // How many messages of the peer's have arrived; whether the last word was among them.
-  std::uint64_t arrived() const { return into_.arrived; }
+  // Whether the peer's last word has arrived.
   bool ended() const { return into_.ended; }
-  // When what has arrived is to be told at the latest.
-  double tell_at() const { return into_.tell_at; }
+  // When what has arrived is to be told, unless that is `pending`.
+  double tell_at(double now) const { return into_.tell_at > now ? into_.tell_at : never; }
 
   // Whether a header names these two ends.
   bool names(const Header& header) const;
@@ -123,10 +125,13 @@ class Flow {
   void sent(const Frame& frame, double now);
   void down() { up = false; }
 
-  // Whether `next` returns something whatever the time is.
-  bool pending() const { return !answers_.empty() || may_send(); }
-  // When `tick` or `next` has something to do, if nothing arrives before.
-  double due() const;
+  // Whether `next` returns something.
+  bool pending(double now) const {
+    return up && (!answers_.empty() || may_send() || into_.tell_at <= now);
+  }
+  // When `tick` or `next` has something to do, if nothing arrives before. What is pending does not
+  // count: a connection that is blocked cannot send it.
+  double due(double now) const;
   // Lets time pass; true if the peer has been silent for too long.
   bool tick(double now);
   // Begins to count the peer's silence anew: this process was stopped, and heard nobody meanwhile.

@@ -1,7 +1,6 @@
 #include "header.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "layout.h"
 

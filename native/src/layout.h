@@ -1,10 +1,8 @@
 // Sizes of the payloads; the same rules as wingbeat/kernels/layout.py.
 #pragma once
 
-#include <algorithm>
 #include <bit>
 #include <cstddef>
-#include <cstdint>
 #include <cstring>
 
 namespace wingbeat {

@@ -50,10 +50,6 @@ void compress(std::array<std::uint32_t, 8>& state, const std::uint8_t* block) {
   for (std::size_t i = 0; i < 8; ++i) state[i] += sums[i];
 }
 
-std::string_view text(const Digest& digest) {
-  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
-}
-
 }  // namespace
 
 Digest sha256(std::string_view data) {

@@ -12,6 +12,11 @@ using Digest = std::array<std::uint8_t, 32>;
 
 Digest sha256(std::string_view data);
 
+// The bytes of a digest.
+inline std::string_view text(const Digest& digest) {
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
 // Keys have at most 64 bytes.
 Digest hmac_sha256(std::string_view key, std::string_view data);
 

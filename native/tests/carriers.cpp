@@ -2,11 +2,14 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -15,21 +18,16 @@
 #include <vector>
 
 #include "carrier.h"
+#include "checks.h"
 #include "layout.h"
 
 namespace carriers {
 
 namespace {
 
+using checks::expect;
 using namespace wingbeat::messages;
 using wingbeat::Digest;
-
-long checks = 0;
-
-void expect(bool holds, const std::string& what) {
-  ++checks;
-  if (!holds) throw std::runtime_error(what);
-}
 
 template <class Holds>
 void until(Holds holds, const std::string& what) {
@@ -38,7 +36,7 @@ void until(Holds holds, const std::string& what) {
     if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error(what);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  ++checks;
+  ++checks::count;
 }
 
 std::string hex(const Digest& digest) {
@@ -282,9 +280,9 @@ int connect_as_member(int port, const Digest& key) {
   const std::uint32_t receiver = 1;
   std::memcpy(answer.data() + 12, &receiver, sizeof receiver);
   const std::string transcript(reinterpret_cast<char*>(challenge), sizeof challenge);
-  const Digest tag = wingbeat::hmac_sha256(
-      {reinterpret_cast<const char*>(key.data()), key.size()}, "connect" + transcript + answer);
-  answer.append(reinterpret_cast<const char*>(tag.data()), tag.size());
+  const Digest tag =
+      wingbeat::hmac_sha256(wingbeat::text(key), "connect" + transcript + answer);
+  answer.append(wingbeat::text(tag));
   ::send(fd, answer.data(), answer.size(), MSG_NOSIGNAL);
   read_exactly(fd, reply, sizeof reply);
   return fd;
@@ -326,7 +324,10 @@ void check_hostile_member() {
         const std::size_t length = std::min<std::size_t>(1 + random() % 5000, bytes.size() - at);
         if (::send(fd, bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
         at += length;
-        if (random() % 4 == 0) carrier.poll(nullptr, false);
+        if (random() % 4 == 0) {
+          carrier.refresh();
+          carrier.take(nullptr, false);
+        }
       }
       ::close(fd);
     }
@@ -343,11 +344,13 @@ void check_hostile_member() {
   }
 }
 
-void send_control(int fd, Type type, std::uint64_t sequence, std::uint64_t arrived) {
+void send_control(int fd, Type type, std::uint64_t sequence, std::uint64_t arrived,
+                  std::uint32_t sender = 0) {
   Header header;
   header.type = type;
-  header.session = 100;
-  header.receiver = 1;
+  header.session = 100 + sender;
+  header.sender = sender;
+  header.receiver = 1 - sender;
   header.sequence = sequence;
   header.arrived = arrived;
   std::uint8_t bytes[header_fixed];
@@ -377,6 +380,73 @@ void check_release_while_queued() {
   expect(carrier.released().empty(), "a queued payload is not released");
   ::close(fd);
   until([&] { return carrier.released().size() == 1; }, "it is released with its connection");
+}
+
+// A member that sends and reads nothing. What it is to be told waits for the socket; until then the
+// carrier must not keep its lock.
+void check_blocked_member() {
+  const std::vector<std::uint8_t> payload(largest, 1);
+  Pair pair(false, 1);
+  Carrier& carrier = *pair.ends[1];
+  const int fd = connect_as_member(pair.ports[1], pair.key);
+  send_control(fd, Type::hello, 1, 0);
+  for (int i = 0; i < 3; ++i) post(carrier, 0, 5, payload);
+  send_control(fd, Type::data, 1, 0);
+  const auto waiting = [&] {
+    return carrier.inspect([](const Endpoint& endpoint) { return endpoint.waiting(); });
+  };
+  until([&] { return waiting() == 1; }, "a message arrives");
+  std::this_thread::sleep_for(std::chrono::duration<double>(10 * tell_after));  // it is due then
+  auto looking = std::async(std::launch::async, waiting);
+  const bool prompt = looking.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+  std::vector<std::uint8_t> read(3 * largest);
+  read_exactly(fd, read.data(), read.size());
+  ::close(fd);
+  looking.wait();
+  expect(prompt, "a blocked connection does not block the carrier");
+}
+
+// Accepts member 0 as member 1, which has the key.
+int accept_as_member(int listener, const Digest& key) {
+  const int fd = ::accept(listener, nullptr, nullptr);
+  std::string transcript = "wingbeat" + std::string(32, '\0');
+  ::send(fd, transcript.data(), transcript.size(), MSG_NOSIGNAL);
+  std::uint8_t answer[88];
+  read_exactly(fd, answer, sizeof answer);
+  transcript.append(reinterpret_cast<const char*>(answer), 56);
+  const Digest tag = wingbeat::hmac_sha256(wingbeat::text(key), "accept" + transcript);
+  ::send(fd, tag.data(), tag.size(), MSG_NOSIGNAL);
+  return fd;
+}
+
+// A peer that leaves and then accepts no connection: for how many seconds it is dialled.
+double seconds_dialled_after_leaving() {
+  const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in at{};
+  socklen_t size = sizeof at;
+  if (::listen(listener, 10) != 0 ||  // on any port
+      ::getsockname(listener, reinterpret_cast<sockaddr*>(&at), &size) != 0) {
+    throw std::runtime_error("cannot listen");
+  }
+  Pair pair(false, 2);  // number 1 is played here
+  Carrier& carrier = *pair.ends[0];
+  carrier.allow(1, 101, pair.key);
+  carrier.add_route({1, 0, 0}, "127.0.0.1", ntohs(at.sin_port), 0);
+  carrier.start();
+  const int fd = accept_as_member(listener, pair.key);
+  send_control(fd, Type::welcome, 0, 0, 1);
+  send_control(fd, Type::leave, 1, 0, 1);
+  until([&] { return carrier.troubled(); }, "a member leaves");
+  ::close(fd);
+  const auto begin = std::chrono::steady_clock::now();
+  std::chrono::duration<double> last{0};
+  pollfd waiting{listener, POLLIN, 0};
+  while (last.count() < 15 && ::poll(&waiting, 1, 3000) == 1) {
+    ::close(::accept(listener, nullptr, nullptr));
+    last = std::chrono::steady_clock::now() - begin;
+  }
+  ::close(listener);
+  return last.count();
 }
 
 void check_strangers() {
@@ -436,7 +506,8 @@ void check_removal() {
 
 }  // namespace
 
-long check() {
+void check() {
+  auto dialled = std::async(std::launch::async, seconds_dialled_after_leaving);
   check_digests();
   check_gaps();
   check_in_flight();
@@ -444,9 +515,11 @@ long check() {
   for (const bool encrypted : {false, true}) check_exchange(encrypted);
   check_hostile_member();
   check_release_while_queued();
+  check_blocked_member();
   check_strangers();
   check_removal();
-  return checks;
+  const double seconds = dialled.get();
+  expect(seconds > 2 && seconds < 10, "a peer that has left is dialled for some seconds");
 }
 
 }  // namespace carriers

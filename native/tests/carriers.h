@@ -3,7 +3,7 @@
 
 namespace carriers {
 
-// Throws std::runtime_error where something is wrong; returns the number of checks.
-long check();
+// Throws std::runtime_error where something is wrong.
+void check();
 
 }  // namespace carriers

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "checks.h"
 #include "net/cipher.h"
 #include "net/coding.h"
 #include "net/lane.h"
@@ -24,13 +25,14 @@ namespace nets {
 
 namespace {
 
+using checks::expect;
+using checks::socket_pair;
 using namespace wingbeat::net;
 
-long checks = 0;
-
-void expect(bool holds, const std::string& what) {
-  ++checks;
-  if (!holds) throw std::runtime_error(what);
+std::shared_ptr<Nic> started() {
+  auto nic = std::make_shared<Nic>("lo");
+  nic->start();
+  return nic;
 }
 
 std::unique_ptr<Stream> stream(int fd, const std::shared_ptr<Rings>& rings) {
@@ -46,18 +48,30 @@ Keys keys_of(bool connecting) {
   return keys;
 }
 
+using Bytes = std::vector<std::uint8_t>;
+
+OperationPtr post(Group& group, bool send, int peer, Bytes& bytes, std::uint32_t tag = 1,
+                  std::uint16_t channel = 0) {
+  const auto operation = std::make_shared<Operation>();
+  operation->data = bytes.data();
+  operation->bytes = bytes.size();
+  operation->peer = peer;
+  operation->tag = tag;
+  operation->channel = channel;
+  Work work;
+  send ? group.send(operation, work) : group.receive(operation, work);
+  work.run();
+  return operation;
+}
+
 enum class Medium { plain, shared_memory, encrypted };
 
 struct Cluster {
   explicit Cluster(int size, Medium medium = Medium::plain) {
-    for (int i = 0; i < size; ++i) {
-      nics.push_back(std::make_shared<Nic>("lo"));
-      nics.back()->start();
-    }
+    for (int i = 0; i < size; ++i) nics.push_back(started());
     for (int i = 0; i < size; ++i) {
       for (int j = 0; j < i; ++j) {
-        int ends[2];
-        if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+        const auto ends = socket_pair();
         std::shared_ptr<Rings> rings;
         std::shared_ptr<Rings> theirs;
         if (medium == Medium::shared_memory) {
@@ -182,7 +196,7 @@ void check_sums(Medium medium) {
             if (each[i] != sum) throw std::runtime_error("a sum is wrong");
           }
         }
-        ++checks;
+        ++checks::count;
       }
     }
   }
@@ -193,7 +207,7 @@ void check_odd_places(Medium medium) {
   Cluster cluster(2, medium);
   std::uint64_t number = 0;
   for (const std::size_t n : {1U, 100'001U, 1'000'003U}) {
-    std::vector<std::vector<std::uint8_t>> bytes(2, std::vector<std::uint8_t>(n, 3));
+    std::vector<Bytes> bytes(2, Bytes(n, 3));
     std::vector<std::vector<double>> doubles(2, std::vector<double>(n, 0.5));
     std::vector<std::shared_ptr<Task>> tasks;
     for (const Dtype dtype : {Dtype::uint8, Dtype::float64}) {
@@ -213,7 +227,7 @@ void check_odd_places(Medium medium) {
       }
     }
     for (const auto& task : tasks) expect(task->wait(20.0, true), "a collective ends");
-    expect(bytes[0] == std::vector<std::uint8_t>(n, 6) && bytes[1] == bytes[0], "bytes are added");
+    expect(bytes[0] == Bytes(n, 6) && bytes[1] == bytes[0], "bytes are added");
     expect(doubles[0] == std::vector<double>(n, 1.0) && doubles[1] == doubles[0],
            "doubles are added");
   }
@@ -339,15 +353,8 @@ void check_malformed() {
   const auto packing = std::make_shared<EncodedPacking>(coding, nullptr, 1);
   const auto task = submit(cluster, 0, buffer, 1, packing);
   const Transfer& expected = task->program->receives[0];
-  std::vector<std::uint8_t> junk(packing->bytes(expected.start, expected.stop), 0xff);
-  auto sent = std::make_shared<Operation>();
-  sent->data = junk.data();
-  sent->bytes = junk.size();
-  sent->channel = 1;
-  sent->tag = task->base_tag;
-  Work work;
-  cluster.world(1)->send(sent, work);
-  work.run();
+  Bytes junk(packing->bytes(expected.start, expected.stop), 0xff);
+  post(*cluster.world(1), true, 0, junk, task->base_tag, 1);
   expect(task->wait(20.0, true) && task->failed(), "a malformed payload fails its task");
   Waiting found;
   expect(cluster.lanes[0]->failure(found), "a malformed payload fails the lane");
@@ -360,11 +367,9 @@ void check_malformed() {
 void check_wait_for_another_interface() {
   std::vector<std::shared_ptr<Nic>> own, other;
   for (int link = 0; link < 2; ++link) {
-    int ends[2];
-    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+    const auto ends = socket_pair();
     for (auto* nics : {&own, &other}) {
-      nics->push_back(std::make_shared<Nic>("lo"));
-      nics->back()->start();
+      nics->push_back(started());
       nics->back()->add(0, std::make_unique<Stream>(ends[nics == &own ? 0 : 1]));
     }
   }
@@ -374,7 +379,8 @@ void check_wait_for_another_interface() {
   const auto lane =
       std::make_shared<Lane>(links, std::uint16_t{1}, std::size_t{4}, std::size_t{4}, 256U,
                              std::make_shared<Completions>(), std::uint64_t{1});
-  std::vector<float> buffer(2, 0.0F), sent(1, 3.0F);
+  std::vector<float> buffer(2, 0.0F);
+  Bytes sent{0, 0, 0x40, 0x40};  // 3
   auto program = std::make_shared<Program>();
   for (std::uint32_t link = 0; link < 2; ++link) {
     program->receives.push_back({0, link, link + 1, link, false, static_cast<int>(link)});
@@ -388,14 +394,7 @@ void check_wait_for_another_interface() {
   std::thread peer([&] {
     for (std::uint32_t link = 0; link < 2; ++link) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      const auto operation = std::make_shared<Operation>();
-      operation->data = reinterpret_cast<std::uint8_t*>(sent.data());
-      operation->bytes = sizeof(float);
-      operation->channel = 1;
-      operation->tag = link;
-      Work work;
-      others[link]->send(operation, work);
-      work.run();
+      post(*others[link], true, 0, sent, link, 1);
     }
   });
   const auto begin = std::chrono::steady_clock::now();
@@ -436,20 +435,6 @@ void check_waiting_threads(Medium medium) {
   }
   for (auto& each : threads) each.join();
   expect(ended == 400, "every waiting thread sees the end");
-}
-
-using Bytes = std::vector<std::uint8_t>;
-
-OperationPtr post(Group& group, bool send, int peer, Bytes& bytes, std::uint32_t tag = 1) {
-  const auto operation = std::make_shared<Operation>();
-  operation->data = bytes.data();
-  operation->bytes = bytes.size();
-  operation->peer = peer;
-  operation->tag = tag;
-  Work work;
-  send ? group.send(operation, work) : group.receive(operation, work);
-  work.run();
-  return operation;
 }
 
 void end(Group& group, bool failed) {
@@ -565,8 +550,7 @@ void check_second_connection() {
     Bytes bytes(100, 1), got(100);
     const auto here = cluster.member(0, id, {0, 1});
     const auto pending = post(*here, false, 1, got);
-    int ends[2];
-    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+    const auto ends = socket_pair();
     cluster.nics[0]->add(1, std::make_unique<Stream>(ends[0]));
     cluster.nics[1]->add(0, std::make_unique<Stream>(ends[1]));
     expect(result(pending) == State::failed, "a receive from a former connection fails");
@@ -581,16 +565,17 @@ void check_second_connection() {
 }
 
 // Sends bytes in pieces, ends the stream, and closes the interface at its other end.
-void feed(int fd, const std::vector<std::uint8_t>& bytes, std::size_t most_piece,
-          const std::shared_ptr<Nic>& nic, std::mt19937& random) {
-  std::size_t at = 0;
-  while (at < bytes.size()) {
+template <class Between>
+void feed(int fd, const Bytes& bytes, std::size_t most_piece, Nic& nic, std::mt19937& random,
+          Between between) {
+  for (std::size_t at = 0; at < bytes.size();) {
     const std::size_t length = std::min<std::size_t>(1 + random() % most_piece, bytes.size() - at);
     if (::send(fd, bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
     at += length;
+    between();
   }
   ::shutdown(fd, SHUT_WR);
-  nic->close(5.0);
+  nic.close(5.0);
   ::close(fd);
 }
 
@@ -598,10 +583,8 @@ void feed(int fd, const std::vector<std::uint8_t>& bytes, std::size_t most_piece
 void check_random_bytes(bool encrypted) {
   std::mt19937 random(7);
   for (int round = 0; round < 300; ++round) {
-    int ends[2];
-    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
-    const auto nic = std::make_shared<Nic>("lo");
-    nic->start();
+    const auto ends = socket_pair();
+    const auto nic = started();
     std::optional<Keys> keys;
     std::optional<Cipher> cipher;
     if (encrypted) {
@@ -613,9 +596,9 @@ void check_random_bytes(bool encrypted) {
     for (std::uint64_t id = 0; id < 3; ++id) {
       groups.push_back(std::make_shared<Group>(nic, id, std::vector<int>{0}));
     }
-    std::vector<std::uint8_t> bytes;
-    const auto append = [&](const std::vector<std::uint8_t>& plain) {
-      std::vector<std::uint8_t> sealed = plain;
+    Bytes bytes;
+    const auto append = [&](const Bytes& plain) {
+      Bytes sealed = plain;
       if (cipher) {
         sealed.resize(plain.size() + tag_bytes);
         cipher->seal(plain.data(), plain.size(), sealed.data());
@@ -623,7 +606,7 @@ void check_random_bytes(bool encrypted) {
       bytes.insert(bytes.end(), sealed.begin(), sealed.end());
     };
     for (int frame = 0; frame < 20; ++frame) {
-      std::vector<std::uint8_t> header(frame_header_bytes);
+      Bytes header(frame_header_bytes);
       FrameHeader fields;
       fields.kind = random() % 4 == 0 ? Kind::credit : random() % 8 == 0 ? Kind::end : Kind::data;
       fields.group = random() % 3;
@@ -636,26 +619,19 @@ void check_random_bytes(bool encrypted) {
       write_frame_header(fields, header.data());
       if (random() % 40 == 0) header[random() % frame_header_bytes] ^= 1;
       append(header);
-      std::vector<std::uint8_t> payload(fields.length);
+      Bytes payload(fields.length);
       for (auto& each : payload) each = static_cast<std::uint8_t>(random());
       if (!payload.empty()) append(payload);
       if (encrypted && random() % 40 == 0) bytes[random() % bytes.size()] ^= 1;
     }
-    std::vector<std::vector<std::uint8_t>> into(12, std::vector<std::uint8_t>(100));
+    std::vector<Bytes> into(12, Bytes(100));
     std::vector<OperationPtr> posted;
     for (std::uint32_t i = 0; i < 12; ++i) {
       posted.push_back(post(*groups[i / 4], false, 0, into[i], i % 4));
     }
-    std::size_t at = 0;
-    while (at < bytes.size()) {
-      const std::size_t length = std::min<std::size_t>(1 + random() % 700, bytes.size() - at);
-      if (::send(ends[1], bytes.data() + at, length, MSG_NOSIGNAL) < 0) break;
-      at += length;
+    feed(ends[1], bytes, 700, *nic, random, [&] {
       if (random() % 30 == 0) end(*groups[1], random() % 2 == 0);
-    }
-    ::shutdown(ends[1], SHUT_WR);
-    nic->close(5.0);
-    ::close(ends[1]);
+    });
     for (const auto& operation : posted) {
       expect(operation->state != State::pending, "every receive ends");
       if (encrypted && !cipher) {
@@ -666,11 +642,9 @@ void check_random_bytes(bool encrypted) {
 }
 
 // What a connection of these messages carries.
-std::vector<std::uint8_t> stream_of(std::vector<std::vector<std::uint8_t>>& messages) {
-  int ends[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
-  const auto nic = std::make_shared<Nic>("lo");
-  nic->start();
+Bytes stream_of(std::vector<Bytes>& messages) {
+  const auto ends = socket_pair();
+  const auto nic = started();
   nic->add(0, std::make_unique<Stream>(ends[0]), keys_of(true));
   Group group(nic, 0, std::vector<int>{0});
   std::vector<OperationPtr> posted;
@@ -678,7 +652,7 @@ std::vector<std::uint8_t> stream_of(std::vector<std::vector<std::uint8_t>>& mess
     posted.push_back(post(group, true, 0, messages[tag], tag));
   }
   std::thread closing([&] { nic->close(20.0); });
-  std::vector<std::uint8_t> stream;
+  Bytes stream;
   std::uint8_t piece[4096];
   ssize_t got = 0;
   while ((got = ::recv(ends[1], piece, sizeof piece, 0)) > 0) {
@@ -693,7 +667,7 @@ std::vector<std::uint8_t> stream_of(std::vector<std::vector<std::uint8_t>>& mess
 void check_dropped(bool encrypted) {
   Cluster cluster(2, encrypted ? Medium::encrypted : Medium::plain);
   for (std::uint32_t round = 0; round < 20; ++round) {
-    std::vector<std::uint8_t> large(500'000, 1), small(10, 2), into(20), rest(10);
+    Bytes large(500'000, 1), small(10, 2), into(20), rest(10);
     const auto wrong = post(*cluster.world(1), false, 0, into, 2 * round);
     const auto right = post(*cluster.world(1), false, 0, rest, 2 * round + 1);
     post(*cluster.world(0), true, 1, large, 2 * round);
@@ -709,12 +683,12 @@ void check_dropped(bool encrypted) {
 void check_changed_streams() {
   std::mt19937 random(11);
   for (int round = 0; round < 120; ++round) {
-    std::vector<std::vector<std::uint8_t>> messages;
+    std::vector<Bytes> messages;
     for (const std::size_t length : {0U, 1U, 300U, 300U, 70'000U, 600'000U, 0U, 40U}) {
       messages.emplace_back(length);
       for (auto& each : messages.back()) each = static_cast<std::uint8_t>(random());
     }
-    std::vector<std::uint8_t> stream = stream_of(messages);
+    Bytes stream = stream_of(messages);
     const std::size_t at = random() % stream.size();
     const std::size_t frame = frame_header_bytes + tag_bytes;  // of a message without bytes
     switch (round % 6) {
@@ -725,13 +699,11 @@ void check_changed_streams() {
       case 4: stream.insert(stream.begin(), stream.begin(), stream.begin() + frame); break;
       default: stream.erase(stream.begin(), stream.begin() + frame);
     }
-    int ends[2];
-    if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
-    const auto nic = std::make_shared<Nic>("lo");
-    nic->start();
+    const auto ends = socket_pair();
+    const auto nic = started();
     nic->add(0, std::make_unique<Stream>(ends[0]), keys_of(false));
     Group group(nic, 0, std::vector<int>{0});
-    std::vector<std::vector<std::uint8_t>> into;
+    std::vector<Bytes> into;
     std::vector<OperationPtr> posted;
     for (const auto& each : messages) into.emplace_back(each.size());
     const auto receive = [&] {
@@ -740,7 +712,7 @@ void check_changed_streams() {
       }
     };
     if (round % 2 == 0) receive();
-    std::thread feeding([&] { feed(ends[1], stream, 300'000, nic, random); });
+    std::thread feeding([&] { feed(ends[1], stream, 300'000, *nic, random, [] {}); });
     if (round % 2 == 1) receive();
     feeding.join();
     std::size_t done = 0;
@@ -756,7 +728,7 @@ void check_changed_streams() {
 
 }  // namespace
 
-long check() {
+void check() {
   for (const Medium medium : {Medium::plain, Medium::shared_memory, Medium::encrypted}) {
     if (medium == Medium::encrypted && !aegis::supported()) break;
     check_sums(medium);
@@ -780,7 +752,6 @@ long check() {
   check_wait_for_another_interface();
   check_many_groups();
   check_second_connection();
-  return checks;
 }
 
 }  // namespace nets

@@ -19,21 +19,17 @@
 #include <thread>
 #include <vector>
 
+#include "checks.h"
 #include "net/ring.h"
 
 namespace rings {
 
 namespace {
 
+using checks::expect;
+using checks::socket_pair;
 using namespace wingbeat::net;
 using Ends = std::array<std::unique_ptr<RingStream>, 2>;
-
-long checks = 0;
-
-void expect(bool holds, const std::string& what) {
-  ++checks;
-  if (!holds) throw std::runtime_error(what);
-}
 
 std::vector<int> copies(const Rings& rings) {
   std::vector<int> out;
@@ -43,8 +39,7 @@ std::vector<int> copies(const Rings& rings) {
 
 // Both ends, and the memory of the first one.
 Ends connect(std::shared_ptr<Rings>* memory = nullptr) {
-  int sockets[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) != 0) throw std::runtime_error("socketpair");
+  const auto sockets = socket_pair();
   const auto first = std::make_shared<Rings>();
   const auto second = std::make_shared<Rings>(copies(*first));
   if (memory != nullptr) *memory = first;
@@ -249,7 +244,7 @@ void check_random_memory() {
   }
   stop = true;
   broken.join();
-  ++checks;
+  ++checks::count;
 }
 
 void check_refused_memory() {
@@ -263,8 +258,7 @@ void check_refused_memory() {
   };
   expect(refuses({}), "no descriptors are refused");
   expect(refuses({-1, -1, -1}), "closed descriptors are refused");
-  int ends[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) throw std::runtime_error("socketpair");
+  const auto ends = socket_pair();
   expect(refuses({ends[0], ends[1], -1}), "a socket is not memory");
   const Rings good;
   struct stat found {};
@@ -288,7 +282,7 @@ void check_ends() {
 
 }  // namespace
 
-long check() {
+void check() {
   check_ends();
   check_refused_memory();
   check_broken_positions();
@@ -297,7 +291,6 @@ long check() {
   check_bytes(3'000'000, 300, 2);
   check_bytes(60'000'000, 3'000'000, 3);
   check_wakeups(20'000);
-  return checks;
 }
 
 }  // namespace rings

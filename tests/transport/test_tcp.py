@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -358,6 +359,19 @@ def test_strangers_neither_connect_nor_delay_the_ranks(
     for address in addresses:  # nothing listens any more
         with pytest.raises(OSError):  # noqa: PT011
             dial(address)
+
+
+def test_flood_from_one_host_closes_no_handshake_of_another(job: Job) -> None:
+    port = job.links[0].port
+    assert port is not None
+    address = port._listeners[0].getsockname()
+    with contextlib.ExitStack() as stack:
+        connect = functools.partial(socket.create_connection, address, 20.0)
+        member = stack.enter_context(connect(("127.0.0.2", 0)))
+        for _ in range(3 * tcp._MAX_STRANGERS):
+            stranger = stack.enter_context(connect(("127.0.0.1", 0)))
+        assert stranger.recv(8) == b"wingbeat", "all were accepted"
+        tcp._prove(member, tcp._IDENTITY.pack(1, 0, 0, bytes(8)), port._key)
 
 
 class Job:

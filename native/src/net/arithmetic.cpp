@@ -1,7 +1,6 @@
 #include "arithmetic.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "../loops.h"
 

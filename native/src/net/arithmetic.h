@@ -19,8 +19,6 @@ enum class Dtype : std::uint8_t {
   boolean,
 };
 
-inline constexpr Dtype last_dtype = Dtype::boolean;
-
 inline constexpr std::size_t most_element_bytes = 8;
 
 std::size_t size_of(Dtype dtype);

@@ -22,12 +22,16 @@ namespace aegis {
 
 namespace {
 
-// `aes_round`: SubBytes, ShiftRows, MixColumns, then xor with the round key.
+// `aes_round`: SubBytes, ShiftRows, MixColumns, then xor with the round key. On x86-64 each function
+// that needs the instructions says so itself: with an option for the whole file the templates that
+// it uses would need them too, and the linker keeps one copy of a template for all files.
 #if defined(__x86_64__)
+#define WINGBEAT_WITH_AES __attribute__((target("aes,avx")))
 using Block = __m128i;
 
-Block aes_round(Block block, Block key) { return _mm_aesenc_si128(block, key); }
+WINGBEAT_WITH_AES Block aes_round(Block block, Block key) { return _mm_aesenc_si128(block, key); }
 #else
+#define WINGBEAT_WITH_AES
 using Block = uint8x16_t;
 
 Block aes_round(Block block, Block key) {
@@ -45,7 +49,7 @@ constexpr std::uint8_t fibonacci[pair_bytes] = {
 struct State {
   Block s0, s1, s2, s3, s4, s5, s6, s7;
 
-  State(const std::uint8_t* key_at, const std::uint8_t* nonce_at) {
+  WINGBEAT_WITH_AES State(const std::uint8_t* key_at, const std::uint8_t* nonce_at) {
     const auto key = load<Block>(key_at);
     const auto nonce = load<Block>(nonce_at);
     const auto c0 = load<Block>(fibonacci);
@@ -59,7 +63,7 @@ struct State {
   }
 
   // Adds the message after the rounds: it is known last when decrypting.
-  void update(Block m0, Block m1) {
+  WINGBEAT_WITH_AES void update(Block m0, Block m1) {
     const Block last = s7;
     s7 = aes_round(s6, s7);
     s6 = aes_round(s5, s6);
@@ -71,7 +75,7 @@ struct State {
     s0 = aes_round(last, s0) ^ m0;
   }
 
-  void encrypt(const std::uint8_t* from, std::uint8_t* to) {
+  WINGBEAT_WITH_AES void encrypt(const std::uint8_t* from, std::uint8_t* to) {
     const auto t0 = load<Block>(from);
     const auto t1 = load<Block>(from + sizeof(Block));
     store(to, t0 ^ s6 ^ s1 ^ (s2 & s3));
@@ -80,7 +84,7 @@ struct State {
   }
 
   // Of the last pair only `bytes` bytes belong to the message; zeros follow them.
-  void decrypt(std::uint8_t* data, std::size_t bytes = pair_bytes) {
+  WINGBEAT_WITH_AES void decrypt(std::uint8_t* data, std::size_t bytes = pair_bytes) {
     Block t0 = load<Block>(data) ^ s6 ^ s1 ^ (s2 & s3);
     Block t1 = load<Block>(data + sizeof(Block)) ^ s2 ^ s5 ^ (s6 & s7);
     store(data, t0);
@@ -93,7 +97,7 @@ struct State {
     update(t0, t1);
   }
 
-  Block tag(std::size_t bytes) {
+  WINGBEAT_WITH_AES Block tag(std::size_t bytes) {
     const std::uint64_t bits[2] = {0, std::uint64_t{bytes} * 8};
     const Block t = s2 ^ load<Block>(bits);
     for (int i = 0; i < 7; ++i) update(t, t);
@@ -112,6 +116,7 @@ bool supported() {
 #endif
 }
 
+WINGBEAT_WITH_AES
 void seal(const std::uint8_t* key, const std::uint8_t* nonce, const std::uint8_t* plain,
           std::size_t bytes, std::uint8_t* out) {
   State state(key, nonce);
@@ -126,6 +131,7 @@ void seal(const std::uint8_t* key, const std::uint8_t* nonce, const std::uint8_t
   store(out + bytes, state.tag(bytes));
 }
 
+WINGBEAT_WITH_AES
 bool open(const std::uint8_t* key, const std::uint8_t* nonce, std::uint8_t* data,
           std::size_t bytes, const std::uint8_t* tag) {
   State state(key, nonce);

@@ -1,6 +1,5 @@
 #include "nic.h"
 
-#include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -13,7 +12,6 @@
 #include <chrono>
 #include <cstring>
 #include <iterator>
-#include <stdexcept>
 #include <system_error>
 #include <tuple>
 #include <utility>
@@ -36,14 +34,9 @@ constexpr std::size_t most_group_channels = 4096;
 constexpr std::size_t most_early_messages = 1U << 16;
 constexpr std::uint64_t most_early_bytes = std::uint64_t{4} << 30;
 constexpr std::size_t most_pool_bytes = 256U << 20;
-// A waiting thread looks for events without sleeping for this time, which is about what it costs to
-// put a thread to sleep and wake it. After n failures in a row it does so only every 2^n-th time.
-constexpr std::chrono::microseconds spin_time{30};
-constexpr int most_failed_spins = 6;
 
 constexpr std::size_t sealed_header_bytes = frame_header_bytes + tag_bytes;
 const char* const wrong_tag = "an authentication tag is wrong: bytes were changed on their way";
-
 
 std::string describe(int error) { return std::generic_category().message(error); }
 
@@ -58,6 +51,13 @@ void mark_failed(Operation& operation, const std::string& reason, Work& work) {
   operation.state.store(State::failed, std::memory_order_release);
   if (operation.owner != nullptr) operation.owner->troubled = true;
   work.add(operation.owner);
+}
+
+void mark_wrong_size(Operation& operation, std::uint64_t sent, Work& work) {
+  mark_failed(operation,
+              "sent " + std::to_string(sent) + " bytes where " + std::to_string(operation.bytes) +
+                  " were expected",
+              work);
 }
 
 }  // namespace
@@ -117,10 +117,9 @@ void Work::run() {
   }
 }
 
-Connection::Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream,
+Connection::Connection(Nic& nic, std::unique_ptr<Stream> stream,
                        const std::optional<Keys>& keys)
     : nic_(nic),
-      peer_(peer),
       stream_(std::move(stream)),
       staging_(std::make_unique_for_overwrite<std::uint8_t[]>(staging_bytes)) {
   if (!keys) return;
@@ -172,10 +171,7 @@ void Connection::deliver(Channel& from, std::deque<Message>::iterator place,
   const Message& message = *place;
   const bool in_progress = from.into == Into::buffer && &message == &from.early.back();
   if (message.total != operation->bytes) {
-    mark_failed(*operation,
-                "sent " + std::to_string(message.total) + " bytes where " +
-                    std::to_string(operation->bytes) + " were expected",
-                work);
+    mark_wrong_size(*operation, message.total, work);
     if (in_progress) from.into = Into::dropped;
   } else {
     prepare(operation);
@@ -357,7 +353,6 @@ void Connection::push_frame(Channel& channel, const FrameHeader& header,
   full.consumed = channel.announced = channel.consumed;
   write_frame_header(full, frame.header);
   if (operation == nullptr) return;
-  frame.group = full.group;
   frame.payload = operation->data + operation->moved;
   frame.payload_left = header.length;
   frame.operation = operation;
@@ -434,25 +429,16 @@ void Connection::read(Work& work) {
       ahead = std::min(ahead, read_ahead_bytes);
     }
     parts[count++] = {staging_.get() + staged_end_, ahead};
-    reading_ = true;
-    lock.unlock();
-    const ssize_t got = stream_->read(parts, count);
-    lock.lock();
-    reading_ = false;
-    idle_.notify_all();
+    ssize_t got = 0;
+    read_unlocked(lock, [&] { got = stream_->read(parts, count); });
     if (failed_) continue;
-    if (got < 0) {
-      if (got == -EINTR) continue;
-      if (got == -EAGAIN) return;
-      fail_locked(lock, "the connection was lost: " + describe(static_cast<int>(-got)), work);
-      continue;
-    }
-    if (got == 0) {
-      fail_locked(lock,
-                  closing_ ? "the link is closed"
-                           : (write_error_.empty() ? "the connection was closed by the peer"
-                                                   : "the connection was lost: " + write_error_),
-                  work);
+    if (got == -EINTR) continue;
+    if (got == -EAGAIN) return;
+    if (got <= 0) {
+      const std::string error = got < 0 ? describe(static_cast<int>(-got)) : write_error_;
+      const std::string how = error.empty() ? "closed by the peer" : "lost: " + error;
+      const bool expected = got == 0 && closing_;
+      fail_locked(lock, expected ? "the link is closed" : connection_ended + how, work);
       continue;
     }
     const auto bytes = static_cast<std::size_t>(got);
@@ -483,19 +469,34 @@ bool Connection::add_in_place(std::unique_lock<std::mutex>& lock, std::size_t& t
   if (elements == 0 || reinterpret_cast<std::uintptr_t>(ready.data()) % size_of(dtype) != 0) {
     return false;
   }
-  reading_ = true;
-  lock.unlock();
-  add(dtype, target_, ready.data(), elements);
-  stream_->consume(elements * size_of(dtype));
-  lock.lock();
-  reading_ = false;
-  idle_.notify_all();
+  read_unlocked(lock, [&] {
+    add(dtype, target_, ready.data(), elements);
+    stream_->consume(elements * size_of(dtype));
+  });
   turn += elements * size_of(dtype);
   if (failed_) return true;
   target_ += elements * size_of(dtype);
   payload_left_ -= elements * size_of(dtype);
   if (payload_left_ == 0) end_frame(work);
   return true;
+}
+
+// Runs a call that uses the target, during which no other thread changes it.
+template <class Call>
+void Connection::read_unlocked(std::unique_lock<std::mutex>& lock, Call call) {
+  reading_ = true;
+  lock.unlock();
+  call();
+  lock.lock();
+  reading_ = false;
+  idle_.notify_all();
+}
+
+// What is left of the payload in progress is dropped.
+void Connection::drop_frame() {
+  into_ = nullptr;
+  target_ = nullptr;
+  adding_ = false;
 }
 
 void Connection::compact_staging() {
@@ -546,12 +547,8 @@ bool Connection::open_payload(std::unique_lock<std::mutex>& lock, const std::uin
     return true;
   }
   std::uint8_t* const payload = target_ - frame_length_;
-  reading_ = true;
-  lock.unlock();
-  const bool opened = opener_->open(payload, frame_length_, tag);
-  lock.lock();
-  reading_ = false;
-  idle_.notify_all();
+  bool opened = false;
+  read_unlocked(lock, [&] { opened = opener_->open(payload, frame_length_, tag); });
   return opened;
 }
 
@@ -647,10 +644,7 @@ const char* Connection::begin_message(Channel& from, const FrameHeader& header, 
   const OperationPtr operation = *found;
   from.posted.erase(found);
   if (operation->bytes != header.total) {
-    mark_failed(*operation,
-                "sent " + std::to_string(header.total) + " bytes where " +
-                    std::to_string(operation->bytes) + " were expected",
-                work);
+    mark_wrong_size(*operation, header.total, work);
     from.into = Into::dropped;
     return nullptr;
   }
@@ -664,9 +658,7 @@ const char* Connection::begin_message(Channel& from, const FrameHeader& header, 
 void Connection::end_frame(Work& work) {
   if (into_ == nullptr) return;
   Channel& from = *into_;
-  into_ = nullptr;
-  target_ = nullptr;
-  adding_ = false;
+  drop_frame();
   from.offset += frame_length_;
   const bool complete = from.offset == from.total;
   if (from.into == Into::buffer) {
@@ -721,9 +713,7 @@ void Connection::fail_locked(std::unique_lock<std::mutex>& lock, const std::stri
   ready_.clear();
   credits_.clear();
   ends_.clear();
-  into_ = nullptr;
-  target_ = nullptr;
-  adding_ = false;
+  drop_frame();
   payload_left_ = 0;
 }
 
@@ -827,7 +817,7 @@ void Connection::fail_ended_groups(std::unique_lock<std::mutex>& lock, Work& wor
 // A frame that is queued is sent, but its memory is not accessed any more.
 void Connection::abandon_frames(std::uint64_t group, const std::string& reason, Work& work) {
   for (OutgoingFrame& frame : frames_) {
-    if (frame.group != group || frame.operation == nullptr) continue;
+    if (frame.operation == nullptr || frame.operation->group != group) continue;
     // The peer may receive the message completely, so its bytes have to be the right ones. They are
     // copied: the owner may release its memory once the operation has failed.
     if (frame.sealed == nullptr && frame.payload_left > 0) {
@@ -846,11 +836,7 @@ void Connection::drop_channels(std::uint64_t group, const std::string& reason, W
   auto at = channels_.lower_bound({group, 0});
   while (at != channels_.end() && at->first.first == group) {
     fail_channel(at->second, reason, work);
-    if (into_ == &at->second) {
-      into_ = nullptr;
-      target_ = nullptr;
-      adding_ = false;
-    }
+    if (into_ == &at->second) drop_frame();
     at = channels_.erase(at);
   }
 }
@@ -919,11 +905,9 @@ bool Connection::usable() {
   return !failed_;
 }
 
-void Connection::forget_after_fork() { stream_->close(); }
-
 // -- The interface ------------------------------------------------------------------------------
 
-Nic::Nic(std::string name) : name_(std::move(name)) {
+Nic::Nic(const std::string& name) {
   epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
   outer_ = ::epoll_create1(EPOLL_CLOEXEC);
   event_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -937,7 +921,7 @@ Nic::Nic(std::string name) : name_(std::move(name)) {
     if (epoll_ >= 0) ::close(epoll_);
     if (outer_ >= 0) ::close(outer_);
     if (event_ >= 0) ::close(event_);
-    throw std::system_error(error, std::generic_category(), "cannot serve interface " + name_);
+    throw std::system_error(error, std::generic_category(), "cannot serve interface " + name);
   }
 }
 
@@ -953,7 +937,7 @@ void Nic::start() {
 }
 
 void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys) {
-  const auto made = std::make_shared<Connection>(*this, peer, std::move(stream), keys);
+  const auto made = std::make_shared<Connection>(*this, std::move(stream), keys);
   made->stream().watch(epoll_, made.get());  // before a thread can find it and await writing
   std::shared_ptr<Connection> former;
   {
@@ -1006,7 +990,7 @@ void Nic::close(double seconds) {
   }
   fail("the link is closed");
   stop();
-  if (std::this_thread::get_id() == id_) return;
+  if (in_thread()) return;
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !running_; });
 }
@@ -1049,6 +1033,7 @@ void Nic::report_end() {
 void Nic::turn(int milliseconds) {
   epoll_event events[64];
   const int count = ::epoll_wait(epoll_, events, 64, milliseconds);
+  if (count <= 0) return;
   Work work;
   for (int i = 0; i < count; ++i) {
     auto* const connection = static_cast<Connection*>(events[i].data.ptr);
@@ -1076,7 +1061,6 @@ void Nic::turn(int milliseconds) {
 }
 
 void Nic::run() {
-  id_ = std::this_thread::get_id();
   while (true) {
     epoll_event event;
     ::epoll_wait(outer_, &event, 1, -1);
@@ -1100,22 +1084,11 @@ bool Nic::serve_until(const std::function<bool()>& ended, double seconds) {
   if (!serving.owns_lock()) return false;
   server_ = std::this_thread::get_id();
   lend(true);
-  const auto begin = steady_clock::now();
-  const auto deadline = begin + std::chrono::duration<double>(seconds);
-  const bool spins = unspun_ == 0;
-  bool has_ended = ended();
-  while (!has_ended && spins && steady_clock::now() < begin + spin_time) {
+  const auto deadline = steady_clock::now() + std::chrono::duration<double>(seconds);
+  bool has_ended = ended() || spin_.run([&] {
     turn(0);
-    has_ended = ended();
-  }
-  if (!spins) {
-    --unspun_;
-  } else if (has_ended) {
-    failed_spins_ = 0;
-  } else {
-    failed_spins_ = std::min(failed_spins_ + 1, most_failed_spins);
-    unspun_ = (1 << failed_spins_) - 1;
-  }
+    return ended();
+  });
   while (!has_ended) {
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(deadline - steady_clock::now());
@@ -1141,8 +1114,8 @@ void Nic::lend(bool to_waiting) {
 
 void Nic::forget_after_fork() {
   forked_ = true;
-  for (const auto& [peer, each] : connections_) each->forget_after_fork();
-  for (const auto& each : replaced_) each->forget_after_fork();
+  for (const auto& [peer, each] : connections_) each->stream().close();
+  for (const auto& each : replaced_) each->stream().close();
   ::close(std::exchange(outer_, -1));
   ::close(std::exchange(epoll_, -1));
   ::close(std::exchange(event_, -1));

@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "../spin.h"
 #include "arithmetic.h"
 #include "cipher.h"
 #include "frame.h"
@@ -43,6 +44,8 @@ inline constexpr std::size_t staging_bytes = 32U << 10;
 // Groups of a connection whose end is remembered: what a peer has sent before it knew of the end is
 // dropped, and a peer that uses the group later learns that it has ended.
 inline constexpr std::size_t most_ended_groups = 1024;
+// How the reason of operations begins whose connection has ended, other than by this process.
+inline constexpr char connection_ended[] = "the connection was ";
 
 class Nic;
 class Connection;
@@ -115,7 +118,7 @@ struct Keys {
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(Nic& nic, int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys);
+  Connection(Nic& nic, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
@@ -138,7 +141,6 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void end_group(std::uint64_t group, bool failed, Work& work);
   // Sends what is queued, then the end of the stream; ends when the peer has done the same.
   void close_gracefully();
-  void forget_after_fork();
 
   Stream& stream() { return *stream_; }
   bool ended() const { return !stream_->open(); }
@@ -189,7 +191,6 @@ class Connection : public std::enable_shared_from_this<Connection> {
     const std::uint8_t* payload = nullptr;
     std::size_t payload_left = 0;
     OperationPtr operation;  // null: no payload, or one that nobody expects
-    std::uint64_t group = 0;
     bool last = false;
     // Of an encrypted connection: what is sent as the payload in place of header and payload. Else
     // a copy of the payload of an abandoned message.
@@ -219,6 +220,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   }
   void end_stream_if_drained();
 
+  template <class Call>
+  void read_unlocked(std::unique_lock<std::mutex>& lock, Call call);
   bool add_in_place(std::unique_lock<std::mutex>& lock, std::size_t& turn, Work& work);
   void compact_staging();
   const char* parse(std::unique_lock<std::mutex>& lock, Work& work);
@@ -226,6 +229,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::size_t place(const std::uint8_t* from, std::size_t bytes);
   const char* begin_frame(const FrameHeader& header, Work& work);
   const char* begin_message(Channel& channel, const FrameHeader& header, Work& work);
+  void drop_frame();
   void end_frame(Work& work);
   void deliver(Channel& channel, std::deque<Message>::iterator place,
                const OperationPtr& operation, Work& work);
@@ -248,7 +252,6 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void release_stream(std::unique_lock<std::mutex>& lock);
 
   Nic& nic_;
-  const int peer_;
   const std::unique_ptr<Stream> stream_;
   // Null: not encrypted. Used by the writing and by the reading thread.
   std::optional<Cipher> sealer_, opener_;
@@ -289,7 +292,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
 class Nic : public std::enable_shared_from_this<Nic> {
  public:
-  explicit Nic(std::string name);
+  explicit Nic(const std::string& name);
   Nic(const Nic&) = delete;
   Nic& operator=(const Nic&) = delete;
   ~Nic();
@@ -339,7 +342,6 @@ class Nic : public std::enable_shared_from_this<Nic> {
   void signal();
   std::vector<std::shared_ptr<Connection>> connections();
 
-  std::string name_;
   int epoll_ = -1;  // of the connections and `event_`; waited for by the thread that serves
   int event_ = -1;
   int outer_ = -1;  // of `epoll_` unless a waiting thread serves; waited for by `run`
@@ -348,15 +350,13 @@ class Nic : public std::enable_shared_from_this<Nic> {
   std::map<int, std::shared_ptr<Connection>> connections_;
   std::vector<std::shared_ptr<Connection>> replaced_;  // until the thread has seen their end
   std::vector<std::shared_ptr<Connection>> to_write_;
-  std::string reason_;  // not empty: no connection accepts operations
   bool stopping_ = false;
   bool running_ = false;
   bool forked_ = false;  // locks may be held by threads that do not exist in this process
   std::mutex serving_;             // held by the thread that serves
   std::atomic<bool> lent_ = false;  // whether that is a waiting thread
   std::atomic<std::thread::id> server_{};
-  int failed_spins_ = 0, unspun_ = 0;  // guarded by `serving_`
-  std::atomic<std::thread::id> id_{};
+  Spin spin_;                       // guarded by `serving_`
   ScratchPool scratch_;
 };
 

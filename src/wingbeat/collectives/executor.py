@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from wingbeat import _native
 from wingbeat.collectives import program as programs
 from wingbeat.collectives.handle import Call, Job, NativeJob
 from wingbeat.collectives.packing import Packing, ScratchPool, malformed_text
@@ -484,7 +485,7 @@ class Executor:
             self._links[link].close()
 
     def _explain(self, begun: list[AnyJob], lost: LostPeer) -> PeerError:
-        ended = lost.reason.startswith("the connection was")
+        ended = lost.reason.startswith(_native.CONNECTION_ENDED)
         if self._group is not None and lost.seconds < self._timeout / 2 and not ended:
             # A peer that waited longer was blocked itself. Must precede the closing of this rank's
             # connections, on which others may wait. A lost connection is a cause by itself; others

@@ -29,6 +29,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +62,7 @@ _HANDSHAKE_S = 10.0
 """Seconds for a connected process to prove that it has the key."""
 
 _MAX_STRANGERS = 64
-"""Unauthenticated connections in excess of the expected ones; then the oldest is closed."""
+"""Unauthenticated connections in excess of the expected ones; then one is closed."""
 
 _MAX_NAME = 64
 """Characters of the name of a Unix socket."""
@@ -630,12 +631,12 @@ class _Port(threading.Thread):
             if self._closed:
                 return
             if self._pending:
-                self._drop(next(iter(self._pending)))
+                self._drop_stranger()
             else:
                 time.sleep(_RETRY_S)
             return
         while len(self._pending) >= self._most:
-            self._drop(next(iter(self._pending)))
+            self._drop_stranger()
         connection.setblocking(False)
         challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)
         with contextlib.suppress(OSError):
@@ -725,6 +726,11 @@ class _Port(threading.Thread):
         now = time.monotonic()
         for connection in [each for each, of in self._pending.items() if of.until < now]:
             self._drop(connection)
+
+    def _drop_stranger(self) -> None:
+        """Close the oldest of the address that has the most: a flood closes only its own."""
+        counts = Counter(each.address for each in self._pending.values())
+        self._drop(max(self._pending, key=lambda each: counts[self._pending[each].address]))
 
     def _drop(self, connection: socket.socket) -> None:
         del self._pending[connection]

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from helpers.waiting import PATIENCE, until
+from wingbeat import _native
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
@@ -405,6 +406,18 @@ def test_changed_bytes_of_an_encrypted_connection_end_it(
     message = b.receive(PATIENCE)
     assert (message.kind, message.payload) == (7, payload)
     assert (a.refused + b.refused)["sealed"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "spans", "said"),
+    [(1001, 0, "the payload is too large"), (10, 256, "too many spans")],
+)
+def test_refused_message_releases_its_payload(nbytes: int, spans: int, said: str) -> None:
+    carrier = _native.Carrier(0, 1, 1000, 10_000, float("inf"), 60.0, False)
+    payload = bytearray(nbytes)
+    with pytest.raises(ValueError, match=said):
+        carrier.post(1, 0, 0, 7, payload, (0, 0, 0, 0), 1, [(0, 1)] * spans)
+    payload.append(0)  # a BufferError if the carrier still used it
 
 
 @pytest.mark.parametrize(
