@@ -135,7 +135,7 @@ def test_announce_without_acknowledgement_names_worker() -> None:
     store.set("membership/r/accepted/1.1/0", "1")
     client = MembershipClient(store, "r", 1, 3)
     with pytest.raises(
-        RendezvousError, match=r"rank 1: rank 2 did not accept the restarted worker wit"
+        RendezvousError, match=r"rank 1: rank 2 did not accept the restarted process wit"
     ):
         client.announce(1, 0.1)
 
@@ -156,3 +156,23 @@ def test_announce_with_occupied_rank_raises() -> None:
     store.set("membership/r/0", json.dumps(LogEntry(1, View((0, 4, 0)))))
     with pytest.raises(RendezvousError, match="rank 1: another process has joined with this rank"):
         MembershipClient(store, "r", 1, 3).announce(1, 1.0)
+
+
+def test_first_of_two_that_end_each_other_continues() -> None:
+    store = Switchboard()
+    one, two = (MembershipClient(store, "r", w, 2) for w in range(2))
+    one.end(1)
+    two.end(0)
+    assert one.log.view == two.log.view == (0, 1)
+    assert not store.has("membership/r/1")
+
+
+def test_worker_that_shuts_down_has_left_until_it_returns() -> None:
+    store = Switchboard()
+    one, two, three = (MembershipClient(store, "r", w, 3) for w in range(3))
+    two.end(1, left=True)
+    one.end(2)
+    three.synchronize()
+    assert (three.log.view, three.log.left) == ((0, 1, 1), {1})
+    three.log.append(json.dumps(LogEntry(1, View((0, 2, 0)))))
+    assert three.log.left == frozenset()
