@@ -33,10 +33,8 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import checkpoint
 from wingbeat.methods.bounded_staleness import messages
-from wingbeat.methods.bounded_staleness.membership import LogEntry
-from wingbeat.methods.bounded_staleness.messages import View, ViewProposal
+from wingbeat.methods.bounded_staleness.messages import ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
-from wingbeat.methods.model_averaging import service as group_service
 from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
 from wingbeat.methods.parameter_server.protocol import Document, RequestError, unpack_numbers
@@ -55,6 +53,7 @@ from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
+from wingbeat.transport.membership import LogEntry, View
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat_lab import audit
@@ -247,7 +246,7 @@ def read_frames(data: bytes) -> None:
 
 
 def statuses(text: str) -> None:
-    table = StatusTable(Texts(text), "room", 2)
+    table = StatusTable(Texts(text), "room", 2, 0)
     table.statuses()
     table.fallbacks(range(2))
 
@@ -318,7 +317,6 @@ TARGETS = [
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
     Target("statuses", TEXTS, statuses, ("[1, false, 2, -1]", "7")),
-    Target("rejoins", TEXTS, group_service._parse_entry, ("[1, 2]",)),
     Target(
         "membership log",
         TEXTS,

@@ -196,7 +196,7 @@ class GroupSession:
                     f"rank {world.rank} was started again while the others continue: the static "
                     "schedule has no rejoin; use Rules(), or start all workers again"
                 )
-            table = StatusTable(store, room, world.size)
+            table = StatusTable(store, room, world.size, world.rank)
             self.client = StaticClient(
                 world.rank, layout, world.timeout, table, is_running=is_running
             )

@@ -466,7 +466,7 @@ class PairAverager:
         self._everyone = world.parent or world
         self._first = (next_serial(self._everyone) - 1) * SERIES
         store, room, departures = world.store, f"pairs/{world.path}", departures_of(world)
-        table = StatusTable(store, room, world.size)
+        table = StatusTable(store, room, world.size, world.rank)
         self._client = StaticClient(
             world.rank, Layout.even(1, world.size), world.timeout, table, everyone=True,
             is_running=functools.partial(is_alive, store),
