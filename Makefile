@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-gpu wheel-test sanitize lint format bench figures docs clean distclean
+.PHONY: help setup demo test test-slow test-gpu wheel-test sanitize fuzz lint format bench figures docs clean distclean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,11 @@ sanitize: $(READY) ## Run the C++ kernels under the address and undefined behavi
 	@$(BIN)/cmake --log-level=WARNING -S native -B build/sanitize -DWINGBEAT_SANITIZE=ON -DWINGBEAT_EXTENSION=OFF
 	@$(BIN)/cmake --build build/sanitize --parallel 2
 	build/sanitize/driver
+
+fuzz: $(READY) ## Send FRAMES hostile frames to all ports of the extension, under the sanitizers
+	@$(BIN)/cmake --log-level=WARNING -S native -B build/sanitize -DWINGBEAT_SANITIZE=ON -DWINGBEAT_EXTENSION=OFF
+	@$(BIN)/cmake --build build/sanitize --target hostile --parallel 2
+	build/sanitize/hostile $(or $(FRAMES),1000000) $(or $(SEED),1)
 
 lint: $(READY) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

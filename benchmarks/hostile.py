@@ -3,19 +3,23 @@
     python benchmarks/hostile.py --json out/hostile.json
 
 Two workers train with `AllReduce` and each has two mailboxes open, one unencrypted and one
-encrypted, over which they exchange a message in each iteration. A third process connects to both
-mailboxes of rank 0 during every second half of the run: it holds connections without a byte, and
-sends random bytes, handshakes that are cut short, have a wrong key or name no member, and those of
-another program. What an authenticated member may send is in ``native/tests/carriers.cpp``.
+encrypted, over which they exchange a message in each iteration. A third process connects to the
+ports of rank 0 during every second half of the run, those of both mailboxes and of the collectives:
+it holds connections without a byte, and sends random bytes, handshakes that are cut short, have a
+wrong key or name no member, and those of another program. After each half, rank 1 sends messages of
+all protocols in which words are changed; rank 0 parses them by each protocol's schema.
+``make fuzz`` sends frames that an authenticated process may send.
 
-Limits: every connection is refused and counted, every legitimate message arrives once, the weights
-are those of a run without an attack, the median iteration is at most 2% longer than in the halves
-without, and the memory of rank 0 does not grow.
+Limits: every connection is refused, those of mailboxes are counted, every legitimate message
+arrives once, each changed message is refused by its schema or is another valid one, the weights are
+those of a run without an attack, the median iteration is at most 2% longer than in the halves
+without, and neither memory nor descriptors of rank 0 grow.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
@@ -27,9 +31,9 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MIB = 1 << 20
 
@@ -42,7 +46,7 @@ def attack(args: argparse.Namespace) -> None:
     held: deque[socket.socket] = deque(maxlen=HELD)
     kinds: dict[str, Callable[[], bytes | None]] = {
         "no bytes": lambda: None,
-        "random": lambda: chance.randbytes(chance.randrange(1, 400)),
+        "random": lambda: b"x" + chance.randbytes(chance.randrange(1, 400)),
         "cut short": lambda: b"wingbeat" + identity[: chance.randrange(16)],
         "wrong key": lambda: b"wingbeat" + identity + chance.randbytes(64),
         "no member": lambda: b"wingbeat" + chance.randbytes(80),
@@ -52,14 +56,20 @@ def attack(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     for n in range(args.messages):
         name = list(kinds)[n % len(kinds)]
-        stranger = socket.create_connection(("127.0.0.1", target[n // 6 % 2]), timeout=30)
+        place = list(target)[n // 6 % len(target)]
+        stranger = socket.create_connection(("127.0.0.1", target[place]), timeout=30)
         data = kinds[name]()
         if data is None:
             held.append(stranger)  # and the oldest is closed
+        elif place == "collectives":
+            sent["collectives, refused"] += _is_refused(stranger, data)
         else:
             stranger.sendall(data)
             stranger.close()
-        sent[name] += 1
+        if place != "collectives":
+            sent[name] += 1
+        elif data is not None:
+            sent["collectives"] += 1
         ahead = n / args.rate - (time.monotonic() - begin)
         if ahead > 0.001:
             time.sleep(ahead)
@@ -67,8 +77,81 @@ def attack(args: argparse.Namespace) -> None:
     print(json.dumps(sent), flush=True)
 
 
+def _is_refused(stranger: socket.socket, data: bytes) -> bool:
+    """Whether the port closes the connection and has sent nothing but its challenge."""
+    answer = b""
+    try:
+        with stranger:
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
+            while more := stranger.recv(4096):
+                answer += more
+    except TimeoutError:
+        return False
+    except OSError:  # it was closed before the end of the data
+        pass
+    return len(answer) in (0, CHALLENGE)
+
+
+CHALLENGE = 40
+"""Bytes that a port sends to a new connection."""
+
 HELD = 200
 """Connections that are held without a byte."""
+
+
+def _changed_messages(chance: random.Random, count: int) -> Iterator[tuple[int, Any, bytes]]:
+    """Kinds, ids and payloads: messages that some protocol accepts, in which words are changed."""
+
+    def word() -> int:
+        return chance.choice(
+            (chance.randrange(4), chance.getrandbits(32), 1 << chance.randrange(32), 2**32 - 1)
+        )
+
+    valid: list[tuple[int, list[int], list[int]]] = []
+    while len(valid) < 300:
+        made = chance.randrange(1, 14), [word() for _ in range(4)], [0] * chance.randrange(4)
+        if _parses(Received(made[0], tuple(made[1]), struct.pack(f"<{len(made[2])}I", *made[2]))):
+            valid.append(made)
+    for _ in range(count):
+        kind, ids, words = chance.choice(valid)
+        ids, words = list(ids), list(words)
+        for _ in range(chance.randrange(1, 4)):
+            part = chance.choice((ids, words))
+            if part:
+                part[chance.randrange(len(part))] = word()
+            else:
+                part += [word() for _ in range(chance.randrange(1, 12))]
+        if chance.randrange(9) == 0:
+            kind = word()
+        payload = struct.pack(f"<{len(words)}I", *words)
+        yield kind, tuple(ids), payload[: chance.choice((None, None, None, -1))]
+
+
+class Received(NamedTuple):
+    """What a schema parses: a received message."""
+
+    kind: int
+    ids: tuple[int, ...]
+    payload: Any
+
+
+def _parses(message: Any) -> int:
+    """By how many protocols a message is accepted; the others must refuse it as malformed."""
+    from wingbeat.methods.model_averaging import generator, pair_machine
+    from wingbeat.methods.parameter_server import protocol
+    from wingbeat.schema import MalformedMessage
+
+    accepted = 0
+    for each in (protocol.MESSAGES, generator.MESSAGES, pair_machine.MESSAGES):
+        with contextlib.suppress(MalformedMessage):
+            each.parse(message, **SIZES)
+            accepted += 1
+    return accepted
+
+
+SIZES = {"kinds": 2, "workers": 3, "colayers": 2, "chunks": 5, "tensors": 4}
+"""Of the job to which the messages belong."""
 
 
 def _rss() -> int:
@@ -121,6 +204,19 @@ class Training:
         self.count += 1
         return time.perf_counter() - begin
 
+    def exchange_changed(self, rank: int, count: int, seed: int) -> Counter[str]:
+        """Rank 1 sends messages with changed words, rank 0 parses them; returns the results."""
+        found: Counter[str] = Counter()
+        for box in self.boxes.values():
+            if rank == 1:
+                changed = _changed_messages(random.Random(seed), count)
+                box.wait([box.post(0, kind, data, ids=ids) for kind, ids, data in changed], 60.0)
+                continue
+            for _ in range(count):
+                accepted = _parses(box.receive(60.0))
+                found["another valid message" if accepted else "refused by all schemas"] += 1
+        return found
+
     def weights(self) -> str:
         """A digest of all parameters."""
         digest = hashlib.sha256()
@@ -138,19 +234,23 @@ def worker(args: argparse.Namespace) -> None:
     each = int(args.seconds * 20)
     halves: dict[str, list[float]] = {"alone": [], "attacked": []}
     memory: list[int] = []
+    descriptors: list[int] = []
     sent: Counter[str] = Counter()
+    changed: Counter[str] = Counter()
     for _ in range(20):
         training.iterate()
     for round_ in range(args.rounds):
         halves["alone"] += [training.iterate() for _ in range(each)]
         attacker = None
         if args.attacked and world.rank == 0:
-            attacker = _start_attack(args, training.boxes, round_)
+            attacker = _start_attack(args, world, training.boxes, round_)
         halves["attacked"] += [training.iterate() for _ in range(each)]
         if attacker is not None:
             sent.update(json.loads(attacker.communicate(timeout=120)[0]))
         world.exchange("attacked", 0)
+        changed += training.exchange_changed(world.rank, args.changed // args.rounds // 2, round_)
         memory.append(_rss())
+        descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
     if world.rank == 0:
         time.sleep(2.0)  # an unfinished handshake times out
         clear, encrypted = training.boxes["clear"], training.boxes["encrypted"]
@@ -159,6 +259,8 @@ def worker(args: argparse.Namespace) -> None:
             "iterations": training.count,
             "weights": training.weights(),
             "memory": memory,
+            "descriptors": descriptors,
+            "changed": changed,
             "sent": sent,
             "refused": clear.refused + encrypted.refused,
             "turned_away": clear.refused_connections + encrypted.refused_connections,
@@ -171,8 +273,11 @@ def worker(args: argparse.Namespace) -> None:
     wingbeat.shutdown()
 
 
-def _start_attack(args: argparse.Namespace, boxes: Any, round_: int) -> subprocess.Popen[str]:
-    target = [box._connector._info.ports[0][0] for box in boxes.values()]
+def _start_attack(
+    args: argparse.Namespace, world: Any, boxes: Any, round_: int
+) -> subprocess.Popen[str]:
+    target = {name: box._connector.info.ports[0][0] for name, box in boxes.items()}
+    target["collectives"] = world.links[0].port._listeners[0].getsockname()[1]
     path = Path(args.json).with_suffix(f".target{round_}")
     path.write_text(json.dumps(target))
     words = [sys.executable, __file__, "--attack", "--target", str(path), "--seed", str(round_)]
@@ -182,14 +287,25 @@ def _start_attack(args: argparse.Namespace, boxes: Any, round_: int) -> subproce
 
 def judge(found: dict[str, Any], quiet: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
     """Each figure, its limit, and whether it is met."""
-    sent = sum(found["sent"].values())
+    sent = Counter(found["sent"])
+    refused, collectives = sent.pop("collectives, refused", 0), sent.pop("collectives", 0)
+    sent_to_mailboxes = sum(sent.values())
     away = sum(found["turned_away"].values())
     slower = found["median"]["attacked"] / found["median"]["alone"]
     growth = (found["memory"][-1] - found["memory"][0]) / MIB
+    opened = found["descriptors"][-1] - found["descriptors"][0]
     same = found["weights"] == quiet["weights"]
     return [
-        ("hostile connections", sent, "100000", True),
-        ("connections refused, of those", away / max(1, sent), "1", away == sent),
+        ("hostile connections to mailboxes", sent_to_mailboxes, "", True),
+        (
+            "refused and counted, of those",
+            away / max(1, sent_to_mailboxes),
+            "1",
+            away == sent_to_mailboxes,
+        ),
+        ("hostile connections to collectives", collectives, "", True),
+        ("refused, of those", refused / max(1, collectives), "1", refused == collectives),
+        ("messages with changed words", sum(found["changed"].values()), "", True),
         ("frames that passed", sum(found["refused"].values()), "0", not found["refused"]),
         ("weights as without an attack", float(same), "1", same),
         ("iteration, attacked / alone", slower, "<= 1.02", slower <= 1.02),
@@ -200,6 +316,7 @@ def judge(found: dict[str, Any], quiet: dict[str, Any]) -> list[tuple[str, float
             True,
         ),
         ("memory from first to last round, MiB", growth, "<= 4", growth <= 4),
+        ("descriptors from first to last round", opened, "<= 0", opened <= 0),
     ]
 
 
@@ -218,6 +335,7 @@ def launch(args: argparse.Namespace) -> int:
             words = [sys.executable, __file__, "--worker", "--json", str(path)]
             words += ["--rounds", str(args.rounds), "--seconds", str(args.seconds)]
             words += ["--messages", str(args.messages), "--rate", str(args.rate)]
+            words += ["--changed", str(args.changed)]
             words += [
                 "--compute",
                 str(args.compute),
@@ -235,7 +353,7 @@ def launch(args: argparse.Namespace) -> int:
         (what, f"{value:.4f}", asked, "" if ok else "MISSED") for what, value, asked, ok in rows
     ]
     attacked = found["attacked"]
-    notes = [f"refused: {attacked['turned_away']}"]
+    notes = [f"refused: {attacked['turned_away']}", f"changed messages: {attacked['changed']}"]
     columns = ("figure", "value", "asked", "")
     show(report, Printed.of("a training run beside hostile connections", columns, cells, notes))
     write(args.json, report)
@@ -250,6 +368,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--messages", type=at_least_one, default=100_000)
+    parser.add_argument("--changed", type=at_least_one, default=200_000, help="messages of rank 1")
     parser.add_argument("--rate", type=float, default=2000.0, help="hostile connections a second")
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--seconds", type=float, default=10.0, help="about, of half a round")
