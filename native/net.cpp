@@ -117,7 +117,8 @@ std::vector<Transfer> transfers(nb::handle from) {
     const auto fields = nb::cast<nb::tuple>(each);
     out.push_back({nb::cast<int>(fields[0]), nb::cast<std::uint64_t>(fields[1]),
                    nb::cast<std::uint64_t>(fields[2]), nb::cast<std::uint32_t>(fields[3]),
-                   nb::cast<bool>(fields[4]), nb::cast<int>(fields[5])});
+                   nb::cast<bool>(fields[4]), nb::cast<int>(fields[5]),
+                   nb::cast<bool>(fields[6])});
   }
   return out;
 }

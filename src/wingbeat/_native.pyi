@@ -267,7 +267,7 @@ class Group:
     ) -> Message: ...
     def end(self, failed: bool, /) -> None: ...
 
-Transfers = Sequence[tuple[int, int, int, int, bool, int]]
+Transfers = Sequence[tuple[int, int, int, int, bool, int, bool]]
 
 class Program:
     def __init__(

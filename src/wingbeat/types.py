@@ -56,21 +56,29 @@ def blocks_of(length: int, size: int) -> list[Span]:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send ``span`` of the buffer to rank ``peer`` over network interface ``interface``."""
+    """Send ``span`` of the buffer to rank ``peer`` over network interface ``interface``.
+
+    ``near``: the peer is on the same host, and no codec is used.
+    """
 
     peer: int
     span: Span
     interface: int = 0
+    near: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receive ``span`` from ``peer``; add it to the buffer (``reduce``) or overwrite."""
+    """Receive ``span`` from ``peer``; add it to the buffer (``reduce``) or overwrite.
+
+    ``near`` as in `Send`.
+    """
 
     peer: int
     span: Span
     reduce: bool
     interface: int = 0
+    near: bool = False
 
 
 _SHOWN_RANKS = 9

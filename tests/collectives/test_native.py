@@ -30,7 +30,7 @@ from wingbeat.errors import PeerError
 from wingbeat.observe import meter
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
-from wingbeat.types import Span
+from wingbeat.types import Layout, Span
 
 Clusters: TypeAlias = dict[tuple[int, int, bool], list[World]]
 
@@ -59,6 +59,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[World]]:
     members = tcp.worlds(2, shared_memory=request.param)
     yield members
     tcp.close(members)
+
+
+def layouts(size: int) -> st.SearchStrategy[Layout]:
+    return st.lists(st.integers(0, 2), min_size=size, max_size=size).map(Layout.by_name)
+
+
+def place(members: list[World], layout: Layout | None) -> None:
+    """Have collectives that are created later treat the ranks as those of these hosts."""
+    for world in members:
+        world.layout = layout or Layout.even(world.size, 1)
 
 
 def filled(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -102,7 +112,8 @@ def test_results_equal_those_of_python_to_the_bit(clusters: Clusters, data: st.D
     inputs = [filled(numel, dtype, 7 * rank + numel) for rank in range(size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "DIRECT_BYTES", -1)
-        check_same_bits(clusters[size, nics, encrypted], topology, what, cast, inputs, nics)
+        members = clusters[size, nics, encrypted]
+        check_same_bits(members, topology, what, cast, inputs, nics, data.draw(layouts(size)))
 
 
 def check_same_bits(
@@ -112,9 +123,12 @@ def check_same_bits(
     cast: str,
     inputs: list[torch.Tensor],
     nics: int,
+    layout: Layout | None = None,
 ) -> None:
+    place(members, layout)
     native = results(members, topology, what, inputs, cast)
-    python = results(loopback.worlds(len(inputs), interfaces=nics), topology, what, inputs, cast)
+    reference = loopback.worlds(len(inputs), interfaces=nics, layout=layout)
+    python = results(reference, topology, what, inputs, cast)
     for ours, theirs in zip(native, python, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -209,15 +223,18 @@ def test_encoded_sums_equal_those_of_python_to_the_bit(
     coding, keeps = regions_of(data, numel), data.draw(st.booleans())
     what = data.draw(st.sampled_from(["all_reduce", "halves"]))
     special = data.draw(st.lists(st.sampled_from(SPECIAL), max_size=9))
-    members = clusters[size, nics, encrypted]
+    members, layout = clusters[size, nics, encrypted], data.draw(layouts(size))
+    place(members, layout)
     ours = encoded_results(members, what, coding, keeps, special, NativeJob)
-    python = loopback.worlds(size, interfaces=nics)
+    python = loopback.worlds(size, interfaces=nics, layout=layout)
     theirs = encoded_results(python, what, coding, keeps, special, Job)
     for mine, reference in zip(ours, theirs, strict=True):
         assert torch.equal(mine.isnan(), reference.isnan())  # the bits of NaN are not specified
         values = mine.nan_to_num(0.0, torch.inf, -torch.inf)
         expected = reference.nan_to_num(0.0, torch.inf, -torch.inf)
         assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+        first = ours[0][: 2 * numel].nan_to_num(0.0, torch.inf, -torch.inf)
+        assert torch.equal(values[: 2 * numel].view(torch.uint8), first.view(torch.uint8))
 
 
 def test_collectives_run_in_the_extension_except_what_only_python_can(pair: list[World]) -> None:

@@ -11,6 +11,7 @@ from wingbeat.transport import tcp
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.world import World
+from wingbeat.types import Layout
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 
@@ -68,11 +69,21 @@ def worlds(
     timeout: float = 20.0,
     shared_memory: bool = True,
     encrypted: bool | None = None,
+    layout: Layout | None = None,
 ) -> list[World]:
     """Return the worlds of ``size`` connected ranks. Close them all at the same time."""
     store = Switchboard()
     return [
-        World(rank, size, mine, (1.0,) * interfaces, timeout, store, threads=True)
+        World(
+            rank,
+            size,
+            mine,
+            (1.0,) * interfaces,
+            timeout,
+            store,
+            threads=True,
+            layout=layout or Layout.even(size, 1),
+        )
         for rank, mine in enumerate(
             links(size, interfaces=interfaces, shared_memory=shared_memory, encrypted=encrypted)
         )

@@ -31,6 +31,7 @@ from wingbeat.transport.link import Link
 from wingbeat.transport.rendezvous import measure_speeds
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
+from wingbeat.types import Layout
 
 SCRIPT = """
 import sys, time, wingbeat
@@ -364,11 +365,25 @@ def test_worker_restarted_alone_opens_no_links(monkeypatch: pytest.MonkeyPatch) 
         if returned:
             assert world.networks == (("10.0.0.0/24",), ("10.0.1.0/24",), ("10.0.2.0/24",))
             assert world.interfaces
+            assert world.layout == Layout([0, 0, 0])
             assert world.speeds == tuple(json.loads(good))
             assert world.make_links is not None
             with pytest.raises(UsageError, match="rank 1 was restarted while the others continue"):
                 world.exchange("layers", 1)
     assert met == [1, 1]
+
+
+def test_ranks_with_one_host_identity_share_a_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = [nic.Host(name, ()) for name in ("a", "b", "a", "c", "b")]
+    for told in ("", "2", "many"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+        assert rendezvous._layout_of(2, hosts) == Layout([0, 1, 0, 2, 1])
+    assert not caplog.messages
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    rendezvous._layout_of(2, hosts)
+    assert "LOCAL_WORLD_SIZE is 4, but 2 of the ranks are on its host" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -299,10 +299,10 @@ void Lane::run_unlocked(Function run, Work& work) {
 const char* Lane::apply(Task& task, const Transfer& transfer, Operation& operation, Work& work) {
   const std::size_t n = transfer.size();
   const char* wrong = nullptr;
-  if (task.packing != nullptr) {
+  if (const Packing* const packing = task.packing_of(transfer)) {
     const auto unpack = [&] {
-      wrong = task.packing->unpack(operation.data, task.memory_, transfer.start, transfer.stop,
-                                   transfer.reduce);
+      wrong = packing->unpack(operation.data, task.memory_, transfer.start, transfer.stop,
+                              transfer.reduce);
     };
     if (task.slow()) {
       run_unlocked([&] { codec_clock().run(CodecWork::unpack, unpack); }, work);
@@ -321,8 +321,9 @@ const char* Lane::apply(Task& task, const Transfer& transfer, Operation& operati
 
 OperationPtr Lane::operation(const Task& task, const Transfer& transfer) {
   auto made = std::make_shared<Operation>();
-  made->bytes = task.packing != nullptr ? task.packing->bytes(transfer.start, transfer.stop)
-                                        : transfer.size() * size_of(task.dtype);
+  const Packing* const packing = task.packing_of(transfer);
+  made->bytes = packing != nullptr ? packing->bytes(transfer.start, transfer.stop)
+                                   : transfer.size() * size_of(task.dtype);
   made->peer = transfer.peer;
   made->channel = channel_;
   made->tag = task.base_tag + transfer.tag % chunks_per_tag_;
@@ -334,7 +335,7 @@ void Lane::post_receive(Task& task, const Transfer& transfer, Work& work) {
   const auto made = operation(task, transfer);
   const Transfer& first = task.program->receives.front();
   task.in_order_ &= transfer.peer == first.peer && transfer.link == first.link;
-  if (task.packing == nullptr) {
+  if (task.packing_of(transfer) == nullptr) {
     std::uint8_t* const elements = task.memory_ + transfer.start * size_of(task.dtype);
     if (!transfer.reduce) {
       made->data = elements;
@@ -351,7 +352,7 @@ void Lane::post_receive(Task& task, const Transfer& transfer, Work& work) {
 void Lane::send(Task& task, const Transfer& transfer, Work& work) {
   Group& link = *links_[static_cast<std::size_t>(transfer.link)];
   const auto made = operation(task, transfer);
-  if (task.packing == nullptr) {
+  if (task.packing_of(transfer) == nullptr) {
     made->data = task.memory_ + transfer.start * size_of(task.dtype);
   } else if (const auto known = task.results_.find(transfer.start); known != task.results_.end()) {
     made->data = known->second->data;  // the final result is packed only once

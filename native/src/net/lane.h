@@ -31,6 +31,7 @@ struct Transfer {
   std::uint32_t tag = 0;
   bool reduce = false;
   int link = 0;
+  bool near = false;  // within a host: elements are sent as they are in the buffer
 
   std::uint64_t size() const { return stop - start; }
 };
@@ -128,6 +129,9 @@ class Task : public std::enable_shared_from_this<Task> {
   void sum_rows();
 
   bool slow() const { return packing != nullptr && packing->slow(); }
+  const Packing* packing_of(const Transfer& transfer) const {
+    return transfer.near ? nullptr : packing.get();
+  }
   bool complete() const { return applied_ == program->receives.size(); }
   // Marks the result as readable and, with `sent`, the task as done.
   void end(bool failed, bool sent, Completions& completions);

@@ -36,7 +36,7 @@ from wingbeat.collectives.threads import SerialQueue
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
-from wingbeat.topologies import Doubling, Mesh, Ring, Topology
+from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring, Topology
 from wingbeat.transport.world import World
 from wingbeat.types import Span, blocks_of
 
@@ -98,8 +98,9 @@ class Collectives:
 
     def _can_be_direct(self) -> bool:
         """Whether small buffers are exchanged in single rounds."""
-        few = self._native and self.world.size <= DIRECT_RANKS
-        return few and isinstance(self._topology, Ring) and self.fits("mesh")
+        few, used = self._native and self.world.size <= DIRECT_RANKS, self._topology
+        ring = isinstance(used, Ring) or (isinstance(used, Hierarchical) and not used.direct)
+        return few and ring and self.fits("mesh")
 
     def sums_in_one_round(self, buffer: torch.Tensor) -> bool:
         """Whether all ranks send a buffer of this size to all others, and add what they receive."""
@@ -273,7 +274,7 @@ class Collectives:
         encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
-        topology = Mesh() if encoded else topology
+        topology = _fit_topology("mesh", world) if encoded else topology
         size, numel, speeds, compiled, rows = world.size, buffer.numel(), world.speeds, what, 0
         plain = packing is None and self._native and buffer.dtype in NATIVE_DTYPES
         if topology is None and self._is_direct and buffer.nbytes <= DIRECT_BYTES:
@@ -343,7 +344,7 @@ def _chunk_bytes(encoded: bool, speeds: Sequence[float]) -> tuple[int, int]:
 
 
 def _fit_topology(topology: str | Topology, world: World) -> Topology:
-    fitted = topologies.get(topology).fitted(world.size, len(world.links))
+    fitted = topologies.fitted(topology, world.layout, len(world.links))
     if world.networks:
         fitted.check_networks(world.networks)
     return fitted

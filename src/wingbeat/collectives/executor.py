@@ -310,7 +310,7 @@ class Executor:
         job, transfer = command.task, command.transfer
         pending, into = job.coming.popleft()
         self._await(job, pending, transfer)
-        if job.packing is not None:
+        if job.packing is not None and not transfer.near:
             self._unpack(job, job.packing, transfer, into)
             self._scratch.release(into)
         elif transfer.reduce:
@@ -351,10 +351,10 @@ class Executor:
 
     def _post_receive(self, command: programs.PostReceive[Job]) -> None:
         job, transfer = command.task, command.transfer
-        if job.packing is not None:
+        if job.packing is not None and not transfer.near:
             into = self._scratch.acquire(job.packing.size_of(transfer.span), job.dtype)
         elif transfer.reduce:
-            into = self._scratch.acquire(len(transfer.span), job.dtype)
+            into = self._scratch.acquire(len(transfer.span), job.buffer.dtype)
         else:
             into = job.piece(transfer.span)
         tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
@@ -366,7 +366,7 @@ class Executor:
 
     def _send(self, command: programs.SendChunk[Job]) -> None:
         job, transfer = command.task, command.transfer
-        if job.packing is None:
+        if job.packing is None or transfer.near:
             chunk = job.piece(transfer.span)
         else:
             chunk = self._pack(job, job.packing, transfer.span)

@@ -59,11 +59,13 @@ class Transfer:
     tag: int
     reduce: bool = False
     link: int = 0
+    near: bool = False
 
     @property
-    def fields(self) -> tuple[int, int, int, int, bool, int]:
+    def fields(self) -> tuple[int, int, int, int, bool, int, bool]:
         """The fields of the extension's transfers."""
-        return self.peer, self.span.start, self.span.stop, self.tag, self.reduce, self.link
+        span = self.span
+        return self.peer, span.start, span.stop, self.tag, self.reduce, self.link, self.near
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,11 @@ def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
             tag = numbers[direction]
             numbers[direction] += 1
             if isinstance(hop, Send):
-                transfer = Transfer(hop.peer, span, tag, link=hop.interface)
+                transfer = Transfer(hop.peer, span, tag, link=hop.interface, near=hop.near)
                 last = last_overlap(receives[:known], span)
                 (first if last < 0 else unlocks[last]).append(transfer)
             else:
-                receives.append(Transfer(hop.peer, span, tag, hop.reduce, hop.interface))
+                receives.append(Transfer(hop.peer, span, tag, hop.reduce, hop.interface, hop.near))
                 unlocks.append([])
     return Program(tuple(first), tuple(receives), tuple(map(tuple, unlocks)))
 

@@ -438,6 +438,7 @@ def _world_of_link(whole: World, link: Link) -> Iterator[World]:
         speeds=(whole.speeds[whole.links.index(link)],),
         timeout=whole.timeout,
         store=whole.store,
+        layout=whole.layout,
         nccl_devices=frozenset(),
     )
     try:

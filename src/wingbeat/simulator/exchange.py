@@ -223,7 +223,7 @@ class SimulationContext:
     def collectives(self) -> SimulatedExchanges:
         """Return collectives along the topology."""
         workers = self.layout.workers
-        topology = topologies.get(self.topology).fitted(workers, self.links.count)
+        topology = topologies.fitted(self.topology, self.layout, self.links.count)
         # Identical workers act as rank 0 does, so rank 0 represents all.
         alike = topology.symmetric and self.alike
         return SimulatedExchanges(

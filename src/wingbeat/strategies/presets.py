@@ -131,7 +131,8 @@ def AllReduce(
             such as ``wingbeat.Sketch(bits=4)``. All but fp32 are not exact.
         topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop), ``"doubling"``
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
-            network interface for each level of a BCube; ``"bcube@3x2"`` sets its size).
+            network interface for each level of a BCube; ``"bcube@3x2"`` sets its size). A ring or
+            mesh is one of hosts: workers of one host sum in shared memory first.
 
     Raises:
         UsageError: a value is out of range.
@@ -227,7 +228,8 @@ def DeAR(
             workers.
         topology: ``"ring"`` (fewest peers), ``"mesh"`` (direct exchange, one hop), ``"doubling"``
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
-            network interface for each level of a BCube; ``"bcube@3x2"`` sets its size).
+            network interface for each level of a BCube; ``"bcube@3x2"`` sets its size). A ring or
+            mesh is one of hosts: workers of one host sum in shared memory first.
 
     Raises:
         UsageError: a value is out of range.

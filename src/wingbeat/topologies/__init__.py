@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from wingbeat.errors import UsageError, unknown
 from wingbeat.topologies.bcube import BCube, parse_size
+from wingbeat.topologies.hierarchical import Hierarchical
 from wingbeat.topologies.topology import Doubling, Mesh, Ring, Topology
+from wingbeat.types import Layout
 
 __all__ = [
-    "BY_NAME", "BCube", "Doubling", "Mesh", "Ring", "Topology", "get", "name_of", "parse_size",
+    "BY_NAME", "BCube", "Doubling", "Hierarchical", "Mesh", "Ring", "Topology", "fitted", "get",
+    "name_of", "parse_size",
 ]  # fmt: skip
 
 BY_NAME: dict[str, Topology] = {
@@ -35,6 +38,20 @@ def get(name: str | Topology) -> Topology:
     if name not in BY_NAME:
         raise unknown("topology", name, BY_NAME)
     return BY_NAME[name]
+
+
+def fitted(name: str | Topology, layout: Layout, interfaces: int) -> Topology:
+    """Return the topology for these workers with ``interfaces`` each.
+
+    A ring or mesh of hosts of which some have several workers is `Hierarchical`.
+
+    Raises:
+        UsageError: the name is unknown, or the topology does not support these numbers.
+    """
+    found = get(name).fitted(layout.workers, interfaces)
+    if isinstance(found, Ring | Mesh) and 1 < len(layout.hosts) < layout.workers:
+        return Hierarchical(layout, direct=isinstance(found, Mesh))
+    return found
 
 
 def name_of(topology: Topology) -> str:

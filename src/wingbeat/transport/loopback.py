@@ -15,7 +15,7 @@ import torch
 
 from wingbeat.transport.link import Link, group_prefix
 from wingbeat.transport.world import World
-from wingbeat.types import Group
+from wingbeat.types import Group, Layout
 
 T = TypeVar("T")
 
@@ -163,13 +163,24 @@ class _Received:
         self._switch.take(self._key, self._out, seconds)
 
 
-def worlds(size: int, *, interfaces: int = 1, timeout: float = 20.0) -> list[World]:
-    """Return ``size`` connected worlds in this process, one per thread."""
-    return worlds_on(Switchboard(), size, interfaces=interfaces, timeout=timeout)
+def worlds(
+    size: int, *, interfaces: int = 1, timeout: float = 20.0, layout: Layout | None = None
+) -> list[World]:
+    """Return ``size`` connected worlds in this process, one per thread.
+
+    ``layout``: their hosts; None: each has a host of its own.
+    """
+    switch = Switchboard()
+    return worlds_on(switch, size, interfaces=interfaces, timeout=timeout, layout=layout)
 
 
 def worlds_on(
-    switch: Switchboard, size: int, *, interfaces: int = 1, timeout: float = 20.0
+    switch: Switchboard,
+    size: int,
+    *,
+    interfaces: int = 1,
+    timeout: float = 20.0,
+    layout: Layout | None = None,
 ) -> list[World]:
     """As `worlds`, on a switchboard that the caller keeps, for example to fail a rank."""
     names = [f"lo{i}" for i in range(interfaces)]
@@ -183,6 +194,7 @@ def worlds_on(
             store=switch,
             make_links=functools.partial(_group_links, switch, rank, names),
             threads=True,
+            layout=layout or Layout.even(size, 1),
         )
         for rank in range(size)
     ]

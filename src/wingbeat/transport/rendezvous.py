@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -44,6 +45,7 @@ from wingbeat.transport.torch_store import (
     job_key,
 )
 from wingbeat.transport.world import World
+from wingbeat.types import Layout
 
 _JOB_KEY = "job"
 _MAX_NAME_CHARS = 256
@@ -206,6 +208,8 @@ def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
 
 
 DEFAULT_TIMEOUT = 300.0
+_log = logging.getLogger(__name__)
+
 _generation = itertools.count()
 
 _stores: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
@@ -479,6 +483,7 @@ def _join(
         return
     # The others are connected to the former process.
     hosts = _parse_hosts(world, world.replay_exchange("interfaces"))
+    world.layout = _layout_of(world.rank, hosts)
     chosen = nic.choose(hosts, world.rank, named)
     world.networks = _check_networks(world, world.replay_exchange("networks"))
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -511,6 +516,7 @@ def _connect(
 ) -> None:
     rank, size = world.rank, world.size
     hosts = _parse_hosts(world, world.exchange("interfaces", nic.local().to_json()))
+    world.layout = _layout_of(rank, hosts)
     chosen = nic.choose(hosts, rank, named)
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -520,7 +526,7 @@ def _connect(
         descriptors.GLOO_DEVICE_DESCRIPTORS
         + len(chosen) * descriptors.INTERFACE_DESCRIPTORS
         + (1 + len(chosen)) * (size - 1)
-        + len(chosen) * descriptors.DOORBELLS * _ranks_beside(rank, hosts)
+        + len(chosen) * descriptors.DOORBELLS * (_local_ranks(world) - 1)
         + 1
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
@@ -574,9 +580,21 @@ def _parse_hosts(world: World, answers: Sequence[Any]) -> list[nic.Host]:
         raise RendezvousError(f"rank {world.rank}: a peer sent a {err}") from None
 
 
-def _ranks_beside(rank: int, hosts: Sequence[nic.Host]) -> int:
-    """Return the number of other ranks on this rank's host."""
-    return sum(host.identity == hosts[rank].identity for host in hosts) - 1
+def _layout_of(rank: int, hosts: Sequence[nic.Host]) -> Layout:
+    """Return the layout of all ranks; a warning if the launcher placed more or fewer ranks here."""
+    layout = Layout.by_name(host.identity for host in hosts)
+    found, told = len(layout.hosts[layout.host_of[rank]]), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if told.isdecimal() and int(told) != found:
+        _log.warning(
+            "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: a container "
+            "with a network namespace of its own is a host; start it with the network of the host",
+            *(rank, told, found),
+        )
+    return layout
+
+
+def _local_ranks(world: World) -> int:
+    return len(world.layout.hosts[world.layout.host_of[world.rank]])
 
 
 def _exchange_networks(

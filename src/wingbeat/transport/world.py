@@ -28,7 +28,7 @@ from wingbeat.transport.link import (
     lowest_free,
 )
 from wingbeat.transport.store import Store
-from wingbeat.types import Group
+from wingbeat.types import Group, Layout
 
 if TYPE_CHECKING:
     from wingbeat.transport.nccl import NcclGroup
@@ -83,6 +83,9 @@ class OpenGroups:
             self._open.discard(group)
 
 
+_ALONE = Layout.even(1, 1)
+
+
 @dataclass(eq=False)
 class World:
     """The workers of a job, or of a group or channel of them, as seen by one worker.
@@ -106,6 +109,7 @@ class World:
         networks: for each rank, the subnet of each of its links; empty if all ranks are directly
             connected.
         interfaces: names of this host's interfaces in use; empty if the system chooses.
+        layout: the workers of each host; default: each has a host of its own.
         returned: whether this worker was restarted alone while the others continue. It has no
             links; only strategies with dynamic membership accept it.
         serial: number of channels opened before this one, by which a restarted worker finds its
@@ -131,6 +135,7 @@ class World:
     returned: bool = False
     serial: int = 0
     parent: World | None = None
+    layout: Layout = _ALONE
     _nccl_groups: dict[int | None, NcclGroup] = field(default_factory=dict)
     _close: Callable[[], None] | None = None
     _exchanges: int = 0
@@ -140,6 +145,10 @@ class World:
     _children: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
     _prefix: str = ""
     _open_groups: OpenGroups = field(default_factory=OpenGroups)
+
+    def __post_init__(self) -> None:
+        if self.layout is _ALONE:
+            self.layout = Layout.even(self.size, 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -201,6 +210,7 @@ class World:
             self.polling_store,
             group=group,
             networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
+            layout=Layout.by_name(self.layout.host_of[r] for r in group.ranks),
             _prefix=group_prefix(group),
         )
         self._children.add(inner)
@@ -247,6 +257,7 @@ class World:
             threads=self.threads,
             networks=self.networks,
             interfaces=self.interfaces,
+            layout=self.layout,
             returned=self.returned,
             serial=self._opened,
             parent=self,

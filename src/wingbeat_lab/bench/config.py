@@ -10,6 +10,7 @@ from typing import Any
 
 from wingbeat import topologies
 from wingbeat.errors import UsageError, unknown
+from wingbeat.types import Layout
 from wingbeat_lab.bench import contenders, models, slow
 from wingbeat_lab.bench.bound import seconds_per_byte
 from wingbeat_lab.bench.contenders import Contender
@@ -214,8 +215,8 @@ class BenchConfig:
         """Refuse a topology that does not fit the number of workers or interfaces."""
         if row.strategy is not None:
             interfaces = spec.rails if spec.hosts > 1 else 1  # a single host uses its loopback
-            topology = topologies.get(row.strategy.topology)
-            topology.fitted(spec.hosts * self.per_host, interfaces)
+            layout = Layout.even(spec.hosts, self.per_host)
+            topologies.fitted(row.strategy.topology, layout, interfaces)
 
     def share(self, round_: int) -> int:
         """Timed iterations of each row in this round; ``iterations`` are split evenly."""

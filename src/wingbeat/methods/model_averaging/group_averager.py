@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import threading
 import time
@@ -21,11 +20,11 @@ from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, Mo
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.observe.meter import Cell, Section
-from wingbeat.transport import failures, graceful_shutdown, interfaces
+from wingbeat.transport import failures, graceful_shutdown
 from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.services import ProcessService, Service, ThreadService
 from wingbeat.transport.text import first_line
-from wingbeat.types import SERIES, Group, Layout, Span
+from wingbeat.types import SERIES, Group, Span
 
 if TYPE_CHECKING:
     from wingbeat.transport.link import Link
@@ -187,7 +186,7 @@ class GroupSession:
         self._first = (serial - 1) * SERIES
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
         self.client: Client | StaticClient
-        room, layout = f"groups{serial}", _layout(world, serial)
+        room, layout = f"groups{serial}", world.layout
         store = world.polling_store
         is_running = functools.partial(failures.is_alive, store)
         departures = departures_of(world)
@@ -309,18 +308,6 @@ def next_serial(world: World) -> int:
     """
     serial = _serials[world] = _serials.get(world, 0) + 1
     return serial
-
-
-def _layout(world: World, serial: int) -> Layout:
-    """Exchange host identities; a restarted worker is on the host of its first process."""
-    key = f"group hosts {serial}"
-    if not world.returned:
-        world.publish(key, json.dumps(interfaces.local().identity))
-    identities = [world.read(key, rank) for rank in range(world.size)]
-    for rank, identity in enumerate(identities):
-        if not isinstance(identity, str):
-            raise PeerError(f"rank {rank} sent a malformed identity of its host")
-    return Layout.by_name(identities)
 
 
 class GroupAverager:

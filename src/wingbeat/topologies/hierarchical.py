@@ -1,0 +1,171 @@
+"""The topology of hosts with several workers: sums inside each host, exchange between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from wingbeat.topologies.topology import Topology
+from wingbeat.types import Hop, Layout, Recv, Round, Send, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical(Topology):
+    """Reduce-scatter inside each host, an exchange between hosts, all-gather inside each host.
+
+    Each host has one worker for each block, its aggregator: on the owner's host the owner, on other
+    hosts the worker with the owner's number, modulo the number of workers there. It sums the block
+    inside its host; the aggregators of a block form a ring of hosts, or send it straight to the
+    owner with ``direct``. So each of H hosts with equal numbers of workers sends ``(H-1)/H`` of the
+    buffer, where a ring of all P workers sends ``(P-1)/P``. Nothing is encoded inside a host.
+
+    Horovod's hierarchical all-reduce (NCCL inside, MPI between hosts) has the same three steps.
+
+    Attributes:
+        layout: the workers of each host. Hosts may have different numbers of workers.
+        direct: whether aggregators exchange with owners directly, so that a block is encoded once
+            in each direction; else hosts form a ring.
+    """
+
+    layout: Layout
+    direct: bool = False
+
+    def reduce_scatter(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """As `Topology.reduce_scatter`."""
+        plan = _Plan(self, rank, blocks, interface)
+        first = [plan.gather_inside(distance) for distance in range(1, plan.hosts + 1)]
+        if self.direct:
+            others = range(1, plan.hosts)
+            sends = [hop for distance in others for hop in plan.send_to_owners(distance)]
+            return [*first, (*sends, *plan.receive_shares())]
+        between = [
+            (*plan.send_on(step + 1), *plan.receive(step + 2, reduce=True))
+            for step in range(plan.hosts - 1)
+        ]
+        return [*first, *between]
+
+    def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
+        """As `Topology.all_gather`. A chunk is sent to other hosts before its own."""
+        plan = _Plan(self, rank, blocks, interface)
+        if self.direct:
+            others = range(1, plan.hosts)
+            arriving = [hop for distance in others for hop in plan.receive_from_owners(distance)]
+            first = (*plan.send_own(), *plan.spread_inside(0), *arriving)
+            return [first, *map(plan.spread_inside, others)]
+        between = [
+            (
+                *plan.send_on(distance),
+                *plan.spread_inside(distance),
+                *plan.receive(distance + 1, reduce=False),
+            )
+            for distance in range(plan.hosts - 1)
+        ]
+        return [*between, plan.spread_inside(plan.hosts - 1)]
+
+    def broadcast(
+        self, rank: int, root: int, blocks: Sequence[Span], interface: int = 0
+    ) -> list[Round]:
+        """Forward all blocks from worker to worker; they enter each host once."""
+        hosts, first = self.layout.hosts, self.layout.host_of[root]
+        order = [worker for k in range(len(hosts)) for worker in hosts[(first + k) % len(hosts)]]
+        order.remove(root)
+        order.insert(0, root)
+        position = order.index(rank)
+        rounds: list[Round] = []
+        for block in filter(None, blocks):
+            if position > 0:
+                rounds.append((Recv(order[position - 1], block, False, interface),))
+            if position < len(order) - 1:
+                rounds.append((Send(order[position + 1], block, interface),))
+        return rounds
+
+
+class _Plan:
+    """One worker's hops. A ``distance`` of d is the d-th host before the worker's own."""
+
+    def __init__(
+        self, topology: Hierarchical, rank: int, blocks: Sequence[Span], interface: int
+    ) -> None:
+        self._layout, self._blocks = topology.layout, blocks
+        self._rank, self._interface = rank, interface
+        self._host = topology.layout.host_of[rank]
+        self.hosts = len(topology.layout.hosts)
+
+    def _owners(self, distance: int) -> tuple[int, ...]:
+        return self._layout.hosts[(self._host - distance) % self.hosts]
+
+    def _aggregator(self, owner: int, host: int) -> int:
+        layout = self._layout
+        there = layout.hosts[host % self.hosts]
+        return there[layout.hosts[layout.host_of[owner]].index(owner) % len(there)]
+
+    def _mine(self, distance: int) -> Iterator[int]:
+        """Yield the owners on a host whose blocks this worker aggregates."""
+        owners = self._owners(distance)
+        return (owner for owner in owners if self._aggregator(owner, self._host) == self._rank)
+
+    def _neighbours(self) -> list[int]:
+        inside = self._layout.hosts[self._host]
+        place = inside.index(self._rank)
+        return [*inside[place + 1 :], *inside[:place]]
+
+    def gather_inside(self, distance: int) -> Round:
+        """Send each block of a host's workers to its aggregator, and receive the own ones."""
+        hops: list[Hop] = []
+        for owner in self._owners(distance):
+            block, to = self._blocks[owner], self._aggregator(owner, self._host)
+            if to != self._rank:
+                hops.append(Send(to, block, self._interface, near=True))
+            else:
+                hops += [
+                    Recv(peer, block, True, self._interface, near=True)
+                    for peer in self._neighbours()
+                ]
+        return tuple(hops)
+
+    def spread_inside(self, distance: int) -> Round:
+        """Send the blocks of a host's workers that this one aggregates to all others here."""
+        hops: list[Hop] = []
+        for owner in self._owners(distance):
+            block, at = self._blocks[owner], self._aggregator(owner, self._host)
+            if at != self._rank:
+                hops.append(Recv(at, block, False, self._interface, near=True))
+            else:
+                hops += [
+                    Send(peer, block, self._interface, near=True) for peer in self._neighbours()
+                ]
+        return tuple(hops)
+
+    def send_on(self, distance: int) -> Iterator[Hop]:
+        """Send the blocks of a host's workers to the next host."""
+        for owner in self._mine(distance):
+            to = self._aggregator(owner, self._host + 1)
+            yield Send(to, self._blocks[owner], self._interface)
+
+    def receive(self, distance: int, *, reduce: bool) -> Iterator[Hop]:
+        """Receive the blocks of a host's workers from the previous host."""
+        for owner in self._mine(distance):
+            peer = self._aggregator(owner, self._host - 1)
+            yield Recv(peer, self._blocks[owner], reduce, self._interface)
+
+    def send_to_owners(self, distance: int) -> Iterator[Hop]:
+        """Send the blocks of another host's workers to these."""
+        for owner in self._mine(distance):
+            yield Send(owner, self._blocks[owner], self._interface)
+
+    def receive_from_owners(self, distance: int) -> Iterator[Hop]:
+        """Receive the blocks of another host's workers from these."""
+        for owner in self._mine(distance):
+            yield Recv(owner, self._blocks[owner], False, self._interface)
+
+    def receive_shares(self) -> Iterator[Hop]:
+        """Receive the own block from its aggregators on all other hosts."""
+        for host in range(1, self.hosts):
+            peer = self._aggregator(self._rank, self._host + host)
+            yield Recv(peer, self._blocks[self._rank], True, self._interface)
+
+    def send_own(self) -> Iterator[Hop]:
+        """Send the own block to its aggregators on all other hosts."""
+        for host in range(1, self.hosts):
+            to = self._aggregator(self._rank, self._host + host)
+            yield Send(to, self._blocks[self._rank], self._interface)
