@@ -40,9 +40,9 @@ from killing import (
 
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.group_all_reduce import GRACE_S
-from wingbeat.methods.model_averaging.service import FACTOR, MIN_TIMEOUT_S
+from wingbeat.methods.model_averaging.service import MIN_TIMEOUT_S
 from wingbeat.parts import Groups
-from wingbeat.transport.detector import RECONNECT_S
+from wingbeat.transport.detector import RECONNECT_S, TIMEOUT_FACTOR
 from wingbeat_lab import baselines, lab
 from wingbeat_lab.bench.table import Printed
 
@@ -100,8 +100,8 @@ def figures(kill: dict[str, Any]) -> dict[str, Any]:
     met = sum(each["met"][rank] for each in kill["after"] if each)
     return {
         "usual_s": usual_s,
-        "deadline_s": max(MIN_TIMEOUT_S, FACTOR * usual_s),
-        "limit_s": max(MIN_TIMEOUT_S, FACTOR * usual_s) + LOOKS_S if rank else FALLING_S,
+        "deadline_s": max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * usual_s),
+        "limit_s": max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * usual_s) + LOOKS_S if rank else FALLING_S,
         "loss": statistics.fmean(known) if known else None,
         "met": met - sum(each["met"][rank] for each in others if each),
     }

@@ -1,4 +1,4 @@
-"""Lanes of several workers in virtual time, over interfaces that can be cut."""
+"""Streams of several workers in virtual time, over interfaces that can be cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from helpers.mail import Clock
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes import BEGIN, Lanes
+from wingbeat.methods.bounded_staleness.streams import BEGIN, Streams
 
 WINDOW = 40_000
 
@@ -59,13 +59,13 @@ class Cards:
         all_joined = all(len(peers) == n - 1 for peers in joined)
         self.lines: list[str] = []
         self.boxes = [Box(self, worker) for worker in range(n)]
-        self.lanes = [self.new(w, [0] * n, None if all_joined else joined, patience)
+        self.streams = [self.new(w, [0] * n, None if all_joined else joined, patience)
                       for w in range(n)]  # fmt: skip
         self.joined, self.got = joined, {w: list[tuple[int, Any]]() for w in range(n)}
         self.plan: dict[tuple[int, int], deque[bytes]] = {}
 
-    def new(self, worker: int, lives: list[int], joined: Any, patience: float) -> Lanes:
-        return Lanes(
+    def new(self, worker: int, lives: list[int], joined: Any, patience: float) -> Streams:
+        return Streams(
             self.boxes[worker], worker, len(self.reach), incarnations=lives, joined=joined, cut=2.0,
             timeout=patience, interface_name="eth{}".format, warn=self.lines.append,
             clock=self.clock,
@@ -110,7 +110,7 @@ class Cards:
         letter = flow.popleft()
         letter.arrived = True
         copy = Letter(source, letter.kind, letter.payload, letter.ids, letter.size)
-        for one, _, payload in self.lanes[to].receive(copy):
+        for one, _, payload in self.streams[to].receive(copy):
             self.got[to].append((one, payload))
         if flow:
             self._later(way)
@@ -126,12 +126,12 @@ class Cards:
         until = self.clock.now + seconds
         while self.clock.now < until:
             for (source, to), waiting in self.plan.items():
-                lanes = self.lanes[source]
-                while waiting and source not in self.dead and lanes.send(to, BEGIN, waiting[0]):
+                streams = self.streams[source]
+                while waiting and source not in self.dead and streams.send(to, BEGIN, waiting[0]):
                     waiting.popleft()
-            for worker, lanes in enumerate(self.lanes):
+            for worker, streams in enumerate(self.streams):
                 if worker not in self.dead:
-                    lanes.tick()
+                    streams.tick()
             self.clock.now += step
             while self._agenda and self._agenda[0][0] <= self.clock.now:
                 self._arrive(heapq.heappop(self._agenda)[2])

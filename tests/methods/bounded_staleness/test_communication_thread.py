@@ -14,10 +14,10 @@ from helpers.mail import Clock
 from helpers.server_simulation import FakeNetwork
 from helpers.staleness_simulation import gradient
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes import BEGIN, MORE
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import CommunicationThread
 from wingbeat.methods.bounded_staleness.messages import PieceSum
+from wingbeat.methods.bounded_staleness.streams import BEGIN, MORE
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
@@ -131,6 +131,7 @@ def test_loss_that_is_not_tolerated_names_worker(lost: bool, said: str) -> None:
         box.lost[1] = "has fallen silent"
     else:
         box.gone.add(1)
+    cluster.clock.now += 1.0
     with pytest.raises(
         PeerError, match=f"rank 0: lost a worker before training ended: rank 1 {said}; start"
     ):
@@ -142,6 +143,7 @@ def test_worker_that_leaves_after_drain_is_not_lost() -> None:
     cluster = Cluster(1, 3, StalenessBound(0, 2, 2), iterations=2).run()
     cluster.threads[0]._detector._tolerates_loss = False
     cluster.boxes[0].lost[1] = "has fallen silent"
+    cluster.clock.now += 1.0
     cluster.threads[0].process(None)
 
 
@@ -188,6 +190,7 @@ def test_send_to_worker_that_leaves_is_no_failure() -> None:
 
     box.post = post  # type: ignore[method-assign,assignment]
     thread.process(None)
+    cluster.clock.now += 1.0
     thread.process(None)
     assert thread.machine.incarnation_of(1) is None
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.cards import Cards, star
-from helpers.one_lane import OneLane
-from wingbeat.exchanges.lanes import BEGIN, MORE
+from helpers.one_stream import OneStream
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import FrameReceiver, FrameSender, _Queued
 from wingbeat.methods.bounded_staleness.messages import (
@@ -23,6 +22,7 @@ from wingbeat.methods.bounded_staleness.messages import (
     ViewProposal,
     encode_frame,
 )
+from wingbeat.methods.bounded_staleness.streams import BEGIN, MORE
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.membership import initial_view
 
@@ -35,14 +35,14 @@ def test_frames_are_sent_to_their_incarnation() -> None:
     cards = Cards(star(2, 1))
     machine = Worker(0, 2, StalenessBound(1, 1, 1), lambda *_: None)
     machine.outbox.clear()
-    out = FrameSender(machine, cards.lanes[0])
+    out = FrameSender(machine, cards.streams[0])
     out._queues[1] = deque([queued(0, b"old"), queued(1, b"new")])
-    cards.lanes[0].forget(1)
+    cards.streams[0].forget(1)
     out.remove_worker(1, 0)
     out.send_pending()
     assert out.busy
-    cards.lanes[0].renew(1, 1)
-    cards.lanes[1] = cards.new(1, [0, 1], None, 10.0)
+    cards.streams[0].renew(1, 1)
+    cards.streams[1] = cards.new(1, [0, 1], None, 10.0)
     out.send_pending()
     assert not out.busy
     cards.run(1.0)
@@ -55,12 +55,12 @@ def test_frames_are_sent_to_their_incarnation() -> None:
 
 
 def test_frames_of_two_incarnations_are_not_combined() -> None:
-    lane, machine = OneLane(100), Worker(0, 2, StalenessBound(1, 1, 1), lambda *_: None)
+    stream, machine = OneStream(100), Worker(0, 2, StalenessBound(1, 1, 1), lambda *_: None)
     machine.outbox.clear()
-    out = FrameSender(machine, lane)
+    out = FrameSender(machine, stream)
     out._queues[1] = deque([queued(0, b"a"), queued(0, b"b"), queued(1, b"next")])
     out.send_pending()
-    assert lane.parts == [(BEGIN, b"ab")]
+    assert stream.parts == [(BEGIN, b"ab")]
     assert out.busy
 
 
@@ -69,13 +69,13 @@ def test_proposal_reaches_all_incarnations() -> None:
     cards = Cards(star(3, 1))
     for worker, life in ((1, 4), (2, 1)):
         for other in (0, 3 - worker):
-            cards.lanes[other].renew(worker, life)
-        cards.lanes[worker] = cards.new(worker, [0, 4, 1], None, 10.0)
+            cards.streams[other].renew(worker, life)
+        cards.streams[worker] = cards.new(worker, [0, 4, 1], None, 10.0)
     machine = Worker(0, 3, StalenessBound(1, 1, 1), lambda *_: None, incarnation=1)
     reports = [post for post in machine.outbox if isinstance(post.message, ViewProposal)]
     assert [post.to for post in reports] == [(1, 2)]
-    out, went = FrameSender(machine, cards.lanes[0]), []
-    cards.lanes[0].send = lambda worker, *_: went.append(worker) or True  # type: ignore
+    out, went = FrameSender(machine, cards.streams[0]), []
+    cards.streams[0].send = lambda worker, *_: went.append(worker) or True  # type: ignore
     out.send_pending()
     assert {1, 2} <= set(went)
 
@@ -84,15 +84,15 @@ def test_parts_are_sent_round_robin() -> None:
     cards = Cards(star(4, 1))
     machine = Worker(1, 4, StalenessBound(1, 1, 1), lambda *_: None)
     machine.outbox.clear()
-    out = FrameSender(machine, cards.lanes[1])
+    out = FrameSender(machine, cards.streams[1])
     went: list[int] = []
-    real, half = cards.lanes[1].send, cards.lanes[1].largest // 2
+    real, half = cards.streams[1].send, cards.streams[1].largest // 2
 
     def send(worker: int, kind: int, payload: bytes) -> bool:
         went.append(worker)
         return real(worker, kind, payload)
 
-    cards.lanes[1].send = send  # type: ignore[method-assign]
+    cards.streams[1].send = send  # type: ignore[method-assign]
     for worker in (0, 2, 3):
         out._queues[worker] = deque([queued(0, b"a", half), queued(0, b"b", half)])
     out.send_pending()
@@ -108,11 +108,11 @@ def test_parts_are_sent_round_robin() -> None:
 VIEW = initial_view(2)
 
 
-def send(messages: list[Message], lane: OneLane) -> FrameSender:
+def send(messages: list[Message], stream: OneStream) -> FrameSender:
     machine = Worker(0, 2, StalenessBound(1, 1, 1), lambda *_: None)
     machine.outbox.clear()
     machine.outbox.extend(Envelope((1,), message) for message in messages)
-    out = FrameSender(machine, lane)
+    out = FrameSender(machine, stream)
     out.send_pending()
     return out
 
@@ -134,14 +134,14 @@ def test_messages_split_into_parts_arrive_unchanged(
         PullRequest(number, VIEW) if payload is None else Piece(number, 0, 1, VIEW, payload or None)
         for number, payload in enumerate(payloads)
     ]
-    lane = OneLane(largest, room)
-    out = send(said, lane)
+    stream = OneStream(largest, room)
+    out = send(said, stream)
     while out.busy:
-        assert not lane.room
-        lane.room = room
+        assert not stream.room
+        stream.room = room
         out.send_pending()
-    assert all(len(part) <= largest for _, part in lane.parts)
-    back = receive(lane.parts)
+    assert all(len(part) <= largest for _, part in stream.parts)
+    back = receive(stream.parts)
     assert back == said
     assert [getattr(each, "payload", None) for each in back] == [
         getattr(each, "payload", None) for each in said
@@ -150,19 +150,19 @@ def test_messages_split_into_parts_arrive_unchanged(
 
 def test_short_frames_are_combined_and_long_ones_split() -> None:
     short, long = PullRequest(1, VIEW), Piece(0, 0, 1, VIEW, bytes(250))
-    lane = OneLane(100)
-    send([short, short, long, short], lane)
+    stream = OneStream(100)
+    send([short, short, long, short], stream)
     one = len(encode_frame(short, 0).header)
-    assert [(kind, len(part)) for kind, part in lane.parts] == [
+    assert [(kind, len(part)) for kind, part in stream.parts] == [
         (BEGIN, 2 * one), (BEGIN, len(encode_frame(long, 0).header)), (MORE, 100), (MORE, 100),
         (MORE, 50), (BEGIN, one),
     ]  # fmt: skip
 
 
 def test_unexpected_part_is_rejected() -> None:
-    lane = OneLane(100)
-    send([Piece(0, 0, 1, VIEW, bytes(150))], lane)
-    begin, more, last = lane.parts
+    stream = OneStream(100)
+    send([Piece(0, 0, 1, VIEW, bytes(150))], stream)
+    begin, more, last = stream.parts
     for parts in ([more], [begin, begin], [begin, (MORE, b"")], [begin, more, (MORE, bytes(51))],
                   [begin, more, last, last]):  # fmt: skip
         with pytest.raises(MalformedMessage):

@@ -65,7 +65,7 @@ class Cluster:
         ]
         self.detectors = [
             MembershipMonitor(
-                self.cards.boxes[w], self.cards.lanes[w], self.machines[w], self.clients[w],
+                self.cards.boxes[w], self.cards.streams[w], self.machines[w], self.clients[w],
                 tolerates_loss=tolerates_loss, clock=self.cards.clock,
                 departures=Departures(self.said, f"rank {w}", n, warn=self.lines.append),
             )
@@ -83,7 +83,7 @@ class Cluster:
                 for event in detector.poll(detector.suspects()):
                     self.gone[worker].append(event)
                     if isinstance(event, WorkerLost):
-                        self.cards.lanes[worker].forget(event.worker)
+                        self.cards.streams[worker].forget(event.worker)
                     if isinstance(event, WorkerLost) and event.needed:
                         self.machines[worker].mark_lost(event.worker, event.incarnation)
             except PeerError as error:
@@ -272,7 +272,7 @@ def test_restarted_worker_is_not_confused_with_killed_one() -> None:
     cluster.run(0.1)
     for worker in (0, 1):
         assert [type(event) for event in cluster.gone[worker]] == [WorkerLost, WorkerRejoined]
-        cluster.cards.lanes[worker].renew(2, 1)
+        cluster.cards.streams[worker].renew(2, 1)
     cluster.cards.dead.add(2)  # it loads data before it sends its first message
     cluster.run(20.0)
     assert [len(events) for events in cluster.gone.values()] == [2, 2, 0]
@@ -325,9 +325,9 @@ def test_second_incarnation_can_be_lost() -> None:
     cluster.run(0.2)
     for worker in (0, 1):
         assert [type(event) for event in cluster.gone[worker]] == [WorkerLost, WorkerRejoined]
-        cluster.cards.lanes[worker].renew(2, 1)
+        cluster.cards.streams[worker].renew(2, 1)
         cluster.machines[worker].receive(2, 1, ViewProposal(View((0, 0, 2)), -1, ()))
-    cluster.cards.lanes[2] = cluster.cards.new(2, [0, 0, 1], None, 5.0)
+    cluster.cards.streams[2] = cluster.cards.new(2, [0, 0, 1], None, 5.0)
     cluster.run(2.0)
     cluster.cards.dead.add(2)
     cluster.run(12.0)

@@ -53,7 +53,7 @@ class Incarnation:
         machine = Worker(self.rank, self.n, self.bound, combine, incarnation=joined.incarnation)
         replica = NumericReplica(self.n, self.bound.colayers)
         thread = CommunicationThread(
-            machine, joined.mailbox, replica, timeout=20.0, lanes=joined.lanes,
+            machine, joined.mailbox, replica, timeout=20.0, streams=joined.streams,
             membership=joined.membership,
         )  # fmt: skip
         thread.start()

@@ -72,7 +72,7 @@ TRAIN = """if True:
     replica = NumericReplica(n, 2)  # the thread holds it weakly
     thread = CommunicationThread(
         machine, joined.mailbox, replica, timeout=60.0,
-        lanes=joined.lanes, membership=joined.membership,
+        streams=joined.streams, membership=joined.membership,
         journal=Journal(file.write, rank, joined.incarnation, n, bound),
     )
     thread.start()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from helpers.one_lane import OneLane
+from helpers.one_stream import OneStream
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import FrameSender
 from wingbeat.methods.bounded_staleness.messages import Envelope, Message, Piece, PieceSum, Progress
@@ -24,15 +24,15 @@ VIEW = initial_view(WORKERS)
 
 def real(message: Message, nbytes: int) -> tuple[int, int]:
     """Bytes and number of messages with a payload of so many bytes."""
-    machine, lane = (
+    machine, stream = (
         Worker(0, WORKERS, StalenessBound(1, 1, 1), lambda *_: None),
-        OneLane(LIMITS.message),
+        OneStream(LIMITS.message),
     )
     payload = {"payload": bytes(nbytes)} if nbytes else {}
     machine.outbox.clear()
     machine.outbox.append(Envelope((1,), dataclasses.replace(message, **payload)))  # type: ignore
-    FrameSender(machine, lane).send_pending()
-    return sum(len(part) + HEADER_BYTES for _, part in lane.parts), len(lane.parts)
+    FrameSender(machine, stream).send_pending()
+    return sum(len(part) + HEADER_BYTES for _, part in stream.parts), len(stream.parts)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.25])

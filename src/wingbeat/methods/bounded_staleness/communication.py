@@ -1,7 +1,7 @@
 """The communication thread of a worker: sends and receives the messages of its state machine.
 
-`Lanes` deliver the messages between two workers in order. The communication thread and the training
-thread share the state machine under one lock.
+`Streams` deliver the messages between two workers in order. The communication thread and the
+training thread share the state machine under one lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.exchanges.lanes import BEGIN, MORE, Lanes, ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.journal import Journal
 from wingbeat.methods.bounded_staleness.membership import (
@@ -35,6 +34,7 @@ from wingbeat.methods.bounded_staleness.messages import (
     decode_message,
     encode_frame,
 )
+from wingbeat.methods.bounded_staleness.streams import BEGIN, MORE, ProtocolError, Streams
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
@@ -42,12 +42,14 @@ from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
 from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.membership import MembershipClient, View
 from wingbeat.transport.messages.frames import Message as Packet
+from wingbeat.transport.messages.frames import Reassembly
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
 if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.replica import Replica
 
-_POLL_S = 0.1  # between checks for lost workers
+_POLL_S = 0.1  # timeout of a wait for messages
+_CHECK_S = 0.05  # between checks for lost workers
 _SERVE_POLL_S = 0.02  # between checks of whether all workers have finished
 _QUICK_CLOSE_S = 1.0  # timeout for the last messages after a failure
 
@@ -63,11 +65,11 @@ class _Queued(NamedTuple):
 class FrameSender:
     """Sends the messages of a machine in parts: small frames are combined, large ones split."""
 
-    def __init__(self, machine: Worker, lanes: Lanes) -> None:
-        self._machine, self._lanes = machine, lanes
+    def __init__(self, machine: Worker, streams: Streams) -> None:
+        self._machine, self._streams = machine, streams
         self._queues: dict[int, deque[_Queued]] = {}
         self._rest: dict[int, Iterator[memoryview]] = {}  # the rest of a payload sent in parts
-        self._blocked: dict[int, tuple[int, Any]] = {}  # a part for which its lane has no room
+        self._blocked: dict[int, tuple[int, Any]] = {}  # a part for which its stream has no room
         self._last = machine.rank  # the receiver of the last part
 
     @property
@@ -85,7 +87,7 @@ class FrameSender:
             self._queues[worker] = later
 
     def send_pending(self) -> None:
-        """Send as much as the lanes have room for."""
+        """Send as much as the streams have room for."""
         while self._machine.outbox:
             self._enqueue(self._machine.outbox.popleft())
         # One part to each worker in turn, from the next rank on, so that not all workers send to
@@ -109,7 +111,7 @@ class FrameSender:
 
     def _receiving_incarnation(self, worker: int, message: Message) -> int:
         """Return the incarnation that a message is for; -1 if the receiver is dead."""
-        known, current = self._machine.incarnation_of(worker), self._lanes.incarnation(worker)
+        known, current = self._machine.incarnation_of(worker), self._streams.incarnation(worker)
         if known is None:
             return current
         return max(known, current) if isinstance(message, ViewProposal) else known
@@ -117,7 +119,7 @@ class FrameSender:
     def _send_part(self, worker: int) -> bool:
         """Send the next part to a worker; return False if there is none, or no room."""
         part = self._blocked.pop(worker, None) or self._next_part(worker)
-        if part is None or self._lanes.send(worker, *part):
+        if part is None or self._streams.send(worker, *part):
             return part is not None
         self._blocked[worker] = part
         return False
@@ -128,13 +130,13 @@ class FrameSender:
             if (chunk := next(rest, None)) is not None:
                 return MORE, chunk
             del self._rest[worker]
-        queue, current = self._queues[worker], self._lanes.incarnation(worker)
+        queue, current = self._queues[worker], self._streams.incarnation(worker)
         while queue and current > queue[0].incarnation:
             queue.popleft()
         if not queue or current < queue[0].incarnation:  # not connected again yet
             return None
         header, payload = queue.popleft().frame
-        largest = self._lanes.largest
+        largest = self._streams.largest
         if payload and len(header) + len(payload) > largest:
             starts = range(0, len(payload), largest)
             self._rest[worker] = (payload[start : start + largest] for start in starts)
@@ -161,8 +163,7 @@ class FrameReceiver:
         self._epoch = epoch
         self._early: list[tuple[Sequence[int], bytearray | None]] = []  # messages of the next epoch
         self._words: Sequence[int] = ()  # words of the frame with an incomplete payload
-        self._payload: bytearray | None = None
-        self._filled = 0
+        self._payload: Reassembly | None = None
 
     def receive_part(self, kind: int, part: Any) -> Iterator[tuple[int, Message]]:
         """Yield the sender's incarnation and the message for each complete message.
@@ -172,27 +173,21 @@ class FrameReceiver:
         """
         if (kind == BEGIN) != (self._payload is None):
             raise MalformedMessage(f"unexpected part of kind {kind}")
-        if self._payload is not None:
-            yield from self._receive_payload(self._payload, part)
+        if (payload := self._payload) is not None:
+            try:
+                payload.append(part)
+            except ValueError as error:
+                raise MalformedMessage(str(error)) from None
+            if payload.complete:
+                self._payload = None
+                yield from self._decode(self._words, payload.data)
             return
         for frame in decode_frames(part, self._max_payload):
             if len(frame.payload) < frame.payload_nbytes:
-                self._words, self._filled = frame.words, 0
-                self._payload = bytearray(frame.payload_nbytes)
+                self._words, self._payload = frame.words, Reassembly(frame.payload_nbytes)
             else:
                 # Kernels need aligned memory; the copy is aligned.
                 yield from self._decode(frame.words, bytearray(frame.payload) or None)
-
-    def _receive_payload(self, payload: bytearray, part: Any) -> Iterator[tuple[int, Message]]:
-        end = self._filled + len(part)
-        if end > len(payload) or not len(part):
-            missing = len(payload) - self._filled
-            raise MalformedMessage(f"part of {len(part)} bytes; {missing} bytes are missing")
-        payload[self._filled : end] = part
-        self._filled = end
-        if end == len(payload):
-            self._payload = None
-            yield from self._decode(self._words, payload)
 
     def change_colayers(self, colayers: int) -> Iterator[tuple[int, Message]]:
         """Start the next epoch with this many colayers; yield its messages that arrived early."""
@@ -238,26 +233,27 @@ class CommunicationThread:
         clock: Callable[[], float] = time.monotonic,
         tolerates_loss: bool = True,
         departures: Departures | None = None,
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
         membership: MembershipClient | None = None,
         journal: Journal | None = None,
     ) -> None:
         self.machine, self._mailbox = machine, mailbox
         self._replica, self.replica_released = weakref.ref(replica), False
         self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
-        if lanes is None:
-            lanes = Lanes(mailbox, machine.rank, machine.workers, begin=timeout, clock=clock)
-        self._lanes, self._membership = lanes, membership
+        if streams is None:
+            streams = Streams(mailbox, machine.rank, machine.workers, begin=timeout, clock=clock)
+        self._streams, self._membership = streams, membership
         self._journal = journal or Journal(
             None, machine.rank, machine.incarnation, machine.workers, machine.bound
         )
         self._detector = MembershipMonitor(
-            mailbox, lanes, machine, membership, tolerates_loss=tolerates_loss,
+            mailbox, streams, machine, membership, tolerates_loss=tolerates_loss,
             departures=departures or Departures(None, self._me), clock=clock,
         )  # fmt: skip
+        self._checked = -math.inf
         self._changed = threading.Condition()
         self._interrupt = mailbox.interrupter()
-        self._sender = FrameSender(machine, lanes)
+        self._sender = FrameSender(machine, streams)
         self._receivers: dict[int, FrameReceiver] = {}
         self._error: PeerError | None = None
         self._closing = False
@@ -503,11 +499,11 @@ class CommunicationThread:
             # Until all is sent; other workers may also need this one to forward their messages.
             while not self._closing or (
                 self._error is None
-                and (self._sender.busy or self._lanes.busy or self._clock() < linger_until)
+                and (self._sender.busy or self._streams.busy or self._clock() < linger_until)
             ):
                 self.process(self._mailbox.next(_POLL_S))
                 if self._closing and linger_until == math.inf:
-                    linger_until = self._clock() + self._lanes.linger
+                    linger_until = self._clock() + self._streams.linger
         except PeerError as error:
             self._fail(error)
         except Exception as error:  # raised in the training thread
@@ -516,7 +512,7 @@ class CommunicationThread:
             if self._membership is not None:
                 self._membership.stop()
             with contextlib.suppress(PeerError):
-                quick = self._error is not None or self._lanes.cut
+                quick = self._error is not None or self._streams.cut
                 self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSE_TIMEOUT_S)
 
     def _fail(self, error: PeerError) -> None:
@@ -531,23 +527,27 @@ class CommunicationThread:
     def process(self, packet: Packet | None) -> None:
         """Process received packets, lost workers and pending messages."""
         with self._changed:
-            suspects = self._detector.suspects()
+            now = self._clock()
+            due = now >= self._checked + _CHECK_S
+            suspects = self._detector.suspects() if due else {}
             while packet is not None:
                 self._receive_packet(packet)
                 packet = self._mailbox.poll()
-            for event in self._detector.poll(suspects):  # after the last messages of a lost worker
-                if isinstance(event, WorkerLost):
-                    self._remove_worker(event)
-                else:
-                    self._readmit_worker(event)
-            self._lanes.tick()  # forwarded packets are sent first
+            if due:
+                self._checked = now
+                for event in self._detector.poll(suspects):  # after a lost worker's last messages
+                    if isinstance(event, WorkerLost):
+                        self._remove_worker(event)
+                    else:
+                        self._readmit_worker(event)
+            self._streams.tick()  # forwarded packets are sent first
             self._sender.send_pending()
             self._notify_training()
 
     def _remove_worker(self, event: WorkerLost) -> None:
         worker = event.worker
         self.no_failures = self.no_failures and not event.needed
-        self._lanes.forget(worker)
+        self._streams.forget(worker)
         if worker not in self._mailbox.left:  # a worker that left still receives the last messages
             self._mailbox.drop(worker)
         self._receivers.pop(worker, None)
@@ -557,19 +557,19 @@ class CommunicationThread:
 
     def _readmit_worker(self, event: WorkerRejoined) -> None:
         try:
-            if event.worker in self._lanes.near:
+            if event.worker in self._streams.near:
                 self._mailbox.join(event.worker, event.peer_info)
         except UsageError as error:  # the rejecting worker continues; the restarted one times out
             log.warning(f"{self._me}: cannot accept rank {event.worker} again: {error}")
             return
-        self._lanes.renew(event.worker, event.incarnation)
+        self._streams.renew(event.worker, event.incarnation)
         assert self._membership is not None
         self._membership.acknowledge(event.worker, event.incarnation)
 
     def _receive_packet(self, packet: Packet) -> None:
         machine = self.machine
         try:
-            for source, kind, part in self._lanes.receive(packet):
+            for source, kind, part in self._streams.receive(packet):
                 if source not in self._receivers:
                     self._receivers[source] = FrameReceiver(
                         machine.workers, machine.colayers, epoch=machine.epoch

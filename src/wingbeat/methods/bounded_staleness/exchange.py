@@ -195,7 +195,7 @@ class BoundedStalenessExchange:
         self._communication = CommunicationThread(
             self.machine, joined.mailbox, self._replica, timeout=world.timeout,
             tolerates_loss=self.replicas_diverge, departures=departures_of(world),
-            lanes=joined.lanes, membership=joined.membership, journal=journal,
+            streams=joined.streams, membership=joined.membership, journal=journal,
         )  # fmt: skip
         # A model may be gone before its worker ends, and a world holds its channels weakly: without
         # the channel `_shut_down` would not be called, and the other workers would wait for ever.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from wingbeat.errors import PeerError
-from wingbeat.exchanges.lanes import Lanes
+from wingbeat.methods.bounded_staleness.streams import Streams
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.detector import ENDED, LEFT, RECONNECT_S, FailureDetector
 from wingbeat.transport.interfaces import listen_interfaces
@@ -33,13 +33,13 @@ _STORE_S = 10.0  # timeout for the store to decide which workers are lost
 
 @dataclass(frozen=True, slots=True)
 class JoinedWorker:
-    """A worker's connections: the mailbox to the workers that its interfaces reach, lanes to all.
+    """A worker's connections: the mailbox to the workers that its interfaces reach, streams to all.
 
     ``incarnation`` is counted from 0; above 0, parameters must be pulled.
     """
 
     mailbox: Mailbox
-    lanes: Lanes
+    streams: Streams
     membership: MembershipClient
     incarnation: int
 
@@ -61,8 +61,8 @@ def join_workers(
 
     The store must outlive every restarted worker, and should be a separate connection: a pending
     wait of other code would delay failure detection. ``namespace`` separates the trainings of a
-    job. ``neighbours`` has by rank the workers that its interfaces reach (see `Lanes`); None if all
-    reach all. A worker is suspected after at least ``suspect_after`` seconds of silence.
+    job. ``neighbours`` has by rank the workers that its interfaces reach (see `Streams`); None if
+    all reach all. A worker is suspected after at least ``suspect_after`` seconds of silence.
     """
     client = MembershipClient(store, namespace, rank, workers)
     incarnation = client.register()
@@ -80,13 +80,13 @@ def join_workers(
     )  # fmt: skip
     names = [interface.name for interface in listen_interfaces(nic.local(), interfaces)]
     view = client.log.view
-    lanes = Lanes(
+    streams = Streams(
         mailbox, rank, workers, incarnations=[number // 2 for number in view], joined=neighbours,
         timeout=suspect_after, begin=seconds, interface_name=names.__getitem__,
     )  # fmt: skip
     for lost in set(range(workers)) - set(members(view)):
-        lanes.forget(lost)
-    return JoinedWorker(mailbox, lanes, client, incarnation)
+        streams.forget(lost)
+    return JoinedWorker(mailbox, streams, client, incarnation)
 
 
 class WorkerLost(NamedTuple):
@@ -115,7 +115,7 @@ class MembershipMonitor:
     def __init__(
         self,
         mailbox: Mailbox,
-        lanes: Lanes,
+        streams: Streams,
         machine: Worker,
         membership: MembershipClient | None,
         *,
@@ -123,14 +123,14 @@ class MembershipMonitor:
         departures: Departures,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox, self._lanes, self._machine = mailbox, lanes, machine
+        self._mailbox, self._streams, self._machine = mailbox, streams, machine
         self._membership, self._tolerates_loss = membership, tolerates_loss
         self._departures, self._clock = departures, clock
         self._me = f"rank {machine.rank}"
-        self._workers = len(lanes.known) + 1
+        self._workers = len(streams.known) + 1
         self._suspected_at: dict[int, float] = {}
         self._unneeded: dict[int, int] = {}  # incarnations that ended after all had drained
-        self._detector = FailureDetector(mailbox, clock, lambda: lanes.reached)
+        self._detector = FailureDetector(mailbox, clock, lambda: streams.reached)
         self.lost: set[int] = set()
         if membership is not None:
             view = membership.log.view
@@ -141,7 +141,7 @@ class MembershipMonitor:
         """Return the workers that may be lost, each with the reason."""
         if not self._machine.drained:  # training has resumed and needs them
             self.lost.difference_update(self._unneeded)
-        found = dict.fromkeys(self._unneeded, LEFT.text) | self._lanes.silent()
+        found = dict.fromkeys(self._unneeded, LEFT.text) | self._streams.silent()
         ended = self._ended_before(self._clock() - RECONNECT_S)
         for worker, failed in self._detector.failed().items():
             if failed is not ENDED or worker in ended:
@@ -179,7 +179,7 @@ class MembershipMonitor:
         A worker whose messages arrive through other workers is alive.
         """
         closed = self._detector.closed_before(when)
-        return [worker for worker in closed if not self._lanes.has_sent_since(worker, when)]
+        return [worker for worker in closed if not self._streams.has_sent_since(worker, when)]
 
     def _check_own(self, joined: bool, incarnation: int, author: int) -> None:
         own = self._machine.incarnation
@@ -206,11 +206,11 @@ class MembershipMonitor:
         if needed:
             self._check_tolerated(suspects, min(needed))
         since = min((self._suspected_at[worker] for worker in needed), default=now)
-        others = set(self._lanes.known) - set(suspects)
+        others = set(self._streams.known) - set(suspects)
         # A worker that misses the majority is probably isolated itself; the others propose first.
         minority = 2 * len(needed) > len(needed) + len(others) + 1
-        due = now >= since + (self._lanes.timeout if minority else 0.0)
-        if needed and due and all(self._lanes.has_sent_since(each, since) for each in others):
+        due = now >= since + (self._streams.timeout if minority else 0.0)
+        if needed and due and all(self._streams.has_sent_since(each, since) for each in others):
             ended = {worker: 2 * self._incarnation(worker) + 1 for worker in needed}
             self._membership.propose(View(tuple(ended.get(w, 0) for w in range(self._workers))))
         if reason := self._membership.unavailable_reason(_STORE_S):
@@ -239,7 +239,7 @@ class MembershipMonitor:
         return WorkerLost(worker, incarnation, needed=False)
 
     def _incarnation(self, worker: int) -> int:
-        return self._unneeded.get(worker, self._lanes.incarnation(worker))
+        return self._unneeded.get(worker, self._streams.incarnation(worker))
 
     def _check_tolerated(self, suspects: Mapping[int, str], worker: int) -> None:
         if self._tolerates_loss:

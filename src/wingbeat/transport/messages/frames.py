@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
@@ -104,3 +105,26 @@ Header = _native.Header
 
 unpack = _native.unpack
 """Parse and check the header at the beginning of a buffer; raises `Malformed`."""
+
+
+class Reassembly:
+    """A buffer of ``nbytes`` bytes, filled in order; ``data`` is valid once `complete`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self._filled = 0
+
+    def append(self, fragment: Any) -> None:
+        """Append a fragment; a `ValueError` if it is empty or exceeds the rest of the payload."""
+        end = self._filled + len(fragment)
+        if end > len(self.data) or not len(fragment):
+            raise ValueError(
+                f"received {len(fragment)} bytes where {len(self.data) - self._filled} remain"
+            )
+        self.data[self._filled : end] = fragment
+        self._filled = end
+
+    @property
+    def complete(self) -> bool:
+        """Whether all fragments have been received."""
+        return self._filled == len(self.data)

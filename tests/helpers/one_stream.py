@@ -1,13 +1,13 @@
-"""A lane that keeps what is sent, and can be closed."""
+"""A stream that keeps what is sent, and can be closed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from wingbeat.exchanges.lanes import Lanes
+from wingbeat.methods.bounded_staleness.streams import Streams
 
 
-class OneLane(Lanes):
+class OneStream(Streams):
     """Keeps kinds and parts, those for all workers in one list.
 
     Args:

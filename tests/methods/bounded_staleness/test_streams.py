@@ -1,4 +1,4 @@
-"""Lanes over several interfaces in virtual time: spread, cut, mended, around and anew."""
+"""Streams over several interfaces in virtual time: spread, cut, mended, around and anew."""
 
 from __future__ import annotations
 
@@ -6,15 +6,111 @@ import itertools
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from helpers.cards import Cards, bcube, star
-from wingbeat.exchanges.lanes import BEGIN, MORE, WINDOW, ProtocolError
+from helpers.amounts import examples
+from helpers.cards import Cards, Letter, bcube, star
+from wingbeat.methods.bounded_staleness.paths import Path
+from wingbeat.methods.bounded_staleness.streams import (
+    BEGIN,
+    MORE,
+    WINDOW,
+    ProtocolError,
+    Stream,
+    _Part,
+)
 
 PART = bytes(5_000)
 
 
 def numbered(count: int) -> list[bytes]:
     return [b"%d" % number for number in range(count)]
+
+
+def sent(stream: Stream, path: Path) -> _Part:
+    """Send the next part."""
+    letter = Letter(path.worker, MORE, b"", (0, 0, 0, 0), 100)
+    part = _Part(MORE, stream.next_out, stream.next_out, path, letter, 0.0)  # type: ignore
+    stream.out.append(part)
+    stream.next_out += 1
+    return part
+
+
+@settings(deadline=None, max_examples=examples(20))
+@given(st.integers(0, 2**32), st.integers(0, 300), st.sampled_from([0, 2**32 - 50]))
+def test_parts_in_any_order_and_repeated_arrive_in_order_and_once(
+    seed: int, count: int, first: int
+) -> None:
+    """Worker 1 receives them; some are forwarded by worker 2."""
+    chance = random.Random(seed)
+    out, into = Stream(0, 0.0, 1.0), Stream(0, 0.0, 1.0)
+    out.next_out = into.next_in = first
+    got, under_way, acknowledgements = list[int](), list[_Part](), list[int]()
+    while len(got) < count:
+        if len(out.out) < WINDOW and out.next_out - first < count:
+            under_way.append(sent(out, Path(chance.choice([1, 2]), 0)))
+        what = chance.randrange(4)
+        if what == 0 and under_way:
+            part = under_way.pop(chance.randrange(len(under_way)))
+            got += [number for _, number in into.receive(part.number % 2**32, MORE, part.number)]
+            part.posted.arrived = True  # type: ignore[misc]
+        elif what == 1 and out.out:
+            under_way.append(chance.choice(list(out.out)))
+        elif what == 2:
+            acknowledgements.append(into.next_in % 2**32)
+        elif acknowledgements:
+            out.acknowledge(acknowledgements.pop(chance.randrange(len(acknowledgements))), 0.0)
+        out.release_arrived(1)
+        assert len(into._early) < WINDOW
+    assert got == list(range(first, first + count))
+
+
+def test_number_beyond_the_window_is_refused() -> None:
+    into = Stream(0, 0.0, 1.0)
+    assert list(into.receive(WINDOW - 1, MORE, b"last")) == []
+    with pytest.raises(ProtocolError, match=f"number {WINDOW} is beyond the window at 0"):
+        list(into.receive(WINDOW, MORE, b"too far"))
+
+
+def test_acknowledgement_of_parts_never_sent_is_refused() -> None:
+    out = Stream(0, 0.0, 1.0)
+    sent(out, Path(2, 0))
+    with pytest.raises(ProtocolError, match="2 parts arrived of 1 sent"):
+        out.acknowledge(2, 0.0)
+    out.acknowledge(1, 0.0)
+    out.acknowledge(0, 0.0)  # an older one
+    assert not out.out
+
+
+def test_arrival_at_another_worker_releases_no_part() -> None:
+    out = Stream(0, 0.0, 1.0)
+    forwarded, direct = sent(out, Path(2, 0)), sent(out, Path(1, 0))
+    forwarded.posted.arrived = direct.posted.arrived = True  # type: ignore[misc]
+    out.release_arrived(1)
+    assert list(out.out) == [forwarded, direct]
+    out.acknowledge(1, 0.0)
+    out.release_arrived(1)
+    assert not out.out
+
+
+def test_workers_that_all_reach_each_other_send_no_acknowledgements() -> None:
+    cards = Cards(star(2, 2))
+    cards.say(0, 1, [PART] * 100)
+    cards.run(10.0)
+    assert len(cards.from_(0, 1)) == 100
+    assert not any(stream.out for stream in cards.streams[0]._streams.values())
+    assert cards.sent[1, 0] + cards.sent[1, 1] <= 100 * 21  # a heartbeat each half second
+
+
+def test_forwarded_parts_are_acknowledged() -> None:
+    cards = Cards(bcube(2, 2))
+    cards.say(0, 3, [PART] * 60)
+    cards.run(0.4)
+    assert cards.from_(0, 3)
+    cards.run(2.0)
+    assert not cards.streams[0].busy
+    assert not cards.streams[3].busy
 
 
 @pytest.mark.parametrize(
@@ -37,8 +133,10 @@ def test_all_arrives_in_order_whatever_is_cut_and_mended(reach: list[list[list[i
         cards.run(40.0, 0.1)
         for source, to in pairs:
             assert cards.from_(source, to) == numbered(30), (seed, source, to)
-        assert not any(len(lane.out) for lanes in cards.lanes for lane in lanes._lanes.values())
-        assert not any(lanes.silent() for lanes in cards.lanes)
+        assert not any(
+            len(stream.out) for streams in cards.streams for stream in streams._streams.values()
+        )
+        assert not any(streams.silent() for streams in cards.streams)
 
 
 def test_parts_are_spread_over_the_interfaces() -> None:
@@ -65,11 +163,11 @@ def test_a_cut_interface_is_named_once_and_used_again_when_mended() -> None:
     cards.say(0, 1, [PART] * 40)
     cards.run(8.0)
     assert len(cards.from_(0, 1)) == 40
-    assert not cards.lanes[0].silent()
+    assert not cards.streams[0].silent()
     mine = [line for line in cards.lines if line.startswith("rank 0")]
     assert len(mine) == 1, mine
     assert "rank 0: eth1 has received nothing from rank" in mine[0]
-    assert cards.lanes[0].cut
+    assert cards.streams[0].cut
     cut = cards.sent[0, 1]
     cards.say(0, 1, [PART] * 40)
     cards.run(2.0)
@@ -93,7 +191,7 @@ def test_who_passes_on_may_die() -> None:
     cards.dead.add(1)
     cards.run(25.0)
     assert len(cards.from_(0, 4)) == 50
-    assert set(cards.lanes[0].silent()) == {1}
+    assert set(cards.streams[0].silent()) == {1}
 
 
 def test_who_is_silent_is_named_after_a_while() -> None:
@@ -101,18 +199,18 @@ def test_who_is_silent_is_named_after_a_while() -> None:
     cards.run(2.0)
     cards.dead.add(2)
     cards.run(4.0)
-    assert not cards.lanes[0].silent()
+    assert not cards.streams[0].silent()
     cards.run(2.0)
-    said = cards.lanes[0].silent()
+    said = cards.streams[0].silent()
     assert list(said) == [2]
     assert said[2].startswith("has been silent for 5.") or said[2].startswith(
         "has been silent for 6."
     )
-    assert not cards.lanes[0].has_sent_since(2, 4.0)
-    assert cards.lanes[0].has_sent_since(1, 4.0)
-    cards.lanes[0].forget(2)
-    assert not cards.lanes[0].silent()
-    assert cards.lanes[0].send(2, BEGIN, PART)  # into the air
+    assert not cards.streams[0].has_sent_since(2, 4.0)
+    assert cards.streams[0].has_sent_since(1, 4.0)
+    cards.streams[0].forget(2)
+    assert not cards.streams[0].silent()
+    assert cards.streams[0].send(2, BEGIN, PART)  # into the air
 
 
 def test_who_has_not_run_for_a_while_does_not_lose_the_others() -> None:
@@ -120,10 +218,10 @@ def test_who_has_not_run_for_a_while_does_not_lose_the_others() -> None:
     cards.say(0, 1, numbered(3))
     cards.run(1.0)
     cards.clock.now += 60.0
-    cards.lanes[0].tick()
-    assert not cards.lanes[0].silent()
+    cards.streams[0].tick()
+    assert not cards.streams[0].silent()
     cards.run(0.04)
-    assert not cards.lanes[0].silent()
+    assert not cards.streams[0].silent()
     assert cards.lines == []
 
 
@@ -131,9 +229,9 @@ def test_who_was_never_heard_has_time_to_begin() -> None:
     cards = Cards(star(2, 1), patience=5.0)
     cards.dead.add(1)
     cards.run(290.0, 0.1)
-    assert not cards.lanes[0].silent()
+    assert not cards.streams[0].silent()
     cards.run(15.0, 0.1)
-    assert list(cards.lanes[0].silent()) == [1]
+    assert list(cards.streams[0].silent()) == [1]
 
 
 def test_a_new_life_begins_at_nothing_and_hears_nothing_of_the_old() -> None:
@@ -143,8 +241,8 @@ def test_a_new_life_begins_at_nothing_and_hears_nothing_of_the_old() -> None:
     cards.run(0.3)
     cards.plan.clear()
     cards.got = {0: [], 1: []}
-    cards.lanes[0].renew(1, 1)
-    cards.lanes[1] = cards.new(1, [0, 1], None, 10.0)
+    cards.streams[0].renew(1, 1)
+    cards.streams[1] = cards.new(1, [0, 1], None, 10.0)
     cards.say(0, 1, [b"new", b"life"])
     cards.say(1, 0, [b"I", b"am", b"back"])
     cards.run(10.0)
@@ -156,10 +254,10 @@ def test_no_more_than_allowed_is_kept() -> None:
     cards = Cards(star(2, 1))
     cards.dead.add(1)
     sent = 0
-    while cards.lanes[0].send(1, MORE, b"x"):
+    while cards.streams[0].send(1, MORE, b"x"):
         sent += 1
     assert sent == WINDOW
-    assert cards.lanes[0].busy
+    assert cards.streams[0].busy
 
 
 @pytest.mark.parametrize("ids", [(0, 0, 2, 0), (0, 0, 1, 5), (70, 0, 1, 0), (0, 9, 1, 0)])
@@ -174,7 +272,7 @@ def test_what_goes_round_in_circles_ends() -> None:
     cards = Cards(star(3, 1), delay=0.0)
     cards.run(1.0)
     cards.dead.add(2)  # whoever could pass it on gives it back
-    cards.lanes[0].send(2, BEGIN, b"x")
+    cards.streams[0].send(2, BEGIN, b"x")
     cards.run(20.0)
     assert cards.sent.total() < 150_000  # some signs each half second, eight hops each
 
@@ -203,7 +301,7 @@ def test_on_a_slow_link_a_worker_is_heard_all_the_time() -> None:
     cards.slow[0, 0] = 0.4  # for each letter of at most 16 KB
     cards.say(0, 1, [b"x" * 8_000] * 128)
     missed: list[dict[int, str]] = []
-    cards.run(200.0, each=lambda: missed.append(cards.lanes[1].silent()))
+    cards.run(200.0, each=lambda: missed.append(cards.streams[1].silent()))
     assert not any(missed)
     assert cards.lines == []
     assert len(cards.from_(0, 1)) == 128
