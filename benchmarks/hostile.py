@@ -276,7 +276,7 @@ def worker(args: argparse.Namespace) -> None:
 def _start_attack(
     args: argparse.Namespace, world: Any, boxes: Any, round_: int
 ) -> subprocess.Popen[str]:
-    target = {name: box._connector._info.ports[0][0] for name, box in boxes.items()}
+    target = {name: box._connector.info.ports[0][0] for name, box in boxes.items()}
     target["collectives"] = world.links[0].port._listeners[0].getsockname()[1]
     path = Path(args.json).with_suffix(f".target{round_}")
     path.write_text(json.dumps(target))

@@ -117,6 +117,29 @@ Carrier::Address::Address(const std::string& host, int port) {
   }
 }
 
+// A thread of this process that holds a lock while another one forks would hold it in the forked
+// process for ever.
+struct Carrier::All {
+  All() { ::pthread_atfork([] { all().lock(); }, [] { all().unlock(); }, [] { all().unlock(); }); }
+
+  void lock() {
+    mutex.lock();
+    for (Carrier* each : carriers) each->mutex_.lock();
+  }
+  void unlock() {
+    for (Carrier* each : carriers) each->mutex_.unlock();
+    mutex.unlock();
+  }
+
+  std::mutex mutex;
+  std::set<Carrier*> carriers;
+};
+
+Carrier::All& Carrier::all() {
+  static All* const made = new All;  // forks may follow the end of static objects
+  return *made;
+}
+
 Carrier::Carrier(const Options& options)
     : options_(options),
       endpoint_(options.number, options.session, options.window, options.silence),
@@ -132,9 +155,15 @@ Carrier::Carrier(const Options& options)
     throw std::system_error(error, std::generic_category(), "cannot open a mailbox");
   }
   watch(epoll_, EPOLL_CTL_ADD, event_, 0, EPOLLIN);
+  const std::lock_guard lock(all().mutex);
+  all().carriers.insert(this);
 }
 
 Carrier::~Carrier() {
+  {
+    const std::lock_guard lock(all().mutex);
+    all().carriers.erase(this);
+  }
   abandon_locked();
   if (epoll_ >= 0) ::close(epoll_);
   if (event_ >= 0) ::close(event_);
@@ -982,8 +1011,8 @@ void Carrier::abandon_locked() {
 void Carrier::forget_after_fork() {
   closed_ = true;
   forked_ = true;
-  for (const auto& [id, each] : connections_) ::close(each->fd);
-  for (const auto& [id, each] : listeners_) ::close(each.fd);
+  for (const auto& [id, each] : connections_) ::close(std::exchange(each->fd, -1));
+  for (auto& [id, each] : listeners_) ::close(std::exchange(each.fd, -1));
   ::close(std::exchange(epoll_, -1));
   ::close(std::exchange(event_, -1));
 }

@@ -91,7 +91,8 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   void close(double seconds);
   // Closes the connections at once and releases all messages.
   void abandon();
-  // Closes a forked process's copies of the sockets; the thread does not exist there.
+  // Closes a forked process's copies of the sockets; the thread does not exist there. No thread
+  // holds the lock when this process forks.
   void forget_after_fork();
 
   // Messages that have arrived or were abandoned; `releasable` tells whether there are any.
@@ -243,6 +244,9 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   void close_connection(std::uint64_t id);
   void close_listeners(const std::set<std::uint32_t>& except);
   void abandon_locked();
+
+  struct All;  // the carriers of this process
+  static All& all();
 
   const Options options_;
   std::atomic<std::uint64_t> changes_{0};

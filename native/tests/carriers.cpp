@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -253,13 +254,15 @@ void check_exchange(bool encrypted) {
   for (auto& each : closing) each.join();
 }
 
-int connect_to(int port) {
+int connect_to(int port, const char* from = "127.0.0.1") {
   const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in at{};
-  at.sin_family = AF_INET;
+  sockaddr_in at{}, own{};
+  at.sin_family = own.sin_family = AF_INET;
   at.sin_port = htons(static_cast<std::uint16_t>(port));
   ::inet_pton(AF_INET, "127.0.0.1", &at.sin_addr);
-  if (::connect(fd, reinterpret_cast<sockaddr*>(&at), sizeof at) != 0) {
+  ::inet_pton(AF_INET, from, &own.sin_addr);
+  if (::bind(fd, reinterpret_cast<sockaddr*>(&own), sizeof own) != 0 ||
+      ::connect(fd, reinterpret_cast<sockaddr*>(&at), sizeof at) != 0) {
     throw std::runtime_error("cannot connect");
   }
   return fd;
@@ -271,9 +274,8 @@ void read_exactly(int fd, std::uint8_t* out, std::size_t bytes) {
   }
 }
 
-// Connects as member 0, which has the key.
-int connect_as_member(int port, const Digest& key) {
-  const int fd = connect_to(port);
+// Has a new connection be that of member 0, which has the key.
+void answer_as_member(int fd, const Digest& key) {
   std::uint8_t challenge[40], reply[32];
   read_exactly(fd, challenge, sizeof challenge);
   std::string answer = "wingbeat" + std::string(48, '\0');
@@ -285,6 +287,11 @@ int connect_as_member(int port, const Digest& key) {
   answer.append(wingbeat::text(tag));
   ::send(fd, answer.data(), answer.size(), MSG_NOSIGNAL);
   read_exactly(fd, reply, sizeof reply);
+}
+
+int connect_as_member(int port, const Digest& key) {
+  const int fd = connect_to(port);
+  answer_as_member(fd, key);
   return fd;
 }
 
@@ -477,6 +484,52 @@ void check_strangers() {
   until([&] { return count() == 700; }, "each is counted once");
 }
 
+// A flood of another host's connections while a member has not answered yet.
+void check_flood() {
+  Pair pair(false, 1);
+  const int member = connect_to(pair.ports[1], "127.0.0.2");
+  std::vector<int> held;
+  for (int i = 0; i < 300; ++i) held.push_back(connect_to(pair.ports[1]));
+  until([&] { return pair.ends[1]->refused_connections()["unfinished"] >= 300 - 65; },
+        "a flood is refused");
+  answer_as_member(member, pair.key);
+  ++checks::count;
+  for (const int fd : held) ::close(fd);
+  ::close(member);
+}
+
+// Forks while other threads use two carriers, whose copies can be used.
+void check_forks() {
+  Pair pair(false);
+  std::atomic<bool> ended = false;
+  std::vector<std::thread> threads;
+  for (std::uint32_t own = 0; own < 2; ++own) {
+    threads.emplace_back([&, own] {
+      while (!ended) {
+        pair.ends[own]->refresh();
+        pair.ends[own]->refused_connections();
+      }
+    });
+  }
+  int wrong = 0;
+  for (int i = 0; i < 300; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {  // other threads may have held the lock of the allocator: it is not used
+      ::alarm(10);
+      for (const auto& each : pair.ends) each->forget_after_fork();
+      for (const auto& each : pair.ends) each->ended();
+      ::_exit(0);
+    }
+    int status = 1;
+    ::waitpid(child, &status, 0);
+    wrong += status != 0;
+    if (wrong > 0) break;
+  }
+  ended = true;
+  for (auto& each : threads) each.join();
+  expect(wrong == 0, "no lock is held in a forked process");
+}
+
 // A peer that is removed while it sends, and added again.
 void check_removal() {
   for (int round = 0; round < 20; ++round) {
@@ -517,6 +570,8 @@ void check() {
   check_release_while_queued();
   check_blocked_member();
   check_strangers();
+  check_flood();
+  check_forks();
   check_removal();
   const double seconds = dialled.get();
   expect(seconds > 2 && seconds < 10, "a peer that has left is dialled for some seconds");

@@ -189,4 +189,4 @@ def test_closing_a_world_ends_its_threads() -> None:
     executors = loopback.run(members, body)
     for world in members:
         world.close()
-    assert not any(e._thread.is_alive() for e in executors)
+    assert not any(e._running for e in executors)

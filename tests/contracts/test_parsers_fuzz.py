@@ -33,10 +33,8 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import checkpoint
 from wingbeat.methods.bounded_staleness import messages
-from wingbeat.methods.bounded_staleness.membership import LogEntry
-from wingbeat.methods.bounded_staleness.messages import View, ViewProposal
+from wingbeat.methods.bounded_staleness.messages import ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
-from wingbeat.methods.model_averaging import service as group_service
 from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
 from wingbeat.methods.parameter_server.protocol import Document, RequestError, unpack_numbers
@@ -55,6 +53,7 @@ from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
+from wingbeat.transport.membership import LogEntry, View
 from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat_lab import audit
@@ -247,7 +246,7 @@ def read_frames(data: bytes) -> None:
 
 
 def statuses(text: str) -> None:
-    table = StatusTable(Texts(text), "room", 2)
+    table = StatusTable(Texts(text), "room", 2, 0)
     table.statuses()
     table.fallbacks(range(2))
 
@@ -261,10 +260,10 @@ def settled(words: Any) -> None:
 
 
 def joined(data: Any) -> object:
-    """What `Host.from_json` reads can be worked with."""
+    """The host that is read can be worked with."""
     try:
-        host = Host.from_json(data)
-    except ValueError:
+        host = from_json(Host, data)
+    except MalformedMessage:
         return None
     return choose([HOST, host], 0, None)
 
@@ -291,8 +290,10 @@ Usage = (UsageError,)
 TEXTS, VALUES_, RAW, ENV = mutants.texts, mutants.values, mutants.raw, mutants.environments
 
 TARGETS = [
-    Target("interfaces", VALUES_, Host.from_json, (HOST.to_json(),), (ValueError,)),
-    Target("interfaces that join hosts", VALUES_, joined, (HOST.to_json(),), Usage),
+    Target(
+        "interfaces", VALUES_, lambda v: from_json(Host, v), (to_json(HOST),), (MalformedMessage,)
+    ),
+    Target("interfaces that join hosts", VALUES_, joined, (to_json(HOST),), Usage),
     Target("profile", TEXTS, lambda t: profile.decode(t, where="x"), (PROFILE, LIKE), Usage),
     Target(
         "profile file",
@@ -316,7 +317,6 @@ TARGETS = [
         "documents", RAW, lambda b: Document(b, 1 << 16), (b'{"nbytes": 12, "x": [1]}',), Refusals
     ),
     Target("statuses", TEXTS, statuses, ("[1, false, 2, -1]", "7")),
-    Target("rejoins", TEXTS, group_service._parse_entry, ("[1, 2]",)),
     Target(
         "membership log",
         TEXTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import threading
 import time
@@ -847,6 +848,7 @@ def other_devices() -> None:
 
 
 def _descriptors() -> set[str]:
+    gc.collect()
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

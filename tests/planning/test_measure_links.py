@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from helpers import late
-from wingbeat.collectives import Collectives
+from wingbeat.collectives import Collectives, native
 from wingbeat.errors import PeerError
 from wingbeat.planning.measure import measure_links
 from wingbeat.transport import loopback
@@ -49,7 +48,8 @@ class Delayed:
 
 
 def executors() -> int:
-    return sum(thread.name.startswith("wingbeat-lo") for thread in threading.enumerate())
+    """Return the number of executors that are open."""
+    return sum(not each._closing for of in native._executors.values() for each in of)
 
 
 def test_measure_links_each_interface_alone_then_all() -> None:
@@ -71,9 +71,9 @@ def test_measure_links_each_interface_alone_then_all() -> None:
             pairs = zip(world.links, delays, strict=True)
             world.links = tuple(Watched(link, used[world.rank], delay) for link, delay in pairs)
             Collectives(world)
-        threads = executors()
+        before = executors()
         results = loopback.run(members, body)
-        assert executors() <= threads  # those of earlier tests may end meanwhile
+        assert executors() <= before  # those of earlier tests may end meanwhile
     found = results[0][0]
     assert [each for each, _ in results] == [found] * 3
     assert [link.name for link in found] == ["lo0", "lo1", "lo0 + lo1"]

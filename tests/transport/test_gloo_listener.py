@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 import wingbeat
 from helpers.pool import Pool
-from wingbeat.transport import descriptors, gloo
+from wingbeat.transport import gloo
 
 DROPPED_S = 0.3
 """Seconds after which an attempt to connect on this host that has no answer will have none."""
@@ -22,13 +21,7 @@ DROPPED_S = 0.3
 
 def ports() -> set[tuple[str, int]]:
     """Where this process listens for TCP connections."""
-    found = set()
-    for name in os.listdir(descriptors.FD_DIRECTORY):
-        if name.isdigit() and gloo._is_listening(int(name)):
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    found.add(copy.getsockname()[:2])
-    return found
+    return {address for _, address in gloo._listening()}
 
 
 def lets_in(address: tuple[str, int]) -> bool:

@@ -48,7 +48,7 @@ def test_operation_of_a_peer_is_shown_in_one_line() -> None:
         2, "all-\nre\x1b[31mduce"
     )
     assert (
-        FailureAttribution(board, 3, 4, 1.0, group_prefix(GROUP)).operation(0) == "all-re[31mduce"
+        FailureAttribution(board, 3, 4, 1.0, group_prefix(GROUP)).operation(0) == "all-?re?[31mduce"
     )
 
 

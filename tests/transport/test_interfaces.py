@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from wingbeat.errors import UsageError
+from wingbeat.schema import MalformedMessage, from_json, to_json
 from wingbeat.transport.interfaces import Host, Interface, choose, local
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
@@ -90,7 +91,7 @@ def test_interface_has_its_ipv4_address_or_else_a_global_ipv6_one(
         Interface("eth1", "fd00:0:0:1::7", "fd00:0:0:1::/64"),
         LO,
     )
-    assert Host.from_json(local().to_json()) == local()
+    assert from_json(Host, to_json(local())) == local()
 
 
 def test_networks_of_both_versions_are_used_in_the_same_order() -> None:
@@ -110,22 +111,31 @@ def test_host_with_one_interface_limits_the_others_to_its_network() -> None:
 def test_description_of_this_host_survives_json() -> None:
     here = local()
     assert any(i.address.startswith("127.") for i in here.interfaces)
-    assert Host.from_json(here.to_json()) == here
+    assert from_json(Host, to_json(here)) == here
+
+
+def described(address: str, subnet: str) -> dict[str, object]:
+    return {
+        "identity": "a",
+        "interfaces": [{"name": "x", "address": address, "subnet": subnet}],
+    }
 
 
 @pytest.mark.parametrize(
-    "bad",
+    ("bad", "problem"),
     [
-        None,
-        {},
-        {"identity": "a"},
-        {"identity": "a", "interfaces": [{"name": "x"}]},
-        {"identity": "a", "interfaces": [{"name": "x", "address": "y", "subnet": "z"}]},
+        (None, "is None"),
+        ({}, "identity is missing"),
+        ({"identity": "a"}, "interfaces is missing"),
+        ({"identity": "a", "interfaces": [{"name": "x"}]}, "address is missing"),
+        (described("y", "10.0.0.0/24"), "interface x: 'y' does not appear"),
+        (described("10.0.0.1", "10.0.0.1/24"), "interface x: .* has host bits set"),
+        (described("fe80::1%x", "fe80::/64"), "interface x: fe80::1%x is no plain address"),
     ],
 )
-def test_a_malformed_description_is_refused(bad: object) -> None:
-    with pytest.raises(ValueError, match=r"malformed|does not appear"):
-        Host.from_json(bad)
+def test_a_malformed_description_is_refused(bad: object, problem: str) -> None:
+    with pytest.raises(MalformedMessage, match=problem):
+        from_json(Host, bad)
 
 
 def bcube(ports: int, levels: int, *, names: str = "eth") -> list[Host]:

@@ -23,6 +23,7 @@ import wingbeat
 from helpers.pool import Pool
 from helpers.ports import free_port
 from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.schema import to_json
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import launchers, loopback, rendezvous
 from wingbeat.transport import world as world_module
@@ -184,7 +185,7 @@ def test_a_rank_that_publishes_nothing_is_named() -> None:
 def test_invalid_json_is_refused(text: str) -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
     world.store.set("1/model/1", text)
-    with pytest.raises(RendezvousError, match="rank 1 published invalid JSON"):
+    with pytest.raises(RendezvousError, match="rank 0: rank 1 published malformed model: "):
         world.exchange("model", {})
 
 
@@ -346,7 +347,7 @@ def test_worker_restarted_alone_opens_no_links(monkeypatch: pytest.MonkeyPatch) 
         """What those who meet tell each other is kept for whoever comes back."""
         met.append(world.rank)
         for rank in range(3):
-            world.store.set(f"1/interfaces/{rank}", json.dumps(nic.local().to_json()))
+            world.store.set(f"1/interfaces/{rank}", json.dumps(to_json(nic.local())))
             world.store.set(f"2/networks/{rank}", json.dumps([f"10.0.{rank}.0/24"]))
             places = [["127.0.0.1", 1, ""]] * len(json.loads(good))
             world.store.set(f"3/connections/{rank}", json.dumps(["secret", "", None, *places]))
@@ -393,7 +394,7 @@ def test_malformed_speeds_are_refused(speeds: object) -> None:
     store = TorchStore(dist.HashStore())
     store.set("published/speeds/0", json.dumps(speeds))
     world = World(1, 3, (), (), 5.0, store)
-    with pytest.raises(RendezvousError, match="rank 1: rank 0 sent malformed speeds"):
+    with pytest.raises(RendezvousError, match="rank 1: rank 0 published malformed speeds: "):
         rendezvous._read_speeds(world, 1)
 
 
@@ -464,7 +465,7 @@ def test_rank_with_more_interfaces_is_named_on_all_ranks() -> None:
 def test_malformed_networks_are_refused(answer: str) -> None:
     world = loopback.worlds(2, timeout=0.2)[0]
     world.store.set("1/networks/1", answer)
-    with pytest.raises(RendezvousError, match="rank 0: rank 1 sent a malformed list of networks"):
+    with pytest.raises(RendezvousError, match="rank 0: rank 1 published malformed networks: "):
         rendezvous._exchange_networks(world, [])
 
 

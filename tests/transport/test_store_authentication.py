@@ -13,20 +13,23 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.methods.bounded_staleness.membership import LogEntry, MembershipClient
-from wingbeat.methods.bounded_staleness.messages import initial_view, without_worker
 from wingbeat.methods.model_averaging.client import StatusTable
-from wingbeat.methods.model_averaging.service import RejoinLog
 from wingbeat.schema import to_json
 from wingbeat.transport import torch_store
 from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit
+from wingbeat.transport.membership import (
+    LogEntry,
+    MembershipClient,
+    View,
+    initial_view,
+    without_worker,
+)
 from wingbeat.transport.rendezvous import check_job
 from wingbeat.transport.services import answer_request
 from wingbeat.transport.torch_store import (
     MAX_VALUE_BYTES,
     TAG_PREFIX,
     Authenticator,
-    PollingStore,
     RejectedValue,
     TorchStore,
     job_key,
@@ -35,8 +38,8 @@ from wingbeat.transport.torch_store import (
 KEY = b"sixteen or more characters"
 
 
-def sealed(raw: dist.Store, kind: type[TorchStore] = TorchStore) -> TorchStore:
-    return kind(raw, Authenticator(KEY, "0/0/job"))
+def sealed(raw: dist.Store) -> TorchStore:
+    return TorchStore(raw, Authenticator(KEY, "0/0/job"))
 
 
 def forgeries(name: str, value: str) -> list[str | bytes]:
@@ -58,24 +61,18 @@ def forgeries(name: str, value: str) -> list[str | bytes]:
 
 def test_a_value_comes_back_as_it_was_written() -> None:
     raw = dist.HashStore()
-    for kind in (TorchStore, PollingStore):
-        store = sealed(raw, kind)
-        for value in ("", "1", "a:b", f"{TAG_PREFIX}x", "ä\n" * 1000):
-            store.set("key", value)
-            assert (store.has("key"), store.get("key", 1.0), store.peek("key")) == (
-                True,
-                value,
-                value,
-            )
-            assert raw.get("key").decode().startswith(TAG_PREFIX)
+    store = sealed(raw)
+    for value in ("", "1", "a:b", f"{TAG_PREFIX}x", "ä\n" * 1000):
+        store.set("key", value)
+        assert (store.has("key"), store.get("key", 1.0), store.peek("key")) == (True, value, value)
+        assert raw.get("key").decode().startswith(TAG_PREFIX)
 
 
-@pytest.mark.parametrize("kind", [TorchStore, PollingStore])
 @pytest.mark.parametrize("forged", forgeries("key", "7"), ids=str)
-def test_forged_value_counts_as_missing(kind: type[TorchStore], forged: str | bytes) -> None:
+def test_forged_value_counts_as_missing(forged: str | bytes) -> None:
     raw = dist.HashStore()
     raw.set("key", forged)
-    store = sealed(raw, kind)
+    store = sealed(raw)
     assert not store.has("key")
     with pytest.raises(TimeoutError, match="key: "):
         store.get("key", 0.02)
@@ -172,13 +169,12 @@ def test_forged_exit_or_failure_is_ignored() -> None:
 def test_a_forged_rejoin_or_loss_does_not_reach_the_generator_or_the_status_table() -> None:
     raw = dist.HashStore()
     store = sealed(raw)
-    raw.set("room/rejoin/0", json.dumps([1, 1]))
-    raw.set("room/lost/1", "1")
+    raw.set("membership/room/0", json.dumps(to_json(LogEntry(1, View((0, 3, 0, 0))))))
     raw.set("room/fallback/1", "7")
     raw.set("room/status/1", "[1, true, 1, 1]")
-    log, table = RejoinLog(store, "room", 3), StatusTable(store, "room", 3)
-    log.poll()
-    assert log.next_rejoin() is None
+    client, table = MembershipClient(store, "room", 3, 4), StatusTable(store, "room", 3, 0)
+    client.synchronize()
+    assert client.take_changes() == []
     assert (table.lost(), table.fallbacks([1]), table.statuses()) == (set(), {}, {})
 
 

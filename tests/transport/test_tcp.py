@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from helpers import tcp as ranks
+from wingbeat import _native
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import tcp
 from wingbeat.transport.loopback import Switchboard
@@ -458,6 +459,55 @@ def test_lost_connection_is_restored_by_the_next_group(job: Job) -> None:
     for rank in (0, 1, 2):
         job.cut(rank)
         assert job.exchange(0, 1, 2) == ["", "", ""]
+
+
+def test_ranks_that_connect_at_the_same_time_use_the_same_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The higher one begins when it has answered the lower one, which uses the answer last."""
+    job = Job(2, shared_memory=False)
+    low, high = (link.port for link in job.links)
+    assert low is not None
+    assert high is not None
+    answered, begun, used, ended = (threading.Event() for _ in range(4))
+    dial_low, dial_high, add_high = low._dial_over_tcp, high._dial_over_tcp, high._add
+
+    def low_dials(*args: Any) -> tuple[int, bytes]:
+        made = dial_low(*args)
+        ended.wait(20.0)
+        return made
+
+    def high_dials(*args: Any) -> tuple[int, bytes]:
+        begun.set()
+        used.wait(20.0)
+        return dial_high(*args)
+
+    def high_adds(*args: Any) -> None:
+        answered.set()
+        begun.wait(0.5)  # it waits for this connection instead
+        add_high(*args)
+        used.set()
+
+    def high_reaches() -> _native.Group:
+        answered.wait(20.0)
+        high.reach(0)
+        ended.set()
+        return _native.Group(high.nic, 1, [0, 1])
+
+    job.cut(1)
+    monkeypatch.setattr(low, "_dial_over_tcp", low_dials)
+    monkeypatch.setattr(high, "_dial_over_tcp", high_dials)
+    monkeypatch.setattr(high, "_add", high_adds)
+    with ThreadPoolExecutor(1) as pool:
+        reaching = pool.submit(high_reaches)
+        low.reach(1)
+        sender, receiver = _native.Group(low.nic, 1, [0, 1]), reaching.result()
+    given, out = torch.ones(4), torch.zeros(4)
+    coming = receiver.receive(out, out.data_ptr(), out.nbytes, 0, 0, 1)
+    sender.send(given, given.data_ptr(), given.nbytes, 1, 0, 1).wait(20.0)
+    coming.wait(20.0)
+    assert torch.equal(out, given)
+    job.close()
 
 
 def test_group_with_a_dead_rank_fails_at_once_and_others_do_not(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from wingbeat.collectives import Collectives
+from wingbeat.collectives.native import executors_of
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.transport import loopback, rendezvous
 from wingbeat.transport.world import World
-from wingbeat.types import Group
 
 
 def summed(world: World) -> float:
@@ -58,19 +57,16 @@ def test_closed_channel_leaves_its_world_open() -> None:
         world.close()
 
 
-def test_threads_of_a_collected_channel_end() -> None:
-    """A model that its user drops without releasing it leaves no thread behind."""
+def test_executors_of_a_collected_channel_end() -> None:
+    """A model that its user drops without releasing it leaves no executor behind."""
     members = loopback.worlds(2, timeout=5)
-    before = set(threading.enumerate())
     channels = loopback.run(members, lambda world: world.open_channel())
     loopback.run(channels, summed)
-    mine = [t for t in set(threading.enumerate()) - before if t.name.startswith("wingbeat-")]
-    assert len(mine) == 2
+    mine = [each for channel in channels for each in executors_of(channel)]
+    assert not any(each._closing for each in mine)
     del channels
     gc.collect()
-    for thread in mine:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in mine)
+    assert all(each._closing for each in mine)
     for world in members:
         world.close()
 
@@ -113,16 +109,6 @@ def test_a_channel_that_another_rank_still_uses_is_not_taken() -> None:
     channels[1].close()
     again = loopback.run(members, lambda world: world.open_channel())
     assert [channel.channel for channel in again] == [2, 2]
-
-
-def test_group_uses_the_groups_connection_to_the_store() -> None:
-    """The world's may be locked for as long as another thread waits in it."""
-    for groups_store in (None, loopback.Switchboard()):
-        with loopback.worlds(2)[0] as world:
-            if groups_store is not None:
-                world.group_store = groups_store
-            expected = groups_store or world.store
-            assert world.open_group(Group((0, 1))).store is expected
 
 
 def test_value_of_a_live_rank_is_awaited_beyond_the_timeout(

@@ -10,7 +10,8 @@ import pytest
 from helpers.staleness_simulation import Simulation
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.journal import Journal
-from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.messages import PieceSum
+from wingbeat.transport.membership import initial_view
 from wingbeat_lab.audit import audit
 
 Journals = list[list[str]]

@@ -1,11 +1,10 @@
-"""Executor threads, one per link, which run programs in the order of submission.
+"""Executors, one per link, which run programs in the order of submission.
 
 A `Machine` yields commands; an executor performs them on links and tensors.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -33,8 +32,7 @@ from wingbeat.errors import PeerError
 from wingbeat.observe.events import stream
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, FailureAttribution, finished_peer_text
 from wingbeat.transport.link import (
-    BITS_BELOW,
-    CHANNEL_BITS,
+    TAG_BITS,
     aborted_text,
     group_prefix,
     member_waiting_for,
@@ -153,19 +151,14 @@ def _finished_text(rank: int, finished: int, waiting_in: str, group: Group | Non
     )
 
 
-_counter = itertools.count()
-
-
 class Executor:
     """Runs jobs first in, first out; up to `programs.DEPTH` of them overlap.
 
     Executor ``lane`` runs the programs of that link; the first executor also runs programs that use
-    several links. With ``threads``, it has a thread only while there is work.
+    several links. It has a thread only while there is work.
     """
 
-    def __init__(
-        self, world: World, lane: int, failure: SharedFailure, threads: ThreadPool | None = None
-    ) -> None:
+    def __init__(self, world: World, lane: int, failure: SharedFailure) -> None:
         # The thread must not keep a reference to the world.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
@@ -188,20 +181,13 @@ class Executor:
         self._call_table = CallTable(world, lane)
         self._submitted = 0
         self._scratch = ScratchPool()
-        self._threads = threads
         self._running, self._runner = False, 0
-        self._thread: threading.Thread | None = None
-        if threads is None:
-            self._thread = threading.Thread(
-                target=self._run, name=f"wingbeat-{self._name}-{next(_counter)}", daemon=True
-            )
-            self._thread.start()
 
     def _make_monitor(self, world: World) -> WaitMonitor | None:
         """Not for groups, or for threads of one process: their transfers have timeouts."""
         if world.threads or world.group is not None or world.size == 1:
             return None
-        return WaitMonitor(world.polling_store, self._rank, world.timeout, self)
+        return WaitMonitor(world.store, self._rank, world.timeout, self)
 
     @property
     def waiting(self) -> CurrentWait | None:
@@ -221,10 +207,9 @@ class Executor:
             if self._group is None:
                 job.stalled = self.compare
             self._machine.submit(job)
-            self._condition.notify_all()
-            if self._threads is not None and not self._running:
+            if not self._running:
                 self._running = True
-                self._threads.start(self._run)
+                executor_threads.start(self._run)
         return job
 
     def _admit(self, job: AnyJob, call: Call) -> None:
@@ -233,13 +218,7 @@ class Executor:
         if self._closing:
             over = "wingbeat.shutdown()" if self._group is None else f"{self._group} was closed"
             raise PeerError(f"{job} was started after {over}")
-        turn = job.turn = self._submitted
-        if self._group is None:
-            job.base_tag = base_tag(
-                call.what, call.bucket, call.buffer.nbytes, call.label, turn, call.dtype
-            )
-        else:
-            job.base_tag = group_tag(call.identity, turn)
+        job.turn, job.base_tag = self._submitted, call_tag(call, self._submitted)
         self._submitted += 1
 
     def _begun(self) -> list[AnyJob]:
@@ -250,8 +229,7 @@ class Executor:
         """End the thread once the queue is empty, without waiting for it."""
         with self._condition:
             self._closing = True
-            self._condition.notify_all()
-            if self._thread is None and not self._running:
+            if not self._running:
                 self._stop_monitoring()
 
     def close(self) -> None:
@@ -259,8 +237,6 @@ class Executor:
         self.stop()
         if self._abandoned or self._runner == threading.get_ident():
             return
-        if self._thread is not None:
-            self._thread.join(self._timeout)
         with self._condition:
             self._condition.wait_for(lambda: not self._running, self._timeout)
 
@@ -280,7 +256,7 @@ class Executor:
         try:
             for command in self._machine.commands():
                 if isinstance(command, programs.Idle):
-                    if not self._wait_for_work():
+                    if self._end_if_idle():
                         return
                 else:
                     _PERFORM[type(command)](self, command)
@@ -290,15 +266,12 @@ class Executor:
     def _begin(self, command: programs.Begin[Job]) -> None:
         command.task.begin_ns = time.monotonic_ns()
 
-    def _wait_for_work(self) -> bool:
-        """Block until there is work; return False if the thread should end."""
+    def _end_if_idle(self) -> bool:
         with self._condition:
-            while not self._machine.waiting:
-                if self._closing or self._threads is not None:
-                    self._end()
-                    return False
-                self._condition.wait()
-            return True
+            if not self._machine.waiting:
+                self._end()
+                return True
+            return False
 
     def _end(self) -> None:
         if self._closing or self._failure.settled:
@@ -509,8 +482,8 @@ _PERFORM: dict[type, Callable[[Executor, Any], None]] = {
 """The method of each command. A ``match`` would test the classes in sequence for each message."""
 
 
-executor_threads = ThreadPool("wingbeat-group")
-"""Run executors that have a thread only while there is work."""
+executor_threads = ThreadPool("wingbeat-executor")
+"""Run executors while they have work."""
 factor_threads = ThreadPool("wingbeat-factors")
 """Computes second factors between the two sums."""
 decode_queue = SerialQueue(ThreadPool("wingbeat-decode"))
@@ -526,59 +499,31 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 
-CHUNK_BITS = 8
-CHUNKS_PER_TAG = 1 << CHUNK_BITS
+_CHUNK_BITS = 8
+CHUNKS_PER_TAG = 1 << _CHUNK_BITS
 """Chunks to a peer after which tags repeat. Chunks are sent and received in the same order, and an
 executor posts fewer receives.
 """
 
-_KIND_BITS = 11
-_SEQUENCE_BITS = BITS_BELOW - CHUNK_BITS - _KIND_BITS
-
-TAG_PERIOD = 1 << _SEQUENCE_BITS
+_TURN_BITS = 4
+TAG_PERIOD = 1 << _TURN_BITS
 """Collectives after which tags repeat. A sender is less than half as many ahead of a receiver."""
 
-_OPERATIONS = {"reduce_scatter": 0, "all_gather": 1, "all_reduce": 2}
-_CONTROL = 3
-
-LABELS = (
-    *("norms", "infinities", "batches left", "intents", "control", "sparse gradients"),
-    *("frozen parameters", "optimizer state", "gradients", "tensors"),
-    *("buffers after backward", "status of buffers", "buffers", "layout of buffers"),
-)
-"""Exchanges other than buckets; all others share one number."""
+_DIGESTS = 1 << (TAG_BITS - _TURN_BITS - _CHUNK_BITS)
 
 
-def base_tag(what: str, bucket: int, nbytes: int, label: str, turn: int, dtype: torch.dtype) -> int:
+def call_tag(call: Call, turn: int) -> int:
     """Return the tag of a collective's first chunk; the other chunks have the following tags.
 
-    ``what`` is the operation, of a broadcast with its root (``"broadcast:0"``); ``bucket`` is
-    negative for other exchanges, which have a ``label``; ``turn`` counts earlier collectives.
-    Exchanges of different sizes or dtypes mostly differ: a message of another size than its receive
-    buffer fails.
+    ``turn`` counts earlier collectives. Two different calls have the same tag in one of 524,288
+    cases.
     """
-    kind = _kind(what, bucket, nbytes, label, dtype)
-    return (((turn % TAG_PERIOD) << _KIND_BITS) | kind) << CHUNK_BITS
+    digest = _digest(
+        call.what, call.bucket, call.buffer.nbytes, call.label, call.dtype, call.identity
+    )
+    return (digest << _TURN_BITS | turn % TAG_PERIOD) << _CHUNK_BITS
 
 
 @lru_cache(maxsize=4096)
-def _kind(what: str, bucket: int, nbytes: int, label: str, dtype: torch.dtype) -> int:
-    digest = zlib.crc32(f"{what} {nbytes} {dtype}".encode())
-    if bucket >= 0 and what in _OPERATIONS:
-        return (_OPERATIONS[what] << 9) | ((bucket & 127) << 2) | (digest & 3)
-    number = LABELS.index(label) + 1 if label in LABELS else 0
-    return (_CONTROL << 9) | (number << 5) | (digest & 31)
-
-
-_DIGESTS = 1 << (_KIND_BITS + CHANNEL_BITS)
-"""Groups have no channels, so their digests use those bits too."""
-
-
-def group_tag(call: str, turn: int) -> int:
-    """Return the tag of the first chunk of a group's collective.
-
-    ``call`` contains everything that must be equal on all members. Two different calls have the
-    same tag in one of 524,288 cases.
-    """
-    digest = zlib.crc32(call.encode()) % _DIGESTS
-    return (((turn % TAG_PERIOD) << (_KIND_BITS + CHANNEL_BITS)) | digest) << CHUNK_BITS
+def _digest(*call: object) -> int:
+    return zlib.crc32(repr(call).encode()) % _DIGESTS

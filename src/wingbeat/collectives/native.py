@@ -24,7 +24,6 @@ from wingbeat.collectives.executor import (
     AnyJob,
     Executor,
     SharedFailure,
-    executor_threads,
 )
 from wingbeat.collectives.handle import MAX_UNINTERRUPTED_S, Call, Job, NativeJob
 from wingbeat.collectives.packing import Cast, Packing, encoded_of
@@ -147,7 +146,7 @@ class NativeExecutor(Executor):
         self.finalizer.atexit = False
         _native_executors.add(self)
         self._index = world.rank
-        super().__init__(world, lane, failure, executor_threads)
+        super().__init__(world, lane, failure)
 
     def submit(self, program: Program, call: Call, after: AnyJob | None) -> AnyJob:
         """As `Executor.submit`."""
@@ -345,9 +344,7 @@ def _make_executors(world: World) -> list[Executor]:
     native = _native_links(world.links)
     if native is not None:
         return [NativeExecutor(world, lane, failure, *native) for lane in lanes]
-    # The executors of groups have threads only while there is work.
-    threads = None if world.group is None else executor_threads
-    return [Executor(world, lane, failure, threads) for lane in lanes]
+    return [Executor(world, lane, failure) for lane in lanes]
 
 
 def _after_fork() -> None:

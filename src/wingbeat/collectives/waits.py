@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from wingbeat.schema import printable
 from wingbeat.transport.failures import (
     LOG_INTERVAL_S,
     MAX_WAIT_FACTOR,
@@ -22,17 +23,13 @@ from wingbeat.transport.failures import (
     publish_wait,
 )
 from wingbeat.transport.link import Link
-from wingbeat.transport.store import Store
-from wingbeat.transport.text import printable
+from wingbeat.transport.store import Store, read_value
 
 if TYPE_CHECKING:
     from wingbeat.transport.world import World
 
 _MAX_CALL_CHARS = 120
 """Maximum length of a call read from a peer."""
-
-_READ_TIMEOUT_S = 2.0
-"""Timeout in seconds for reading an existing key of the store."""
 
 
 class CallTable:
@@ -59,10 +56,10 @@ class CallTable:
         with contextlib.suppress(RuntimeError, TimeoutError):  # the store may have ended
             self._store.set(f"{self._prefix}/{self._rank}", mine)
             for peer in peers:
-                if peer == self._rank or not self._store.has(f"{self._prefix}/{peer}"):
+                if peer == self._rank:
                     continue
-                for line in self._store.get(f"{self._prefix}/{peer}", _READ_TIMEOUT_S).splitlines():
-                    number, _, theirs = printable(line, _MAX_CALL_CHARS).partition(" ")
+                for line in (read_value(self._store, f"{self._prefix}/{peer}") or "").splitlines():
+                    number, _, theirs = printable(line[:_MAX_CALL_CHARS]).partition(" ")
                     call = calls.get(int(number)) if number.isdecimal() else None
                     if call is not None and theirs != call:
                         return peer, call, theirs

@@ -395,7 +395,7 @@ def report(world: World, meter: Meter) -> None:
 
 def _start_reporter(world: World) -> Reporter | None:
     where = places() if world.rank == 0 else None
-    store = world.polling_store
+    store = world.store
     if is_append_only(store):
         if world.rank == 0:
             log.info("`wingbeat top` cannot show this job: its store is a file, that would grow")

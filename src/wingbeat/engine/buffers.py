@@ -11,8 +11,8 @@ import torch
 
 from wingbeat.engine.gradients.bucket import ByteBuffer, broadcast_now, dtype_name
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.schema import Length, Range, parse_json
-from wingbeat.transport.text import MAX_ERROR_CHARS, first_line, printable
+from wingbeat.schema import Length, Range, parse_json, printable
+from wingbeat.transport.text import MAX_ERROR_CHARS, first_line
 
 if TYPE_CHECKING:
     from wingbeat.collectives import Collectives, Handle
@@ -281,7 +281,7 @@ class BufferSync:
             module = self._model.get_submodule(prefix)
             module.register_buffer(key, value.clone(), persistent=True)
         except (AttributeError, KeyError) as err:
-            name = printable(spec.name, MAX_ERROR_CHARS)
+            name = printable(spec.name[:MAX_ERROR_CHARS])
             raise UsageError(
                 f"buffer {name!r}: rank {self._peer} has one of shape {spec.shape}, and "
                 f"rank {self._me} no place for it ({first_line(err)}): register it on all "

@@ -12,7 +12,7 @@ from wingbeat import _native
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.interfaces import Interfaces, Stream
 from wingbeat.transport.messages.frames import NEVER, Limits, Message, Posted
-from wingbeat.transport.messages.mailbox import Route
+from wingbeat.transport.messages.peers import Route
 
 LIMITS = Limits(silence=1e9)
 """Limits of a real run, except that no peer is considered lost, however slow."""

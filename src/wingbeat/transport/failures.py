@@ -8,6 +8,7 @@ closes its connections. A worker that finds a closed connection reads these valu
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import json
 import os
@@ -18,21 +19,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Annotated, NamedTuple
 
 from wingbeat.observe.log import log
+from wingbeat.schema import MalformedMessage, Range, parse_json, printable
 from wingbeat.transport import interfaces as nic
-from wingbeat.transport.text import MAX_ERROR_CHARS, describe_error, parse_number, printable
-
-if TYPE_CHECKING:
-    from wingbeat.transport.store import Store
-
+from wingbeat.transport.store import Store, read_value
+from wingbeat.transport.text import MAX_ERROR_CHARS, describe_error, parse_number
 
 _PROBE_TIMEOUT_S = 3.0
 """Seconds to connect to a process and to read its token."""
 
 _RETRY_S = 0.2
 _TOKEN_CHARS = 32
+_MAX_HOST_CHARS = 255
 
 _PROBES = 3
 """Attempts before an outcome other than a refused connection counts as an exited process."""
@@ -42,7 +42,7 @@ class ProcessAddress(NamedTuple):
     """Address, TCP port and token of a process that answers liveness probes."""
 
     host: str
-    port: int
+    port: Annotated[int, Range(1, 1 << 16)]
     token: str
 
     def to_text(self) -> str:
@@ -51,16 +51,11 @@ class ProcessAddress(NamedTuple):
 
     @staticmethod
     def from_text(text: str) -> ProcessAddress:
-        """Parse the result of `to_text`; a `ValueError` if it is malformed."""
-        try:
-            match json.loads(text):
-                case [str(host), int(port), str(token)] if (
-                    0 < port < 1 << 16 and len(token) == _TOKEN_CHARS and len(host) < 256
-                ):
-                    return ProcessAddress(host, port, token)
-        except RecursionError:
-            pass
-        raise ValueError("no address of a process")
+        """Parse the result of `to_text`; a `MalformedMessage` if it is malformed."""
+        found = parse_json(ProcessAddress, text, "address")
+        if len(found.token) != _TOKEN_CHARS or len(found.host) > _MAX_HOST_CHARS:
+            raise MalformedMessage(f"address is {text!r:.80}")
+        return found
 
 
 class LivenessListener:
@@ -163,13 +158,10 @@ def _read_token(connection: socket.socket) -> bytes | None:
 
 def is_alive(store: Store, rank: int) -> bool:
     """Whether the process of ``rank`` is running and answers. A stopped process does not."""
+    text = read_value(store, f"here/{rank}")
     try:
-        key = f"here/{rank}"
-        if not store.has(key):
-            return False
-        address = ProcessAddress.from_text(store.get(key, _PROBE_TIMEOUT_S))
-        return bool(_probe(address, 1))
-    except (TimeoutError, RuntimeError, ValueError):
+        return text is not None and bool(_probe(ProcessAddress.from_text(text), 1))
+    except ValueError:
         return False
 
 
@@ -203,6 +195,8 @@ TERMINATED = 128 + signal.SIGTERM
 _POLL_S = 0.02
 """Seconds between two reads of the store. The store's own wait logs a warning on each timeout."""
 
+_MAX_RANK_DIGITS = 9
+
 _MAX_OPERATION_CHARS = 80
 """Maximum characters of the operation that a peer publishes."""
 
@@ -221,15 +215,29 @@ def publish_failure(store: Store, rank: int, error: BaseException) -> None:
         store.set(f"failed/{rank}", describe_error(error))
 
 
-def published_failure(store: Store, rank: int) -> str:
-    """Return the exception that ended ``rank``, as it published it; empty if it did not."""
-    if not store.has(f"failed/{rank}"):
-        return ""
-    try:
-        # Any process may have written the text, and it becomes part of a one-line message.
-        return printable(store.get(f"failed/{rank}", ANSWER_TIMEOUT_S), MAX_ERROR_CHARS)
-    except TimeoutError:
-        return ""
+def await_value(store: Store, key: str, rank: int, seconds: float) -> str | None:
+    """Wait for a value that ``rank`` publishes before it exits.
+
+    None if it exits without it, or if it is missing after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        # In this order: the value may be published meanwhile.
+        is_final = time.monotonic() >= deadline or has_exited(store, rank)
+        text = read_value(store, key)
+        if text is not None or is_final:
+            return text
+        time.sleep(_POLL_S)
+
+
+def published_failure(store: Store, rank: int, seconds: float = 0.0) -> str:
+    """Return the exception that ended ``rank``, as it published it; empty if it did not.
+
+    Waits up to ``seconds`` while ``rank`` has not exited.
+    """
+    # Any process may have written the text, and it becomes part of a one-line message.
+    text = await_value(store, f"failed/{rank}", rank, seconds) or ""
+    return printable(text[:MAX_ERROR_CHARS])
 
 
 def first_failed(store: Store, ranks: Iterable[int]) -> tuple[int, str] | None:
@@ -249,12 +257,7 @@ def has_exited(store: Store, rank: int) -> bool:
 
 def has_finished(store: Store, rank: int) -> bool:
     """Whether ``rank`` has exited normally."""
-    if not has_exited(store, rank):
-        return False
-    try:
-        return store.get(f"left/{rank}", ANSWER_TIMEOUT_S) == _FINISHED
-    except TimeoutError:
-        return False
+    return read_value(store, f"left/{rank}") == _FINISHED
 
 
 def finished_peer_text(rank: int, finished: int, waiting_in: str) -> str:
@@ -290,19 +293,17 @@ class FailureAttribution:
         with contextlib.suppress(RuntimeError):  # the store may be unavailable
             self._store.set(f"{self._prefix}waited/{self._rank}", f"{peer} {operation}")
 
-    def awaited_by(self, rank: int) -> int | None:
-        """Return the peer for which ``rank`` waited when it failed, or None."""
-        return self._read("waited", rank)
+    def awaited_by(self, rank: int, seconds: float = 0.0) -> int | None:
+        """Return the peer for which ``rank`` waited when it failed, or None.
+
+        Waits up to ``seconds`` while ``rank`` has not exited.
+        """
+        return self._parse(await_value(self._store, f"{self._prefix}waited/{rank}", rank, seconds))
 
     def operation(self, rank: int) -> str:
         """Return the operation in which ``rank`` was waiting when it failed; empty if unknown."""
-        if not self._store.has(f"{self._prefix}waited/{rank}"):
-            return ""
-        try:
-            text = self._store.get(f"{self._prefix}waited/{rank}", self._timeout_s)
-            return printable(text.partition(" ")[2], _MAX_OPERATION_CHARS)
-        except TimeoutError:
-            return ""
+        text = read_value(self._store, f"{self._prefix}waited/{rank}") or ""
+        return printable(text.partition(" ")[2][:_MAX_OPERATION_CHARS])
 
     def root_cause(self, peer: int) -> int:
         """Return the rank that caused the failure of this rank, which waited for ``peer``.
@@ -310,23 +311,16 @@ class FailureAttribution:
         If the chain of waits is a cycle through this rank, no cause can be identified and ``peer``
         is returned. In a group the first result is stored and returned by later calls.
         """
-        if self._prefix and (found := self._read("culprit", self._rank)) is not None:
+        key = f"{self._prefix}culprit/{self._rank}"
+        if self._prefix and (found := self._parse(read_value(self._store, key))) is not None:
             return found
-        found = self._end_of_chain(peer)
+        awaited = functools.partial(self.awaited_by, seconds=self._timeout_s)
+        last, _ = _end_of_chain(self._rank, peer, awaited)
+        found = peer if last == self._rank else last
         if self._prefix:
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"{self._prefix}culprit/{self._rank}", str(found))
+                self._store.set(key, str(found))
         return found
-
-    def _end_of_chain(self, peer: int) -> int:
-        first, seen = peer, {self._rank}
-        while peer not in seen:
-            seen.add(peer)
-            next_peer = self._poll_awaited(peer)
-            if next_peer is None:
-                return peer
-            peer = next_peer
-        return first if peer == self._rank else peer
 
     def failure(self, rank: int) -> str:
         """As `published_failure`."""
@@ -336,33 +330,25 @@ class FailureAttribution:
         """Whether ``rank`` has exited normally and was not waiting for a peer."""
         return has_finished(self._store, rank) and self.awaited_by(rank) is None
 
-    def _poll_awaited(self, peer: int) -> int | None:
-        """Return the peer for which ``peer`` was waiting; None if it publishes none in time."""
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            # In this order: a worker publishes its wait before it exits.
-            is_final = has_exited(self._store, peer) or time.monotonic() >= deadline
-            if self._store.has(f"{self._prefix}waited/{peer}"):
-                return self._read("waited", peer)
-            if is_final:
-                return None
-            time.sleep(_POLL_S)
-
-    def _read(self, what: str, peer: int) -> int | None:
-        """Return the rank that ``peer`` published under a name; None if missing or invalid."""
-        key = f"{self._prefix}{what}/{peer}"
-        if not self._store.has(key):
-            return None
-        try:
-            text = self._store.get(key, self._timeout_s)
-            next_peer = int(text.partition(" ")[0])
-        except (TimeoutError, ValueError):
-            return None
-        return next_peer if 0 <= next_peer < self._size else None
+    def _parse(self, text: str | None) -> int | None:
+        """Return the rank with which a text begins; None if there is none."""
+        rank = parse_number((text or "").partition(" ")[0], _MAX_RANK_DIGITS)
+        return None if rank is None or rank >= self._size else rank
 
 
-_READ_TIMEOUT_S = 2.0
-"""Seconds for the store to return a value that exists."""
+def _end_of_chain(rank: int, peer: int, awaited: Callable[[int], int | None]) -> tuple[int, bool]:
+    """Follow the chain of waits of ``rank`` for ``peer``; return its end and whether it is a cycle.
+
+    ``awaited`` returns the peer for which a rank waits, or None.
+    """
+    seen = {rank}
+    while peer not in seen:
+        seen.add(peer)
+        next_peer = awaited(peer)
+        if next_peer is None:
+            return peer, False
+        peer = next_peer
+    return peer, True
 
 
 def publish_wait(store: Store, rank: int, peer: int | None) -> None:
@@ -373,14 +359,12 @@ def publish_wait(store: Store, rank: int, peer: int | None) -> None:
 
 def last_awaited(store: Store, rank: int, peer: int) -> int | None:
     """Return the end of the chain of waits of ``rank`` for ``peer``; None for a cycle."""
-    seen = {rank}
-    while peer not in seen:
-        seen.add(peer)
-        next_peer = _read_awaited(store, peer)
-        if next_peer is None:
-            return peer
-        peer = next_peer
-    return None
+
+    def awaited(waiting: int) -> int | None:
+        return parse_number(read_value(store, f"waiting/{waiting}") or "", _MAX_RANK_DIGITS)
+
+    last, is_cycle = _end_of_chain(rank, peer, awaited)
+    return None if is_cycle else last
 
 
 def is_progressing(store: Store, rank: int, peer: int) -> bool:
@@ -391,14 +375,6 @@ def is_progressing(store: Store, rank: int, peer: int) -> bool:
     """
     last = last_awaited(store, rank, peer)
     return last is not None and is_alive(store, last)
-
-
-def _read_awaited(store: Store, rank: int) -> int | None:
-    key = f"waiting/{rank}"
-    with contextlib.suppress(RuntimeError, TimeoutError):
-        text = store.get(key, _READ_TIMEOUT_S) if store.has(key) else ""
-        return parse_number(text, 9)
-    return None
 
 
 MAX_WAIT_FACTOR = 10.0

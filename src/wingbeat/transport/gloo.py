@@ -11,42 +11,23 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import stat
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import psutil
+
 from wingbeat.observe.log import log
-from wingbeat.transport import descriptors
 
 T = TypeVar("T")
 
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h; not in Python
-_BPF_RET_K = 0x06  # linux/filter.h: bytes of the packet to keep; 0 drops it
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A ``struct sock_filter`` of linux/filter.h: keep 0 bytes of the packet."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _creating_device = threading.Lock()
-"""Held while a device is created: its socket is found by comparing descriptors before and after."""
-
-
-class _Instruction(ctypes.Structure):
-    """``struct sock_filter``."""
-
-    _fields_ = (
-        ("code", ctypes.c_uint16),
-        ("jump_true", ctypes.c_uint8),
-        ("jump_false", ctypes.c_uint8),
-        ("operand", ctypes.c_uint32),
-    )
-
-
-class _Program(ctypes.Structure):
-    """``struct sock_fprog``."""
-
-    _fields_ = (("length", ctypes.c_uint16), ("first", ctypes.POINTER(_Instruction)))
-
-
-_DROP_ALL = _Program(1, ctypes.pointer(_Instruction(_BPF_RET_K, 0, 0, 0)))
+"""Held while a device is created: its socket is found by comparing sockets before and after."""
 
 
 class DeviceListener:
@@ -62,9 +43,12 @@ class DeviceListener:
 
     def block(self) -> None:
         """Drop all connection attempts from now on."""
+        instructions = ctypes.create_string_buffer(_DROP_ALL)
+        program = struct.pack("HP", 1, ctypes.addressof(instructions))
         try:
             for fd in self._sockets:
-                _setsockopt(fd, _SO_ATTACH_FILTER, _DROP_ALL)
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    copy.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
         except OSError as err:
             log.warning(
                 "a port of gloo stays open to other hosts: cannot attach a socket filter: %s",
@@ -79,10 +63,9 @@ def watch_listeners(make: Callable[[], T], count: int = 1) -> tuple[T, DeviceLis
     `DeviceListener` has none, and a warning is logged.
     """
     with _creating_device:
-        before = _open_sockets()
+        before = _listening()
         made = make()
-        new = _open_sockets() - before
-    sockets = [fd for fd, _ in new if _is_listening(fd)]
+        sockets = [fd for fd, _ in _listening() - before]
     if len(sockets) != count:
         log.warning(
             "a port of gloo stays open to other hosts: %d sockets started to listen, but gloo "
@@ -94,30 +77,7 @@ def watch_listeners(make: Callable[[], T], count: int = 1) -> tuple[T, DeviceLis
     return made, DeviceListener(sockets)
 
 
-def _open_sockets() -> set[tuple[int, int]]:
-    """Return descriptor and inode of every socket of this process."""
-    found = set()
-    for name in os.listdir(descriptors.FD_DIRECTORY):
-        try:
-            status = os.fstat(int(name))
-        except OSError:  # closed meanwhile, as the directory itself
-            continue
-        if stat.S_ISSOCK(status.st_mode):
-            found.add((int(name), status.st_ino))
-    return found
-
-
-def _is_listening(fd: int) -> bool:
-    """Whether a socket listens. A Python socket object would change the blocking mode of ``fd``."""
-    value, size = ctypes.c_int(), ctypes.c_uint(ctypes.sizeof(ctypes.c_int))
-    asked = _libc.getsockopt(
-        fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(value), ctypes.byref(size)
-    )
-    return asked == 0 and value.value == 1
-
-
-def _setsockopt(fd: int, option: int, value: ctypes.Structure) -> None:
-    size = ctypes.sizeof(value)
-    if _libc.setsockopt(fd, socket.SOL_SOCKET, option, ctypes.byref(value), size) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+def _listening() -> set[tuple[int, tuple[str, int]]]:
+    """Return descriptor and address of each TCP socket on which this process listens."""
+    found = psutil.Process().net_connections("tcp")
+    return {(each.fd, each.laddr) for each in found if each.status == psutil.CONN_LISTEN}

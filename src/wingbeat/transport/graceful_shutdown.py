@@ -24,6 +24,7 @@ from wingbeat.observe.log import log
 from wingbeat.transport.failures import (
     ANSWER_TIMEOUT_S,
     TERMINATED,
+    await_value,
     first_failed,
     has_exited,
     has_finished,
@@ -198,7 +199,7 @@ class SigtermHandler:
     def __init__(self, world: World, save: Callable[[], object], grace: float) -> None:
         self.world, self.save, self.grace = world, save, grace
         self.after: int | None = None
-        store = world.polling_store
+        store = world.store
         assert isinstance(store, AtomicStore), "every store of a world is"
         self._store: AtomicStore = store
         self._pid = os.getpid()
@@ -284,13 +285,10 @@ class SigtermHandler:
             store.set("terminate", str(rank))
             store.set(f"terminate/steps/{rank}", str(self._count))
             for other in range(self.world.size):
-                key = f"terminate/steps/{other}"
-                while not store.has(key) and time.monotonic() < deadline:
-                    if has_exited(store, other):
-                        break
-                    time.sleep(_POLL_S)
-                if store.has(key):
-                    most = max(most, self._read(store.get(key, _CHECK_INTERVAL_S), f"rank {other}"))
+                left = deadline - time.monotonic()
+                text = await_value(store, f"terminate/steps/{other}", other, left)
+                if text is not None:
+                    most = max(most, self._read(text, f"rank {other}"))
             return self._read(store.claim("terminate/after", str(most + 1)), "the store")
         return most + 1
 
@@ -323,9 +321,6 @@ def stop_if_due(*, lockstep: bool) -> None:
 _SILENT = "gave no sign in time, or has ended without a word"
 
 
-_ASK_POLL_S = 0.05
-"""Seconds between two reads of the store, which all other workers make when one is lost."""
-
 _STORE_S = 1.0
 """Seconds to wait for the store when this worker exits."""
 
@@ -344,11 +339,10 @@ class Departures:
         me: str,
         size: int = 0,
         *,
-        name: Callable[[int], str] = "rank {}".format,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._store, self._me, self._size = store, me, size
-        self._name, self._warn = name, warn
+        self._warn = warn
         self.gone: dict[int, str] = {}
         self._asking: list[threading.Thread] = []
 
@@ -375,7 +369,7 @@ class Departures:
     def back(self, worker: int) -> None:
         """Log that a lost worker has rejoined."""
         if self.gone.pop(worker, None) is not None:
-            self._warn(f"{self._me}: {self._name(worker)} is back")
+            self._warn(f"{self._me}: rank {worker} is back")
 
     def how(self, worker: int) -> str:
         """Return how a lost worker exited. Blocks on the store."""
@@ -386,7 +380,7 @@ class Departures:
         """Return the worker that failed first, with its exception, or None. Blocks on the store."""
         if self._store is None or (found := first_failed(self._store, range(self._size))) is None:
             return None
-        return f"{self._name(found[0])} failed with {found[1]}"
+        return f"rank {found[0]} failed with {found[1]}"
 
     def close(self) -> None:
         """Log the workers that are still lost in one line, unless this worker has failed."""
@@ -396,20 +390,15 @@ class Departures:
             if thread.ident is not None:
                 thread.join(_STORE_S)
         if self.gone:
-            how = ", ".join(f"{self._name(w)} {reason}" for w, reason in sorted(self.gone.items()))
+            how = ", ".join(f"rank {w} {reason}" for w, reason in sorted(self.gone.items()))
             self._warn(f"{self._me}: trained to the end without all workers: {how}")
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
         """Read how a worker exited, and log it."""
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while not (failure := published_failure(store, worker)):
-            over = has_exited(store, worker) or time.monotonic() >= deadline
-            if how or over:
-                break
-            time.sleep(_ASK_POLL_S)
+        failure = published_failure(store, worker, 0.0 if how else ANSWER_TIMEOUT_S)
         if not failure and not how and has_finished(store, worker):
             self.gone.pop(worker, None)
-            log.info("%s: %s has finished; the others continue", self._me, self._name(worker))
+            log.info("%s: rank %d has finished; the others continue", self._me, worker)
             return
         if failure and worker in self.gone:
             self.gone[worker] = f"failed with {failure}"
@@ -418,7 +407,7 @@ class Departures:
     def _warn_lost(self, worker: int) -> None:
         how = self.gone.get(worker)
         if how is not None:  # otherwise it has rejoined
-            self._warn(f"{self._me}: {self._name(worker)} {how}; the others continue without it")
+            self._warn(f"{self._me}: rank {worker} {how}; the others continue without it")
 
 
 _made: weakref.WeakKeyDictionary[World, Departures] = weakref.WeakKeyDictionary()
@@ -429,7 +418,7 @@ def departures_of(world: World) -> Departures:
     while world.parent is not None:
         world = world.parent
     if world not in _made:
-        store = world.polling_store
+        store = world.store
         _made[world] = Departures(store, f"rank {world.rank}", world.size)
         world.on_close(_made[world].close)
     return _made[world]

@@ -8,7 +8,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -27,36 +27,23 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host of a rank: its identity and its interfaces."""
+    """The host of a rank: its identity and its interfaces.
+
+    A `UsageError` if an address is malformed.
+    """
 
     identity: str
     interfaces: tuple[Interface, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data for `World.exchange`."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: Any) -> Host:
-        """Parse a peer's `to_json`; a `ValueError` if it is malformed."""
-        try:
-            interfaces = [
-                Interface(
-                    str(i["name"]),
-                    _address(str(i["address"])),
-                    str(ipaddress.ip_network(str(i["subnet"]))),
-                )
-                for i in data["interfaces"]
-            ]
-            return Host(str(data["identity"]), tuple(interfaces))
-        except (KeyError, TypeError, ValueError, RecursionError) as err:
-            raise ValueError(f"malformed list of interfaces: {err!s:.80}") from None
-
-
-def _address(text: str) -> str:
-    if "%" in text:
-        raise ValueError(f"{text} has a scope, which has no meaning on another host")
-    return str(ipaddress.ip_address(text))
+    def __post_init__(self) -> None:
+        for each in self.interfaces:
+            try:
+                known = str(ipaddress.ip_address(each.address)) == each.address
+                ipaddress.ip_network(each.subnet)
+            except ValueError as error:
+                raise UsageError(f"interface {each.name}: {error}") from None
+            if not known or "%" in each.address:  # a scope has no meaning on another host
+                raise UsageError(f"interface {each.name}: {each.address} is no plain address")
 
 
 def local() -> Host:
@@ -199,9 +186,14 @@ def is_loopback(interface: Interface) -> bool:
 def listen_interfaces(own: Host, named: Sequence[str] | None) -> list[Interface]:
     """Return the interfaces to listen on, in the order of their networks, loopback last.
 
-    Hosts that share networks number them equally; in a BCube the number is the level.
+    Hosts that share networks number them equally; in a BCube the number is the level. A
+    `UsageError` if a named interface does not exist, or there is none.
     """
+    for name in named or ():
+        _find(own, name)
     chosen = [i for i in own.interfaces if named is None or i.name in named]
+    if not chosen:
+        raise UsageError("this host has no interface that is up and has an address: bring one up")
     return sorted(chosen, key=lambda i: (is_loopback(i), subnet_order(i.subnet)))
 
 

@@ -45,13 +45,9 @@ class Link(Protocol):
 
 
 TAG_BITS = 31
-"""Bits of a tag."""
+"""Bits of a tag in its channel, whose number follows above them."""
 
-CHANNEL_BITS = 8
-BITS_BELOW = TAG_BITS - CHANNEL_BITS
-"""Bits available for the tags inside a channel."""
-
-MAX_CHANNELS = (1 << CHANNEL_BITS) - 1
+MAX_CHANNELS = 255
 """Maximum open channels, in addition to channel 0 of the world."""
 
 
@@ -65,7 +61,7 @@ class ChannelLink:
 
     def __init__(self, link: Link, channel: int) -> None:
         self.link, self.channel, self.name = link, channel, link.name
-        self._offset = channel << BITS_BELOW
+        self._offset = channel << TAG_BITS
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Start sending ``tensor`` to rank ``peer`` in this channel."""

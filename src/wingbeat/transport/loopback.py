@@ -8,8 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,67 +19,60 @@ from wingbeat.types import Group, Layout
 T = TypeVar("T")
 
 
+class _Place(NamedTuple):
+    """Where messages of one kind meet: an interface in the world or a group, two ranks, a tag."""
+
+    group: str
+    name: str
+    source: int
+    target: int
+    tag: int
+
+
 class Switchboard:
     """The messages between all ranks. ``fail(rank)`` simulates the loss of a rank."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._messages: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._failed: set[int] = set()
+        self._messages: dict[_Place, deque[torch.Tensor]] = defaultdict(deque)
+        self._failed: set[tuple[str, int]] = set()
         self._values: dict[str, str] = {}
-        self._groups: dict[str, _GroupSwitch] = {}
 
-    def fail(self, rank: int) -> None:
-        """Make every further transfer with ``rank`` fail, as a closed socket would."""
-        with self.changed:
-            self._failed.add(rank)
-            self.changed.notify_all()
-            keys = [key for key, members in self._groups.items() if rank in members.ranks]
-        for key in keys:
-            self.leave(key, rank)
+    def fail(self, rank: int, group: str = "") -> None:
+        """Make every further transfer with ``rank`` fail, as a closed socket would.
 
-    def enter(self, key: str, ranks: tuple[int, ...]) -> Switchboard:
-        """Return the switchboard of a group's members, numbered from 0."""
+        With the prefix of a group, only those of the group.
+        """
         with self.changed:
-            members = self._groups.get(key)
-            if members is None:
-                members = self._groups[key] = _GroupSwitch(Switchboard(), ranks)
-            failed = self._failed.intersection(ranks)
-        for rank in failed:
-            self.leave(key, rank)
-        return members.switch
-
-    def leave(self, key: str, rank: int) -> None:
-        """Make every further transfer with ``rank`` fail in the group of ``key``."""
-        with self.changed:
-            members = self._groups.get(key)
-            if members is None:
-                return
-            members.gone.add(rank)
-            if len(members.gone) == len(members.ranks):
-                del self._groups[key]
-        members.switch.fail(members.ranks.index(rank))
-
-    def post(self, key: tuple[str, int, int, int], tensor: torch.Tensor) -> None:
-        """Store a copy of the tensor under (link, source, destination, tag)."""
-        with self.changed:
-            if self._failed.intersection(key[1:3]):
-                raise RuntimeError("connection closed by peer")
-            self._messages[key].append(tensor.clone())
+            self._failed.add((group, rank))
             self.changed.notify_all()
 
-    def take(self, key: tuple[str, int, int, int], out: torch.Tensor, seconds: float) -> None:
-        """Wait for the oldest message under ``key`` and copy it into ``out``."""
+    def _check(self, place: _Place) -> None:
+        ends = {(group, rank) for group in ("", place.group) for rank in place[2:4]}
+        if not ends.isdisjoint(self._failed):
+            raise RuntimeError("connection closed by peer")
+
+    def post(self, place: _Place, tensor: torch.Tensor) -> None:
+        """Store a copy of the tensor."""
+        with self.changed:
+            self._check(place)
+            self._messages[place].append(tensor.clone())
+            self.changed.notify_all()
+
+    def take(self, place: _Place, out: torch.Tensor, seconds: float) -> None:
+        """Wait for the oldest message at a place and copy it into ``out``."""
         deadline = time.monotonic() + seconds
         with self.changed:
-            while not self._messages[key]:
-                if self._failed.intersection(key[1:3]):
-                    raise RuntimeError("connection closed by peer")
+            while place not in self._messages:
+                self._check(place)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RuntimeError(f"timed out after {seconds:g} s")
                 self.changed.wait(left)
-            out.copy_(self._messages[key].popleft())
+            message = self._messages[place].popleft()
+            if not self._messages[place]:
+                del self._messages[place]
+            out.copy_(message)
 
     def set(self, key: str, value: str) -> None:
         """As `Store.set`."""
@@ -108,27 +100,29 @@ class Switchboard:
             return key in self._values
 
 
-@dataclass
-class _GroupSwitch:
-    switch: Switchboard
-    ranks: tuple[int, ...]
-    gone: set[int] = field(default_factory=set)
-
-
 class LoopbackLink:
-    """One rank's end of the switchboard, named as an interface."""
+    """One rank's end of the switchboard, named as an interface; of a group if there is one."""
 
-    def __init__(self, switch: Switchboard, rank: int, name: str) -> None:
+    def __init__(
+        self, switch: Switchboard, rank: int, name: str, group: Group | None = None
+    ) -> None:
         self._switch, self._rank, self.name = switch, rank, name
+        self._group = "" if group is None else group_prefix(group)
+        self._ranks = None if group is None else group.ranks
+
+    def _job_rank(self, peer: int) -> int:
+        return peer if self._ranks is None else self._ranks[peer]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Done:
         """Deliver a copy at once."""
-        self._switch.post((self.name, self._rank, peer, tag), tensor)
+        place = _Place(self._group, self.name, self._rank, self._job_rank(peer), tag)
+        self._switch.post(place, tensor)
         return _Done()
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _Received:
         """Copy the message in `wait`."""
-        return _Received(self._switch, (self.name, peer, self._rank, tag), tensor)
+        place = _Place(self._group, self.name, self._job_rank(peer), self._rank, tag)
+        return _Received(self._switch, place, tensor)
 
     def abort_waits(self) -> None:
         """Fail all transfers with this rank."""
@@ -136,16 +130,7 @@ class LoopbackLink:
 
     def close(self) -> None:
         """Fail all transfers with this rank."""
-        self._switch.fail(self._rank)
-
-
-class _GroupLink(LoopbackLink):
-    def __init__(self, switch: Switchboard, key: str, group: Group, rank: int, name: str) -> None:
-        super().__init__(switch.enter(key, group.ranks), group.ranks.index(rank), name)
-        self._all, self._key, self._member = switch, key, rank
-
-    def close(self) -> None:
-        self._all.leave(self._key, self._member)
+        self._switch.fail(self._rank, self._group)
 
 
 class _Done:
@@ -154,13 +139,11 @@ class _Done:
 
 
 class _Received:
-    def __init__(
-        self, switch: Switchboard, key: tuple[str, int, int, int], out: torch.Tensor
-    ) -> None:
-        self._switch, self._key, self._out = switch, key, out
+    def __init__(self, switch: Switchboard, place: _Place, out: torch.Tensor) -> None:
+        self._switch, self._place, self._out = switch, place, out
 
     def wait(self, seconds: float) -> None:
-        self._switch.take(self._key, self._out, seconds)
+        self._switch.take(self._place, self._out, seconds)
 
 
 def worlds(
@@ -203,8 +186,7 @@ def worlds_on(
 def _group_links(
     switch: Switchboard, rank: int, names: Sequence[str], group: Group
 ) -> tuple[Link, ...]:
-    prefix = group_prefix(group)
-    return tuple(_GroupLink(switch, f"{prefix}{name}", group, rank, name) for name in names)
+    return tuple(LoopbackLink(switch, rank, name, group) for name in names)
 
 
 def run(members: list[World], body: Callable[[World], T]) -> list[T]:

@@ -7,15 +7,13 @@ import functools
 import itertools
 import json
 import logging
-import math
 import multiprocessing
 import os
 import secrets
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +24,7 @@ import torch.distributed.nn.functional
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import log_to_stderr
+from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
 from wingbeat.transport import descriptors, encryption, graceful_shutdown, launchers, tcp
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
@@ -33,14 +32,11 @@ from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_run
 from wingbeat.transport.gloo import watch_listeners
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
-from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
     TAG_PREFIX,
     Authenticator,
-    PollingStore,
-    RejectedValue,
     TorchStore,
     job_key,
 )
@@ -53,8 +49,6 @@ _MAX_NAME_CHARS = 256
 _OVERWRITE_S = 2.0
 """Seconds for rank 0 to overwrite a rejected value; after that it has another key."""
 
-_POLL_S = 0.05
-
 _RELEASE_S, _RELEASE_POLL_S = 5.0, 0.2
 """Seconds for a process to exit before the next process of its rank is refused, and between two
 connections to it.
@@ -66,20 +60,7 @@ class JobIdentity(NamedTuple):
 
     name: str
     drawn: bool
-    size: int
-
-    @staticmethod
-    def from_text(text: str) -> JobIdentity:
-        """Parse what rank 0 published; a `ValueError` if it is malformed."""
-        try:
-            match json.loads(text):
-                case [str(name), bool(drawn), int(size)] if (
-                    len(name) <= _MAX_NAME_CHARS and size > 0
-                ):
-                    return JobIdentity(name, drawn, size)
-        except RecursionError:
-            pass
-        raise ValueError("not a job identity")
+    size: Annotated[int, Range(1)]
 
     def __str__(self) -> str:
         return "a job without a name" if self.drawn else f"job {self.name!r}"
@@ -100,7 +81,11 @@ def check_job(
         else JobIdentity(secrets.token_hex(16), True, size)
     )
     try:
-        text = store.claim(_JOB_KEY, json.dumps(own)) if rank == 0 else _read_job(store, seconds)
+        text = (
+            store.claim(_JOB_KEY, json.dumps(own))
+            if rank == 0
+            else store.get(_JOB_KEY, seconds, rejected_s=_OVERWRITE_S)
+        )
     except TimeoutError as error:
         raise RendezvousError(
             f"rank {rank}: rank 0 did not publish the job's name in the store at {where} within "
@@ -113,8 +98,10 @@ def check_job(
             "the same on all workers, or set a different MASTER_PORT for each job"
         )
     try:
-        found = JobIdentity.from_text(text)
-    except ValueError:
+        found = parse_json(JobIdentity, text)
+        if len(found.name) > _MAX_NAME_CHARS:
+            raise MalformedMessage("a long name")
+    except MalformedMessage:
         raise RendezvousError(
             f"rank {rank}: the store at {where} has a malformed job name: {text[:80]!r}; another "
             "program uses it: set another MASTER_PORT"
@@ -130,27 +117,6 @@ def check_job(
             f"to a job of {found.size}: set a different MASTER_PORT for each job"
         )
     return found.name
-
-
-def _read_job(store: TorchStore, seconds: float) -> str:
-    """Return the job's identity as published by rank 0, or raise a `TimeoutError`."""
-    if store.authenticator is None:
-        return store.get(_JOB_KEY, seconds)
-    deadline, refused_since = time.monotonic() + seconds, float("inf")
-    while True:
-        now = time.monotonic()
-        try:
-            if (text := store.peek(_JOB_KEY)) is not None:
-                return text
-            if now >= deadline:
-                raise TimeoutError("nothing was published")
-        except RuntimeError as error:
-            raise TimeoutError(first_line(error)) from None
-        except RejectedValue:
-            refused_since = min(refused_since, now)
-            if now >= min(deadline, refused_since + _OVERWRITE_S):
-                raise
-        time.sleep(_POLL_S)
 
 
 _MIN_PROBE_BYTES = 16 << 10
@@ -219,8 +185,6 @@ If it were closed, a worker that is ahead could connect to rank 0's old store sh
 closes.
 """
 
-_listeners: weakref.WeakKeyDictionary[World, LivenessListener] = weakref.WeakKeyDictionary()
-
 
 def init(
     *,
@@ -271,21 +235,22 @@ def init(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     place = f"{attempt}/{next(_generation)}"
     store = dist.PrefixStore(f"wingbeat/{place}", store)
-    first = TorchStore(store, None if key is None else Authenticator(key, place))
+    own = _own_connection(store, size)
+    first = TorchStore(own, None if key is None else Authenticator(key, place))
     world = World(rank, size, (), (), timeout, first)
     if size > 1:
         job = check_job(
             first, rank, size, launchers.job_name(os.environ), timeout, _store_address()
         )
         if key is not None:
-            world.store = TorchStore(store, Authenticator(key, f"{place}/{job}"))
+            world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
             _join(world, store, interfaces, key, encrypted)
         except BaseException:
             incarnation.close()
             raise
-        _listeners[world] = incarnation
+        world.on_closed(incarnation.close)  # another process may then claim its rank
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     world_module.set_current(world)
@@ -331,7 +296,9 @@ def connect(
     """
     descriptors.raise_limit()
     key = job_key(os.environ)
-    signed = TorchStore(store, None if key is None else Authenticator(key, "process group"))
+    signed = TorchStore(
+        _own_connection(store, size), None if key is None else Authenticator(key, "process group")
+    )
     world = World(rank, size, (), (), timeout, signed)
     if size > 1:
         encrypted = encryption.choose(None)
@@ -348,9 +315,6 @@ def shutdown() -> None:
     world = world_module.set_current(None)
     if world is not None:
         graceful_shutdown.close_world(world)
-        incarnation = _listeners.pop(world, None)
-        if incarnation is not None:  # another process may then claim its rank
-            incarnation.close()
 
 
 def _end_default_group(group: dist.ProcessGroup) -> None:
@@ -394,6 +358,11 @@ def _open_store(timeout: float) -> tuple[int, int, dist.Store]:
             "its address is correct, and that no firewall blocks the port"
         ) from None
     return rank, size, store
+
+
+def _own_connection(store: dist.Store, size: int) -> dist.Store:
+    """Return a store that no wait of torch locks."""
+    return store.clone() if size > 1 else store
 
 
 def _store_address() -> str:
@@ -440,34 +409,33 @@ def claim_rank(
     """
     key, text = f"here/{rank}", own.to_text()
     deadline = time.monotonic() + min(seconds, _RELEASE_S)
-    first = found = _compare_set(store, rank, key, "", text)
-    while found != text:
-        try:
-            other = ProcessAddress.from_text(found)
-        except ValueError:
-            raise RendezvousError(
-                f"rank {rank}: the store at {where} has a malformed address of this rank's "
-                f"process: {found[:80]!r}; start the job again at another port"
-            ) from None
-        if not is_running(other):
-            found = _compare_set(store, rank, key, found, text)
-        elif time.monotonic() >= deadline:
-            raise RendezvousError(
-                f"rank {rank} is taken: a process of the job whose store is at {where} has it, and "
-                f"still runs at {other.host} (port {other.port}); end that one first, or, if this "
-                "is another job, give it a MASTER_PORT of its own"
-            )
-        else:
-            time.sleep(_RELEASE_POLL_S)
-            found = _compare_set(store, rank, key, "", text)
+    try:
+        first = found = store.replace(key, "", text)
+        while found != text:
+            other = _parse_holder(rank, found, where)
+            running = is_running(other)
+            if running and time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"rank {rank} is taken: a process of the job whose store is at {where} has it, "
+                    f"and still runs at {other.host} (port {other.port}); end that one first, or, "
+                    "if this is another job, give it a MASTER_PORT of its own"
+                )
+            if running:
+                time.sleep(_RELEASE_POLL_S)
+            found = store.replace(key, "" if running else found, text)
+    except TimeoutError as error:
+        raise RendezvousError(f"rank {rank}: the store does not answer: {error}") from None
     return first != text
 
 
-def _compare_set(store: TorchStore, rank: int, key: str, before: str, text: str) -> str:
+def _parse_holder(rank: int, text: str, where: str) -> ProcessAddress:
     try:
-        return store.replace(key, before, text)
-    except TimeoutError as error:
-        raise RendezvousError(f"rank {rank}: the store does not answer: {error}") from None
+        return ProcessAddress.from_text(text)
+    except ValueError:
+        raise RendezvousError(
+            f"rank {rank}: the store at {where} has a malformed address of this rank's process: "
+            f"{text[:80]!r}; start the job again at another port"
+        ) from None
 
 
 def _join(
@@ -482,15 +450,15 @@ def _join(
         _connect(world, store, named, key, encrypted)
         return
     # The others are connected to the former process.
-    hosts = _parse_hosts(world, world.replay_exchange("interfaces"))
+    hosts = world.replay_exchange("interfaces", nic.Host)
     world.layout = _layout_of(world.rank, hosts)
     chosen = nic.choose(hosts, world.rank, named)
-    world.networks = _check_networks(world, world.replay_exchange("networks"))
+    world.networks = _check_networks(world.replay_exchange("networks", list[str]))
     world.interfaces = tuple(interface.name for interface in chosen)
     world.speeds = _read_speeds(world, len(chosen))
     answers = world.replay_exchange("connections")
     links = tcp.rejoin(
-        *(world.rank, chosen, answers, key, _open_polling_store(world, store)),
+        *(world.rank, chosen, answers, key, world.store),
         encrypted=encrypted,
         shared_memory=tcp.shared_memory_enabled(),
     )
@@ -515,7 +483,7 @@ def _connect(
     default_group: bool = True,
 ) -> None:
     rank, size = world.rank, world.size
-    hosts = _parse_hosts(world, world.exchange("interfaces", nic.local().to_json()))
+    hosts = world.exchange("interfaces", to_json(nic.local()), nic.Host)
     world.layout = _layout_of(rank, hosts)
     chosen = nic.choose(hosts, rank, named)
     world.networks = _exchange_networks(world, chosen)
@@ -533,9 +501,8 @@ def _connect(
     )
     if default_group:
         _start_default_group(store, world, chosen)
-    polling = _open_polling_store(world, store)
     world.links = links = tcp.connect(
-        *(rank, chosen, world.exchange, key, world.timeout, polling),
+        *(rank, chosen, world.exchange, key, world.timeout, world.store),
         encrypted=encrypted,
         shared_memory=tcp.shared_memory_enabled(),
     )
@@ -547,13 +514,6 @@ def _connect(
     _open_groups(world, links)
 
 
-def _open_polling_store(world: World, store: dist.Store) -> Store:
-    """Give a world a connection to the store on which nothing blocks, and return it."""
-    assert isinstance(world.store, TorchStore)
-    world.group_store = PollingStore(store.clone(), world.store.authenticator)
-    return world.group_store
-
-
 def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
     """Have the groups of a world use these links."""
     world.make_links = lambda group: tuple(tcp.GroupLink(link, group) for link in links)
@@ -561,23 +521,9 @@ def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
 
 def _read_speeds(world: World, links: int) -> tuple[float, ...]:
     """Return the speeds measured when all workers connected."""
-    answer = world.read("speeds", 0)
-    if (
-        not isinstance(answer, list)
-        or len(answer) != links
-        or not all(type(speed) is float and 0 < speed < math.inf for speed in answer)
-    ):
-        raise RendezvousError(
-            f"rank {world.rank}: rank 0 sent malformed speeds of its links: {str(answer)[:80]}"
-        )
-    return tuple(answer)
-
-
-def _parse_hosts(world: World, answers: Sequence[Any]) -> list[nic.Host]:
-    try:
-        return [nic.Host.from_json(answer) for answer in answers]
-    except ValueError as err:
-        raise RendezvousError(f"rank {world.rank}: a peer sent a {err}") from None
+    hint = Annotated[tuple[Annotated[float, Range(1, MAX_REAL)], ...], Length("links")]
+    speeds: tuple[float, ...] = world.read("speeds", 0, hint, links=links)
+    return speeds
 
 
 def _layout_of(rank: int, hosts: Sequence[nic.Host]) -> Layout:
@@ -600,16 +546,10 @@ def _local_ranks(world: World) -> int:
 def _exchange_networks(
     world: World, chosen: Sequence[nic.Interface]
 ) -> tuple[tuple[str, ...], ...]:
-    return _check_networks(world, world.exchange("networks", [each.subnet for each in chosen]))
+    return _check_networks(world.exchange("networks", [each.subnet for each in chosen], list[str]))
 
 
-def _check_networks(world: World, answers: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
-    for rank, answer in enumerate(answers):
-        if not isinstance(answer, list) or not all(isinstance(s, str) for s in answer):
-            raise RendezvousError(
-                f"rank {world.rank}: rank {rank} sent a malformed list of networks: "
-                f"{str(answer)[:80]}"
-            )
+def _check_networks(answers: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     for rank, answer in enumerate(answers):
         if len(answer) != len(answers[0]):
             raise UsageError(
@@ -654,7 +594,7 @@ def _init_default_group(world: World, **options: Any) -> None:
         functools.partial(dist.init_process_group, "gloo", **options), count=devices
     )
     group = dist.group.WORLD
-    world._close = functools.partial(_end_default_group, group)
+    world.on_closed(functools.partial(_end_default_group, group))
     if listener.known and "TORCH_GLOO_LAZY_INIT" not in os.environ:  # connects later
         listener.block()
         group._get_backend(torch.device("cpu")).options._devices = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol, runtime_checkable
 
 
@@ -24,3 +25,17 @@ class AtomicStore(Store, Protocol):
 
     def claim(self, key: str, value: str) -> str:
         """Publish ``value`` unless the key exists; return the published value."""
+
+
+_READ_S = 1.0
+"""Seconds for a store to return a value that exists."""
+
+
+def read_value(store: Store, key: str) -> str | None:
+    """Return the value of ``key`` if it is published.
+
+    None if it is not, if it is invalid, or if the store is unavailable.
+    """
+    with contextlib.suppress(TimeoutError, RuntimeError):
+        return store.get(key, _READ_S) if store.has(key) else None
+    return None

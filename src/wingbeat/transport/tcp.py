@@ -42,7 +42,7 @@ from wingbeat.observe.log import log
 from wingbeat.settings import is_on
 from wingbeat.transport import encryption
 from wingbeat.transport.interfaces import Interface, host_identity
-from wingbeat.transport.link import BITS_BELOW, group_prefix
+from wingbeat.transport.link import TAG_BITS, group_prefix
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
 
@@ -85,7 +85,29 @@ def shared_memory_enabled(env: Mapping[str, str] = os.environ) -> bool:
     return is_on(SWITCH, env)
 
 
-class TcpLink:
+class _EngineLink:
+    """Sends and receives single messages over connections of the extension."""
+
+    @functools.cached_property
+    def native(self) -> _native.Group:
+        """The connections; those of a group are restored by the first use if they were lost."""
+        return self._connect()
+
+    def _connect(self) -> _native.Group:
+        raise NotImplementedError
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.send`; in a group ``peer`` is an index in it."""
+        place = _channel_and_tag(tag)
+        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
+        """As `Link.recv`; in a group ``peer`` is an index in it."""
+        place = _channel_and_tag(tag)
+        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, *place)
+
+
+class TcpLink(_EngineLink):
     """The connections of this process over one interface; as `wingbeat.transport.link.Link`."""
 
     def __init__(self, name: str, size: int, port: _Port | None = None) -> None:
@@ -97,20 +119,8 @@ class TcpLink:
         weakref.finalize(self, _release, self.nic, port)
         _links.add(self)
 
-    @functools.cached_property
-    def native(self) -> _native.Group:
-        """The connections to all ranks, once they are made."""
+    def _connect(self) -> _native.Group:
         return _native.Group(self.nic, _WORLD, list(range(self._size)))
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.send`."""
-        channel = _message_channel(tag)
-        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.recv`."""
-        channel = _message_channel(tag)
-        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, channel, tag)
 
     def abort_waits(self) -> None:
         """End all waits on this link, in any thread, and close it."""
@@ -130,7 +140,7 @@ _WORLD = 0
 """The number of the world where groups have theirs."""
 
 
-class GroupLink:
+class GroupLink(_EngineLink):
     """The connections to the members of a group over one interface, as a `Link`.
 
     Its messages have windows of their own, and its end affects no other user of the connections.
@@ -141,21 +151,11 @@ class GroupLink:
         self._link, self._ranks = link, list(group.ranks)
         self._id, self._closed = _number_of(group), False
 
-    @functools.cached_property
-    def native(self) -> _native.Group:
-        """The connections to the members. The first use restores those that are missing."""
+    def _connect(self) -> _native.Group:
         if self._link.port is not None and not self._closed:
             for rank in self._ranks:
                 self._link.port.reach(rank)
         return _native.Group(self._link.nic, self._id, self._ranks)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.send`; ``peer`` is an index in the group."""
-        return self.native.send(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> _native.Message:
-        """As `Link.recv`; ``peer`` is an index in the group."""
-        return self.native.receive(tensor, tensor.data_ptr(), tensor.nbytes, peer, 0, tag)
 
     def abort_waits(self) -> None:
         """End all waits of all members in this group."""
@@ -173,9 +173,11 @@ def _number_of(group: Group) -> int:
     return int.from_bytes(hashlib.sha256(group_prefix(group).encode()).digest()[:8], "little")
 
 
-def _message_channel(tag: int) -> int:
-    """Return the native channel of single messages; the odd ones are those of lanes."""
-    return 2 * (tag >> BITS_BELOW)
+def _channel_and_tag(tag: int) -> tuple[int, int]:
+    """Return the native channel of single messages, as the odd ones are those of lanes, and the
+    tag in it.
+    """
+    return 2 * (tag >> TAG_BITS), tag & ((1 << TAG_BITS) - 1)
 
 
 def lane_channel(channel: int) -> int:
@@ -491,6 +493,7 @@ class _Port(threading.Thread):
         self._changed = threading.Condition()
         self._missing = set(range(self._rank + 1, size))
         self._dialing: set[int] = set()
+        self._admitted: set[_Newcomer] = set()  # answered, and not yet usable
         self._incarnations: dict[int, bytes] = {}
         self._most = size + _MAX_STRANGERS
         self._closed = False
@@ -527,8 +530,9 @@ class _Port(threading.Thread):
         if peer == self._rank or self.nic.connected(peer):
             return
         with self._changed:
-            self._changed.wait_for(lambda: peer not in self._dialing, _AGAIN_S)
-            if peer in self._dialing or self.nic.connected(peer):
+            if not self._changed.wait_for(lambda: not self._connecting(peer), _AGAIN_S):
+                return
+            if self.nic.connected(peer):
                 return
             self._dialing.add(peer)
         try:
@@ -539,6 +543,9 @@ class _Port(threading.Thread):
             with self._changed:
                 self._dialing.discard(peer)
                 self._changed.notify_all()
+
+    def _connecting(self, peer: int) -> bool:
+        return peer in self._dialing or any(each.peer == peer for each in self._admitted)
 
     def dial(self, peer: int, deadline: float) -> None:
         """Connect to a rank from the interface's address, unless it connects to this one first."""
@@ -677,14 +684,17 @@ class _Port(threading.Thread):
             self._warn(newcomer.address, known)
             self._drop(connection)
             return
-        # Both ranks may connect at the same time; then the higher one's connection is used.
+        # Both ranks may connect at the same time; then the higher one's connection is used. If it
+        # has answered the lower one, it does not begin to connect.
+        newcomer.peer, newcomer.incarnation = peer, incarnation
         with self._changed:
             dialing = peer in self._dialing and self._rank > peer
-        again = self._incarnations.get(peer) == incarnation and self.nic.connected(peer)
+            again = self._incarnations.get(peer) == incarnation and self.nic.connected(peer)
+            if not (dialing or again):
+                self._admitted.add(newcomer)
         if dialing or again:
             self._drop(connection)
             return
-        newcomer.peer, newcomer.incarnation = peer, incarnation
         reply = _tag(self._key, b"accept", handshake)
         try:
             if connection.family == socket.AF_UNIX:
@@ -709,6 +719,7 @@ class _Port(threading.Thread):
         self._incarnations[newcomer.peer] = newcomer.incarnation
         self.nic.add(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings)
         with self._changed:
+            self._admitted.discard(newcomer)
             self._missing.discard(newcomer.peer)
             self._changed.notify_all()
 
@@ -733,9 +744,12 @@ class _Port(threading.Thread):
         self._drop(max(self._pending, key=lambda each: counts[self._pending[each].address]))
 
     def _drop(self, connection: socket.socket) -> None:
-        del self._pending[connection]
+        newcomer = self._pending.pop(connection)
         self._selector.unregister(connection)
         connection.close()
+        with self._changed:
+            self._admitted.discard(newcomer)
+            self._changed.notify_all()
 
 
 class _Newcomer:

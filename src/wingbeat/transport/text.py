@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from wingbeat.schema import printable
+
 MAX_ERROR_CHARS = 200
 """Maximum characters of an exception that are sent to other workers."""
 
@@ -19,11 +21,6 @@ def parse_number(text: str, digits: int) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None
 
 
-def printable(text: str, most: int) -> str:
-    """Return ``text`` without control characters, cut to ``most`` characters."""
-    return "".join(filter(str.isprintable, text[:most]))
-
-
 def describe_error(err: BaseException) -> str:
     """Return an exception's type and first line, as published to other workers."""
     kind = type(err).__name__
@@ -31,4 +28,4 @@ def describe_error(err: BaseException) -> str:
         line = first_line(err)
     except Exception:  # its __str__ is the user's
         line = kind
-    return printable(kind if line == kind else f"{kind}: {line}", MAX_ERROR_CHARS)
+    return printable((kind if line == kind else f"{kind}: {line}")[:MAX_ERROR_CHARS])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -114,20 +114,28 @@ class TorchStore:
         """Publish ``value`` under ``key``."""
         self._store.set(key, self._signed(key, value))
 
-    def get(self, key: str, seconds: float) -> str:
-        """Wait for ``key``; a `TimeoutError` after ``seconds``."""
-        deadline = time.monotonic() + seconds
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-            found: bytes = self._store.get(key)
-        except RuntimeError as err:
-            raise TimeoutError(f"{key}: {first_line(err)}") from None
-        try:
-            return self._verified(key, found)
-        except RejectedValue:
-            if self.authenticator is None:
-                raise
-        return self._poll_until(key, deadline, seconds)  # the valid value may still arrive
+    def get(self, key: str, seconds: float, *, rejected_s: float = math.inf) -> str:
+        """Wait for ``key``; a `TimeoutError` after ``seconds``.
+
+        An invalid value may be overwritten: a `RejectedValue` if it was not after ``rejected_s``.
+        """
+        # Polls: a blocking wait would lock torch's store for the other threads.
+        deadline, pause = time.monotonic() + seconds, _MIN_POLL_S
+        while True:
+            now = time.monotonic()
+            try:
+                if (value := self.peek(key)) is not None:
+                    return value
+                if now >= deadline:
+                    raise TimeoutError(f"{key}: not there after {seconds:g} s")
+            except RuntimeError as err:
+                raise TimeoutError(f"{key}: {first_line(err)}") from None
+            except RejectedValue:
+                deadline = min(deadline, now + rejected_s)
+                if self.authenticator is None or now >= deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_POLL_S)
 
     def has(self, key: str) -> bool:
         """Whether ``key`` is published. Does not wait; False if the store is unavailable."""
@@ -185,30 +193,6 @@ class TorchStore:
             self._warned.add(key)
             log.warning("the value of %s in the store is rejected: %s", key, why)
         raise RejectedValue(f"{key}: {why}")
-
-    def _poll_until(self, key: str, deadline: float, seconds: float) -> str:
-        pause = _MIN_POLL_S
-        while True:
-            try:
-                if (value := self.peek(key)) is not None:
-                    return value
-            except RejectedValue:
-                if self.authenticator is None or time.monotonic() >= deadline:
-                    raise
-            except RuntimeError as err:
-                raise TimeoutError(f"{key}: {first_line(err)}") from None
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"{key}: not there after {seconds:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_POLL_S)
-
-
-class PollingStore(TorchStore):
-    """A `TorchStore` for many threads: a blocking wait would lock torch's store for the others."""
-
-    def get(self, key: str, seconds: float) -> str:
-        """As `TorchStore.get`, by polling."""
-        return self._poll_until(key, time.monotonic() + seconds, seconds)
 
 
 def is_append_only(store: Store) -> bool:

@@ -8,10 +8,11 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
-from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.schema import MalformedMessage, Range, Sizes, parse_json
 from wingbeat.transport.failures import (
     MAX_WAIT_FACTOR,
     WaitLog,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 MAX_OPEN_GROUPS = 64
 """Maximum open groups of a process."""
+
+_CHANNELS = Range(1, MAX_CHANNELS + 1)
 
 MAX_REMEMBERED_EPOCHS = 4096
 """Maximum sets of ranks whose last epoch is stored; the least recently used is evicted first."""
@@ -104,7 +107,6 @@ class World:
         make_links: creates the links of a group; None without links.
         group: the members, if this is the world of a group; else None. In a group, ``rank`` and
             ``size`` count its members, and `ranks` has their ranks in the job.
-        group_store: a non-blocking connection to the store for groups; None: groups use ``store``.
         threads: whether the workers are threads of one process.
         networks: for each rank, the subnet of each of its links; empty if all ranks are directly
             connected.
@@ -128,7 +130,6 @@ class World:
     channel: int = 0
     make_links: Callable[[Group], tuple[Link, ...]] | None = None
     group: Group | None = None
-    group_store: Store | None = None
     threads: bool = False
     networks: tuple[tuple[str, ...], ...] = ()
     interfaces: tuple[str, ...] = ()
@@ -136,15 +137,15 @@ class World:
     serial: int = 0
     parent: World | None = None
     layout: Layout = _ALONE
-    _nccl_groups: dict[int | None, NcclGroup] = field(default_factory=dict)
-    _close: Callable[[], None] | None = None
-    _exchanges: int = 0
-    _users: list[Callable[[], None]] = field(default_factory=list)
-    _channels: set[int] = field(default_factory=set)
-    _opened: int = 0
-    _children: weakref.WeakSet[World] = field(default_factory=weakref.WeakSet)
     _prefix: str = ""
-    _open_groups: OpenGroups = field(default_factory=OpenGroups)
+    _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
+    _exchanges: int = field(init=False, default=0)
+    _users: list[Callable[[], None]] = field(init=False, default_factory=list)
+    _closers: list[Callable[[], object]] = field(init=False, default_factory=list)
+    _channels: set[int] = field(init=False, default_factory=set)
+    _opened: int = field(init=False, default=0)
+    _children: weakref.WeakSet[World] = field(init=False, default_factory=weakref.WeakSet)
+    _open_groups: OpenGroups = field(init=False, default_factory=OpenGroups)
 
     def __post_init__(self) -> None:
         if self.layout is _ALONE:
@@ -207,20 +208,15 @@ class World:
             links,
             self.speeds[used][: len(links)],
             self.timeout,
-            self.polling_store,
+            self.store,
             group=group,
             networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
             layout=Layout.by_name(self.layout.host_of[r] for r in group.ranks),
             _prefix=group_prefix(group),
         )
         self._children.add(inner)
-        inner._close = weakref.finalize(inner, self._open_groups.discard, group)
+        inner.on_closed(weakref.finalize(inner, self._open_groups.discard, group))
         return inner
-
-    @property
-    def polling_store(self) -> Store:
-        """The store, over a connection on which long waits block no other user."""
-        return self.store if self.group_store is None else self.group_store
 
     def __enter__(self) -> World:
         return self
@@ -232,9 +228,9 @@ class World:
         """Create a world of the same workers with an independent order. Every worker must call it.
 
         Collectives and exchanges of a channel can run in any order relative to those of this world
-        and of its other channels. Close the channel after use; closing this world also closes it. A
-        `UsageError` if all channels are in use, or this is the world of a group. A `PeerError` if a
-        worker sent a malformed list of channels.
+        and of its other channels. Close the channel after use; closing this world also closes it.
+        A `UsageError` if all channels are in use, or this is the world of a group. A
+        `RendezvousError` as in `exchange`.
         """
         if self.group is not None:
             raise UsageError(f"{self.group} has no channels: open another group instead")
@@ -243,22 +239,11 @@ class World:
         taken = self._channels if self.returned else self._used_channels()
         number = lowest_free(taken)
         self._channels.add(number)
-        inner = World(
-            self.rank,
-            self.size,
-            tuple(ChannelLink(link, number) for link in self.links),
-            self.speeds,
-            self.timeout,
-            self.store,
-            self.make_nccl_group,
-            self.nccl_devices,
-            number,
-            group_store=self.group_store,
-            threads=self.threads,
-            networks=self.networks,
-            interfaces=self.interfaces,
-            layout=self.layout,
-            returned=self.returned,
+        inner = replace(
+            self,
+            links=tuple(ChannelLink(link, number) for link in self.links),
+            channel=number,
+            make_links=None,
             serial=self._opened,
             parent=self,
             _prefix=f"{self._prefix}{self._exchanges}.",
@@ -266,29 +251,20 @@ class World:
         self._opened += 1
         self._children.add(inner)
         # Another world may use the number after this one is closed or collected.
-        inner._close = weakref.finalize(inner, self._channels.discard, number)
+        inner.on_closed(weakref.finalize(inner, self._channels.discard, number))
         return inner
 
     def _used_channels(self) -> set[int]:
-        taken: set[int] = set()
-        for rank, answer in enumerate(self.exchange("channels", sorted(self._channels))):
-            fine = isinstance(answer, list) and all(
-                type(n) is int and 0 < n <= MAX_CHANNELS for n in answer
-            )
-            if not fine:
-                raise PeerError(
-                    f"rank {self.ranks[self.rank]}: rank {self.ranks[rank]} sent malformed "
-                    f"channels: {str(answer)[:80]}"
-                )
-            taken.update(answer)
-        return taken
+        own = sorted(self._channels)
+        return set().union(*self.exchange("channels", own, list[Annotated[int, _CHANNELS]]))
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Exchange one ``value`` of each worker; return all of them by rank, as JSON values.
+    def exchange(self, what: str, value: Any, hint: Any = Any, **sizes: int) -> list[Any]:
+        """Exchange one ``value`` of each worker; return all of them by rank.
 
-        Every rank must make the same calls in the same order. A `RendezvousError` if a rank
-        published nothing within the timeout, or invalid JSON; names the rank and ``what``. A
-        `UsageError` if this worker was restarted alone, so the others have completed this exchange.
+        The values are of the type ``hint``, as in `schema.from_json`; by default any JSON. Every
+        rank must make the same calls in the same order. A `RendezvousError` if a rank published
+        nothing within the timeout, or another type; names the rank and ``what``. A `UsageError` if
+        this worker was restarted alone, so the others have completed this exchange.
         """
         if self.returned:
             raise UsageError(
@@ -297,45 +273,48 @@ class World:
                 "or restart all workers"
             )
         self.store.set(f"{self._prefix}{self._exchanges + 1}/{what}/{self.rank}", json.dumps(value))
-        return self.replay_exchange(what)
+        return self.replay_exchange(what, hint, **sizes)
 
-    def replay_exchange(self, what: str) -> list[Any]:
+    def replay_exchange(self, what: str, hint: Any = Any, **sizes: int) -> list[Any]:
         """Return the result of an `exchange` in which this rank's former process took part.
 
-        A `RendezvousError` as in `exchange`.
+        ``hint`` and a `RendezvousError` are as in `exchange`.
         """
         self._exchanges += 1
         prefix = f"{self._prefix}{self._exchanges}/{what}"
-        return [self._fetch(what, prefix, peer) for peer in range(self.size)]
+        return [self._fetch(what, prefix, peer, hint, sizes) for peer in range(self.size)]
 
     def publish(self, what: str, value: Any) -> None:
         """Publish this worker's ``value`` as JSON for `read`, once per name."""
         self.store.set(f"{self._prefix}published/{what}/{self.rank}", json.dumps(value))
 
-    def read(self, what: str, peer: int) -> Any:
+    def read(self, what: str, peer: int, hint: Any = Any, **sizes: int) -> Any:
         """Wait for the value that ``peer`` published as ``what``.
 
-        A `RendezvousError` as in `exchange`.
+        ``hint`` and a `RendezvousError` are as in `exchange`.
         """
-        return self._fetch(what, f"{self._prefix}published/{what}", peer)
+        return self._fetch(what, f"{self._prefix}published/{what}", peer, hint, sizes)
 
     def has_published(self, what: str, peer: int) -> bool:
         """Whether ``peer`` has published a value as ``what``. Does not wait."""
         return self.store.has(f"{self._prefix}published/{what}/{peer}")
 
-    def _fetch(self, what: str, prefix: str, peer: int) -> Any:
+    def _fetch(self, what: str, prefix: str, peer: int, hint: Any, sizes: Sizes) -> Any:
+        mine, theirs = self.ranks[self.rank], self.ranks[peer]
         try:
-            return json.loads(self._get_extended(f"{prefix}/{peer}", what, peer))
-        except (TimeoutError, ValueError, RecursionError) as err:
-            mine, theirs = self.ranks[self.rank], self.ranks[peer]
-            if isinstance(err, TimeoutError) and has_finished(self.store, theirs):
+            text = self._get_extended(f"{prefix}/{peer}", what, peer)
+            return parse_json(hint, text, what, **sizes)
+        except TimeoutError:
+            if has_finished(self.store, theirs):
                 raise RendezvousError(finished_peer_text(mine, theirs, repr(what))) from None
-            kind = (
-                "published nothing" if isinstance(err, TimeoutError) else "published invalid JSON"
-            )
             raise RendezvousError(
-                f"rank {mine}: rank {theirs} {kind} for {what!r} within {self.timeout:g} s; "
-                "check that it is running the same script"
+                f"rank {mine}: rank {theirs} published nothing for {what!r} within "
+                f"{self.timeout:g} s; check that it is running the same script"
+            ) from None
+        except MalformedMessage as error:
+            raise RendezvousError(
+                f"rank {mine}: rank {theirs} published malformed {what}: {error}; check that it is "
+                "running the same script"
             ) from None
 
     def _get_extended(self, key: str, what: str, peer: int) -> str:
@@ -381,9 +360,9 @@ class World:
         """Register ``callback``, called once before the links are closed."""
         self._users.append(callback)
 
-    def on_closed(self, callback: Callable[[], None]) -> None:
-        """Register the ``callback`` that is called once after the links are closed."""
-        self._close = callback
+    def on_closed(self, callback: Callable[[], object]) -> None:
+        """Register ``callback``, called once after the links are closed."""
+        self._closers.append(callback)
 
     def close(self) -> None:
         """Stop the threads that use the links, then close the links. Idempotent."""
@@ -395,8 +374,8 @@ class World:
         if not self.channel:
             for link in self.links:
                 link.close()
-        close, self._close = self._close, None
-        if close is not None:
+        closers, self._closers = self._closers, []
+        for close in closers:
             close()
 
 

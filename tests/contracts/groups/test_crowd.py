@@ -43,7 +43,7 @@ def test_random_groups_of_threads(number: int) -> None:
     flat(before, after, RANKS * AT_ONCE)
     board = members[0].store
     assert isinstance(board, loopback.Switchboard)
-    assert not board._groups
+    assert not board._messages
     assert not board._values
     for world in members:
         world.close()

@@ -127,7 +127,7 @@ def test_a_group_without_work_holds_no_thread() -> None:
 
     kept = loopback.run(members, body)
     names = [thread.name for thread in threading.enumerate()]
-    assert sum(name.startswith("wingbeat-group") for name in names) < 20
+    assert sum(name.startswith("wingbeat-executor") for name in names) < 20
     del kept
     for world in members:
         world.close()

@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 from wingbeat.methods.bounded_staleness import messages as staleness
 from wingbeat.methods.bounded_staleness.colayers import ColayerDecision
-from wingbeat.methods.bounded_staleness.membership import LogEntry
 from wingbeat.methods.model_averaging import generator, pair_machine
 from wingbeat.methods.model_averaging.client import Status
-from wingbeat.methods.model_averaging.service import RejoinEntry
 from wingbeat.methods.parameter_server import protocol
 from wingbeat.methods.parameter_server.coding import SliceHeader
 from wingbeat.observe.report import Job, Report
 from wingbeat.schema import Messages
+from wingbeat.transport.membership import LogEntry
 
 
 class Group(NamedTuple):
@@ -41,8 +40,7 @@ TEXTS: dict[type, str] = {
     protocol.StepSettings: "payload of `STEP`",
     protocol.DocumentSize: "payload of `LOAD` and `STATE`: a field of the document",
     Status: "store: the status of a worker without a group generator",
-    RejoinEntry: "store: the log of restarted workers, for the group generator",
-    LogEntry: "store: the membership log of bounded staleness",
+    LogEntry: "store: the membership log",
     ColayerDecision: "store: a decision of bounded staleness",
     Report: "a worker's report to the supervisor, a line of JSON",
     Job: "the supervisor's answer to `wingbeat top`",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers import late, tcp
-from wingbeat.transport.link import BITS_BELOW, ChannelLink, Link, Pending
+from wingbeat.transport.link import TAG_BITS, ChannelLink, Link, Pending
 from wingbeat.transport.loopback import LoopbackLink, Switchboard
 from wingbeat.transport.tcp import GroupLink
 from wingbeat.types import Group
@@ -110,7 +110,7 @@ def test_messages_with_equal_tags_keep_their_order(ends: Ends) -> None:
 
 def test_tags_do_not_wait_for_each_other(ends: Ends) -> None:
     """What is sent first may be received last; the highest tag is one of them."""
-    tags = (0, 5, (1 << BITS_BELOW) - 1)
+    tags = (0, 5, (1 << TAG_BITS) - 1)
     sent = [ends[0].send(torch.full((9,), float(tag)), 1, tag) for tag in tags]
     for tag in reversed(tags):
         out = torch.zeros(9)

@@ -11,7 +11,7 @@ import pytest
 from helpers.staleness_simulation import Store
 from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.colayers import ColayerChange
-from wingbeat.methods.bounded_staleness.messages import View, initial_view
+from wingbeat.transport.membership import View, initial_view
 
 NEW, TWO = ((2, 1), (0,)), initial_view(2)
 

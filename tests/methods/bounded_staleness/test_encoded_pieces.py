@@ -15,9 +15,10 @@ from wingbeat.collectives import Encoded
 from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
-from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.methods.bounded_staleness.replica import Pieces
 from wingbeat.schedules.events import Operation
+from wingbeat.transport.membership import initial_view
 
 W = 3
 SHAPES = {"a.weight": (40, 30), "a.bias": (40,), "b.weight": (7, 40)}

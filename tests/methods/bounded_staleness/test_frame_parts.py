@@ -22,9 +22,9 @@ from wingbeat.methods.bounded_staleness.messages import (
     PullRequest,
     ViewProposal,
     encode_frame,
-    initial_view,
 )
 from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.transport.membership import initial_view
 
 
 def queued(incarnation: int, header: bytes, nbytes: int = 0) -> _Queued:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
 from wingbeat.methods.bounded_staleness.rounds import Gei
+from wingbeat.transport.membership import initial_view
 
 WORKERS, COLAYERS = 8, 2
 

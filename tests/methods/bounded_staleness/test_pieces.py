@@ -7,8 +7,9 @@ import torch
 
 from helpers.pieces import split
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.methods.bounded_staleness.replica import Pieces
+from wingbeat.transport.membership import initial_view
 
 W = 3
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from wingbeat.methods.bounded_staleness.messages import PieceSum, initial_view
+from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.methods.bounded_staleness.rounds import ReceivedRounds
+from wingbeat.transport.membership import initial_view
 
 
 def part(piece: int, number: int, *entries: tuple[int, int]) -> PieceSum:

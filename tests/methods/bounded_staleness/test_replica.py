@@ -20,7 +20,6 @@ from wingbeat.methods.bounded_staleness.messages import (
     decode_header,
     decode_message,
     encode_words,
-    initial_view,
 )
 from wingbeat.methods.bounded_staleness.replica import (
     AsynchronousReplica,
@@ -30,6 +29,7 @@ from wingbeat.methods.bounded_staleness.replica import (
     sum_piece,
 )
 from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.transport.membership import initial_view
 
 K = 2
 SHAPES = ((3, 2), (2,)), ((5,),)

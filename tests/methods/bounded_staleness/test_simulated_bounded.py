@@ -12,7 +12,7 @@ import pytest
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.messages import Progress, initial_view
+from wingbeat.methods.bounded_staleness.messages import Progress
 from wingbeat.methods.bounded_staleness.simulated import StaleRun, bundled, simulate_bounded
 from wingbeat.methods.bounded_staleness.simulated_pool import PoolMember
 from wingbeat.methods.bounded_staleness.worker import Worker
@@ -20,6 +20,7 @@ from wingbeat.simulator import Links, Model, Work
 from wingbeat.simulator.cluster import Coding, Traffic
 from wingbeat.simulator.model import TimedLayer
 from wingbeat.transport import loopback
+from wingbeat.transport.membership import initial_view
 from wingbeat.types import Fusion, TensorSpec
 from wingbeat_lab.paced import simulator_model
 from wingbeat_lab.paced.model import PacedModel

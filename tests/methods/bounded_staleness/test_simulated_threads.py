@@ -9,18 +9,12 @@ import pytest
 from helpers.one_lane import OneLane
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.communication import FrameSender
-from wingbeat.methods.bounded_staleness.messages import (
-    Envelope,
-    Message,
-    Piece,
-    PieceSum,
-    Progress,
-    initial_view,
-)
+from wingbeat.methods.bounded_staleness.messages import Envelope, Message, Piece, PieceSum, Progress
 from wingbeat.methods.bounded_staleness.simulated import Bundled, FrameSizes
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.simulator.cluster import Coding
 from wingbeat.simulator.mailbox import LIMITS
+from wingbeat.transport.membership import initial_view
 from wingbeat.transport.messages.frames import HEADER_BYTES
 
 WORKERS = 5

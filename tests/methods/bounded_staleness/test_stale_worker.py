@@ -14,11 +14,10 @@ from wingbeat.methods.bounded_staleness.messages import (
     PieceSum,
     Progress,
     PullRequest,
-    View,
     ViewProposal,
-    initial_view,
 )
 from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.transport.membership import View, initial_view
 
 
 def machine(rank: int, n: int, bound: StalenessBound, incarnation: int = 0) -> Worker:

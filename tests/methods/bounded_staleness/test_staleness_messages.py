@@ -17,7 +17,6 @@ from wingbeat.methods.bounded_staleness.messages import (
     Progress,
     PullRequest,
     PullResponse,
-    View,
     ViewProposal,
     Welcome,
     decode_frames,
@@ -25,9 +24,9 @@ from wingbeat.methods.bounded_staleness.messages import (
     decode_message,
     encode_frame,
     encode_words,
-    initial_view,
 )
 from wingbeat.methods.bounded_staleness.rounds import Gei
+from wingbeat.transport.membership import View, initial_view
 
 N, K = 3, 2
 VIEW = View((0, 1, 2))

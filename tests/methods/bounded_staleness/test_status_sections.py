@@ -6,8 +6,9 @@ from typing import Any
 
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.exchange import format_mask, status_sections
-from wingbeat.methods.bounded_staleness.messages import Contribution, Progress, initial_view
+from wingbeat.methods.bounded_staleness.messages import Contribution, Progress
 from wingbeat.methods.bounded_staleness.worker import Worker
+from wingbeat.transport.membership import initial_view
 
 OTHERS = {"in_flight": 2, "waiting": 0, "pulled": 0}
 PIECES = OTHERS | {"waiting": 4}  # rounds of which only its own piece has arrived

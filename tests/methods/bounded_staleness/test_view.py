@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from wingbeat.methods.bounded_staleness.messages import (
+from wingbeat.methods.bounded_staleness.messages import ViewProposal, is_reassigned, piece_owner
+from wingbeat.methods.bounded_staleness.worker import ViewChange
+from wingbeat.transport.membership import (
     View,
-    ViewProposal,
-    covers,
     initial_view,
-    is_reassigned,
-    members,
-    merge_views,
-    piece_owner,
     with_incarnation,
     without_worker,
 )
-from wingbeat.methods.bounded_staleness.worker import ViewChange
-
-
-def test_ended_incarnation_does_not_return() -> None:
-    view = without_worker(initial_view(3), 1)
-    assert members(view) == (0, 2)
-    assert without_worker(view, 1) == view
-    again = with_incarnation(view, 1, 1)
-    assert members(again) == (0, 1, 2)
-    assert with_incarnation(without_worker(again, 1), 1, 1) == without_worker(again, 1)
-
-
-def test_merge_is_commutative() -> None:
-    a, b = (
-        without_worker(initial_view(3), 0),
-        with_incarnation(without_worker(initial_view(3), 1), 1, 2),
-    )
-    assert merge_views(a, b) == merge_views(b, a) == View((1, 4, 0))
-    assert covers(merge_views(a, b), a)
-    assert not covers(a, b)
-    assert not covers(View((-1, -1, -1)), initial_view(3))
 
 
 def test_piece_of_dead_worker_is_reassigned() -> None:

@@ -19,7 +19,8 @@ from helpers.staleness_simulation import (
     gradient,
 )
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
-from wingbeat.methods.bounded_staleness.messages import PieceSum, PullResponse, initial_view
+from wingbeat.methods.bounded_staleness.messages import PieceSum, PullResponse
+from wingbeat.transport.membership import initial_view
 
 MODES = {
     "BSP": lambda rng, k: StalenessBound(0, k, k),

@@ -94,7 +94,7 @@ class FakeMailbox:
 
 
 def client(box: FakeMailbox, rules: Rules | None = None) -> Client:
-    table = StatusTable(Switchboard(), "groups/", 4)
+    table = StatusTable(Switchboard(), "groups/", 4, 0)
     return Client(box, 1, GENERATOR, Layout.even(2, 2), rules or Rules(), 5.0, table)  # type: ignore[arg-type]
 
 

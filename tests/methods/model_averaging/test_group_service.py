@@ -27,9 +27,14 @@ from wingbeat.methods.model_averaging.generator import (
     Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
-from wingbeat.methods.model_averaging.service import GroupService, Rejoin
+from wingbeat.methods.model_averaging.service import GroupService
 from wingbeat.transport.detector import RECONNECT_S
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.membership import MembershipChange, MembershipClient
 from wingbeat.types import Layout
+
+OTHER_OPTIONS = object()
+"""Contact information of a mailbox with other options."""
 
 
 class FakeMailbox:
@@ -65,24 +70,11 @@ class FakeMailbox:
         self.closed = True
 
     def join(self, peer: int, card: Any) -> None:
-        if card is None:
+        if card is OTHER_OPTIONS:
             raise UsageError("it was opened with other limits")
         self.lost.pop(peer, None)
         self.left.discard(peer)
         self.sent[peer].clear()
-
-
-class FakeRejoinLog:
-    """The part of a rejoin log that the service uses."""
-
-    def __init__(self, *rejoins: Rejoin) -> None:
-        self.rejoins, self.connected = deque(rejoins), []
-
-    def next_rejoin(self) -> Rejoin | None:
-        return self.rejoins.popleft() if self.rejoins else None
-
-    def confirm(self, back: Rejoin) -> None:
-        self.connected.append(back)
 
 
 class Rig:
@@ -119,6 +111,17 @@ class Rig:
         for worker in workers:
             run = self.runs(worker)[-1]
             self.send(worker, Done(run.number, run.epoch))
+
+
+def restart(rig: Rig, worker: int, info: object) -> MembershipClient:
+    """Have a worker return as its next incarnation."""
+    client = rig.service._membership = MembershipClient(Switchboard(), "groups", 3, 4)
+    client._changes += [
+        MembershipChange(worker, 0, False, worker),
+        MembershipChange(worker, 1, True, worker, info),  # type: ignore[arg-type]
+    ]
+    rig.advance(0.0)
+    return client
 
 
 def test_members_receive_a_run_after_the_last_request() -> None:
@@ -600,10 +603,7 @@ def test_rejoined_worker_is_connected_and_becomes_active_by_a_request() -> None:
     rig.send(0, Request())
     assert 1 not in rig.generator
     rig.received(0)
-    back = Rejoin(2, 1, object())  # type: ignore[arg-type]
-    rig.service._rejoins = rejoins = FakeRejoinLog(back)  # type: ignore[assignment]
-    rig.advance(0.0)
-    assert rejoins.connected == [back]
+    assert list(restart(rig, 2, object())._acknowledgements) == [(2, 1)]
     assert 2 not in rig.generator, "the old process is removed"
     told = rig.received(0)
     assert [type(message) for message in told] == [Removed, RunMessage]
@@ -615,9 +615,7 @@ def test_rejoined_worker_is_connected_and_becomes_active_by_a_request() -> None:
 
 def test_rejoin_with_other_options_is_ignored() -> None:
     rig = Rig()
-    rig.service._rejoins = rejoins = FakeRejoinLog(Rejoin(2, 1, None))  # type: ignore[arg-type, assignment]
-    rig.advance(0.0)
-    assert rejoins.connected == []
+    assert not restart(rig, 2, OTHER_OPTIONS)._acknowledgements
     assert 2 not in rig.generator
     rig.send(2, Request())
     assert 2 not in rig.generator

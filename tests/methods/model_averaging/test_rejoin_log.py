@@ -1,27 +1,23 @@
-"""How a restarted worker and the group generator find each other."""
+"""How a restarted worker and the group generator find each other through the membership log."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import threading
-import time
 
 import pytest
 
 from wingbeat.errors import RendezvousError
 from wingbeat.methods.model_averaging.client import StatusTable
-from wingbeat.methods.model_averaging.service import (
-    Rejoin,
-    RejoinLog,
-    announce_rejoin,
-    next_incarnation,
-)
+from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.membership import LogEntry, MembershipChange, MembershipClient, View
 from wingbeat.transport.messages.peers import PeerInfo
 
-ROOM = "groups1"
+ROOM, GENERATOR = "groups1", 4
 
 
 def card() -> str:
@@ -30,20 +26,34 @@ def card() -> str:
     return PeerInfo(host, uses, secrets.randbits(64), "3", True, ((5,),), 1000, 2000).to_json()
 
 
-def comes_back(store: Switchboard, log: RejoinLog, worker: int) -> int:
+def member(store: Switchboard, number: int) -> MembershipClient:
+    config = GeneratorConfig(
+        room=ROOM, host_of=(0,) * GENERATOR, interfaces=(), timeout=30.0, rules=Rules()
+    )
+    return config._membership(store, number)
+
+
+def poll(log: MembershipClient) -> list[MembershipChange]:
+    """Do what the generator's thread does, and return the workers that it can connect to."""
+    log.synchronize()
+    log._read_peer_infos()
+    return [change for change in log.take_changes() if change.peer_info is not None]
+
+
+def rejoin(store: Switchboard, log: MembershipClient, worker: int) -> int:
     """Come back as a worker; which incarnation it has."""
-    incarnation = next_incarnation(store, ROOM, worker)
+    client = member(store, worker)
+    incarnation = client.next_incarnation()
     store.set(f"messages/{ROOM}/{worker}.{incarnation}", card())
-    thread = threading.Thread(target=announce_rejoin, args=(store, ROOM, worker, incarnation, 30.0))
+    thread = threading.Thread(target=client.announce, args=(incarnation, 30.0, [GENERATOR]))
     thread.start()
-    back = None
-    while back is None:
-        log.poll()
-        back = log.next_rejoin()
-    assert back[:2] == (worker, incarnation)
+    found: list[MembershipChange] = []
+    while not found:
+        found = poll(log)
+    assert [each[:2] for each in found] == [(worker, incarnation)]
     assert thread.is_alive(), "it is not connected yet"
-    log.confirm(back)
-    log.poll()
+    log.acknowledge(worker, incarnation)
+    log.synchronize()
     thread.join(30.0)
     assert not thread.is_alive()
     return incarnation
@@ -51,17 +61,30 @@ def comes_back(store: Switchboard, log: RejoinLog, worker: int) -> int:
 
 def test_each_incarnation_is_numbered_and_read_once() -> None:
     store = Switchboard()
-    log = RejoinLog(store, ROOM, 4)
-    assert [comes_back(store, log, worker) for worker in (2, 3, 2, 2)] == [1, 1, 2, 3]
-    log.poll()
-    assert log.next_rejoin() is None
+    log = member(store, GENERATOR)
+    assert [rejoin(store, log, worker) for worker in (2, 3, 2, 2)] == [1, 1, 2, 3]
+    assert poll(log) == []
 
 
-def test_rejoin_after_the_generator_was_lost_raises() -> None:
+def test_no_generator_acknowledges_after_a_worker_has_fallen_back() -> None:
     store = Switchboard()
-    StatusTable(store, ROOM, 4).mark_fallback(0, 1)
-    with pytest.raises(RendezvousError, match=r"rank 2: cannot rejoin: .* has died"):
-        announce_rejoin(store, ROOM, 2, 1, 30.0)
+    log = member(store, GENERATOR)
+    StatusTable(store, ROOM, 4, 0).mark_fallback(0, 1)
+    assert member(store, 2).announce(1, 30.0, [GENERATOR]) == {}
+    log.synchronize()
+    assert log.log.view == (0, 0, 2, 0, 1)
+
+
+def test_fallback_ends_a_rejoin_that_waits() -> None:
+    store = Switchboard()
+    client, found = member(store, 2), list[dict[int, int]]()
+    thread = threading.Thread(target=lambda: found.append(client.announce(1, 30.0, [GENERATOR])))
+    thread.start()
+    while not store.has(f"membership/{ROOM}/0"):
+        pass
+    StatusTable(store, ROOM, 4, 0).mark_fallback(0, 1)
+    thread.join(20.0)
+    assert found == [{}]
 
 
 @pytest.mark.parametrize("session", ["Infinity", "1e400", "-1", "true", '"1"', "1.5"])
@@ -69,82 +92,49 @@ def test_malformed_card_is_refused_and_the_next_worker_rejoins(
     session: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Switchboard()
-    log = RejoinLog(store, ROOM, 4)
-    store.set(f"{ROOM}/rejoin/0", "[1, 1]")
+    log = member(store, GENERATOR)
+    store.set(f"membership/{ROOM}/0", json.dumps(LogEntry(1, View((0, 2, 0, 0, 0)))))
     fields = json.loads(card())
     text = json.dumps(fields | {"session": "SESSION"}).replace('"SESSION"', session)
     store.set(f"messages/{ROOM}/1.1", text)
-    log.poll()
-    assert log.next_rejoin() is None
-    refused = f"rank 1 rejoins, and is refused: the rendezvous store has under 'messages/{ROOM}"
+    assert poll(log) == []
+    refused = f"cannot accept rank 1 again: the rendezvous store has under 'messages/{ROOM}"
     assert caplog.text.count(refused) == 1
-    assert comes_back(store, log, 2) == 1
+    assert rejoin(store, log, 2) == 1
 
 
-def test_rejoin_is_read_again_after_a_timeout_of_the_store(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_card_is_read_again_after_a_timeout_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Switchboard()
-    log = RejoinLog(store, ROOM, 4)
-    store.set(f"{ROOM}/rejoin/0", "[1, 1]")
-    monkeypatch.setattr("wingbeat.methods.model_averaging.service._READ_S", 0.0)
-    with pytest.raises(TimeoutError):
-        log.poll()  # its card is not there yet
-    assert log.next_rejoin() is None
+    log = member(store, GENERATOR)
+    store.set(f"membership/{ROOM}/0", json.dumps(LogEntry(1, View((0, 2, 0, 0, 0)))))
+    monkeypatch.setattr("wingbeat.transport.membership._READ_S", 0.0)
+    assert poll(log) == []  # its card is not there yet
     store.set(f"messages/{ROOM}/1.1", card())
-    log.poll()
-    back = log.next_rejoin()
-    assert back is not None
-    assert back[:2] == (1, 1)
+    assert [each[:2] for each in poll(log)] == [(1, 1)]
 
 
-def test_fallback_of_a_worker_is_seen_by_the_generator() -> None:
+def test_card_of_an_ended_incarnation_is_not_awaited() -> None:
     store = Switchboard()
-    log = RejoinLog(store, ROOM, 4)
-    log.poll()
-    assert not log.generator_lost
-    StatusTable(store, ROOM, 4).mark_fallback(0, 1)
-    log.poll()
-    assert log.generator_lost
+    log = member(store, GENERATOR)
+    for number, own in enumerate((2, 3)):
+        entry = LogEntry(1, View((0, own, 0, 0, 0)))
+        store.set(f"membership/{ROOM}/{number}", json.dumps(entry))
+    assert poll(log) == []
+    assert not log._started
 
 
 def test_rejoin_without_an_answer_of_the_generator_raises() -> None:
-    with pytest.raises(RendezvousError, match=r"did not answer within 0\.1 s; check that rank 0"):
-        announce_rejoin(Switchboard(), ROOM, 2, 1, 0.1)
+    text = r"rank 2: the group generator \(started by rank 0\) did not accept .* within 0\.1 s"
+    with pytest.raises(RendezvousError, match=text):
+        member(Switchboard(), 2).announce(1, 0.1, [GENERATOR])
 
 
-def test_failure_of_the_thread_is_raised_by_next_rejoin() -> None:
+def test_malformed_entries_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     store = Switchboard()
-
-    def broken(_key: str) -> bool:
-        raise KeyError("torn")
-
-    store.has = broken  # type: ignore[method-assign]
-    log = RejoinLog(store, ROOM, 4)
-    log.start()
-    with pytest.raises(RendezvousError, match="thread wingbeat-rejoin-log has ended by KeyError"):
-        next_of(log)
-
-
-def next_of(log: RejoinLog) -> Rejoin:
-    """Wait for the next that has come back."""
-    deadline = time.monotonic() + 30.0
-    while (back := log.next_rejoin()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return back
-
-
-def test_malformed_entries_are_ignored() -> None:
-    store = Switchboard()
-    lines = ("{", "[1, 0]", "[-1, 1]", '["1", 1]', "[9, 1]", "[3, 1]", "[1, 1]")
+    good = json.dumps(LogEntry(1, View((0, 2, 0, 0, 0))))
+    lines = ("{", "[1, 0]", "[-1, [0, 0, 0, 0, 0]]", "[1, [0, 0]]", '["1", 1]', good)
     for number, text in enumerate(lines):
-        store.set(f"{ROOM}/rejoin/{number}", text)
-    store.set(f"messages/{ROOM}/3.1", "no card")
+        store.set(f"membership/{ROOM}/{number}", text)
     store.set(f"messages/{ROOM}/1.1", card())
-    log = RejoinLog(store, ROOM, 4)
-    log.poll()
-    back = log.next_rejoin()
-    assert back is not None
-    assert back[:2] == (1, 1)
-    assert log.next_rejoin() is None
+    assert [each[:2] for each in poll(member(store, GENERATOR))] == [(1, 1)]
+    assert caplog.text.count("is ignored") == 5

@@ -26,7 +26,7 @@ from wingbeat.types import Layout
 
 
 def client(worker: int, store: Switchboard, everyone: bool = False, hosts: int = 2) -> StaticClient:
-    table = StatusTable(store, "groups/", 2 * hosts)
+    table = StatusTable(store, "groups/", 2 * hosts, worker)
     return StaticClient(worker, Layout.even(hosts, 2), TIMEOUT_S, table, everyone=everyone)
 
 
@@ -108,7 +108,7 @@ def test_worker_past_a_step_is_not_awaited() -> None:
     def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
         seen.append(run.members)
         if len(seen) == 1:
-            StatusTable(store, "groups/", 4).publish(1, Status(0, False, 1, -1))
+            StatusTable(store, "groups/", 4, 0).publish(1, Status(0, False, 1, -1))
             return 3
         if 3 in run.members:
             return 3
@@ -133,7 +133,7 @@ def test_member_that_synchronizes_is_detected_while_awaited(status: Status, foun
         seen.append(run.members)
         if len(seen) > 1:
             return None
-        StatusTable(store, "groups/", 4).publish(2, status)
+        StatusTable(store, "groups/", 4, 0).publish(2, status)
         deadline = time.monotonic() + TIMEOUT_S
         while arrival():
             assert time.monotonic() < deadline
@@ -177,7 +177,7 @@ def test_kept_connection_that_a_peer_closed_is_opened_again() -> None:
     def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
         seen.append(run.number)
         if len(seen) == 3:
-            StatusTable(store, "groups/", 4).publish(1, Status(0, False, 2, 5))
+            StatusTable(store, "groups/", 4, 0).publish(1, Status(0, False, 2, 5))
             return 1
         return None
 
@@ -196,7 +196,7 @@ def test_lost_worker_trains_alone_and_cannot_synchronize(
     one = client(0, store, everyone=True)
 
     def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
-        StatusTable(store, "groups/", 4).mark_lost(0)
+        StatusTable(store, "groups/", 4, 1).mark_lost(0)
         return 0
 
     reducer = FunctionReducer(average)
@@ -210,8 +210,8 @@ def test_lost_worker_trains_alone_and_cannot_synchronize(
 
 def test_silent_worker_is_left_out_of_a_synchronization() -> None:
     store = Switchboard()
-    one = StaticClient(0, Layout.even(1, 3), 0.3, StatusTable(store, "groups/", 3))
-    table = StatusTable(store, "groups/", 3)
+    one = StaticClient(0, Layout.even(1, 3), 0.3, StatusTable(store, "groups/", 3, 0))
+    table = StatusTable(store, "groups/", 3, 0)
     table.publish(1, Status(0, True, 9, -1))
     runs: list[Run] = []
     reducer = FunctionReducer(lambda run, alive: runs.append(run))
@@ -227,7 +227,7 @@ def test_silent_worker_is_left_out_of_a_synchronization() -> None:
 def test_synchronize_of_the_last_worker_succeeds_if_the_others_left_after_theirs(
     left: bool, levels: int, alone: bool
 ) -> None:
-    table = StatusTable(Switchboard(), "groups/", 2)
+    table = StatusTable(Switchboard(), "groups/", 2, 0)
     one = StaticClient(0, Layout.even(1, 2), 5.0, table)
     reducer = FunctionReducer(lambda run, alive: None)
     table.publish(1, Status(0, True, 9, -1))
@@ -242,7 +242,7 @@ def test_synchronize_of_the_last_worker_succeeds_if_the_others_left_after_theirs
 
 
 def test_silent_worker_that_runs_is_awaited() -> None:
-    table = StatusTable(Switchboard(), "groups/", 2)
+    table = StatusTable(Switchboard(), "groups/", 2, 0)
     asked: list[int] = []
 
     def is_running(worker: int) -> bool:
@@ -259,7 +259,7 @@ def test_silent_worker_that_runs_is_awaited() -> None:
 
 
 def test_worker_that_runs_and_never_synchronizes_raises_after_ten_timeouts() -> None:
-    table = StatusTable(Switchboard(), "groups/", 2)
+    table = StatusTable(Switchboard(), "groups/", 2, 0)
     one = StaticClient(0, Layout.even(1, 2), 0.05, table, is_running=lambda _: True)
     with pytest.raises(PeerError, match=r"rank 0: rank 1 is alive, but the call .* for 0\.5 s"):
         one.synchronize(FunctionReducer(lambda run, alive: None))
@@ -268,7 +268,7 @@ def test_worker_that_runs_and_never_synchronizes_raises_after_ten_timeouts() -> 
 
 def test_malformed_status_is_ignored() -> None:
     store = Switchboard()
-    table = StatusTable(store, "groups/", 4)
+    table = StatusTable(store, "groups/", 4, 0)
     for worker, text in enumerate(("{", "[1, 2, 3, 4]", '[0, false, "1", 0]', "[1, true, 2, 3]")):
         store.set(f"groups//status/{worker}", text)
     assert table.statuses() == {3: Status(1, True, 2, 3)}

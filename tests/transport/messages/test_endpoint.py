@@ -14,7 +14,7 @@ from helpers.mail import Play
 from wingbeat._native import Endpoint
 from wingbeat.errors import UsageError
 from wingbeat.transport.messages.frames import Header, Limits, Type
-from wingbeat.transport.messages.mailbox import Route, Routes
+from wingbeat.transport.messages.peers import Route, Routes
 
 FAULTS = st.builds(
     Faults,
@@ -420,10 +420,12 @@ def test_silence_before_resume_does_not_count() -> None:
 
 def test_interfaces_of_a_peer_are_stored_until_routes_change() -> None:
     """Servers request them twice for each message."""
-    routes = Routes([Route(1, 2, 0), Route(1, 0, 0), Route(1, 2, 1)], 0, "rank {}".format)
+    routes = Routes(0, "rank {}".format)
+    routes.set(1, [Route(1, 2, 0), Route(1, 0, 0), Route(1, 2, 1)])
     assert routes.interfaces(1) == (2, 0)
     assert routes.interfaces(1) is routes.interfaces(1)
-    routes.renew([Route(1, 0, 0), Route(2, 2, 0)])
+    routes.set(1, [Route(1, 0, 0)])
+    routes.set(2, [Route(2, 2, 0)])
     assert (routes.interfaces(1), routes.interfaces(2)) == ((0,), (2,))
     with pytest.raises(
         UsageError, match=r"rank 0 has no connection to rank 3; allowed: rank 1, rank 2"

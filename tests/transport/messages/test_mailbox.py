@@ -300,7 +300,7 @@ def test_unused_mailbox_is_collected() -> None:
 
 
 def ports_of(box: Mailbox) -> tuple[int, ...]:
-    return box._connector._info.ports[0]
+    return box._connector.info.ports[0]
 
 
 def refused(box: Mailbox, reason: str, count: int = 1) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages.peers import (
@@ -79,9 +80,19 @@ def test_peer_info_is_read_as_written() -> None:
     ],
 )
 def test_a_wrong_field_is_a_value_error(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match="malformed") as caught:
+    with pytest.raises(MalformedMessage, match=r"^malformed peer info: .+"):
         PeerInfo.from_json(json.dumps({**fields(), field: value}))
-    assert type(caught.value) is ValueError
+
+
+def test_addresses_with_different_numbers_of_ports_are_refused() -> None:
+    both = (*HOST.interfaces, Interface("eth1", "10.0.1.1", "10.0.1.0/24"))
+    uses, ports = tuple(each.address for each in both), ((1,), (2,))
+    two = dataclasses.replace(CARD, host=Host("a", both), uses=uses, ports=ports)
+    assert PeerInfo.from_json(two.to_json()) == two
+    for wrong in ([[1]], [[1], [2, 3]]):
+        text = json.dumps({**json.loads(two.to_json()), "ports": wrong})
+        with pytest.raises(MalformedMessage, match="allowed: as many for each address"):
+            PeerInfo.from_json(text)
 
 
 @pytest.mark.filterwarnings("ignore:__int__ returned non-int")  # a network that is given as true

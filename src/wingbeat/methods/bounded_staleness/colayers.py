@@ -26,12 +26,12 @@ import torch
 from wingbeat.engine.gradients.bucket import Bucket
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
-from wingbeat.methods.bounded_staleness.messages import Number, View, members
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.plans import Measured
 from wingbeat.schema import MalformedMessage, Range, Text, parse_json
+from wingbeat.transport.membership import Number, View, members
 from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Plan, PlannedBucket
 

@@ -21,7 +21,6 @@ from wingbeat.exchanges.lanes import BEGIN, MORE, Lanes, ProtocolError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.journal import Journal
 from wingbeat.methods.bounded_staleness.membership import (
-    MembershipClient,
     MembershipMonitor,
     WorkerLost,
     WorkerRejoined,
@@ -30,7 +29,6 @@ from wingbeat.methods.bounded_staleness.messages import (
     Envelope,
     Frame,
     Message,
-    View,
     ViewProposal,
     decode_frames,
     decode_header,
@@ -42,6 +40,7 @@ from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
 from wingbeat.transport.graceful_shutdown import Departures
+from wingbeat.transport.membership import MembershipClient, View
 from wingbeat.transport.messages.frames import Message as Packet
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 

@@ -176,7 +176,7 @@ class BoundedStalenessExchange:
             )
         else:
             self._replica = AsynchronousReplica(*common)
-        store = world.polling_store
+        store = world.store
         assert isinstance(store, AtomicStore), "the stores of jobs can claim keys"
         joined = join_workers(
             store, world.rank, world.size, namespace=f"stale{world.serial}",

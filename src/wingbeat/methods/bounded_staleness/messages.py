@@ -7,11 +7,10 @@ the receiver checks.
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, NewType, TypeAlias, get_args
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_args
 
 from wingbeat.schema import (
     Length,
@@ -23,51 +22,10 @@ from wingbeat.schema import (
     from_words,
     to_words,
 )
+from wingbeat.transport.membership import MAX_NUMBER, Number, View, WholeView, WorkerId
 
-# -- views -----------------------------------------------------------------------------------
-
-MAX_NUMBER = 1 << 48
-"""Upper bound of iterations, rounds and incarnations, exclusive."""
-
-Number: TypeAlias = Annotated[int, Range(0, MAX_NUMBER)]
 NumberOrNone: TypeAlias = Annotated[int, Range(-1, MAX_NUMBER)]
 Colayer: TypeAlias = Annotated[int, Range(0, "colayers")]
-WorkerId: TypeAlias = Annotated[int, Range(0, "workers")]
-
-View = NewType("View", tuple[Number, ...])
-"""One number for each worker, even while the worker is alive, in incarnation number / 2, and odd
-when that incarnation has ended. Numbers only grow, so merging two views takes the larger ones."""
-
-
-def initial_view(workers: int) -> View:
-    """Return the view in which a job starts: all workers are alive in their first incarnation."""
-    return View((0,) * workers)
-
-
-def merge_views(a: View, b: View) -> View:
-    """Return the view with all information of both."""
-    return View(tuple(map(max, a, b)))
-
-
-def covers(a: View, b: View) -> bool:
-    """Whether ``a`` contains all information of ``b``."""
-    return all(x >= y for x, y in zip(a, b, strict=True))
-
-
-def without_worker(view: View, worker: int) -> View:
-    """Return the view in which the current incarnation of ``worker`` has ended."""
-    return View((*view[:worker], view[worker] | 1, *view[worker + 1 :]))
-
-
-def with_incarnation(view: View, worker: int, incarnation: int) -> View:
-    """Return the view in which ``worker`` is alive in ``incarnation``, counted from 0."""
-    return View((*view[:worker], max(view[worker], 2 * incarnation), *view[worker + 1 :]))
-
-
-@functools.lru_cache(maxsize=64)
-def members(view: View) -> tuple[int, ...]:
-    """Return the workers that are alive."""
-    return tuple(worker for worker, number in enumerate(view) if number % 2 == 0)
 
 
 def piece_owner(view: View, piece: int) -> int:
@@ -86,7 +44,6 @@ def is_reassigned(view: View, piece: int) -> bool:
 Contribution: TypeAlias = tuple[Number, WorkerId]
 """Iteration and worker of the gradients of one colayer."""
 
-WholeView: TypeAlias = Annotated[View, Length("workers")]
 ByWorker: TypeAlias = Annotated[tuple[NumberOrNone, ...], Length("workers")]
 
 Watermarks: TypeAlias = Annotated[tuple[ByWorker, ...], Length("colayers")]

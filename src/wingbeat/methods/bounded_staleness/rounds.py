@@ -13,12 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from wingbeat.methods.bounded_staleness.messages import (
-    Contribution,
-    GeiState,
-    PieceSum,
-    Watermarks,
-)
+from wingbeat.methods.bounded_staleness.messages import Contribution, GeiState, PieceSum, Watermarks
 
 Table = list[list[list[int]]]
 

@@ -21,7 +21,6 @@ from wingbeat.methods.bounded_staleness.messages import (
     PieceSum,
     Progress,
     encode_frame,
-    initial_view,
 )
 from wingbeat.methods.bounded_staleness.simulated_pool import PoolMember, WorkerPool
 from wingbeat.methods.bounded_staleness.worker import Worker
@@ -32,6 +31,7 @@ from wingbeat.simulator.interfaces import Interfaces, Paths, Stream, bcube, star
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model
 from wingbeat.simulator.run import Sleeps
+from wingbeat.transport.membership import initial_view
 from wingbeat.transport.messages.frames import HEADER_BYTES
 from wingbeat.types import Fusion
 

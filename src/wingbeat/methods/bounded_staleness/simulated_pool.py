@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wingbeat.methods.bounded_staleness.bound import StalenessBound, StragglerDetector
-from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum, View
+from wingbeat.methods.bounded_staleness.messages import Contribution, PieceSum
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
 from wingbeat.simulator.model import ITEMSIZE
+from wingbeat.transport.membership import View
 
 if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.simulated import FrameSize, FrameSizes

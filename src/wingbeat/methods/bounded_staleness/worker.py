@@ -22,23 +22,25 @@ from wingbeat.methods.bounded_staleness.messages import (
     Progress,
     PullRequest,
     PullResponse,
-    View,
     ViewProposal,
     Welcome,
-    covers,
-    initial_view,
     is_reassigned,
-    members,
-    merge_views,
     piece_owner,
-    with_incarnation,
-    without_worker,
 )
 from wingbeat.methods.bounded_staleness.rounds import (
     Gei,
     OwnedPiece,
     ReceivedRounds,
     SentContributions,
+)
+from wingbeat.transport.membership import (
+    View,
+    covers,
+    initial_view,
+    members,
+    merge_views,
+    with_incarnation,
+    without_worker,
 )
 
 Combine = Callable[[int, int, dict[Contribution, Any]], Any]

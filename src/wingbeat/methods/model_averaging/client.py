@@ -10,6 +10,7 @@ import enum
 import functools
 import json
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -40,15 +41,13 @@ from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.schema import MalformedMessage, Range, parse_json
 from wingbeat.transport.detector import Failed, FailureDetector
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
+from wingbeat.transport.membership import MembershipClient, members
 from wingbeat.transport.messages.frames import Message
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.store import Store
 from wingbeat.types import Layout
 
 _log = logging.getLogger(__name__)
-
-GENERATOR_LOST = "generator-lost"
-"""Key of the store that is set once a worker continues without the generator."""
 
 NO_INITIATOR = -1
 """The initiator of groups that no worker has requested. Their numbers grow with the step."""
@@ -143,11 +142,20 @@ class Status(NamedTuple):
     failed: Annotated[int, Range(-1, 1 << 48)] = -1
 
 
-class StatusTable:
-    """The status of all workers, and which are lost or have left. Empty while the store is down."""
+_SUPPRESSED = contextlib.suppress(TimeoutError, RuntimeError, OSError)
 
-    def __init__(self, store: Store, room: str, workers: int) -> None:
+
+class StatusTable:
+    """The status of all workers, and which are lost or have left. Empty while the store is down.
+
+    The members of the log are the workers and, with the number after them, the group generator.
+    ``worker`` is the one that writes, in any of its threads.
+    """
+
+    def __init__(self, store: Store, room: str, workers: int, worker: int) -> None:
         self._store, self._room, self._workers = store, room, workers
+        self._membership = MembershipClient(store, room, worker, workers + 1)
+        self._reading = threading.Lock()
 
     def publish(self, worker: int, status: Status) -> None:
         """Set the status of ``worker``."""
@@ -162,8 +170,12 @@ class StatusTable:
         return found
 
     def mark_lost(self, worker: int, *, left: bool = False) -> None:
-        """Mark ``worker`` as inactive permanently; ``left`` if it has shut down gracefully."""
-        self._set(f"lost/{worker}", "left" if left else "1")
+        """Mark ``worker`` as inactive permanently; ``left`` if it has shut down gracefully.
+
+        Unless this worker was marked before: the others have continued without it.
+        """
+        with self._reading, _SUPPRESSED:
+            self._membership.end(worker, left=left)
 
     def mark_fallback(self, worker: int, last: int) -> None:
         """Mark that ``worker`` continues without the generator. No process can rejoin afterwards.
@@ -171,7 +183,7 @@ class StatusTable:
         ``last`` is the last group that it has completed; it joins no later one.
         """
         self._set(f"fallback/{worker}", str(last))
-        self._set(GENERATOR_LOST, "1")
+        self.mark_lost(self._workers)
 
     def fallbacks(self, workers: Iterable[int]) -> dict[int, int]:
         """Return the last group of each of ``workers`` that continues without the generator."""
@@ -183,19 +195,21 @@ class StatusTable:
 
     def lost(self) -> set[int]:
         """Return the workers that are permanently inactive."""
-        return {w for w in range(self._workers) if self._store.has(f"{self._room}/lost/{w}")}
+        with self._reading, _SUPPRESSED:
+            self._membership.synchronize()
+        return set(range(self._workers)).difference(members(self._membership.log.view))
 
     def has_left(self, worker: int) -> bool:
         """Whether ``worker`` has shut down gracefully."""
-        return self._get(f"lost/{worker}") == "left"
+        return worker in self._membership.log.left
 
     def _set(self, key: str, value: str) -> None:
         # Groups with open connections do not need the store.
-        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
+        with _SUPPRESSED:
             self._store.set(f"{self._room}/{key}", value)
 
     def _get(self, key: str) -> str:
-        with contextlib.suppress(TimeoutError, RuntimeError, OSError):
+        with _SUPPRESSED:
             if self._store.has(f"{self._room}/{key}"):
                 return self._store.get(f"{self._room}/{key}", _READ_S)
         return ""

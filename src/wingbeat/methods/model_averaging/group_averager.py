@@ -187,7 +187,7 @@ class GroupSession:
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
         self.client: Client | StaticClient
         room, layout = f"groups{serial}", world.layout
-        store = world.polling_store
+        store = world.store
         is_running = functools.partial(failures.is_alive, store)
         departures = departures_of(world)
         if rules is None:
@@ -196,7 +196,7 @@ class GroupSession:
                     f"rank {world.rank} was started again while the others continue: the static "
                     "schedule has no rejoin; use Rules(), or start all workers again"
                 )
-            table = StatusTable(store, room, world.size)
+            table = StatusTable(store, room, world.size, world.rank)
             self.client = StaticClient(
                 world.rank, layout, world.timeout, table, is_running=is_running
             )

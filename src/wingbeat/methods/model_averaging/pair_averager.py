@@ -465,8 +465,8 @@ class PairAverager:
         self._machine = PairMachine(world.rank, world.size, len(pair_buffer.spans), seed)
         self._everyone = world.parent or world
         self._first = (next_serial(self._everyone) - 1) * SERIES
-        store, room, departures = world.polling_store, f"pairs/{world.path}", departures_of(world)
-        table = StatusTable(store, room, world.size)
+        store, room, departures = world.store, f"pairs/{world.path}", departures_of(world)
+        table = StatusTable(store, room, world.size, world.rank)
         self._client = StaticClient(
             world.rank, Layout.even(1, world.size), world.timeout, table, everyone=True,
             is_running=functools.partial(is_alive, store),
@@ -476,7 +476,7 @@ class PairAverager:
         self._exchange: PairExchange | None = None
         if world.size > 1:
             mailbox = open_mailbox(
-                world.polling_store,
+                world.store,
                 world.rank,
                 partners(world.rank, world.size),
                 namespace=room,

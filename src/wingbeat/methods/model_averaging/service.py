@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import GENERATOR_LOST, Client, StatusTable
+from wingbeat.methods.model_averaging.client import Client, StatusTable
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
     MESSAGES,
@@ -34,13 +33,13 @@ from wingbeat.methods.model_averaging.generator import (
     Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
-from wingbeat.schema import MalformedMessage, Range, parse_json
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport.detector import Deadlines, Failure, FailureDetector
+from wingbeat.transport.membership import MembershipClient
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
 from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
-from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
-from wingbeat.transport.services import BackgroundThread
+from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat.transport.store import AtomicStore, Store
 from wingbeat.types import Layout
 
@@ -56,153 +55,12 @@ SILENCE_S = 5.0
 """Seconds without a message after which an awaited worker, or the generator, is dead."""
 
 _CHECK_S = 0.25
-"""Interval between checks for dead and slow workers, and reads of the rejoin log, in seconds."""
+"""Interval between checks for dead and slow workers, in seconds."""
 
 _BATCH = 256  # messages that are handled between two checks
 _KEEPALIVE_S = 5.0  # maximum interval between keepalive messages to waiting workers, in seconds
 _QUICK_CLOSE_S = 1.0
 """Timeout of the shutdown if the worker that started this process has exited, in seconds."""
-
-_READ_S = 5.0  # timeout of a read of an existing key, in seconds
-
-
-# -- restarted workers announce themselves in the rendezvous store ------------------------
-
-
-class Rejoin(NamedTuple):
-    """A restarted worker.
-
-    Attributes:
-        incarnation: the number of its restarts; 0 is the first process.
-        peer_info: the addresses of its mailbox.
-    """
-
-    worker: int
-    incarnation: int
-    peer_info: PeerInfo
-
-
-def next_incarnation(store: Store, room: str, worker: int) -> int:
-    """Return the incarnation of a restarted ``worker``; RendezvousError without the store."""
-    incarnation, index = 1, 0
-    try:
-        while store.has(_entry(room, index)):
-            entry = _parse_entry(store.get(_entry(room, index), _READ_S))
-            incarnation += entry is not None and entry[0] == worker
-            index += 1
-    except TimeoutError as error:
-        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
-    return incarnation
-
-
-def announce_rejoin(
-    store: AtomicStore, room: str, worker: int, incarnation: int, timeout: float
-) -> None:
-    """Append ``worker`` to the rejoin log, and wait until the generator has connected to it.
-
-    Raises RendezvousError if the generator is lost, or does not answer within ``timeout`` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    text, index = json.dumps(RejoinEntry(worker, incarnation)), 0
-    try:
-        while store.claim(_entry(room, index), text) != text:
-            index += 1
-        while not store.has(_confirmed(room, worker, incarnation)):
-            if store.has(f"{room}/{GENERATOR_LOST}"):
-                raise RendezvousError(
-                    f"rank {worker}: cannot rejoin: the group generator has died, and the "
-                    "others continue without one; start all workers again from a checkpoint"
-                )
-            if time.monotonic() >= deadline:
-                raise RendezvousError(
-                    f"rank {worker}: rejoined, and the group generator did not answer within "
-                    f"{timeout:g} s; check that rank 0 runs, which has started it"
-                )
-            time.sleep(0.05)
-    except TimeoutError as error:
-        raise RendezvousError(f"rank {worker}: cannot rejoin: {error}") from None
-
-
-class RejoinLog(BackgroundThread):
-    """The generator's reader of the rejoin log, a thread because the store may block.
-
-    Attributes:
-        generator_lost: whether a worker has published that it continues without the generator.
-    """
-
-    def __init__(self, store: Store, room: str, workers: int) -> None:
-        super().__init__(self._poll_until_stopped, "wingbeat-rejoin-log")
-        self._store, self._room, self._workers = store, room, workers
-        self._read = 0
-        self._rejoined: deque[Rejoin] = deque()
-        self._to_confirm: deque[tuple[int, int]] = deque()
-        self._stopping = threading.Event()
-        self.generator_lost = False
-
-    def stop(self) -> None:
-        """End the thread after its current call of the store."""
-        self._stopping.set()
-
-    def next_rejoin(self) -> Rejoin | None:
-        """Return the next restarted worker, if any; RendezvousError if the thread has failed."""
-        if self.failure:
-            raise RendezvousError(f"group generator: {self.failure}")
-        return self._rejoined.popleft() if self._rejoined else None
-
-    def confirm(self, rejoin: Rejoin) -> None:
-        """Publish to a restarted worker that the generator has connected to it."""
-        self._to_confirm.append(rejoin[:2])
-
-    def poll(self) -> None:
-        """Read new entries, and write confirmations."""
-        while self._to_confirm:
-            self._store.set(_confirmed(self._room, *self._to_confirm.popleft()), "1")
-        while self._store.has(key := _entry(self._room, self._read)):
-            entry, info = _parse_entry(self._store.get(key, _READ_S)), None
-            if entry is None:
-                _log.warning("ignoring the malformed value of %s in the store", key)
-            elif entry[0] < self._workers:
-                try:
-                    info = read_peer_info(self._store, self._room, *entry, _READ_S)
-                except ValueError as error:
-                    _log.warning("rank %d rejoins, and is refused: %s", entry[0], error)
-            self._read += 1  # after the reads, so that an entry whose read timed out is read again
-            if entry is not None and info is not None:
-                self._rejoined.append(Rejoin(*entry, info))
-        lost = f"{self._room}/{GENERATOR_LOST}"
-        self.generator_lost = self.generator_lost or self._store.has(lost)
-
-    def _poll_until_stopped(self) -> None:
-        while not self._stopping.wait(_CHECK_S):
-            # A worker that rejoins raises when its own wait times out.
-            with contextlib.suppress(TimeoutError, RuntimeError):
-                self.poll()
-
-
-def _entry(room: str, index: int) -> str:
-    return f"{room}/rejoin/{index}"
-
-
-def _confirmed(room: str, worker: int, incarnation: int) -> str:
-    return f"{room}/confirmed/{worker}.{incarnation}"
-
-
-class RejoinEntry(NamedTuple):
-    """An entry of the rejoin log.
-
-    Attributes:
-        worker: the restarted worker.
-        incarnation: the number of its restarts.
-    """
-
-    worker: Annotated[int, Range(0, ID_LIMIT)]
-    incarnation: Annotated[int, Range(1, ID_LIMIT)]
-
-
-def _parse_entry(text: str) -> RejoinEntry | None:
-    with contextlib.suppress(MalformedMessage):
-        return parse_json(RejoinEntry, text)
-    return None
 
 
 # -- what the service decides with --------------------------------------------------------
@@ -291,7 +149,7 @@ class GroupService:
 
     The mailbox is connected to all workers, numbered by rank. ``first`` is the timeout of a step in
     seconds while its worker's usual one is unknown, ``least`` the lower bound of others.
-    ``rejoins`` are the restarted workers; None if there are none.
+    ``membership`` has the restarted workers; None if there are none.
     """
 
     def __init__(
@@ -303,10 +161,10 @@ class GroupService:
         least: float = MIN_TIMEOUT_S,
         connections: ConnectionCache | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rejoins: RejoinLog | None = None,
+        membership: MembershipClient | None = None,
     ) -> None:
         self._mailbox, self._generator = mailbox, generator
-        self._clock, self._rejoins = clock, rejoins
+        self._clock, self._membership = clock, membership
         self._steps, self._first_s = Deadlines(least, first=first), first
         self._detector = FailureDetector(mailbox, clock)
         self._connections = connections or ConnectionCache(workers)
@@ -322,7 +180,7 @@ class GroupService:
         """
         while not all(w.gone or w.silent for w in self._workers) and parent():
             # If this process was suspended, workers may have continued without it.
-            if self._rejoins is not None and self._rejoins.generator_lost:
+            if self._membership is not None and self._membership.log.view[-1] % 2:
                 break
             self.step(self._mailbox.next(_CHECK_S))
         if not parent() and not self._workers[0].gone:
@@ -337,8 +195,10 @@ class GroupService:
                 break
             self._receive(message)
             message = self._mailbox.poll() if left else None
-        while self._rejoins is not None and (rejoin := self._rejoins.next_rejoin()) is not None:
-            self._connect(rejoin, self._rejoins)
+        if self._membership is not None:
+            for change in self._membership.take_changes():
+                if change.peer_info is not None and self._connect(change.worker, change.peer_info):
+                    self._membership.acknowledge(change.worker, change.incarnation)
         now = self._clock()
         if now - self._checked_at > _CHECK_S:
             self._checked_at = now
@@ -479,17 +339,16 @@ class GroupService:
                 return
         self._send(receiver, SendState(receiver, receiver, 0))
 
-    def _connect(self, rejoin: Rejoin, rejoins: RejoinLog) -> None:
+    def _connect(self, worker: int, info: PeerInfo) -> bool:
         """Connect to a restarted worker. Its first request makes it active."""
-        worker = rejoin.worker
         self._remove_for_good(worker)  # the loss of the old process may not be detected yet
         try:
-            self._mailbox.join(worker, rejoin.peer_info)
+            self._mailbox.join(worker, info)
         except UsageError:
-            return  # Its mailbox has other options. Its own wait times out.
+            return False  # Its mailbox has other options. Its own wait times out.
         self._workers[worker] = _Worker(behind=self._workers[worker].behind)
         self._send_inactive(worker)
-        rejoins.confirm(rejoin)
+        return True
 
     def _end_silence(self, worker: int) -> None:
         """Send a worker that was silent what it has missed. Its next request makes it active."""
@@ -632,7 +491,7 @@ class GeneratorConfig:
         """Connect to all workers; return a function that serves them while its argument is true."""
         workers = self.workers
         mailbox = self._open(store, workers, range(workers))
-        rejoins = RejoinLog(store, self.room, workers)
+        membership = self._membership(store, workers)
 
         def serve(parent: Callable[[], bool]) -> None:
             service = GroupService(
@@ -642,13 +501,13 @@ class GeneratorConfig:
                 self.timeout,
                 self.least,
                 ConnectionCache(workers, self.capacity),
-                rejoins=rejoins,
+                membership=membership,
             )
-            rejoins.start()
+            membership.start(mailbox.interrupter())
             try:
                 service.run(parent)
             finally:
-                rejoins.stop()
+                membership.stop()
 
         return serve
 
@@ -672,17 +531,29 @@ class GeneratorConfig:
                 "before this one, which had started it; start all workers again from a checkpoint"
             )
         else:
-            incarnation = next_incarnation(store, self.room, rank)
+            membership = self._membership(store, rank)
+            incarnation = membership.next_incarnation()
 
             def announce(timeout: float) -> dict[int, int]:
-                announce_rejoin(store, self.room, rank, incarnation, timeout)
-                return {generator: 0}
+                found = membership.announce(incarnation, timeout, [generator])
+                if not found:
+                    raise RendezvousError(
+                        f"rank {rank}: cannot rejoin: the group generator has died, and the "
+                        "others continue without one; start all workers again from a checkpoint"
+                    )
+                return found
 
             mailbox = self._open(store, rank, [generator], incarnation, announce)
-        layout, table = Layout(self.host_of), StatusTable(store, self.room, self.workers)
+        layout, table = Layout(self.host_of), StatusTable(store, self.room, self.workers, rank)
         return mailbox, Client(
             mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running
         )
+
+    def _name(self, member: int) -> str:
+        return self.me if member == self.workers else f"rank {member}"
+
+    def _membership(self, store: Store, member: int) -> MembershipClient:
+        return MembershipClient(store, self.room, member, self.workers + 1, name=self._name)
 
     def _open(
         self,
@@ -702,7 +573,7 @@ class GeneratorConfig:
             encrypted=self.encrypted,
             limits=Limits(silence=self.silence),
             seconds=self.timeout,
-            name=lambda peer: self.me if peer == self.workers else f"rank {peer}",
+            name=self._name,
             incarnation=incarnation,
             announce=announce,
         )

@@ -88,7 +88,7 @@ class ServerGroup:
             max_update_bytes=max_update_bytes + _SPARE_BYTES,
         )
         self.message = config.limits.message
-        store = world.polling_store
+        store = world.store
         self._started: list[Service] = []
         self._notice = FailureNotice(store, f"{config.room}/failed")
         try:

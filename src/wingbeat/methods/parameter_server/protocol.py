@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 from wingbeat import schema
 from wingbeat.errors import PeerError
 from wingbeat.schema import MalformedMessage, Messages, Range, Text, Word, from_json, parse_json
-from wingbeat.transport.messages.frames import Reassembly
 
 if TYPE_CHECKING:
     from wingbeat.transport.messages.frames import Posted
@@ -174,8 +173,8 @@ def split_document(
             yield array[start : start + largest]
 
 
-class Document(Reassembly):
-    """A document, assembled from its messages."""
+class Document:
+    """A document, assembled from its messages; ``data`` is valid once it is `complete`."""
 
     def __init__(self, payload: Any, max_nbytes: int) -> None:
         try:
@@ -185,14 +184,23 @@ class Document(Reassembly):
             raise RequestError(f"malformed document: {error}") from None
         if nbytes > max_nbytes:
             raise RequestError(f"a document of {nbytes} bytes; {max_nbytes} bytes are free")
-        super().__init__(nbytes)
+        self.data = bytearray(nbytes)
+        self._filled = 0
 
     def append(self, fragment: Any) -> None:
-        """Append the next fragment, see `Reassembly.append`."""
-        try:
-            super().append(fragment)
-        except ValueError as error:
-            raise RequestError(str(error)) from None
+        """Append a fragment; a `RequestError` if it is empty or exceeds the rest."""
+        end = self._filled + len(fragment)
+        if end > len(self.data) or not len(fragment):
+            raise RequestError(
+                f"received {len(fragment)} bytes where {len(self.data) - self._filled} remain"
+            )
+        self.data[self._filled : end] = fragment
+        self._filled = end
+
+    @property
+    def complete(self) -> bool:
+        """Whether all fragments have been received."""
+        return self._filled == len(self.data)
 
 
 def pack_numbers(numbers: Iterable[int]) -> str:

@@ -42,7 +42,7 @@ from wingbeat.simulator.mailbox import LIMITS, Mailbox, Mailboxes
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
 from wingbeat.simulator.run import simulate
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Message, Posted
-from wingbeat.transport.messages.mailbox import Route
+from wingbeat.transport.messages.peers import Route
 
 Item = TypeVar("Item")
 

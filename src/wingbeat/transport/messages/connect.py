@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from wingbeat import _native
-from wingbeat.errors import RendezvousError, UsageError, unknown
+from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.messages.frames import MAX_CLASSES, NEVER, Limits, tos_of
@@ -18,6 +18,7 @@ from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import (
     Connector,
     PeerInfo,
+    Routes,
     new_secret,
     public_key,
     store_key,
@@ -79,7 +80,8 @@ def open_mailbox(
             "different namespace for each mailbox, the same on all processes"
         )
     deadline = time.monotonic() + seconds
-    own, mine = _own_interfaces(interfaces)
+    own = nic.local()
+    mine = nic.listen_interfaces(own, interfaces)
     what = f"{name(number)}: opening a mailbox in namespace {namespace!r}"
     sockets = len(mine) * classes
     descriptors.require(_CARRIER_DESCRIPTORS + sockets * (1 + len(others)), what)
@@ -95,7 +97,8 @@ def open_mailbox(
         incarnations: Mapping[int, int] = dict.fromkeys(others, 0)
         if announce is not None:
             incarnations = announce(max(0.0, deadline - time.monotonic()))
-        connector = Connector(number, info, secret, carrier, name)
+        routes = Routes(number, name)
+        connector = Connector(routes, info, secret, carrier)
         for peer, theirs in incarnations.items():
             try:
                 left = max(0.0, deadline - time.monotonic())
@@ -109,10 +112,9 @@ def open_mailbox(
                 raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
             connector.connect(peer, found)
         if not tolerate_silence:  # otherwise peers may still join over the others
-            carrier.close_listeners_except({route.interface for route in connector.routes})
+            carrier.close_listeners_except({n for p in routes.peers for n in routes.interfaces(p)})
         carrier.start()
-        labels = [f"interface {i.name} ({i.address})" for i in info.interfaces]
-        mailbox = Mailbox(number, carrier, connector, limits, name, labels.__getitem__)
+        mailbox = Mailbox(connector, limits)
         mailbox.wait_connected(max(0.0, deadline - time.monotonic()))
     except BaseException:
         carrier.abandon()
@@ -159,17 +161,6 @@ def _listen(
             ) from None
         ports[interface][urgency] = port
     return tuple(map(tuple, ports))
-
-
-def _own_interfaces(named: Sequence[str] | None) -> tuple[nic.Host, list[nic.Interface]]:
-    own = nic.local()
-    mine = nic.listen_interfaces(own, named)
-    for wanted in named or ():
-        if wanted not in [i.name for i in mine]:
-            raise unknown("interface", wanted, [i.name for i in own.interfaces])
-    if not mine:
-        raise UsageError("this host has no interface that is up and has an address: bring one up")
-    return own, mine
 
 
 def _check_arguments(number: int, others: Sequence[int], classes: int, seconds: float) -> None:

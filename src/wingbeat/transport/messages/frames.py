@@ -1,27 +1,8 @@
-"""Frames: the wire header of a message, and limits, constants and native types of messages.
+"""Limits, constants and native types of messages.
 
 Headers, flows and connections are C++ (``native/src``: ``header.h``, ``flow.h``, ``endpoint.h``,
 ``carrier.h``). A flow carries messages to and from one peer, over one interface, in one class.
-
-The header is little-endian, without gaps, of `HEADER_BYTES` bytes, followed by ``spans`` times two
-numbers of 8 bytes::
-
-     0   4  magic         b"wgbt"
-     4   1  version       of this layout
-     5   1  type          a `Type`
-     6   1  dtype         an index in `DTYPES`
-     7   1  spans         number of ranges that follow, 0 to 255
-     8   8  session       a random number drawn by the sender when it started
-    16   4  sender        its number in the job
-    20   4  receiver      number of the receiver
-    24   8  sequence      number of a message in its flow, from 1
-    32   8  arrived       all messages of the reverse flow up to this number have arrived
-    40   8  taken         bytes of the reverse flow that the sender has consumed
-    48   4  kind          kind of the message, defined by the application
-    52  16  ids           four numbers of 4 bytes whose meaning depends on the kind
-    68   4  length        bytes of the payload
-    72   4  checksum      CRC-32 of the rest of the header, ranges included
-    76      ranges        start and length of each, in elements of the dtype
+``docs/developers/messages.md`` has the layout of a header.
 """
 
 from __future__ import annotations
@@ -29,7 +10,6 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
@@ -124,26 +104,3 @@ Header = _native.Header
 
 unpack = _native.unpack
 """Parse and check the header at the beginning of a buffer; raises `Malformed`."""
-
-
-class Reassembly:
-    """A buffer of ``nbytes`` bytes, filled in order; ``data`` is valid once `complete`."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.data = bytearray(nbytes)
-        self._filled = 0
-
-    def append(self, fragment: Any) -> None:
-        """Append a fragment; a `ValueError` if it is empty or exceeds the rest of the payload."""
-        end = self._filled + len(fragment)
-        if end > len(self.data) or not len(fragment):
-            raise ValueError(
-                f"received {len(fragment)} bytes where {len(self.data) - self._filled} remain"
-            )
-        self.data[self._filled : end] = fragment
-        self._filled = end
-
-    @property
-    def complete(self) -> bool:
-        """Whether all fragments have been received."""
-        return self._filled == len(self.data)

@@ -7,9 +7,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from wingbeat import _native
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.transport.messages.frames import (
     DTYPES,
@@ -21,81 +20,7 @@ from wingbeat.transport.messages.frames import (
 )
 
 if TYPE_CHECKING:
-    from wingbeat.transport.messages.peers import Connector, PeerInfo
-
-
-class Route(NamedTuple):
-    """The route of a flow: the peer, this process's interface, and the class."""
-
-    peer: int
-    interface: int
-    urgency: int
-
-
-class Routes:
-    """The routes of one process; ``me`` is its name in messages, ``name`` formats other names."""
-
-    def __init__(self, routes: Iterable[Route], own: int, name: Callable[[int], str]) -> None:
-        self.name, self.me = name, name(own)
-        self.renew(routes)
-
-    def renew(self, routes: Iterable[Route]) -> None:
-        """Replace the routes."""
-        self._by_peer: dict[int, list[Route]] = {}
-        for route in routes:
-            self._by_peer.setdefault(route.peer, []).append(route)
-        self.peers = tuple(self._by_peer)
-        self._default = {  # the first interface and the last class
-            peer: max((r for r in found if r.interface == found[0].interface), key=_urgency)
-            for peer, found in self._by_peer.items()
-        }
-        self._interfaces = {
-            peer: tuple(dict.fromkeys(route.interface for route in found))
-            for peer, found in self._by_peer.items()
-        }
-
-    def to(self, peer: int) -> list[Route]:
-        """Return the routes to ``peer``; a `UsageError` if there is none."""
-        if peer not in self._by_peer:
-            raise UsageError(
-                f"{self.me} has no connection to {self.name(peer)}; allowed: "
-                f"{self.names(self.peers) or 'none'}"
-            )
-        return self._by_peer[peer]
-
-    def interfaces(self, peer: int) -> tuple[int, ...]:
-        """Return this process's interfaces that reach ``peer``; stored, as servers ask for each
-        message.
-        """
-        self.to(peer)
-        return self._interfaces[peer]
-
-    def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
-        """Return a route, by default the first interface and the last class; or a `UsageError`."""
-        usual = self._default.get(peer) or self.to(peer)[0]
-        if interface is None and urgency is None:
-            return usual
-        route = Route(
-            peer,
-            usual.interface if interface is None else interface,
-            usual.urgency if urgency is None else urgency,
-        )
-        routes = self._by_peer[peer]
-        if route not in routes:
-            raise UsageError(
-                f"interface={interface!r}, urgency={urgency!r} to {self.name(peer)}: allowed are "
-                f"interfaces {sorted({r.interface for r in routes})} and classes "
-                f"{sorted({r.urgency for r in routes})}"
-            )
-        return route
-
-    def names(self, peers: Iterable[int]) -> str:
-        """Return the names of these processes."""
-        return ", ".join(self.name(peer) for peer in sorted(peers))
-
-
-def _urgency(route: Route) -> int:
-    return route.urgency
+    from wingbeat.transport.messages.peers import Connector, PeerInfo, Route
 
 
 CLOSE_TIMEOUT_S = 5.0
@@ -115,23 +40,14 @@ class Mailbox:
     by a thread of the extension otherwise, so a process that computes does not delay its peers.
     """
 
-    def __init__(
-        self,
-        number: int,
-        carrier: _native.Carrier,
-        connector: Connector,
-        limits: Limits,
-        name: Callable[[int], str],
-        describe_interface: Callable[[int], str],
-    ) -> None:
-        self._carrier, self._connector, self._limits = carrier, connector, limits
-        self._describe_interface = describe_interface
-        self._routes = Routes(connector.routes, number, name)
+    def __init__(self, connector: Connector, limits: Limits) -> None:
+        self._connector, self._limits = connector, limits
+        self._carrier, self._routes = connector.carrier, connector.routes
         self._reported: set[int] = set()
         self._refused: Counter[str] = Counter()
         self._closed = False
         # Not at the exit of the interpreter, which may close the mailbox gracefully.
-        weakref.finalize(self, carrier.abandon).atexit = False
+        weakref.finalize(self, self._carrier.abandon).atexit = False
         _mailboxes.add(self)
 
     @property
@@ -278,7 +194,7 @@ class Mailbox:
         found = {}
         for peer, (interface, messages, nbytes) in self._carrier.lost.items():
             several = len(self._routes.interfaces(peer)) > 1 if peer in self.peers else False
-            where = f" over {self._describe_interface(interface)}" if several else ""
+            where = f" over {self._connector.info.describe(interface)}" if several else ""
             found[peer] = (
                 f"has been silent{where} for {self._limits.silence:g} s; {messages} messages to "
                 f"it ({nbytes} bytes) may not have arrived"
@@ -307,7 +223,6 @@ class Mailbox:
         self._check_open("drop")
         if peer in self.peers:
             self._connector.disconnect(peer)
-            self._routes.renew(self._connector.routes)
 
     def join(self, peer: int, info: PeerInfo) -> None:
         """Connect to a process that replaces one that was dropped.
@@ -316,7 +231,6 @@ class Mailbox:
         """
         self._check_open("join")
         self._connector.connect(peer, info)
-        self._routes.renew(self._connector.routes)
 
     def poll(self, *, of: Iterable[int] | None = None, keep: bool = False) -> Message | None:
         """Return the next message if there is one. Does not wait.
@@ -365,10 +279,11 @@ class Mailbox:
         if unheard is None:
             return
         peer, interface = unheard
+        where = self._connector.info.describe(interface)
         raise self._error(
-            f"{self._routes.name(peer)} did not answer over {self._describe_interface(interface)} "
-            f"within {seconds:g} s: check that it runs and that no firewall blocks the "
-            "connection, or name the interfaces that connect all hosts: init(interfaces=[...])"
+            f"{self._routes.name(peer)} did not answer over {where} within {seconds:g} s: check "
+            "that it runs and that no firewall blocks the connection, or name the interfaces that "
+            "connect all hosts: init(interfaces=[...])"
         )
 
     def close(self, seconds: float = CLOSE_TIMEOUT_S) -> None:

@@ -6,24 +6,24 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from wingbeat import _native
 from wingbeat.errors import UsageError
+from wingbeat.schema import Length, MalformedMessage, Range, parse_json, to_json
 from wingbeat.transport.interfaces import (
     Host,
     Interface,
     interface_pairs,
 )
 from wingbeat.transport.messages.frames import MAX_CLASSES
-from wingbeat.transport.messages.mailbox import Route
 
 if TYPE_CHECKING:
     from wingbeat.transport.store import Store
 
-_T = TypeVar("_T")
+_Port = Annotated[int, Range(1, 1 << 16)]
 
 _PRIME = int(
     "FFFFFFFFFFFFFFFFADF85458A2BB4A9AAFDC5620273D3CF1D8B9C583CE2D3695A9E13641146433FBCC939DCE249B"
@@ -36,6 +36,7 @@ _PRIME = int(
 )
 """The group ffdhe2048 of RFC 7919, a safe prime, with the generator 2."""
 
+_KEY_DIGITS = _PRIME.bit_length() // 4
 _SECRET_BITS = 256
 
 
@@ -64,16 +65,18 @@ class PeerInfo:
     ``ports`` are the TCP ports by interface and class. ``session`` is the random number in each of
     its headers. ``key`` is its `public_key`. ``message`` and ``window`` are the limits of a payload
     and of a flow, in bytes.
+
+    A `UsageError` if these contradict each other.
     """
 
     host: Host
-    uses: tuple[str, ...]
-    session: int
+    uses: Annotated[tuple[str, ...], Length(least=1)]
+    session: Annotated[int, Range(0, 1 << 64)]
     key: str
     encrypted: bool
-    ports: tuple[tuple[int, ...], ...]
-    message: int
-    window: int
+    ports: tuple[Annotated[tuple[_Port, ...], Length(least=1, most=MAX_CLASSES)], ...]
+    message: Annotated[int, Range(1, 1 << 31)]
+    window: Annotated[int, Range(1, 1 << 63)]
 
     @property
     def interfaces(self) -> list[Interface]:
@@ -81,99 +84,140 @@ class PeerInfo:
         by_address = {i.address: i for i in self.host.interfaces}
         return [by_address[address] for address in self.uses]
 
+    def describe(self, interface: int) -> str:
+        """Return the name of one of these interfaces, for messages."""
+        found = self.interfaces[interface]
+        return f"interface {found.name} ({found.address})"
+
     def to_json(self) -> str:
         """Return it as text for the store."""
-        return json.dumps(asdict(self))
+        return json.dumps(to_json(self))
 
     @staticmethod
     def from_json(text: str) -> PeerInfo:
-        """Parse a peer's `to_json`; a `ValueError` if it is malformed."""
+        """Parse a peer's `to_json`; a `MalformedMessage` if it is malformed."""
         try:
-            data = _typed(dict, json.loads(text))
-            uses = tuple(_typed(str, address) for address in _typed(list, data["uses"]))
-            ports = tuple(
-                tuple(_number(each, 1, 2**16 - 1) for each in _typed(list, of))
-                for of in _typed(list, data["ports"])
-            )
-            info = PeerInfo(
-                Host.from_json(data["host"]),
-                uses,
-                _number(data["session"], 0, 2**64 - 1),
-                _key(data["key"]),
-                _typed(bool, data["encrypted"]),
-                ports,
-                _number(data["message"], 1, 2**31 - 1),
-                _number(data["window"], 1, 2**63 - 1),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as err:
-            raise ValueError(f"malformed peer info: {err!r:.80}") from None
-        addresses = {i.address for i in info.host.interfaces}
-        fits = (
-            addresses.issuperset(uses)
-            and len(set(uses)) == len(uses) == len(ports) > 0
-            and {len(of) for of in ports} <= {len(ports[0])}
-            and 1 <= len(ports[0]) <= MAX_CLASSES
+            return parse_json(PeerInfo, text)
+        except MalformedMessage as error:
+            raise MalformedMessage(f"malformed peer info: {error}") from None
+
+    def __post_init__(self) -> None:
+        addresses = {i.address for i in self.host.interfaces}
+        if not addresses.issuperset(self.uses) or len(set(self.uses)) < len(self.uses):
+            raise UsageError(f"uses is {self.uses!r:.60}; allowed: addresses of the host, once")
+        if len(self.ports) != len(self.uses) or len(set(map(len, self.ports))) != 1:
+            raise UsageError(f"ports is {self.ports!r:.60}; allowed: as many for each address")
+        try:
+            key = int(self.key[:_KEY_DIGITS], 16)
+        except ValueError:
+            key = 0
+        # 0, 1 and p - 1 would make the shared secret known.
+        if not 1 < key < _PRIME - 1 or self.key != f"{key:x}":
+            raise UsageError(f"key is {self.key!r:.60}; allowed: a public key in hexadecimal")
+
+
+class Route(NamedTuple):
+    """The route of a flow: the peer, this process's interface, and the class."""
+
+    peer: int
+    interface: int
+    urgency: int
+
+
+class Routes:
+    """The routes of one process; ``me`` is its name in messages, ``name`` formats other names."""
+
+    def __init__(self, own: int, name: Callable[[int], str]) -> None:
+        self.name, self.me = name, name(own)
+        self._by_peer: dict[int, list[Route]] = {}
+        self._default: dict[int, Route] = {}
+        self._interfaces: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The peers to which there are routes."""
+        return tuple(self._by_peer)
+
+    def set(self, peer: int, routes: list[Route]) -> None:
+        """Replace the routes to a peer, by interface and class."""
+        self._default[peer] = max(
+            (route for route in routes if route.interface == routes[0].interface),
+            key=lambda route: route.urgency,
         )
-        if not fits:
-            raise ValueError(f"malformed peer info: {data!s:.80}")
-        return info
+        self._interfaces[peer] = tuple(dict.fromkeys(route.interface for route in routes))
+        self._by_peer[peer] = routes
 
+    def remove(self, peer: int) -> None:
+        """Remove the routes to a peer."""
+        for each in (self._by_peer, self._default, self._interfaces):
+            each.pop(peer, None)
 
-def _typed(kind: type[_T], value: Any) -> _T:
-    """Return ``value`` if it has exactly this type; a bool is not accepted as an int."""
-    if type(value) is not kind:
-        raise ValueError(f"{value!r:.40} is no {kind.__name__}")
-    return value
+    def to(self, peer: int) -> list[Route]:
+        """Return the routes to ``peer``; a `UsageError` if there is none."""
+        routes = self._by_peer.get(peer)
+        if routes is None:
+            raise UsageError(
+                f"{self.me} has no connection to {self.name(peer)}; allowed: "
+                f"{self.names(self.peers) or 'none'}"
+            )
+        return routes
 
+    def interfaces(self, peer: int) -> tuple[int, ...]:
+        """Return this process's interfaces that reach ``peer``; stored, as servers ask for each
+        message.
+        """
+        return self._interfaces.get(peer) or tuple(route.interface for route in self.to(peer))
 
-def _number(value: Any, least: int, most: int) -> int:
-    if not least <= _typed(int, value) <= most:
-        raise ValueError(f"{value!r:.40} is not from {least} to {most}")
-    return int(value)
+    def choose(self, peer: int, interface: int | None, urgency: int | None) -> Route:
+        """Return a route, by default the first interface and the last class; or a `UsageError`."""
+        usual = self._default.get(peer) or self.to(peer)[0]
+        if interface is None and urgency is None:
+            return usual
+        route = Route(
+            peer,
+            usual.interface if interface is None else interface,
+            usual.urgency if urgency is None else urgency,
+        )
+        routes = self.to(peer)
+        if route not in routes:
+            raise UsageError(
+                f"interface={interface!r}, urgency={urgency!r} to {self.name(peer)}: allowed are "
+                f"interfaces {sorted({r.interface for r in routes})} and classes "
+                f"{sorted({r.urgency for r in routes})}"
+            )
+        return route
 
-
-def _key(value: Any) -> str:
-    """Check a public key: 0, 1 and p - 1 would make the shared secret known."""
-    if len(_typed(str, value)) > _PRIME.bit_length() // 4 or not (
-        1 < int(value, 16) < _PRIME - 1 and value == f"{int(value, 16):x}"
-    ):
-        raise ValueError(f"malformed key: {value!r:.60}")
-    return str(value)
+    def names(self, peers: Iterable[int]) -> str:
+        """Return the names of these processes."""
+        return ", ".join(self.name(peer) for peer in sorted(peers))
 
 
 class Connector:
     """Opens and closes connections to peers while a mailbox is open. ``routes`` are its flows."""
 
     def __init__(
-        self,
-        number: int,
-        info: PeerInfo,
-        secret: int,
-        carrier: _native.Carrier,
-        name: Callable[[int], str],
+        self, routes: Routes, info: PeerInfo, secret: int, carrier: _native.Carrier
     ) -> None:
-        self._me, self._name = name(number), name
-        self._info, self._secret, self._carrier = info, secret, carrier
-        self.routes: list[Route] = []
+        self.routes, self.info, self.carrier, self._secret = routes, info, carrier, secret
 
     def disconnect(self, peer: int) -> None:
         """Close all connections to a peer."""
-        self.routes = [route for route in self.routes if route.peer != peer]
-        self._carrier.remove_peer(peer)
+        self.routes.remove(peer)
+        self.carrier.remove_peer(peer)
 
     def connect(self, peer: int, theirs: PeerInfo) -> None:
         """Create the flows to a process, for each interface pair and class."""
-        own = self._info
-        check_same_options(self._me, own, self._name(peer), theirs)
+        own, found = self.info, []
+        check_same_options(self.routes.me, own, self.routes.name(peer), theirs)
         self.disconnect(peer)
-        self._carrier.allow(peer, theirs.session, pair_key(self._secret, own, theirs))
+        self.carrier.allow(peer, theirs.session, pair_key(self._secret, own, theirs))
         for mine, other in interface_pairs(
             own.host, own.interfaces, theirs.host, theirs.interfaces
         ):
             for urgency, port in enumerate(theirs.ports[other]):
-                route = Route(peer, mine, urgency)
-                self._carrier.add_route(*route, theirs.uses[other], port, other)
-                self.routes.append(route)
+                found.append(Route(peer, mine, urgency))
+                self.carrier.add_route(*found[-1], theirs.uses[other], port, other)
+        self.routes.set(peer, found)
 
 
 def store_key(namespace: str, number: int, incarnation: int) -> str:

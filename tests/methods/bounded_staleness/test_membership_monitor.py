@@ -11,27 +11,24 @@ from unittest.mock import Mock
 import pytest
 
 from helpers.cards import Cards, bcube, star
-from wingbeat.errors import PeerError, RendezvousError
+from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.membership import (
-    LogEntry,
-    MembershipChange,
-    MembershipClient,
-    MembershipLog,
     MembershipMonitor,
     WorkerLost,
     WorkerRejoined,
 )
-from wingbeat.methods.bounded_staleness.messages import (
-    MalformedMessage,
-    View,
-    ViewProposal,
-    initial_view,
-)
+from wingbeat.methods.bounded_staleness.messages import ViewProposal
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport.failures import publish_failure
 from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.membership import (
+    LogEntry,
+    MembershipChange,
+    MembershipClient,
+    View,
+)
 from wingbeat.transport.messages.peers import PeerInfo
 
 
@@ -400,68 +397,6 @@ def test_suspect_that_is_heard_again_is_not_lost() -> None:
     assert all(not events for events in cluster.gone.values())
 
 
-def test_membership_log_append_returns_changes() -> None:
-    log = MembershipLog(3)
-    assert log.append(json.dumps(LogEntry(1, View((0, 0, 1))))) == [
-        MembershipChange(2, 0, False, 1)
-    ]
-    assert log.append(json.dumps(LogEntry(2, View((0, 0, 2))))) == [MembershipChange(2, 1, True, 2)]
-    both = log.append(json.dumps(LogEntry(2, View((0, 0, 4)))))
-    assert both == [MembershipChange(2, 1, False, 2), MembershipChange(2, 2, True, 2)]
-    assert log.append(json.dumps(LogEntry(0, View((0, 0, 3))))) == []
-    assert log.view == (0, 0, 4)
-    assert log.length == 4
-    assert not log.lacks(View((0, 0, 3)))
-    assert log.lacks(View((1, 0, 0)))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{}", "[0]", "[3, [0, 0, 0]]", "[0, [0, 0]]", "[0, [0, 0, -1]]", "[0, [0, 0, true]]",
-     "[" * 100_000, "[true, [0, 0, 0]]", "[0, 5]"],
-)  # fmt: skip
-def test_malformed_log_entry_is_rejected(text: str) -> None:
-    with pytest.raises(MalformedMessage, match=r"JSON|author|view|list"):
-        MembershipLog(3).append(text)
-
-
-def test_concurrent_proposals_are_appended_in_order() -> None:
-    store = Switchboard()
-    one, two = (MembershipClient(store, "r", w, 4) for w in range(2))
-    one.propose(View((0, 0, 1, 0)))
-    two.propose(View((0, 0, 1, 1)))
-    one.synchronize()
-    two.synchronize()
-    one.synchronize()
-    assert one.log.view == two.log.view == (0, 0, 1, 1)
-    assert one.log.length == 2
-    assert two.take_changes() == [
-        MembershipChange(2, 0, False, 0),
-        MembershipChange(3, 0, False, 1),
-    ]
-
-
-def test_malformed_card_is_logged_and_log_is_read_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    store = Switchboard()
-    roll = MembershipClient(store, "r", 0, 3)
-    store.set("messages/r/1.1", '{"session": Infinity}')
-    store.set("membership/r/0", json.dumps(LogEntry(1, View((0, 2, 0)))))
-    store.set("membership/r/1", json.dumps(LogEntry(1, View((0, 2, 1)))))
-    heard = threading.Event()
-    roll.start(heard.set)
-    try:
-        assert heard.wait(20.0)
-        changes = roll.take_changes()
-    finally:
-        roll.stop()
-    assert MembershipChange(2, 0, False, 1) in changes
-    assert not any(change.joined for change in changes)
-    refused = "rank 0: cannot accept rank 1 again: the rendezvous store has under 'messages/r/1.1'"
-    assert caplog.text.count(refused) == 1
-
-
 def test_failed_membership_thread_raises_peer_error() -> None:
     cluster = Cluster(2)
 
@@ -476,54 +411,3 @@ def test_failed_membership_thread_raises_peer_error() -> None:
         PeerError, match="rank 0: thread wingbeat-membership has ended by KeyError: "
     ):
         list(cluster.detectors[0].poll({}))
-
-
-def test_removed_worker_writes_no_entry() -> None:
-    store = Switchboard()
-    one, two = (MembershipClient(store, "r", w, 2) for w in range(2))
-    one.propose(View((0, 1)))
-    one.synchronize()
-    two.propose(View((1, 0)))
-    two.synchronize()
-    assert two.log.view == (0, 1)
-    assert not store.has("membership/r/1")
-
-
-def test_restarted_worker_joins_with_next_incarnation() -> None:
-    store = Switchboard()
-    assert MembershipClient(store, "r", 1, 3).register() == 0
-    client = MembershipClient(store, "r", 1, 3)
-    assert client.register() == 1
-    for other in (0, 2):
-        store.set(f"membership/r/accepted/1.1/{other}", "1")
-    assert client.announce(1, 1.0) == {0: 0, 2: 0}
-    assert client.log.view == (0, 2, 0)
-    assert MembershipClient(store, "r", 1, 3).register() == 2
-
-
-def test_announce_without_acknowledgement_names_worker() -> None:
-    store = Switchboard()
-    store.set("membership/r/accepted/1.1/0", "1")
-    client = MembershipClient(store, "r", 1, 3)
-    with pytest.raises(
-        RendezvousError, match=r"rank 1: rank 2 did not accept the restarted worker wit"
-    ):
-        client.announce(1, 0.1)
-
-
-def test_announce_does_not_wait_for_lost_worker() -> None:
-    store, whole_ = Switchboard(), initial_view(3)
-    store.set("membership/r/accepted/1.1/0", "1")
-    store.set("membership/r/0", json.dumps(LogEntry(1, View((0, 2, 0)))))
-    store.set("membership/r/1", json.dumps(LogEntry(0, View((0, 0, 1)))))
-    client = MembershipClient(store, "r", 1, 3)
-    assert client.log.view == whole_
-    assert client.announce(1, 5.0) == {0: 0}
-    assert client.log.length == 1  # later entries are read by the client
-
-
-def test_announce_with_occupied_rank_raises() -> None:
-    store = Switchboard()
-    store.set("membership/r/0", json.dumps(LogEntry(1, View((0, 4, 0)))))
-    with pytest.raises(RendezvousError, match="rank 1: another process has joined with this rank"):
-        MembershipClient(store, "r", 1, 3).announce(1, 1.0)
