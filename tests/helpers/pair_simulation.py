@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -225,6 +225,7 @@ class FakeMailbox:
         self.left: frozenset[int] = frozenset()
         self.cut: dict[int, float] = {}
         self.dropped: list[int] = []
+        self.refused: Counter[str] = Counter()
         self.late: deque[SimpleNamespace] = deque()
         """What a keeper has taken in meanwhile."""
 
@@ -234,13 +235,19 @@ class FakeMailbox:
     def interfaces(self, peer: int) -> tuple[int, ...]:
         return tuple(range(self._reach))
 
+    def close(self, seconds: float) -> None:
+        pass
+
+    def next(self, seconds: float, *, keep: bool) -> SimpleNamespace | None:
+        return self.poll(keep=keep)
+
     def drop(self, peer: int) -> None:
         self.dropped.append(peer)
 
     def unconnected(self) -> dict[int, float]:
         return self.cut
 
-    def poll(self) -> SimpleNamespace | None:
+    def poll(self, *, keep: bool = False) -> SimpleNamespace | None:
         return self.late.popleft() if self.late else None
 
     def post(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +123,7 @@ class FakeMailbox:
         self.gone: set[int] = set()
         self.lost: dict[int, str] = {}
         self.cut: dict[int, float] = {}
-        self.closed = False
+        self.closed, self.refused = False, Counter[str]()
 
     @property
     def left(self) -> frozenset[int]:
@@ -207,7 +207,7 @@ class VirtualMailbox:
 
     def __init__(self, play: Play, number: int) -> None:
         self._play, self._number, self._end = play, number, play.ends[number]
-        self.closed = False
+        self.closed, self.refused = False, Counter[str]()
 
     @property
     def left(self) -> frozenset[int]:
@@ -367,9 +367,9 @@ class JobSimulation:
     def step(self, number: int) -> None:
         box = self.boxes[number]
         if number >= self.job.workers:
-            self.servers[number - self.job.workers].run_once(box.poll(keep=True))
+            self.servers[number - self.job.workers].step(box.poll(keep=True))
         elif not box.closed:
-            self.clients[number].run_once(box.poll())
+            self.clients[number].step(box.poll())
             self.held_back += self.ahead(number) and self.clients[number]._queue.queued > 0
 
     def ahead(self, rank: int) -> bool:
@@ -420,7 +420,7 @@ class JobSimulation:
             for each in self.job.slices
             if each.bucket == bucket
         ]
-        return self.clients[rank].submit(kind, "float32", parts, f"bucket {bucket}")
+        return self.clients[rank].request(kind, "float32", parts, f"bucket {bucket}")
 
     def check(self, rank: int, bucket: int, turn: int) -> None:
         each = self.gradients[bucket][turn]

@@ -219,7 +219,7 @@ class UpdateJobSimulation(JobSimulation):
                 )
                 for asked in requests.requests(number)
             ]
-            found.append(self.clients[rank].submit(KIND_OF[operation], "float32", parts, "bucket"))
+            found.append(self.clients[rank].request(KIND_OF[operation], "float32", parts, "bucket"))
         return found
 
     def hold(self, rank: int, state: dict[int, torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,10 +51,13 @@ class FakeMailbox:
         self.closed = False
         self.refused: Counter[str] = Counter()
 
-    def poll(self) -> Received | None:
+    def interrupter(self) -> Callable[[], None]:
+        return lambda: None
+
+    def poll(self, *, keep: bool = False) -> Received | None:
         return self.inbox.popleft() if self.inbox else None
 
-    def next(self, seconds: float) -> Received | None:
+    def next(self, seconds: float, *, keep: bool = False) -> Received | None:
         return self.poll()
 
     def post(self, peer: int, kind: int, payload: Any = b"", *, ids: Any, urgency: int,
@@ -611,6 +615,16 @@ def test_rejoined_worker_is_connected_and_becomes_active_by_a_request() -> None:
     assert [(type(message), message[:2]) for message in rig.received(2)] == [(Removed, (1, 1))]
     rig.send(2, Request())
     assert [(type(message), message[:2]) for message in rig.received(0)] == [(Added, (2,))]
+
+
+def test_rejoined_worker_does_not_count_as_failed_because_of_its_former_process() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.box.left.add(2)
+    restart(rig, 2, object())  # connected in the turn that finds that it has left
+    rig.send(2, Request())
+    rig.advance(1.0)
+    assert 2 in rig.generator
 
 
 def test_rejoin_with_other_options_is_ignored() -> None:

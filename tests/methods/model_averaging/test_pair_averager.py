@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_active_worker_asks_another_when_its_partner_leaves() -> None:
         averager = made(world, seed=5)
         if world.rank == 0:
             averager.begin(ALL)
+            eventually(lambda: averager.sections()[0].cells["partner"] != "-")
             world.publish("asked", averager.sections()[0].cells["partner"])
             averager.end()
             world.publish("averaged", True)
@@ -186,7 +188,7 @@ def test_dead_worker_is_detected_when_its_connections_close(dead: int) -> None:
     def body(world: World) -> object:
         averager = made(world)
         if world.rank == dead:
-            averager._exchange._mailbox.abandon()  # as the system closes what a process had
+            averager._exchange.mailbox.abandon()  # as the system closes what a process had
         elif dead:
             averager.begin(ALL)
             with pytest.raises(PeerError, match=r"rank 0: no worker is left .*: rank 1 has ended"):
@@ -208,7 +210,7 @@ def test_stopped_worker_is_detected_by_its_silence() -> None:
         averager = made(world, silence=5.0)
         if world.rank == 1:
             eventually(lambda: averager.sections()[0].cells["queue"] == 1)
-            with averager._exchange._mailbox._lock:  # connected, and nothing comes from it
+            with averager._exchange.mailbox._lock:  # connected, and nothing comes from it
                 assert over.wait(100)
             return None
         averager.begin(ALL)
@@ -272,17 +274,22 @@ def test_average_interrupted_in_a_synchronization_is_completed() -> None:
         buffer = filled(world)
         averager = PairAverager(world, buffer, silence=60.0)
         if world.rank == 1:
-            exchange, until = averager._exchange, averager._exchange._wait_until
+            exchange, synchronize = averager._exchange, averager._exchange.synchronize
 
-            def cut(over: Callable[[], bool], what: str) -> None:
-                """Wait until the other one's model is in the midst of an average; then Ctrl-C."""
-                exchange._wait_until = until
-                until(
-                    lambda: exchange.machine.served is not None or exchange.machine.averages, what
-                )
-                raise KeyboardInterrupt
+            class Interrupted(Future[None]):
+                """Waits until the model is in the midst of an average; then Ctrl-C."""
 
-            exchange._wait_until = cut
+                def result(self, timeout: float | None = None) -> None:
+                    machine = exchange.machine
+                    eventually(lambda: machine.served is not None or machine.averages)
+                    raise KeyboardInterrupt
+
+            def interrupted() -> Future[None]:
+                exchange.synchronize, wait = synchronize, synchronize()
+                wait.__class__ = Interrupted
+                return wait
+
+            exchange.synchronize = interrupted
             with pytest.raises(KeyboardInterrupt):
                 averager.synchronize()
             averager.end()
@@ -429,7 +436,11 @@ def test_calls_in_the_wrong_order_are_refused() -> None:
 def test_error_of_the_thread_is_raised_by_each_later_step() -> None:
     def body(world: World) -> None:
         averager = made(world)
-        averager._exchange._fail(PeerError("rank 7 sent what it never sends"))
+
+        def fails() -> None:
+            raise PeerError("rank 7 sent what it never sends")
+
+        averager._exchange.ask(fails).exception()
         for _ in range(2):
             with pytest.raises(PeerError, match="rank 7 sent"):
                 averager.begin(ALL)
@@ -447,7 +458,7 @@ def test_error_of_the_thread_has_one_line() -> None:
                 raise RuntimeError("sizes differ\nException raised from here")
 
             exchange.step = fails
-            eventually(lambda: exchange._error is not None)
+            eventually(lambda: exchange.error is not None)
             with pytest.raises(PeerError, match=r"^rank 0: RuntimeError: sizes differ$"):
                 averager.begin(ALL)
             world.publish("said", True)

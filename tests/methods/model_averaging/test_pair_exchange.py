@@ -58,6 +58,12 @@ class Play:
         self.exchanges[rank].step(message)
         return True
 
+    def end(self, rank: int) -> None:
+        """End a worker's step, which waits for nothing more."""
+        ended = self.exchanges[rank].end()
+        self.exchanges[rank].step(None)
+        ended.result(0)
+
     def run(self, ranks: list[int] | None = None, most: int = 10**6) -> None:
         """Go on until nobody says anything, or for so many steps."""
         ranks = list(range(len(self.models))) if ranks is None else ranks
@@ -80,8 +86,8 @@ def test_models_are_averaged_in_pairs_over_any_interfaces(
         for exchange in play.exchanges:
             exchange.begin()
         play.run()
-        for exchange in play.exchanges:
-            exchange.end()
+        for rank in range(5):
+            play.end(rank)
     assert [p.machine.averages for p in play.exchanges][::2] == [8] * 3
     models = torch.stack(play.models).double()
     assert torch.allclose(models.sum(0), total, rtol=0, atol=1e-4)
@@ -120,7 +126,7 @@ def test_death_at_any_moment_leaves_models_whole(seed: int) -> None:
     play.network.kill(dead)
     play.run(alive)
     for rank in alive:
-        play.exchanges[rank].end()
+        play.end(rank)
         assert play.network.boxes[rank].dropped == [dead] * ((rank - dead) % 2)
     # Whatever was averaged with whom: all elements by the same weights.
     basis = torch.stack(before, dim=1).double()
@@ -137,9 +143,11 @@ def test_error_without_partners_names_those_lost() -> None:
         exchange.begin()
     for dead in (1, 3):
         play.network.kill(dead)
-    play.run([0, 2])
+    ended = play.exchanges[0].end()
+    with pytest.raises(PeerError, match="no worker is left"):
+        play.exchanges[0].run()
     with pytest.raises(PeerError, match=r"rank 0: no worker is left .*: rank"):
-        play.exchanges[0].end()
+        ended.result(0)
     with pytest.raises(
         PeerError, match="rank 1 gave no sign for 10 s, rank 3 gave no sign for 10 s; start"
     ):
@@ -168,7 +176,7 @@ def test_training_continues_when_all_others_have_left() -> None:
     play.network.boxes[0].left = frozenset({1})
     play.run()
     play.exchanges[0].begin()
-    play.exchanges[0].end()
+    play.end(0)
     assert play.exchanges[0].machine.skipped == 1
 
 
@@ -177,7 +185,8 @@ def test_message_before_a_goodbye_is_handled() -> None:
     box = play.network.boxes[1]
     box.left = frozenset({0})
     box.late.append(message(Kind.FAILED, ids=(0, 0, 0, 0)))
-    play.exchanges[1].step(None)
+    with pytest.raises(PeerError, match=r"no worker is left .* rank 0 has failed"):
+        play.exchanges[1].step(None)
     assert play.exchanges[1].machine.lost == {0}
 
 
@@ -186,7 +195,8 @@ def test_unreachable_worker_is_lost_after_its_last_messages() -> None:
     play.exchanges[1].begin()
     play.network.boxes[1].lost[0] = "gave no sign for 10 s"
     play.network.boxes[1].late.append(message(Kind.REQUEST))
-    play.exchanges[1].step(None)  # its turn cannot be said to it
+    with pytest.raises(PeerError, match="no worker is left"):
+        play.exchanges[1].step(None)  # its turn cannot be said to it
     assert play.exchanges[1].machine.lost == {0}
     assert play.exchanges[1].machine.served is None
 
@@ -198,13 +208,14 @@ def test_progress_extends_a_wait() -> None:
     exchange.step(message(Kind.REQUEST))
     play.time = 4.0
     exchange.step(message(Kind.CHUNK, bytes(64)))
-    ticks = iter([0.0, 0.0, 53.99, 53.99, 53.99, 54.01])
-    exchange._clock = lambda: next(ticks)
-    exchange._changed.wait = lambda seconds: True  # type: ignore[method-assign]
+    ended = exchange.end()
+    for play.time in (53.99, 54.51):
+        assert not ended.done()
+        exchange.step(None)
     with pytest.raises(
         PeerError, match=r"rank 1: rank 0 is alive, but an average did not come .* 50"
     ):
-        exchange.end()
+        ended.result(0)
 
 
 def test_missing_average_is_logged_and_raises_after_the_timeout(
@@ -214,14 +225,41 @@ def test_missing_average_is_logged_and_raises_after_the_timeout(
     exchange = play.exchanges[0]
     exchange.begin()
     play.run()  # rank 1 does not begin
-    ticks = iter([0.0, 0.0, 49.99, 49.99, 49.99, 50.01])
-    exchange._clock = lambda: next(ticks)
-    exchange._changed.wait = lambda seconds: True  # type: ignore[method-assign]
+    ended = exchange.end()
+    for play.time in (49.99, 50.51):
+        assert not ended.done()
+        exchange.step(None)
     with pytest.raises(
         PeerError, match=r"rank 0: rank 1 is alive, but an average did not come .* 50"
     ):
-        exchange.end()
+        ended.result(0)
     assert "rank 0: has waited for an average of rank 1 for 50 s; it is alive" in caplog.text
+
+
+def test_synchronization_cancelled_after_it_completed_completes_again_alone() -> None:
+    """An interrupt may come when the thread has just completed it."""
+    play = Play(2)
+    waits = [exchange.synchronize() for exchange in play.exchanges]
+    play.run()
+    assert all(wait.done() for wait in waits)
+    exchange = play.exchanges[1]
+    exchange.cancel(waits[1])
+    again = exchange.synchronize()
+    exchange.step(None)
+    again.result(0)
+
+
+def test_cancelled_synchronization_is_repeated_with_its_number() -> None:
+    play = Play(2)
+    exchange = play.exchanges[1]
+    cut = exchange.synchronize()
+    play.run()
+    exchange.cancel(cut)
+    exchange.step(None)
+    assert cut.cancelled()
+    waits = [each.synchronize() for each in play.exchanges]
+    play.run()
+    assert all(wait.done() for wait in waits)
 
 
 def test_awaited_worker_receives_keepalives() -> None:

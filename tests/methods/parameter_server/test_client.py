@@ -15,7 +15,7 @@ import pytest
 
 from helpers.mail import Clock
 from helpers.server_simulation import LARGEST, MIN_WINDOW, FakeMailbox, FakeNetwork, SentMessage
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.parameter_server.aggregator import Aggregator
 from wingbeat.methods.parameter_server.client import Client, Request, Transfer
 from wingbeat.methods.parameter_server.launch import _WatchedStore, place_servers
@@ -52,7 +52,7 @@ class Rig:
             Transfer(1 + n % 2, Ids(0, n, turn, pack_route(0, n)), view[8 * n : 8 * n + 8], 1, n)
             for n in range(count)
         ]
-        return self.client.submit(kind, "float32", parts, "bucket 7", on_complete)
+        return self.client.request(kind, "float32", parts, "bucket 7", on_complete)
 
     def answer(self, number: int, **more: object) -> None:
         fields = {"server": 1 + number % 2, "kind": Kind.SUM, "dtype": "float32", "turn": 0}
@@ -65,12 +65,12 @@ class Rig:
     def run(self) -> None:
         for _ in range(60):
             self.network.move()
-            self.client.run_once(self.box.poll())
+            self.client.step(self.box.poll())
 
     def following(self) -> None:
         """Have what the thread itself does find the network."""
 
-        def following(_seconds: float) -> object:
+        def following(_seconds: float, *, keep: bool) -> object:
             self.network.move()
             return self.box.poll()
 
@@ -112,7 +112,7 @@ def test_request_is_done_once_all_sums_arrive() -> None:
 def test_push_is_done_once_delivered() -> None:
     made = rig()
     request = made.start(Kind.PUSH)
-    made.client.run_once(None)
+    made.client.step(None)
     assert not request.done()
     made.run()
     assert request.done()
@@ -122,7 +122,7 @@ def test_push_is_done_once_delivered() -> None:
 def test_empty_request_is_done_at_once(kind: Kind) -> None:
     made = rig()
     request = made.start(kind, count=0)
-    made.client.run_once(None)
+    made.client.step(None)
     assert request.done()
 
 
@@ -173,7 +173,8 @@ def test_request_fails_if_last_reply_fails(
     made.run()
     made.answer(0, payload=payload)
     made.following()
-    made.client._run()
+    with pytest.raises(Exception, match=text.rpartition(": ")[2]):
+        made.client.run()
     assert request.done(), "whoever waits for it would wait for ever"
     with pytest.raises(PeerError, match=text):
         request.wait()
@@ -191,7 +192,7 @@ def test_request_fails_if_reason_cannot_be_published() -> None:
     made.clock.now = 1.0
     made.following()
     with pytest.raises(RuntimeError, match="can't start"):
-        made.client._run()
+        made.client.run()
     assert request.done()
     assert made.box.closed
 
@@ -290,11 +291,11 @@ def test_silence_pings_servers_over_awaited_links(kind: Kind) -> None:
         found = [(s._number, m) for s in made.servers for m in iter(s.poll, None)]
         return sorted((n, m.interface) for n, m in found if m.kind == Kind.PING)
 
-    made.client.submit(kind, "float32", parts, "bucket 7")
+    made.client.request(kind, "float32", parts, "bucket 7")
     made.run()
     assert probed() == []
     for made.clock.now in (0.3, 0.7):
-        made.client.run_once(None)  # and nothing has arrived in between
+        made.client.step(None)  # and nothing has arrived in between
     made.run()
     assert probed() == [(1, 0), (2, 2)], "one at a time"
     made.clock.now = 1.1
@@ -314,17 +315,16 @@ def test_idle_client_sends_no_pings() -> None:
 def test_attributed_failure_precedes_noticed_error() -> None:
     made = rig()
     made.client._attribute_failure = lambda: "rank 2 failed with ValueError: boom"
-    made.client._fail(PeerError("rank 0: server 1: rank 2 has ended"))
+    error = made.client.describe(PeerError("rank 0: server 1: rank 2 has ended"))
     said = "rank 2 failed with ValueError: boom (noticed as: server 1: rank 2 has ended)"
     assert made.told == [said]
-    assert str(made.client._error) == f"rank 0: {said}"
+    assert str(error) == f"rank 0: {said}"
 
 
 def test_published_failure_omits_own_rank() -> None:
     made = rig()
-    made.client._fail(PeerError("rank 0: server 1 has ended by signal 9"))
+    made.client.describe(PeerError("rank 0: server 1 has ended by signal 9"))
     assert made.told == ["server 1 has ended by signal 9"]
-    assert made.client.failed
 
 
 def test_failed_message_takes_precedence_over_left_server() -> None:
@@ -338,7 +338,7 @@ def test_failed_message_takes_precedence_over_left_server() -> None:
     made.box.gone.add(1)
     made.clock.now = 0.3
     with pytest.raises(PeerError, match="server 1: rank 1 has ended"):
-        made.client.run_once(None)
+        made.client.step(None)
 
 
 def test_sums_received_before_server_left_are_written() -> None:
@@ -351,7 +351,7 @@ def test_sums_received_before_server_left_are_written() -> None:
         made.network.move()
     made.box.gone.update((1, 2))
     made.clock.now = 0.3
-    made.client.run_once(None)
+    made.client.step(None)
     assert request.done()
     request.wait()
 
@@ -367,7 +367,7 @@ def test_close_fails_pending_requests() -> None:
         with pytest.raises(PeerError, match="rank 0: the connection to the servers is closed"):
             request.wait()
     requests[1].wait()
-    with pytest.raises(PeerError, match="the connection to the servers is closed"):
+    with pytest.raises(UsageError, match="the connection to the servers is closed"):
         made.start()
     assert made.box.closed
 
@@ -394,11 +394,11 @@ def test_clients_and_servers_over_real_mailboxes_complete(order: Order) -> None:
     ]
     servers = [threading.Thread(target=each.run) for each in services]
     clients = [
-        Client(box, [3, 4], me=f"rank {rank}", name="process {}".format, timeout=30.0).serve()
+        Client(box, [3, 4], me=f"rank {rank}", name="process {}".format, timeout=30.0)
         for rank, box in enumerate(boxes[:workers])
     ]
-    for thread in servers:
-        thread.start()
+    for each in (*servers, *clients):
+        each.start()
 
     def work(rank: int) -> None:
         for turn in range(rounds):
@@ -416,9 +416,9 @@ def test_clients_and_servers_over_real_mailboxes_complete(order: Order) -> None:
             ]
             ready = turn % 2 == 0
             kind = Kind.PUSH_PULL if ready else Kind.PUSH
-            clients[rank].submit(kind, "float32", parts, "all").wait()
+            clients[rank].request(kind, "float32", parts, "all").wait()
             if not ready:
-                clients[rank].submit(Kind.PULL, "float32", parts, "all").wait()
+                clients[rank].request(Kind.PULL, "float32", parts, "all").wait()
             total = float(sum(1 + other + turn for other in range(workers)))
             assert memory.tolist() == [total] * (10 * slices)
 
@@ -482,13 +482,13 @@ def test_timeout_starts_with_request() -> None:
 def test_close_finishes_after_pushes_are_posted() -> None:
     made = rig()
     made.start()
-    made.client._closing = True
-    assert not made.client._is_finished(), "the others need what was pushed"
+    made.client.closing = True
+    assert not made.client._has_finished(), "the others need what was pushed"
     made.run()
-    assert made.client._is_finished()
+    assert made.client._has_finished()
     made.start(turn=1)
-    made.client._quick = True
-    assert made.client._is_finished()
+    made.client.quick = True
+    assert made.client._has_finished()
 
 
 # -- servers that update ---------------------------------------------------------------------
@@ -496,7 +496,7 @@ def test_close_finishes_after_pushes_are_posted() -> None:
 
 def _ask_for_state(made: Rig) -> Request:
     parts = [Transfer(1, Ids(0, 0, 0, 0), memoryview(b""), 0, -1)]
-    return made.client.submit(Kind.STATE, "", parts, "state")
+    return made.client.request(Kind.STATE, "", parts, "state")
 
 
 def test_state_in_fragments_is_reassembled() -> None:
@@ -549,7 +549,7 @@ def test_fetch_and_expect_receive_parameters(kind: Kind) -> None:
     asked = [server.poll() for server in made.servers]
     assert [bool(message) for message in asked] == [kind is Kind.FETCH] * 2
     with pytest.raises(PeerError, match="unexpected message"):
-        made.client._handle(_message(Kind.SUM))
+        made.client.handle(_message(Kind.SUM), Ids(0, 0, 0, 0))
     for number in range(2):
         made.answer(number, kind=Kind.PARAMETERS)
     made.run()

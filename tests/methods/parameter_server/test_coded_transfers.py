@@ -173,7 +173,7 @@ class CodedJobSimulation(JobSimulation):
             ids = Ids(0, each.number, turn, route)
             server = self.job.workers + each.server
             parts.append(Transfer(server, ids, memoryview(b""), self.job.classes - 1, bucket, form))
-        return self.clients[rank].submit(kind, "float32", parts, f"bucket {bucket}")
+        return self.clients[rank].request(kind, "float32", parts, f"bucket {bucket}")
 
     def check(self, rank: int, bucket: int, turn: int) -> None:
         for each in self.job.slices:
@@ -252,7 +252,7 @@ class Rig:
         for _ in range(200):
             for _ in range(5):
                 self.network.move()
-            self.service.run_once(self.box.poll())
+            self.service.step(self.box.poll())
         out = []
         while (message := self.workers[rank].poll()) is not None:
             out.append(message)

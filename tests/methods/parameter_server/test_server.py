@@ -42,7 +42,7 @@ class Rig:
         for _ in range(rounds):
             for _ in range(5):
                 self.network.move()
-            self.service.run_once(self.box.poll(keep=True))
+            self.service.step(self.box.poll(keep=True))
 
     def received(self, rank: int) -> list[SentMessage]:
         return [message for message in self.all_received(rank) if message.kind != Kind.PING]
@@ -258,7 +258,7 @@ def test_early_gradients_occupy_window_until_added() -> None:
 def test_messages_after_failure_free_their_window(kind: Kind) -> None:
     made = rig()
     room = made.workers[2].room(SERVER, urgency=0)
-    made.service._fail("over")
+    made.service._report("over")
     for number in range(3):
         if kind is Kind.PULL:
             made.send(2, kind, (0, number, 0, 0))
@@ -363,7 +363,7 @@ def test_gradients_of_worker_that_left_are_added() -> None:
     assert 2 in made.box.left
     for _ in range(20):
         made.clock.now += 1.0
-        made.service.run_once(made.box.poll(keep=True))
+        made.service.step(made.box.poll(keep=True))
     made.run(500)
     assert [each.kind for each in made.received(0)] == 60 * [Kind.SUM]
 
@@ -387,7 +387,7 @@ def test_worker_leaving_during_reply_does_not_affect_others() -> None:
 
 def test_long_reason_is_truncated() -> None:
     made = rig()
-    made.service._fail("é" * MAX_REASON)
+    made.service._report("é" * MAX_REASON)
     made.run(20)
     (message,) = made.received(0)
     assert len(message.payload) <= MAX_REASON

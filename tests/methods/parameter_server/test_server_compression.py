@@ -105,18 +105,18 @@ def test_compression_reduces_bytes_in_both_directions(wire, back, up, down) -> N
         )
         wingbeat.distribute(model, optimizer, how, world=world)
         client = engine(model).runtime.exchange._client
-        out, post = [0, 0], client._mailbox.post
-        handle = client._handle
+        out, post = [0, 0], client.mailbox.post
+        handle = client.handle
 
         def posting(peer: int, kind: int, payload: Any = b"", **more: Any) -> Any:
             out[0] += memoryview(payload).nbytes
             return post(peer, kind, payload, **more)
 
-        def handling(message: Any) -> None:
+        def handling(message: Any, record: Any) -> None:
             out[1] += len(message.payload)
-            handle(message)
+            handle(message, record)
 
-        client._mailbox.post, client._handle = posting, handling
+        client.mailbox.post, client.handle = posting, handling
         model(torch.randn(4, shape[1])).square().sum().backward()
         optimizer.step()
         wingbeat.synchronize(model)

@@ -50,7 +50,10 @@ def test_refused_senders_are_logged_in_one_line(
             Counter(strangers),
             Counter({"magic": 4} if strangers else {}),
         )
-        interrupter = left = lost = None
+        left = lost = ()
+
+        def interrupter(self) -> None:
+            pass
 
     monkeypatch.setattr(Server, "run", lambda *_: None)
     mailbox: Any = Box()

@@ -62,7 +62,7 @@ TRAIN = """if True:
         from wingbeat.methods.parameter_server.client import Client
         model, optimizer = wingbeat.distribute(*made(), wingbeat.Geryon())
         [client] = [each for each in gc.get_objects() if type(each) is Client]
-        box, posted = client._mailbox, []
+        box, posted = client.mailbox, []
         post = box.post
         box.post = lambda *a, **k: posted.append(post(*a, **k)) or posted[-1]
         victim, cut = int(sys.argv[2]), float("inf")
@@ -73,9 +73,9 @@ TRAIN = """if True:
                 optimizer.zero_grad()
                 backward(model, turn, rank)
                 if turn == 3 and rank == victim:  # when all that it has pushed has arrived
-                    own = client._submitted, client._queue.queued
+                    own = client._calls, client._queue.queued
                     while any(own) or not all(each.done() for each in posted):
-                        own = client._submitted, client._queue.queued
+                        own = client._calls, client._queue.queued
                         time.sleep(0.01)
                     subprocess.run(["ip", "link", "set", "eth1", "down"], check=True)
                     cut = time.monotonic()

@@ -63,12 +63,12 @@ def test_step_is_sent_only_to_servers_with_slices() -> None:
     """A worker may be an update ahead of another at a server for which it does not wait."""
     submitted: list[tuple[Kind, int]] = []
 
-    def submit(kind: Kind, _dtype: str, transfers: Any, _description: str) -> None:
+    def request(kind: Kind, _dtype: str, transfers: Any, _description: str) -> None:
         submitted.extend((kind, each.server) for each in transfers)
 
     planner = RequestPlanner(Servers(), servers=3, seed=0)
     servers: Any = SimpleNamespace(
-        count=3, numbers=range(2, 5), client=SimpleNamespace(submit=submit)
+        count=3, numbers=range(2, 5), client=SimpleNamespace(request=request)
     )
     remote = RemoteOptimizer(servers, planner)
     planner.set_buckets([10, 20], [0, 1], [False] * 2, LayerPositions((1, 2), 2), 1000)

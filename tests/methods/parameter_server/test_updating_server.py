@@ -80,7 +80,7 @@ class Rig:
         for _ in range(300):
             for _ in range(5):
                 self.network.move()
-            self.service.run_once(self.box.poll(keep=True))
+            self.service.step(self.box.poll(keep=True))
 
     def received(self, rank: int) -> list[SentMessage]:
         out = []
@@ -161,7 +161,7 @@ def test_update_request_without_optimizer_fails() -> None:
         worker.post(1, kind, b"", ids=(0, 0, 0, 0))
         for _ in range(60):
             network.move()
-            service.run_once(box.poll(keep=True))
+            service.step(box.poll(keep=True))
         assert f"a message of kind {int(kind)}" in bytes(worker.poll().payload).decode()
 
 
@@ -243,7 +243,7 @@ def test_lost_worker_fails_only_with_pending_step() -> None:
     rig.run()
     rig.clock.now += 1.0
     rig.run()
-    assert rig.reasons() == ["rank 1 has ended"]
+    assert rig.reasons() == ["rank 1 has left"]
 
 
 def test_server_with_work_does_not_block() -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 
@@ -39,13 +40,13 @@ from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport import graceful_shutdown
-from wingbeat.transport.detector import Failure, FailureDetector
+from wingbeat.transport.actor import Actor, fail
+from wingbeat.transport.detector import Failed, Failure
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, is_alive, stuck_peer_text
 from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
-from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
-from wingbeat.transport.text import first_line
+from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.world import World
 from wingbeat.types import SERIES, Layout, Span
 
@@ -55,12 +56,8 @@ SILENCE_S = 10.0
 CHUNK_BYTES = 1 << 20
 """Maximum bytes of a chunk of a model."""
 
-_CHECK_S = 0.5  # interval between checks of whether awaited workers live, in seconds
-
 _PROGRESS = frozenset({Kind.GRANT, Kind.CHUNK, Kind.AVERAGE, Kind.DONE, Kind.SYNCHRONIZE})
 """Messages that show progress, and extend the deadline of a wait."""
-
-_QUICK_CLOSE_S = 1.0  # timeout of the shutdown after a failure, in seconds
 
 
 class PairBuffer:
@@ -161,18 +158,31 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-class PairExchange:
+class _Wait(NamedTuple):
+    """What training waits for: until ``is_done``, then ``finish`` is called; or ``give_up``."""
+
+    future: Future[None]
+    log: WaitLog
+    what: str
+    is_done: Callable[[], bool]
+    finish: Callable[[], None]
+    give_up: Callable[[], None]
+
+
+class PairExchange(Actor):
     """Executes the commands of a worker's machine in a thread, while training continues.
 
-    A lock protects the machine and the buffer, which this thread and the training thread use. Only
-    the thread uses the mailbox, whose partners are numbered by rank. A live partner is awaited for
-    `MAX_WAIT_FACTOR` times ``timeout`` seconds. The thread calls ``on_lost`` with each lost worker.
+    The mailbox's partners are numbered by rank. A live partner is awaited for `MAX_WAIT_FACTOR`
+    times ``timeout`` seconds. The thread calls ``on_lost`` with each lost worker.
 
     Attributes:
         waits: how often training had to wait for an average.
         members: this worker, and its last partner.
         watches_all: whether all partners are checked instead of only awaited ones.
     """
+
+    check_s = 0.5
+    closed = "close() was called: the averager cannot be used any more"
 
     def __init__(
         self,
@@ -185,166 +195,88 @@ class PairExchange:
         departures: Departures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.machine, self._mailbox, self._buffer = machine, mailbox, buffer
-        self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
+        me, chunks = f"rank {machine.rank}", len(buffer.spans)
+        super().__init__(mailbox, MESSAGES, me, "wingbeat-pairs", clock=clock, chunks=chunks)
+        self.machine, self._buffer, self._timeout = machine, buffer, timeout
         self._on_lost, self._reported = on_lost, set[int]()
-        self._detector = FailureDetector(mailbox, clock)
-        self._departures = departures or Departures(None, self._me)
+        self._departures = departures or Departures(None, me)
         self.waits = 0
         self.watches_all = False
         self.members: tuple[int, ...] = ()
         self._requested_ns = self._granted_ns = 0
-        self._changed = threading.Condition()
-        self._interrupt = mailbox.interrupter()
-        self._error: PeerError | None = None
-        self._closing = self._quick = False
-        self._progress_at = self._checked_at = 0.0
+        self._awaited: list[_Wait] = []
+        self._progress_at = 0.0
         self._interfaces: dict[int, int] = {}  # by chunk in flight
         self._load: Counter[int] = Counter()  # chunks in flight by interface
-        self._thread = threading.Thread(target=self._run, name="wingbeat-pairs", daemon=True)
 
     # -- calls of the training thread -----------------------------------------------------
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
     def begin(self) -> None:
         """Allow averages of the model; see `PairMachine.begin`."""
-        with self._changed:
-            self._check()
-            self.machine.begin()
-        self._interrupt()
+        self.ask(self.machine.begin)
 
-    def end(self) -> None:
-        """Wait until the model may change; see `PairMachine.end`."""
-        with self._changed:
-            self._check()
+    def end(self) -> Future[None]:
+        """Return a future that is done once the model may change; see `PairMachine.end`."""
+
+        def call() -> None:
             self.machine.end()
             self.waits += self.machine.pending
-            self._wait_until(lambda: not self.machine.pending, "an average")
 
-    def synchronize(self) -> None:
-        """Wait until no more models are averaged; see `PairMachine.synchronize`.
+        return self._wait(call, lambda: not self.machine.pending, "an average")
 
-        After a PeerError it may be repeated, or `begin` called; `end` then waits for an average.
+    def synchronize(self) -> Future[None]:
+        """Return a future that is done once no more models are averaged.
+
+        See `PairMachine.synchronize`. After a PeerError or `cancel` it may be repeated, or `begin`
+        called; `end` then waits for an average.
         """
-        with self._changed:
-            self._check()
-            self.machine.synchronize()
-        self._interrupt()
-        with self._changed:
-            try:
-                self._wait_until(lambda: self.machine.synchronized, SYNC_CALL)
-            except BaseException:  # also KeyboardInterrupt
+        machine = self.machine
+        return self._wait(
+            machine.synchronize, lambda: machine.synchronized, SYNC_CALL, machine.end,
+            machine.cancel_synchronization,
+        )  # fmt: skip
+
+    def cancel(self, wait: Future[None]) -> None:
+        """Undo a synchronization that was interrupted, even if it has just completed."""
+
+        def call() -> None:
+            self._awaited = [each for each in self._awaited if each.future is not wait]
+            if wait.cancel() or wait.exception() is None:
                 self.machine.cancel_synchronization()
-                raise
-            self.machine.end()
 
-    def close(self, *, quick: bool = False) -> None:
-        """Leave after running averages; at once with ``quick``, after a failure."""
-        self._quick = self._quick or quick
-        self._closing = True
-        self._interrupt()
-        if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            self._thread.join()
+        with contextlib.suppress(WingbeatError):  # this thread has ended
+            self.ask(call)
 
-    def request_close(self) -> None:
-        """Let the thread leave soon. Takes no lock, because a garbage collector may call it."""
-        self._closing = True
+    def _wait(
+        self,
+        call: Callable[[], None],
+        is_done: Callable[[], bool],
+        what: str,
+        finish: Callable[[], None] = lambda: None,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> Future[None]:
+        log = WaitLog(self.me, what, self.clock)
+        wait = _Wait(Future(), log, what, is_done, finish, give_up)
 
-    def _check(self) -> None:
-        if self._closing:
-            raise UsageError(
-                f"{self._me}: close() was called: the averager cannot be used any more"
-            )
-        if self._error is not None:
-            raise PeerError(str(self._error))
-        lost = self.machine.lost
-        if lost and not self.machine.live_partners:
-            how = ", ".join(f"rank {p} {self._departures.how(p)}" for p in sorted(lost))
-            raise PeerError(
-                f"{self._me}: no worker is left to average parameters with: {how}; "
-                "start all workers again"
-            )
+        def begin() -> None:
+            call()
+            self._awaited.append(wait)
 
-    def _wait_until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait, with the lock held. `_check_partners` detects dead partners."""
-        wait = WaitLog(self._me, what, self._clock)
-        while True:
-            self._check()
-            if done():
-                return
-            names = ", ".join(f"rank {peer}" for peer in self.machine.waiting_for())
-            if self._clock() - max(wait.begun, self._progress_at) > MAX_WAIT_FACTOR * self._timeout:
-                raise PeerError(stuck_peer_text(self._me, names, what, self._timeout))
-            wait.log_if_due(names)
-            self._changed.wait(min(_CHECK_S, MAX_WAIT_FACTOR * self._timeout))
+        return self.submit(begin, wait.future)
 
     # -- the thread -----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self.step(self._mailbox.next(_CHECK_S))
-            with self._changed:
-                self.machine.leave()
-            until = self._clock() + CLOSE_TIMEOUT_S
-            while self.machine.in_transfer and not self._quick and self._clock() < until:
-                self.step(self._mailbox.next(_CHECK_S))
-        except PeerError as error:
-            self._fail(error)
-        except Exception as error:  # raised in the training thread
-            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {first_line(error)}"))
-        failed = self._quick or self._error is not None
-        for peer in self.machine.live_partners if failed else ():
-            with contextlib.suppress(WingbeatError):
-                self._mailbox.post(peer, Kind.FAILED, seconds=0.0)
-        with contextlib.suppress(WingbeatError):
-            self._mailbox.close(_QUICK_CLOSE_S if failed else CLOSE_TIMEOUT_S)
-
-    def _fail(self, error: PeerError) -> None:
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def step(self, message: Message | None) -> None:
-        """Handle the given message, further ones that have arrived, and checks that are due."""
-        # Read before the messages, because messages sent before a worker left must still be
-        # handled.
-        failed = self._detector.failed()
-        while message is not None or (message := self._mailbox.poll()) is not None:
-            with self._changed:
-                self._receive(message)
-                self._execute_commands()
-                self._changed.notify_all()
-            message = None
-        with self._changed:
-            for peer in self.machine.live_partners:
-                if peer in failed:
-                    self._remove(peer, *failed[peer])
-            self._check_partners()
-            self._execute_commands()
-            self._changed.notify_all()
-            newly_lost = self.machine.lost - self._reported
-        self._reported |= newly_lost
-        for peer in newly_lost:
-            self._on_lost(peer)
-
-    def _receive(self, message: Message) -> None:
+    def handle(self, message: Message, record: Numbered | Chunk) -> None:
+        """Handle a partner's message."""
         peer, kind, payload, chunk = message.peer, message.kind, message.payload, 0
-        try:
-            record = MESSAGES.parse(message, chunks=len(self._buffer.spans))
-            if isinstance(record, Chunk):
-                chunk = record.chunk
-                if not self._buffer.is_valid_chunk(chunk, len(payload)):
-                    raise ProtocolError(f"{len(payload)} bytes in chunk {chunk}")
-            accepted = self.machine.receive(peer, kind, record.number, chunk)
-        except MalformedMessage as error:
-            raise PeerError(f"{self._me}: rank {peer} violated the protocol: {error}") from None
+        if isinstance(record, Chunk):
+            chunk = record.chunk
+            if not self._buffer.is_valid_chunk(chunk, len(payload)):
+                raise ProtocolError(f"{len(payload)} bytes in chunk {chunk}")
+        accepted = self.machine.receive(peer, kind, record.number, chunk)
         # A busy passive worker sends keepalives to the workers in its queue.
         if kind in _PROGRESS or (kind == Kind.KEEPALIVE and self.machine.requests):
-            self._progress_at = self._clock()
+            self._progress_at = self.clock()
         if kind == Kind.FAILED:
             self._departures.lost(peer, "has failed")
         elif accepted and kind == Kind.GRANT:
@@ -357,12 +289,76 @@ class PairExchange:
         elif accepted and kind == Kind.AVERAGE:
             self._load[self._interfaces.pop(chunk)] -= 1
             self._buffer.receive_average(chunk, payload)
+        self._execute_commands()
 
-    def _remove(self, peer: int, how: Failure, text: str) -> None:
-        lost = how is not Failure.LEFT
+    def refuse(self, message: Message, error: MalformedMessage) -> None:
+        """Raise PeerError: an average with the sender would never end."""
+        raise PeerError(f"{self.me}: rank {message.peer} violated the protocol: {error}")
+
+    def work(self) -> None:
+        """Execute commands, report lost partners, and complete what training waits for.
+
+        Raises PeerError if no partner is left and one was lost.
+        """
+        machine = self.machine
+        if self.closing:
+            machine.leave()
+        self._execute_commands()
+        for peer in machine.lost - self._reported:
+            self._reported.add(peer)
+            self._on_lost(peer)
+        if machine.lost and not machine.live_partners:
+            how = ", ".join(f"rank {p} {self._departures.how(p)}" for p in sorted(machine.lost))
+            raise PeerError(
+                f"{self.me}: no worker is left to average parameters with: {how}; "
+                "start all workers again"
+            )
+        for wait in [each for each in self._awaited if each.is_done()]:
+            self._awaited.remove(wait)
+            wait.finish()
+            wait.future.set_result(None)
+
+    def check(self, now: float) -> None:
+        """Remove departed partners, probe awaited ones, and fail waits that are too long.
+
+        Partners in the queue receive keepalives.
+        """
+        machine = self.machine
+        for peer in machine.live_partners:
+            if peer in self.gone:
+                self._remove(peer, self.gone[peer])
+        queued = machine.queue if machine.served is not None else ()
+        checked = (*machine.waiting_for(), *queued)
+        for peer in machine.live_partners if self.watches_all else checked:
+            self._send(Send(peer, Kind.KEEPALIVE, 0))
+        self.work()
+        names = ", ".join(f"rank {peer}" for peer in machine.waiting_for())
+        for wait in self._awaited[:]:
+            wait.log.log_if_due(names)
+            if now - max(wait.log.begun, self._progress_at) > MAX_WAIT_FACTOR * self._timeout:
+                self._give_up(wait)
+                text = stuck_peer_text(self.me, names, wait.what, self._timeout)
+                fail(wait.future, PeerError(text))
+
+    def busy(self) -> bool:
+        """Whether an average runs."""
+        return self.machine.in_transfer
+
+    def leave(self) -> None:
+        """Report a failure to the partners."""
+        for peer in self.machine.live_partners if self.quick or self.failed else ():
+            with contextlib.suppress(WingbeatError):
+                self.mailbox.post(peer, Kind.FAILED, seconds=0.0)
+
+    def _give_up(self, wait: _Wait) -> None:
+        self._awaited.remove(wait)
+        wait.give_up()
+
+    def _remove(self, peer: int, gone: Failed) -> None:
+        lost = gone.how is not Failure.LEFT
         if lost:
-            self._departures.lost(peer, text)
-            self._mailbox.drop(peer)
+            self._departures.lost(peer, gone.text)
+            self.mailbox.drop(peer)
         stream.happened("left", (peer,))
         self.machine.remove(peer, lost=lost)
 
@@ -396,7 +392,7 @@ class PairExchange:
         elif kind == Kind.CHUNK:
             record = Chunk(number, chunk, self._buffer.model_chunk(chunk))
             # Faster interfaces return chunks sooner, and so get more of them.
-            interface = min(self._mailbox.interfaces(peer), key=lambda i: self._load[i])
+            interface = min(self.mailbox.interfaces(peer), key=lambda i: self._load[i])
             self._load[interface] += 1
             self._interfaces[chunk] = interface
         elif kind == Kind.AVERAGE:
@@ -404,23 +400,11 @@ class PairExchange:
             interface = self._interfaces.pop(chunk)
         _, ids, payload = MESSAGES.pack(record, kind)
         try:
-            self._mailbox.post(peer, kind, payload, ids=ids, interface=interface)
+            self.mailbox.post(peer, kind, payload, ids=ids, interface=interface)
         except PeerError:
             # The next step removes a lost peer, after its last messages.
-            if peer not in self._mailbox.lost and peer not in self._mailbox.left:
+            if peer not in self.mailbox.lost and peer not in self.mailbox.left:
                 raise
-
-    def _check_partners(self) -> None:
-        """Probe awaited partners, and send keepalives to the partners in the queue."""
-        now, machine = self._clock(), self.machine
-        if now - self._checked_at < _CHECK_S:
-            return
-        self._checked_at = now
-        self._execute_commands()
-        queued = machine.queue if machine.served is not None else ()
-        checked = (*machine.waiting_for(), *queued)
-        for peer in machine.live_partners if self.watches_all else checked:
-            self._send(Send(peer, Kind.KEEPALIVE, 0))
 
 
 class PairAverager:
@@ -492,7 +476,7 @@ class PairAverager:
             )  # fmt: skip
             self._exchange.start()
             # Ends the thread of an averager that is garbage-collected without `close_world`.
-            weakref.finalize(self, self._exchange.request_close).atexit = False
+            weakref.finalize(self, self._exchange.abandon).atexit = False
             close = weakref.WeakMethod(self.close)
             world.on_close(lambda: (method := close()) and method())
 
@@ -518,7 +502,7 @@ class PairAverager:
         """Wait until a requested or running average is done and the buffer may change."""
         try:
             if self._begun and self._exchange is not None:
-                self._exchange.end()
+                self._exchange.end().result()
         except Exception:
             self._begun = False
             raise
@@ -538,7 +522,12 @@ class PairAverager:
         if self._exchange is None:
             return
         self._begun = True  # averages may use the buffer until the exchange has synchronized
-        self._exchange.synchronize()
+        wait = self._exchange.synchronize()
+        try:
+            wait.result()
+        except BaseException:  # also KeyboardInterrupt
+            self._exchange.cancel(wait)
+            raise
         self._begun = False
         self._exchange.watches_all = True
         whole = self._whole if part is None else self._whole[part.start : part.stop]

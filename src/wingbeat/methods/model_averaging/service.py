@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
@@ -34,11 +33,12 @@ from wingbeat.methods.model_averaging.generator import (
 )
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.schema import MalformedMessage
-from wingbeat.transport.detector import Deadlines, Failure, FailureDetector
+from wingbeat.transport.actor import Actor
+from wingbeat.transport.detector import Deadlines, Failure
 from wingbeat.transport.membership import MembershipClient
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
-from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
+from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat.transport.store import AtomicStore, Store
 from wingbeat.types import Layout
@@ -54,14 +54,7 @@ CAPACITY = 16
 SILENCE_S = 5.0
 """Seconds without a message after which an awaited worker, or the generator, is dead."""
 
-_CHECK_S = 0.25
-"""Interval between checks for dead and slow workers, in seconds."""
-
-_BATCH = 256  # messages that are handled between two checks
 _KEEPALIVE_S = 5.0  # maximum interval between keepalive messages to waiting workers, in seconds
-_QUICK_CLOSE_S = 1.0
-"""Timeout of the shutdown if the worker that started this process has exited, in seconds."""
-
 
 # -- what the service decides with --------------------------------------------------------
 
@@ -144,8 +137,8 @@ class _Worker:
 # -- the service --------------------------------------------------------------------------
 
 
-class GroupService:
-    """Serves one job's group generator.
+class GroupService(Actor):
+    """Serves one job's group generator until all workers have left, or one has fallen back.
 
     The mailbox is connected to all workers, numbered by rank. ``first`` is the timeout of a step in
     seconds while its worker's usual one is unknown, ``least`` the lower bound of others.
@@ -163,65 +156,47 @@ class GroupService:
         clock: Callable[[], float] = time.monotonic,
         membership: MembershipClient | None = None,
     ) -> None:
-        self._mailbox, self._generator = mailbox, generator
-        self._clock, self._membership = clock, membership
+        super().__init__(mailbox, MESSAGES, GeneratorConfig.me, clock=clock, workers=workers)
+        self._generator, self._membership = generator, membership
         self._steps, self._first_s = Deadlines(least, first=first), first
-        self._detector = FailureDetector(mailbox, clock)
         self._connections = connections or ConnectionCache(workers)
         self._workers = [_Worker() for _ in range(workers)]
-        self._checked_at = self._kept_alive_at = clock()
+        self._kept_alive_at = clock()
         for worker in range(workers):
-            self._steps.start(worker, self._checked_at)
+            self._steps.start(worker, self._kept_alive_at)
 
-    def run(self, parent: Callable[[], bool] = lambda: True) -> None:
-        """Serve until all workers have left, or a worker has fallen back.
-
-        It also ends when ``parent()`` is false: rank 0, which has started this process, has exited.
-        """
-        while not all(w.gone or w.silent for w in self._workers) and parent():
-            # If this process was suspended, workers may have continued without it.
-            if self._membership is not None and self._membership.log.view[-1] % 2:
-                break
-            self.step(self._mailbox.next(_CHECK_S))
-        if not parent() and not self._workers[0].gone:
-            self._remove_for_good(0)  # otherwise each of the others would have to detect it
-        with contextlib.suppress(PeerError):  # dead workers do not confirm the shutdown
-            self._mailbox.close(CLOSE_TIMEOUT_S if parent() else _QUICK_CLOSE_S)
-
-    def step(self, message: Message | None) -> None:
-        """Handle the given message, further ones that have arrived, and checks that are due."""
-        for left in range(_BATCH, -1, -1):
-            if message is None:
-                break
-            self._receive(message)
-            message = self._mailbox.poll() if left else None
+    def work(self) -> None:
+        """Connect to restarted workers, and end once no worker needs this process."""
+        fallback = False
         if self._membership is not None:
             for change in self._membership.take_changes():
                 if change.peer_info is not None and self._connect(change.worker, change.peer_info):
                     self._membership.acknowledge(change.worker, change.incarnation)
-        now = self._clock()
-        if now - self._checked_at > _CHECK_S:
-            self._checked_at = now
-            self._check_workers(now)
+            # If this process was suspended, workers may have continued without it.
+            fallback = self._membership.log.view[-1] % 2 == 1
+        self.closing |= fallback or all(w.gone or w.silent for w in self._workers)
 
-    def _receive(self, received: Message) -> None:
-        worker = received.peer
+    def leave(self) -> None:
+        """Remove rank 0 if it has exited; otherwise each of the others would have to detect it."""
+        if self.quick and not self._workers[0].gone:
+            self._remove_for_good(0)
+
+    def handle(self, message: Message, record: Any) -> None:
+        """Handle a worker's message."""
+        worker = message.peer
         if self._workers[worker].gone:
             return
         if self._workers[worker].silent:
             self._end_silence(worker)
-        try:
-            message = MESSAGES.parse(received, workers=len(self._workers))
-            runs = self._handle(worker, message)
-        except MalformedMessage as error:
-            self._mailbox.refused["content"] += 1
-            self._send(worker, Refused(str(error).encode()))
-            self._remove_for_good(worker)
-            return
-        self._start(runs)
+        self._start(self._handle(worker, record))
+
+    def refuse(self, message: Message, error: MalformedMessage) -> None:
+        """Remove a worker that has violated the protocol."""
+        self._send(message.peer, Refused(str(error).encode()))
+        self._remove_for_good(message.peer)
 
     def _handle(self, worker: int, message: Any) -> list[Run]:
-        now = self._clock()
+        now = self.clock()
         self._workers[worker].probed = False
         match message:
             case Request(copies_state):
@@ -343,9 +318,10 @@ class GroupService:
         """Connect to a restarted worker. Its first request makes it active."""
         self._remove_for_good(worker)  # the loss of the old process may not be detected yet
         try:
-            self._mailbox.join(worker, info)
+            self.mailbox.join(worker, info)
         except UsageError:
             return False  # Its mailbox has other options. Its own wait times out.
+        self.replaced(worker)
         self._workers[worker] = _Worker(behind=self._workers[worker].behind)
         self._send_inactive(worker)
         return True
@@ -386,9 +362,9 @@ class GroupService:
         self._send(to, Removed(worker, requests, self._reason(worker), self._workers[to].missed))
 
     def _reason(self, worker: int) -> Reason:
-        if worker in self._mailbox.left:
+        if worker in self.mailbox.left:
             return Reason.LEFT
-        if worker in self._mailbox.unconnected():
+        if worker in self.mailbox.unconnected():
             return Reason.DIED
         state = self._workers[worker]
         return Reason.SILENT if state.silent or state.stale else Reason.LATE
@@ -399,13 +375,13 @@ class GroupService:
             return False
         kind, ids, payload = MESSAGES.pack(message)
         try:
-            self._mailbox.post(worker, kind, payload, ids=ids, urgency=0, seconds=0.0)
+            self.mailbox.post(worker, kind, payload, ids=ids, urgency=0, seconds=0.0)
         except PeerError:
             return False
         return True
 
-    def _check_workers(self, now: float) -> None:
-        """Remove dead workers, and those whose step has timed out while others wait for it."""
+    def check(self, now: float) -> None:
+        """Remove failed workers, and those whose step has timed out while others wait for it."""
         self._check_failures()
         for worker, state in enumerate(self._workers):
             if self._generator.is_awaited(worker) and self._steps.is_overdue(worker, now):
@@ -419,9 +395,8 @@ class GroupService:
             self._send_keepalives()
 
     def _check_failures(self) -> None:
-        failed = self._detector.failed()
         for worker, state in enumerate(self._workers):
-            how = failed[worker].how if worker in failed else None
+            how = self.gone[worker].how if worker in self.gone else None
             if how is Failure.LEFT and not state.gone:
                 self._remove_for_good(worker)
             elif how is Failure.ENDED and not state.gone:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,19 +32,14 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
-from wingbeat.transport.detector import Failure, FailureDetector
+from wingbeat.transport.actor import Actor
+from wingbeat.transport.detector import Failure
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Message, Posted
 from wingbeat.transport.messages.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from wingbeat.methods.parameter_server.coding import SliceFormat
-
-_QUICK_S = 1.0
-"""Timeout to close the mailbox after a failure, in seconds."""
-
-_CHECK_S = 0.1
-"""Interval between checks for lost servers and late sums, in seconds."""
 
 _WITHOUT_PAYLOAD = WITHOUT_PAYLOAD | {Kind.STATE}
 
@@ -143,24 +136,21 @@ class Request(Future[None]):
 
     wait_received = wait
 
-    def fail(self, error: PeerError) -> None:
-        """Fail the request, unless another thread has."""
-        with contextlib.suppress(InvalidStateError):
-            self.set_exception(error)
 
-
-class Client:
-    """Pushes and pulls slices for one worker, in a separate thread after `serve`.
+class Client(Actor):
+    """Pushes and pulls slices for one worker, in a separate thread after `start`.
 
     ``order`` applies to slices that are ready at the same time. ``check_servers`` returns how a
     server that this worker started has ended, if one has. ``publish_failure``, ``poll_failure`` and
     ``attribute_failure`` exchange the reasons of failures between workers.
 
     Attributes:
-        failed: whether a server or a worker has failed.
         sent: bytes of payloads by mailbox and class; any thread may copy it.
         received: likewise, by the requested class.
     """
+
+    check_s = 0.1
+    closed = "the connection to the servers is closed"
 
     def __init__(
         self,
@@ -178,32 +168,22 @@ class Client:
         on_abandoned: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox, self._servers = mailbox, tuple(servers)
-        self._me, self._name, self._timeout = me, name, timeout
+        super().__init__(mailbox, MESSAGES, me, "wingbeat-client", clock=clock, close_s=timeout)
+        self._servers, self._name, self._timeout = tuple(servers), name, timeout
         self._check_servers, self._on_abandoned = check_servers, on_abandoned
         self._publish_failure, self._poll_failure = publish_failure, poll_failure
         self._attribute_failure = attribute_failure
-        self._clock, self._detector = clock, FailureDetector(mailbox, clock)
-        self._submitted: deque[Request] = deque()
         self._queue: SendQueue[tuple[Request, Transfer]] = SendQueue(order)
         self._awaited: dict[tuple[int, ...], tuple[Request, Transfer]] = {}
         self._one_way: list[Request] = []
-        self._error: PeerError | None = None
         self._pinger, self._ping_delay = Pinger(mailbox), ping_delay(timeout)
-        self._checked_at = self._pinged_at = 0.0
+        self._pinged_at = 0.0
         self._progress_at = self._logged_at = clock()
-        self._closing = self._quick = self._abandoned = self.failed = False
+        self._abandoned = False
         self.sent: Counter[tuple[int, int]] = Counter()
         self.received: Counter[tuple[int, int]] = Counter()
-        self._interrupt = mailbox.interrupter()
-        self._thread = threading.Thread(target=self._run, name="wingbeat-client", daemon=True)
 
-    def serve(self) -> Client:
-        """Start the thread."""
-        self._thread.start()
-        return self
-
-    def submit(
+    def request(
         self,
         kind: Kind,
         dtype: str,
@@ -212,93 +192,53 @@ class Client:
         on_complete: Callable[[], None] = lambda: None,
     ) -> Request:
         """Submit a request without blocking; PeerError if a server or worker has failed before."""
-        before = self._error
-        if before is not None:
-            raise PeerError(str(before))
         request = Request(kind, dtype, tuple(transfers), description, on_complete)
-        self._submitted.append(request)
-        self._interrupt()
-        error = self._error
-        if error is not None:  # the thread may have ended without this request
-            request.fail(error)
-        return request
+        return self.submit(functools.partial(self._begin, request), request)
 
     @property
     def refused(self) -> Counter[str]:
         """Number of refused frames and connections, by reason; any thread may read it."""
-        return self._mailbox.refused + self._mailbox.refused_connections
-
-    def close(self, *, quick: bool = False) -> None:
-        """Disconnect from the servers and end the thread; may be called again.
-
-        Pushed gradients are delivered first, because other workers need them, unless ``quick``.
-        Sums are not awaited.
-        """
-        self._closing, self._quick = True, quick
-        self._interrupt()
-        if self._thread.ident is None:
-            self._end()
-        elif threading.current_thread() is not self._thread:
-            self._thread.join()
+        return self.mailbox.refused + self.mailbox.refused_connections
 
     def abandon(self) -> None:
-        """End the thread within a second, without `close`.
-
-        Takes no lock, because the garbage collector may call it in any thread.
-        """
-        self._abandoned = self._closing = True
+        """As `Actor.abandon`; then the thread ends what else belongs to this client."""
+        self._abandoned = True
+        super().abandon()
 
     # -- the thread -----------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def run(self, parent: Callable[[], bool] = lambda: True) -> None:
+        """Serve until `close`; pushed gradients are delivered first, as other workers need them."""
         try:
-            while not self._is_finished():
-                self.run_once(self._mailbox.next(_CHECK_S if self._busy else 1.0))
-        except PeerError as error:
-            self._fail(error)
-        except Exception as error:  # the requests raise it again
-            self._fail(PeerError(f"{self._me}: {type(error).__name__}: {error}"))
+            super().run(parent)
         finally:
-            self._end()
-        if self._abandoned:
-            self._on_abandoned()
+            if self._abandoned:
+                self._on_abandoned()
 
-    def _fail(self, error: PeerError) -> None:
+    def describe(self, error: PeerError) -> PeerError:
+        """Attribute a failure to the worker that failed first, and publish it."""
         if (cause := self._attribute_failure()) is not None:
-            noticed = str(error).removeprefix(f"{self._me}: ")
-            error = PeerError(f"{self._me}: {cause} (noticed as: {noticed})")
-        self.failed, self._error = True, error
-        self._publish_failure(str(error).removeprefix(f"{self._me}: "))
+            noticed = str(error).removeprefix(f"{self.me}: ")
+            error = PeerError(f"{self.me}: {cause} (noticed as: {noticed})")
+        self._publish_failure(str(error).removeprefix(f"{self.me}: "))
+        return error
 
-    def _is_finished(self) -> bool:
-        """Whether the mailbox has accepted all requests, after `close`."""
-        return self._closing and (self._quick or not (self._queue.queued or self._submitted))
+    def busy(self) -> bool:
+        """Whether a request is not yet in the mailbox."""
+        return self._queue.queued > 0
 
-    @property
-    def _busy(self) -> bool:
-        return bool(self._awaited or self._one_way or self._queue.queued)
-
-    def run_once(self, message: Message | None) -> None:
-        """Handle received messages, start submitted requests, and send what windows allow."""
-        while message is not None:
-            self._handle(message)
-            message = self._mailbox.poll()
-        while self._submitted:
-            self._begin(self._submitted.popleft())
+    def work(self) -> None:
+        """Send what windows allow, and complete requests without a reply."""
         if self._queue.queued:
-            self._queue.flush(functools.partial(room_of, self._mailbox), self._post)
+            self._queue.flush(functools.partial(room_of, self.mailbox), self._post)
         for request in list(self._one_way):
             sent = len(request.posted) == len(request.transfers)
             if sent and all(posted.arrived for posted in request.posted):
                 self._one_way.remove(request)
                 request.set_result(None)
-        now = self._clock()
-        if now - self._checked_at > _CHECK_S:
-            self._checked_at = now
-            self._check(now)
 
     def _begin(self, request: Request) -> None:
-        self._progress_at = self._clock()
+        self._progress_at = self.clock()
         if not request.transfers:
             request.set_result(None)
             return
@@ -327,13 +267,13 @@ class Client:
             payload, dtype = memoryview(b""), ""
         elif transfer.format is not None:
             payload, dtype = transfer.format.encode(), transfer.format.dtype
-        posted = self._mailbox.post(
+        posted = self.mailbox.post(
             flow.peer,
             request.kind,
             payload,
             ids=transfer.ids,
             dtype=dtype,
-            interface=flow.interface(self._mailbox),
+            interface=flow.interface(self.mailbox),
             urgency=flow.urgency,
         )
         self.sent[flow.peer, flow.urgency] += payload.nbytes
@@ -341,38 +281,39 @@ class Client:
             request.posted.append(posted)
         return posted.done
 
-    def _handle(self, message: Message) -> None:
-        """Write a reply to its slice, unless it is unexpected, malformed or reports a failure."""
+    def refuse(self, message: Message, error: MalformedMessage) -> None:
+        """Raise PeerError: the reply of a server will not come."""
+        server = self._name(message.peer)
+        raise PeerError(f"{self.me}: {server} sent a malformed message: {error}")
+
+    def handle(self, message: Message, record: Ids) -> None:
+        """Write a reply to its slice; PeerError if it is unexpected or reports a failure."""
         server = self._name(message.peer)
         if message.kind == Kind.FAILED:
-            raise PeerError(f"{self._me}: {server}: {printable(bytes(message.payload))}")
+            raise PeerError(f"{self.me}: {server}: {printable(bytes(message.payload))}")
         if message.kind == Kind.PING:
             return
-        try:
-            ids: Ids = MESSAGES.parse(message)
-        except MalformedMessage as error:
-            raise PeerError(f"{self._me}: {server} sent a malformed message: {error}") from None
         kind = Kind.STATE if message.kind == Kind.CONTINUATION else message.kind
-        key = kind, *ids[:3]
+        key = kind, *record[:3]
         found = self._awaited.get(key)
         if found is None:
-            raise PeerError(f"{self._me}: {server} sent an unexpected message: {message!r}")
+            raise PeerError(f"{self.me}: {server} sent an unexpected message: {message!r}")
         request, transfer = found
-        self._progress_at = self._clock()
+        self._progress_at = self.clock()
         self.received[message.peer, urgency_of(transfer.ids.route)] += len(message.payload)
         if kind == Kind.STATE:
             if not self._append_state(message, request, transfer):
                 return
         elif not transfer.write(message, request.dtype):
             raise PeerError(
-                f"{self._me}: {server} sent a malformed reply for slice {ids.slice}: "
+                f"{self.me}: {server} sent a malformed reply for slice {record.slice}: "
                 f"{len(message.payload)} bytes of {message.dtype or 'nothing'}"
             )
+        del self._awaited[key]
         request.missing -= 1
         if not request.missing:
             request.on_complete()
             request.set_result(None)
-        del self._awaited[key]  # last, so that `_end` finds the request if a call above raises
 
     def _append_state(self, message: Message, request: Request, transfer: Transfer) -> bool:
         """Append to the received optimizer state; return whether it is complete."""
@@ -386,32 +327,32 @@ class Client:
                 request.documents[key].append(message.payload)
         except (RequestError, KeyError) as error:
             server = self._name(message.peer)
-            raise PeerError(f"{self._me}: {server} sent a malformed state: {error}") from None
+            raise PeerError(f"{self.me}: {server} sent a malformed state: {error}") from None
         return request.documents[key].complete
 
-    def _check(self, now: float) -> None:
+    def check(self, now: float) -> None:
+        """Raise PeerError if a server or a worker has failed; ping servers that send nothing."""
         ended = self._check_servers()
         if ended is not None:
-            raise PeerError(f"{self._me}: {ended}")
-        for server, failed in self._detector.failed().items():
-            if failed.how is not Failure.LEFT:
-                raise PeerError(f"{self._me}: {self._name(server)} {failed.text}")
-        if not self._busy:
+            raise PeerError(f"{self.me}: {ended}")
+        busy = bool(self._awaited or self._one_way or self._queue.queued)
+        for server, gone in self.gone.items():
+            if gone.how is not Failure.LEFT:
+                raise PeerError(f"{self.me}: {self._name(server)} {gone.text}")
+            if busy:
+                raise PeerError(
+                    f"{self.me}: {self._name(server)} has ended; start the job again from a "
+                    "checkpoint"
+                )
+        if not busy:
             return
         if now - max(self._progress_at, self._pinged_at) > self._ping_delay:
             self._pinged_at = now
             reason = self._poll_failure()
             if reason is not None:
-                raise PeerError(f"{self._me}: {reason}")
+                raise PeerError(f"{self.me}: {reason}")
             for server, link in {(each.server, each.link) for _, each in self._awaited.values()}:
                 self._pinger.ping(server, [link])
-        left = self._mailbox.left
-        while left and (message := self._mailbox.poll()) is not None:
-            self._handle(message)  # may contain the reason
-        for server in left if self._busy else ():
-            raise PeerError(
-                f"{self._me}: {self._name(server)} has ended; start the job again from a checkpoint"
-            )
         self._check_progress(now)
 
     def _check_progress(self, now: float) -> None:
@@ -419,25 +360,14 @@ class Client:
         if now - max(self._progress_at, self._logged_at) >= LOG_INTERVAL_S:
             self._logged_at = now
             text = "%s: waiting for gradients of other workers for %d s; the servers are alive"
-            log.warning(text, self._me, waited)
+            log.warning(text, self.me, waited)
         limit = MAX_WAIT_FACTOR * self._timeout
         if waited > limit:
             awaited = self._awaited.values()
             late = sorted({transfer.server for _, transfer in awaited}) or self._servers
             what = next((request.description for request, _ in awaited), "gradients")
             raise PeerError(
-                f"{self._me}: no sum of {what} from {', '.join(map(self._name, late))} within "
+                f"{self.me}: no sum of {what} from {', '.join(map(self._name, late))} within "
                 f"{limit:g} s: check that it and all workers run, or "
                 "increase the timeout: wingbeat.init(timeout=...)"
             )
-
-    def _end(self) -> None:
-        """Fail all requests, and disconnect."""
-        error = self._error or PeerError(f"{self._me}: the connection to the servers is closed")
-        self._error = error
-        awaited = [request for request, _ in self._awaited.values()]
-        # Other threads may still submit.
-        for request in dict.fromkeys([*self._one_way, *awaited, *tuple(self._submitted)]):
-            request.fail(error)
-        with contextlib.suppress(PeerError):  # already reported
-            self._mailbox.close(_QUICK_S if self.failed or self._quick else self._timeout)

@@ -171,7 +171,7 @@ class ServerExchange:
                 if self._owns_residual(each.slice)
             ]
             requests.append(
-                self._client.submit(Kind.PULL_RESIDUAL, "", transfers, f"bucket {number}")
+                self._client.request(Kind.PULL_RESIDUAL, "", transfers, f"bucket {number}")
             )
         for request in requests:
             request.wait()
@@ -197,7 +197,7 @@ class ServerExchange:
         ]
         slices = [each.slice for each in requests]
         on_complete = functools.partial(self._keep_unused, bucket, slices)
-        bucket.handle = self._client.submit(
+        bucket.handle = self._client.request(
             kind, DTYPES[flat.dtype], transfers, f"bucket {bucket.index}", on_complete
         )
 
@@ -214,7 +214,7 @@ class ServerExchange:
         ]
         residual = self._residuals.get(bucket.index)
         on_complete = functools.partial(_drop_unused, bucket, residual, self.remote.unused)
-        bucket.handle = self._client.submit(
+        bucket.handle = self._client.request(
             kind, DTYPES[flat.dtype], transfers, f"bucket {bucket.index}", on_complete
         )
 

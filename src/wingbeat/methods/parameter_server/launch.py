@@ -121,7 +121,7 @@ class ServerGroup:
     def _make_client(self, mailbox: Mailbox, config: ServerConfig) -> Client:
         """Return the client, whose thread must not keep this object, and the model, alive."""
         world, notice, started = self._world, self._notice, self._started
-        return Client(
+        client = Client(
             mailbox,
             self.numbers,
             me=f"rank {world.rank}",
@@ -133,7 +133,9 @@ class ServerGroup:
             poll_failure=notice.poll,
             attribute_failure=departures_of(world).first_failure,
             on_abandoned=functools.partial(_stop, notice, started, world.timeout),
-        ).serve()
+        )
+        client.start()
+        return client
 
     def close(self) -> None:
         """Disconnect, and wait until the servers that this worker started have ended.

@@ -48,23 +48,14 @@ from wingbeat.methods.parameter_server.protocol import (
 )
 from wingbeat.methods.parameter_server.shard_updates import ParameterReply, ShardUpdates
 from wingbeat.schema import MalformedMessage
-from wingbeat.transport.detector import FailureDetector
+from wingbeat.transport.actor import Actor
 from wingbeat.transport.failures import MAX_WAIT_FACTOR
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Limits, Message, Posted
-from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
+from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.store import Store
 
 _log = logging.getLogger(__name__)
-
-_CHECK_S = 0.25
-"""Interval between checks for lost workers and incomplete sums, in seconds."""
-
-_QUICK_S = 1.0
-"""Timeout to close the mailbox after the worker that started this server has ended, in seconds."""
-
-_BATCH = 32
-"""Messages that are handled before sums are sent."""
 
 WINDOW = 128 << 20
 """Maximum bytes that wait at a server to be added, over all workers and classes."""
@@ -113,12 +104,15 @@ def _requested_twice(reply: Reply) -> RequestError:
     )
 
 
-class Server:
+class Server(Actor):
     """One server: handles the requests of all workers for its slices.
 
     Mailbox numbers are ranks. The limit of ``aggregator`` also limits the number of pending pulls.
     ``updates`` are the server's parameters; None if it only sums.
     """
+
+    keep = True
+    batch = 32
 
     def __init__(
         self,
@@ -132,10 +126,9 @@ class Server:
         classes: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._mailbox, self._workers = mailbox, workers
-        self._aggregator, self._updates = aggregator, updates
+        super().__init__(mailbox, MESSAGES, "a server", clock=clock)
+        self._workers, self._aggregator, self._updates = workers, aggregator, updates
         self._order, self._timeout, self._classes = order, timeout, classes
-        self._clock, self._detector = clock, FailureDetector(mailbox, clock)
         self._queue: SendQueue[Reply] = SendQueue(order)
         self._pulls: dict[SliceKey, list[Reply]] = {}
         self._pending = [0] * workers
@@ -143,74 +136,66 @@ class Server:
         self._reserved: dict[tuple[int, SliceKey], Reply] = {}
         self._pinger, self._ping_delay = Pinger(mailbox), ping_delay(timeout)
         self._links: set[int] = set()  # links of received gradients
-        self._checked_at = self._pinged_at = clock()
-        self._failed = False
+        self._pinged_at = clock()
+        self._reported = False
 
-    def run(self, is_parent_alive: Callable[[], bool] = lambda: True) -> None:
-        """Serve until all workers have left, or the worker that started this server has ended."""
-        while is_parent_alive() and self._present():
-            seconds = 0.0 if self.has_work else _CHECK_S
-            self.run_once(self._mailbox.next(seconds, keep=True))
-        seconds = CLOSE_TIMEOUT_S
-        if not is_parent_alive():
-            self._fail("the worker that started this server has ended")
-            seconds = _QUICK_S
-        with contextlib.suppress(PeerError):  # the workers are lost
-            self._mailbox.close(seconds)
-
-    def run_once(self, message: Message | None) -> None:
+    def step(self, message: Message | None) -> None:
         """Handle received messages, update one slice, and send what windows allow."""
         try:
-            drained = self._handle_batch(message)
-            if self._updates is not None and not self._failed:
-                self._send_parameters(self._updates.update_next())
-            if self._queue.queued and not self._failed:
-                self._queue.flush(self._room, self._send, lambda reply: reply.result is not None)
+            super().step(message)
         except (PeerError, RequestError) as error:
-            self._fail(str(error))
+            self._report(str(error))
+
+    def work(self) -> None:
+        """Update one slice, and send what windows allow; end once all workers have departed."""
+        if not self._present():
+            self.closing = True
+        if self._reported:
             return
-        now = self._clock()
-        if now - self._checked_at > _CHECK_S:
-            self._checked_at = now
-            self._check(now, drained)
+        if self._updates is not None:
+            self._send_parameters(self._updates.update_next())
+        if self._queue.queued:
+            self._queue.flush(self._room, self._send, lambda reply: reply.result is not None)
+
+    def idle_s(self) -> float:
+        """Return 0 if there is work."""
+        return 0.0 if self.has_work else self.check_s
+
+    def leave(self) -> None:
+        """Report that the worker that started this server has ended."""
+        if self.quick:
+            self._report("the worker that started this server has ended")
 
     @property
     def has_work(self) -> bool:
         """Whether a slice can be updated without another message."""
-        return self._updates is not None and self._updates.has_work and not self._failed
+        return self._updates is not None and self._updates.has_work and not self._reported
 
     # -- requests --------------------------------------------------------------------------
 
-    def _handle_batch(self, message: Message | None) -> bool:
-        """Handle received messages; return whether none is left."""
-        for count in range(_BATCH + 1):
-            if message is None:
-                return True
-            self._handle(message)
-            message = self._mailbox.poll(keep=True) if count < _BATCH else None
-        return False
-
-    def _handle(self, message: Message) -> None:
-        free = functools.partial(self._mailbox.free, message)
+    def handle(self, message: Message, record: Ids) -> None:
+        """Perform a worker's request."""
+        free = functools.partial(self.mailbox.free, message)
         # Only gradients stay in the sender's window. The size of other requests has its own limit.
-        if self._failed or message.kind not in (Kind.PUSH_PULL, Kind.PUSH):
+        if self._reported or message.kind not in (Kind.PUSH_PULL, Kind.PUSH):
             free()
-        if self._failed or message.kind == Kind.PING:
+        if self._reported or message.kind == Kind.PING:
             return
         try:
-            ids: Ids = MESSAGES.parse(message)
-            if urgency_of(ids.route) >= self._classes:
+            if urgency_of(record.route) >= self._classes:
                 raise RequestError(
-                    f"rank {message.peer} requested class {urgency_of(ids.route)}; there are "
+                    f"rank {message.peer} requested class {urgency_of(record.route)}; there are "
                     f"{self._classes}"
                 )
-            self._perform(message, ids, free)
+            self._perform(message, record, free)
         except RequestError:
             free()  # no effect if the message is already freed
             raise
-        except MalformedMessage as error:
-            free()
-            raise RequestError(f"rank {message.peer} sent a malformed message: {error}") from None
+
+    def refuse(self, message: Message, error: MalformedMessage) -> None:
+        """Fail: the sender would wait for ever."""
+        self.mailbox.free(message)
+        raise RequestError(f"rank {message.peer} sent a malformed message: {error}")
 
     def _perform(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
         worker, updates = message.peer, self._updates
@@ -223,7 +208,7 @@ class Server:
         elif message.kind in (Kind.PUSH_PULL, Kind.PUSH):
             self._push(message, ids, free)
         elif updates is not None and message.kind in UPDATE_KINDS:
-            now = self._clock()
+            now = self.clock()
             self._send_parameters(updates.handle(worker, message.kind, ids, message.payload, now))
         else:
             raise RequestError(f"rank {worker} sent a message of kind {message.kind}")
@@ -238,7 +223,7 @@ class Server:
             self._add_pending(Reply(worker, ids))
         # A worker that is ahead fills its window until the others catch up.
         total = self._aggregator.push(
-            worker, key, ids.round, message.dtype, message.payload, self._clock(), free
+            worker, key, ids.round, message.dtype, message.payload, self.clock(), free
         )
         if total is None:
             return
@@ -284,7 +269,7 @@ class Server:
         for each in replies:
             worker, ids, key = each.worker, each.ids, (each.worker, each.ids[:2])
             if each.state is not None:
-                document = split_document(*each.state, self._mailbox.largest)
+                document = split_document(*each.state, self.mailbox.largest)
                 for count, payload in enumerate(document):
                     kind = Kind.CONTINUATION if count else Kind.STATE
                     result = np.frombuffer(payload, np.uint8)
@@ -303,24 +288,24 @@ class Server:
     def _enqueue(self, reply: Reply) -> None:
         reply.queued = True
         route, result = reply.ids.route, reply.result
-        nbytes = MAX_HEADER_BYTES + (self._mailbox.largest if result is None else result.nbytes)
+        nbytes = MAX_HEADER_BYTES + (self.mailbox.largest if result is None else result.nbytes)
         flow = Flow(reply.worker, urgency_of(route), link_of(route))
         self._queue.enqueue(flow, position_of(route), nbytes, reply)
 
     def _room(self, flow: Flow) -> int:
-        if flow.peer in self._mailbox.left or flow.peer in self._mailbox.lost:
+        if flow.peer in self.mailbox.left or flow.peer in self.mailbox.lost:
             return 0
-        return room_of(self._mailbox, flow)
+        return room_of(self.mailbox, flow)
 
     def _send(self, flow: Flow, reply: Reply) -> Callable[[], bool]:
         try:
-            reply.posted = self._mailbox.post(
+            reply.posted = self.mailbox.post(
                 reply.worker,
                 reply.kind,
                 reply.result,
                 ids=reply.ids,
                 dtype=reply.dtype,
-                interface=flow.interface(self._mailbox),
+                interface=flow.interface(self.mailbox),
                 urgency=flow.urgency,
             )
         except PeerError:
@@ -332,20 +317,16 @@ class Server:
 
     def _present(self) -> list[int]:
         """Return the workers that have neither left nor been lost."""
-        left, lost = self._mailbox.left, self._mailbox.lost
+        left, lost = self.mailbox.left, self.mailbox.lost
         return [rank for rank in range(self._workers) if rank not in left and rank not in lost]
 
-    def _check(self, now: float, drained: bool) -> None:
-        """Check for lost and late workers; ping them if a sum is incomplete.
-
-        Messages of a worker that has left may still be in the mailbox unless it is ``drained``.
-        """
+    def check(self, now: float) -> None:
+        """Check for lost and late workers; ping them if a sum is incomplete."""
         waits: list[Aggregator | ShardUpdates] = [self._aggregator]
         waits += [self._updates] if self._updates else []
-        if drained:
-            for worker, failed in self._detector.failed().items():
-                if any(each.is_waiting_for(worker) for each in waits):
-                    self._fail(f"rank {worker} {failed.text}")
+        for worker, gone in self.gone.items():
+            if any(each.is_waiting_for(worker) for each in waits):
+                self._report(f"rank {worker} {gone.text}")
         before = now - self._ping_delay
         if self._pinged_at < before and any(each.find_incomplete(before) for each in waits):
             self._pinged_at = now
@@ -365,7 +346,7 @@ class Server:
                 seconds > self._timeout or all(map(aggregator.is_waiting, late[1]))
             ):
                 key, workers = late
-                self._fail(
+                self._report(
                     f"no gradients from rank {_join(workers)} for slice {key[1]} within "
                     f"{seconds:g} s"
                 )
@@ -374,17 +355,17 @@ class Server:
             incomplete = self._updates.find_incomplete(now - self._timeout)
             if incomplete is not None:
                 what, workers = incomplete
-                self._fail(f"no {what} from rank {_join(workers)} within {self._timeout:g} s")
+                self._report(f"no {what} from rank {_join(workers)} within {self._timeout:g} s")
 
-    def _fail(self, why: str) -> None:
+    def _report(self, why: str) -> None:
         """Send the reason to all workers, once."""
-        if self._failed:
+        if self._reported:
             return
-        self._failed = True
+        self._reported = True
         for worker in self._present():
             with contextlib.suppress(PeerError):  # the worker is lost
                 reason = why.encode()[:MAX_REASON]
-                self._mailbox.post(worker, Kind.FAILED, reason, urgency=0, seconds=0.1)
+                self.mailbox.post(worker, Kind.FAILED, reason, urgency=0, seconds=0.1)
 
 
 def _join(ranks: Iterable[int]) -> str:

@@ -221,7 +221,7 @@ class RemoteOptimizer:
             self._transfer(each.server, Ids(plan, each.number, self.updates, 0), b"")
             for each in slices
         ]
-        return self._servers.client.submit(Kind.STATE, "", transfers, "the optimizer's state")
+        return self._servers.client.request(Kind.STATE, "", transfers, "the optimizer's state")
 
     def _submit(
         self,
@@ -234,7 +234,7 @@ class RemoteOptimizer:
     ) -> None:
         ids = Ids(self.planner.plan, number, updates, route)
         transfers = [self._transfer(server, ids, payload)]
-        self._servers.client.submit(kind, "", transfers, "an update request")
+        self._servers.client.request(kind, "", transfers, "an update request")
 
     def _transfer(self, server: int, ids: Ids, payload: Any) -> Transfer:
         memory = memoryview(payload)
