@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from wingbeat.methods.model_averaging.group_averager import GroupSession
-from wingbeat.transport.world import OpenGroups, World
+from wingbeat.transport.world import World
 
 
 def start(script: str, rank: int, port: int, *args: object) -> subprocess.Popen[str]:
@@ -37,9 +37,7 @@ def made(said: Iterator[list[str]], steps: int) -> int:
 
 def again(world: World) -> World:
     """What a process has that was started again in the place of another."""
-    return dataclasses.replace(
-        world, returned=True, _open_groups=OpenGroups(), _users=[], _opened=0, _channels=set()
-    )
+    return dataclasses.replace(world, returned=True)
 
 
 def dies(session: GroupSession) -> None:
