@@ -223,12 +223,15 @@ def _mask(table: Table) -> _Codec:
         bits = words.sizes[table.limits.size]
         _, limbs = words.take(name, Length(most=-(-bits // 32)))
         mask = sum(limb << 32 * place for place, limb in enumerate(limbs))
-        if mask >> bits:
-            raise _wrong(name, f"{mask:x}", f"{bits} bits in hexadecimal")
+        if mask >> bits or limbs_of(mask) != [*limbs]:  # a mask has one encoding
+            raise _wrong(name, f"{mask:x}", f"{bits} bits in hexadecimal, in the fewest words")
         return mask
 
+    def limbs_of(mask: int) -> list[int]:
+        return [mask >> bit & 0xFFFFFFFF for bit in range(0, mask.bit_length(), 32)]
+
     def write(value: int, out: list[int]) -> None:
-        limbs = [value >> bit & 0xFFFFFFFF for bit in range(0, value.bit_length(), 32)]
+        limbs = limbs_of(value)
         out += [len(limbs), *limbs]
 
     return _Codec(read, write)

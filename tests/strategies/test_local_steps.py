@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,15 +286,23 @@ def test_ctrl_c_in_a_wait_loses_no_average(
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, averager: Any, then: Callable[[], None]) -> None:
     """Have the averager's next wait end as by Ctrl-C, with all that it waits for still to come."""
-    exchange = getattr(averager, "_exchange", None)
-    of, name = (averager._idle, "wait") if exchange is None else (exchange, "_wait_until")
 
     def cut(*_: object) -> None:
         monkeypatch.undo()
         then()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(of, name, cut)
+    exchange = getattr(averager, "_exchange", None)
+    if exchange is None:
+        monkeypatch.setattr(averager._idle, "wait", cut)
+        return
+    end = exchange.end
+
+    def ended() -> object:
+        end()
+        return SimpleNamespace(result=cut)
+
+    monkeypatch.setattr(exchange, "end", ended)
 
 
 def test_step_after_shutdown_is_refused() -> None:

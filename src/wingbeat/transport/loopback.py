@@ -151,7 +151,7 @@ def worlds(
 ) -> list[World]:
     """Return ``size`` connected worlds in this process, one per thread.
 
-    ``layout``: their hosts; None: each has a host of its own.
+    ``layout``: their hosts; None: all are on one host.
     """
     switch = Switchboard()
     return worlds_on(switch, size, interfaces=interfaces, timeout=timeout, layout=layout)
@@ -177,7 +177,7 @@ def worlds_on(
             store=switch,
             make_links=functools.partial(_group_links, switch, rank, names),
             threads=True,
-            layout=layout or Layout.even(size, 1),
+            layout=layout or Layout.even(1, size),
         )
         for rank in range(size)
     ]
