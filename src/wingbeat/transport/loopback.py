@@ -41,7 +41,7 @@ class Switchboard:
     def fail(self, rank: int, group: str = "") -> None:
         """Make every further transfer with ``rank`` fail, as a closed socket would.
 
-        With the prefix of a group, only those of the group.
+        With the prefix of a group and the name of a link, only those of this link.
         """
         with self.changed:
             self._failed.add((group, rank))
@@ -107,7 +107,8 @@ class LoopbackLink:
         self, switch: Switchboard, rank: int, name: str, group: Group | None = None
     ) -> None:
         self._switch, self._rank, self.name = switch, rank, name
-        self._group = "" if group is None else group_prefix(group)
+        # Each link of a group fails for itself.
+        self._group = "" if group is None else f"{group_prefix(group)}{name}"
         self._ranks = None if group is None else group.ranks
 
     def _job_rank(self, peer: int) -> int:
