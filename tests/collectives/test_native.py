@@ -131,6 +131,7 @@ def check_same_bits(
     python = results(reference, topology, what, inputs, cast)
     for ours, theirs in zip(native, python, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        assert torch.equal(ours.view(torch.uint8), native[0].view(torch.uint8))
 
 
 @settings(max_examples=30, deadline=None)
