@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wingbeat.topologies.topology import Topology
+from wingbeat.topologies.topology import Topology, forward_along
 from wingbeat.types import Hop, Layout, Recv, Round, Send, Span
 
 
@@ -70,14 +70,7 @@ class Hierarchical(Topology):
         order = [worker for k in range(len(hosts)) for worker in hosts[(first + k) % len(hosts)]]
         order.remove(root)
         order.insert(0, root)
-        position = order.index(rank)
-        rounds: list[Round] = []
-        for block in filter(None, blocks):
-            if position > 0:
-                rounds.append((Recv(order[position - 1], block, False, interface),))
-            if position < len(order) - 1:
-                rounds.append((Send(order[position + 1], block, interface),))
-        return rounds
+        return forward_along(order, rank, blocks, interface)
 
 
 class _Plan:
