@@ -5,10 +5,17 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace checks {
+
+using Bytes = std::vector<std::uint8_t>;
+
+// What a connection uses.
+enum class Medium { plain, shared_memory, encrypted };
 
 inline std::atomic<long> count = 0;
 

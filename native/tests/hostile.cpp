@@ -17,6 +17,7 @@
 #include <fstream>
 #include <functional>
 #include <future>
+#include <stdexcept>
 #include <thread>
 
 #include "net/cipher.h"
@@ -38,6 +39,10 @@ Bytes random_bytes(Random& random, std::size_t count) {
 
 std::uint64_t other_than(std::uint64_t value, unsigned int bits, Random& random) {
   return value ^ (std::uint64_t{1} << random() % bits);
+}
+
+std::uint64_t above(std::uint64_t value, Random& random) {
+  return value + 1 + (random() >> (1 + random() % 63)) % (~std::uint64_t{0} - value);
 }
 
 std::uint64_t total(const Tally& tally) {

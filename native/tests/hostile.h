@@ -4,27 +4,27 @@
 #include <cstdint>
 #include <map>
 #include <random>
-#include <stdexcept>
 #include <string>
-#include <vector>
+
+#include "checks.h"
 
 namespace hostile {
 
-using Bytes = std::vector<std::uint8_t>;
+using checks::Bytes;
+using checks::expect;
+using checks::Medium;
 using Random = std::mt19937_64;
 
 // Hostile frames by what becomes of them: the reason of their refusal, or why they do no harm.
 using Tally = std::map<std::string, std::uint64_t>;
-
-inline void expect(bool holds, const std::string& what) {
-  if (!holds) throw std::runtime_error(what);
-}
 
 inline std::uint32_t word(Random& random) { return static_cast<std::uint32_t>(random()); }
 inline bool one_in(Random& random, unsigned int n) { return random() % n == 0; }
 Bytes random_bytes(Random& random, std::size_t count);
 // Any value but this one that differs in the lowest `bits`.
 std::uint64_t other_than(std::uint64_t value, unsigned int bits, Random& random);
+// Any greater value.
+std::uint64_t above(std::uint64_t value, Random& random);
 std::uint64_t total(const Tally& tally);
 
 // Sends bytes in pieces of random sizes; ends early if the other side has closed the connection.
@@ -37,7 +37,6 @@ Bytes read_to_end(int fd, bool end);
 Tally attack_handshakes(std::uint64_t frames, Random& random);
 Tally attack_dialing(std::uint64_t frames, Random& random);
 Tally attack_messages(std::uint64_t frames, bool encrypted, Random& random);
-enum class Medium { plain, shared_memory, encrypted };
 Tally attack_collectives(std::uint64_t frames, Medium medium, Random& random);
 Tally attack_ring_memory(std::uint64_t frames, Random& random);
 Tally attack_codecs(std::uint64_t frames, Random& random);

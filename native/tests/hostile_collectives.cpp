@@ -11,6 +11,7 @@
 #include <set>
 #include <thread>
 
+#include "connections.h"
 #include "hostile.h"
 #include "net/cipher.h"
 #include "net/coding.h"
@@ -21,6 +22,8 @@ namespace hostile {
 
 namespace {
 
+using checks::copies;
+using checks::keys_of;
 using namespace wingbeat::net;
 
 constexpr int played = 0, honest = 1;  // peers of the interface that is attacked
@@ -57,19 +60,6 @@ class Latch : public Owner {
   std::condition_variable changed_;
 };
 
-Keys keys_of(bool connecting) {
-  Keys keys{};
-  keys.sending.fill(connecting ? 1 : 2);
-  keys.receiving.fill(connecting ? 2 : 1);
-  return keys;
-}
-
-std::vector<int> copies(const Rings& rings) {
-  std::vector<int> out;
-  for (const int each : rings.descriptors()) out.push_back(::dup(each));
-  return out;
-}
-
 // Both ends of a connection.
 struct Ends {
   std::unique_ptr<Stream> ours, theirs;
@@ -77,8 +67,7 @@ struct Ends {
   int fd = -1;                    // of `theirs`
 
   explicit Ends(Medium medium) {
-    int sockets[2];
-    expect(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0, "socketpair");
+    const auto sockets = checks::socket_pair();
     fd = sockets[1];
     if (medium == Medium::shared_memory) {
       const auto created = std::make_shared<Rings>();
@@ -136,16 +125,7 @@ class Target {
 
   OperationPtr post(Group& group, bool send, Bytes& bytes, std::uint16_t channel, std::uint32_t tag,
                     bool sum = false) {
-    auto operation = std::make_shared<Operation>();
-    (sum ? operation->sum : operation->data) = bytes.data();
-    operation->bytes = bytes.size();
-    operation->channel = channel;
-    operation->tag = tag;
-    operation->owner = latch;
-    Work work;
-    send ? group.send(operation, work) : group.receive(operation, work);
-    work.run();
-    return operation;
+    return checks::post(group, send, 0, bytes, tag, channel, latch, sum);
   }
 
   std::shared_ptr<Nic> nic = std::make_shared<Nic>("lo");
@@ -364,9 +344,6 @@ class Round {
   std::string fatal() {
     FrameHeader header{.channel = fatal_channel, .tag = 5, .length = 40, .total = 40};
     header.group = one_in(random_, 2) ? world : fatal_group;
-    const auto above = [&](std::uint64_t value) {
-      return value + 1 + (random_() >> (1 + random_() % 63)) % (~std::uint64_t{0} - value);
-    };
     const auto failed = [&](const char* why) {
       frame(header);
       return malformed(why);
@@ -380,10 +357,14 @@ class Round {
         return failed("a frame has an unknown kind");
       case 3:
         header.length = most_frame_bytes + 1 + static_cast<std::uint32_t>(random_() % 0xfff00000U);
-        header.total = above(header.length) % most_message_bytes;
+        header.total = above(header.length, random_) % most_message_bytes;
         return failed("a frame is too long");
-      case 4: header.total = above(most_message_bytes); return failed("a message is too long");
-      case 5: header.offset = above(header.total); return failed("a frame exceeds its message");
+      case 4:
+        header.total = above(most_message_bytes, random_);
+        return failed("a message is too long");
+      case 5:
+        header.offset = above(header.total, random_);
+        return failed("a frame exceeds its message");
       case 6: header.offset = 1 + random_() % 40; return failed("a frame exceeds its message");
       case 7: header.kind = Kind::credit; return failed("a credit has a payload");
       case 8: header.kind = Kind::end; return failed("an end has a payload");
@@ -395,7 +376,9 @@ class Round {
         header.channel =
             static_cast<std::uint16_t>(most_channels + random_() % (65536 - most_channels));
         return failed("there is no such channel");
-      case 12: header.consumed = above(0); return failed("it acknowledges more than was sent");
+      case 12:
+        header.consumed = above(0, random_);
+        return failed("it acknowledges more than was sent");
       case 13:
         header.group = world;
         header.channel = sending_channel;

@@ -21,6 +21,7 @@ namespace {
 using namespace wingbeat::messages;
 using wingbeat::Digest;
 using wingbeat::store;
+using wingbeat::text;
 
 constexpr std::uint32_t largest = 150U << 10;  // more than a sealed record
 constexpr std::uint64_t window = 2U << 20;
@@ -40,10 +41,6 @@ Digest key_of(std::uint32_t peer) {
   Digest key;
   key.fill(static_cast<std::uint8_t>(peer));
   return key;
-}
-
-std::string_view text(const Digest& digest) {
-  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
 }
 
 std::string text(const Bytes& bytes) { return {bytes.begin(), bytes.end()}; }
@@ -478,9 +475,6 @@ class Member {
   }
   static std::uint32_t changed(std::uint32_t value, Random& random) {
     return static_cast<std::uint32_t>(other_than(value, 32, random));
-  }
-  static std::uint64_t above(std::uint64_t value, Random& random) {
-    return value + 1 + (random() >> (1 + random() % 63)) % (~std::uint64_t{0} - value);
   }
   static void flip_bit(Bytes& bytes, std::size_t at, Random& random) {
     bytes[at] = static_cast<std::uint8_t>(other_than(bytes[at], 8, random));

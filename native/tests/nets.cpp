@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "checks.h"
+#include "connections.h"
 #include "net/cipher.h"
 #include "net/coding.h"
 #include "net/lane.h"
@@ -25,7 +25,11 @@ namespace nets {
 
 namespace {
 
+using checks::Bytes;
 using checks::expect;
+using checks::keys_of;
+using checks::Medium;
+using checks::post;
 using checks::socket_pair;
 using namespace wingbeat::net;
 
@@ -40,32 +44,6 @@ std::unique_ptr<Stream> stream(int fd, const std::shared_ptr<Rings>& rings) {
   return std::make_unique<RingStream>(fd, rings);
 }
 
-// The keys of one end of a connection, or of the other.
-Keys keys_of(bool connecting) {
-  Keys keys{};
-  keys.sending.fill(connecting ? 1 : 2);
-  keys.receiving.fill(connecting ? 2 : 1);
-  return keys;
-}
-
-using Bytes = std::vector<std::uint8_t>;
-
-OperationPtr post(Group& group, bool send, int peer, Bytes& bytes, std::uint32_t tag = 1,
-                  std::uint16_t channel = 0) {
-  const auto operation = std::make_shared<Operation>();
-  operation->data = bytes.data();
-  operation->bytes = bytes.size();
-  operation->peer = peer;
-  operation->tag = tag;
-  operation->channel = channel;
-  Work work;
-  send ? group.send(operation, work) : group.receive(operation, work);
-  work.run();
-  return operation;
-}
-
-enum class Medium { plain, shared_memory, encrypted };
-
 struct Cluster {
   explicit Cluster(int size, Medium medium = Medium::plain) {
     for (int i = 0; i < size; ++i) nics.push_back(started());
@@ -76,9 +54,7 @@ struct Cluster {
         std::shared_ptr<Rings> theirs;
         if (medium == Medium::shared_memory) {
           rings = std::make_shared<Rings>();
-          std::vector<int> copies;
-          for (const int each : rings->descriptors()) copies.push_back(::dup(each));
-          theirs = std::make_shared<Rings>(copies);
+          theirs = std::make_shared<Rings>(checks::copies(*rings));
         }
         std::optional<Keys> keys[2];
         if (medium == Medium::encrypted) {

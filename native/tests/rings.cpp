@@ -1,6 +1,5 @@
 #include "rings.h"
 
-#include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -19,23 +18,18 @@
 #include <thread>
 #include <vector>
 
-#include "checks.h"
+#include "connections.h"
 #include "net/ring.h"
 
 namespace rings {
 
 namespace {
 
+using checks::copies;
 using checks::expect;
 using checks::socket_pair;
 using namespace wingbeat::net;
 using Ends = std::array<std::unique_ptr<RingStream>, 2>;
-
-std::vector<int> copies(const Rings& rings) {
-  std::vector<int> out;
-  for (const int each : rings.descriptors()) out.push_back(::fcntl(each, F_DUPFD_CLOEXEC, 0));
-  return out;
-}
 
 // Both ends, and the memory of the first one.
 Ends connect(std::shared_ptr<Rings>* memory = nullptr) {

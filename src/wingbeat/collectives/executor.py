@@ -283,8 +283,8 @@ class Executor:
         job, transfer = command.task, command.transfer
         pending, into = job.coming.popleft()
         self._await(job, pending, transfer)
-        if job.packing is not None and not transfer.near:
-            self._unpack(job, job.packing, transfer, into)
+        if (packing := job.packing_of(transfer)) is not None:
+            self._unpack(job, packing, transfer, into)
             self._scratch.release(into)
         elif transfer.reduce:
             job.piece(transfer.span).add_(into)
@@ -324,8 +324,8 @@ class Executor:
 
     def _post_receive(self, command: programs.PostReceive[Job]) -> None:
         job, transfer = command.task, command.transfer
-        if job.packing is not None and not transfer.near:
-            into = self._scratch.acquire(job.packing.size_of(transfer.span), job.dtype)
+        if (packing := job.packing_of(transfer)) is not None:
+            into = self._scratch.acquire(packing.size_of(transfer.span), job.dtype)
         elif transfer.reduce:
             into = self._scratch.acquire(len(transfer.span), job.buffer.dtype)
         else:
@@ -339,10 +339,10 @@ class Executor:
 
     def _send(self, command: programs.SendChunk[Job]) -> None:
         job, transfer = command.task, command.transfer
-        if job.packing is None or transfer.near:
-            chunk = job.piece(transfer.span)
+        if (packing := job.packing_of(transfer)) is not None:
+            chunk = self._pack(job, packing, transfer.span)
         else:
-            chunk = self._pack(job, job.packing, transfer.span)
+            chunk = job.piece(transfer.span)
         tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
         try:
             pending = self._links[transfer.link].send(chunk, transfer.peer, tag)

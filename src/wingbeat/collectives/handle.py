@@ -126,6 +126,10 @@ class Job(CallInProgress, Task):
         self._pieces: dict[int, torch.Tensor] | None = None
         self._received, self._done = OneShotEvent(), OneShotEvent()
 
+    def packing_of(self, transfer: Transfer) -> Packing | None:
+        """Return the packing of a chunk; chunks within a host are sent as they are."""
+        return None if transfer.near else self.packing
+
     def _cut(self) -> dict[int, torch.Tensor]:
         """Split the buffer into the program's chunks with one call."""
         tiles = self.program.tiles

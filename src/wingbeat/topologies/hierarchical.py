@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wingbeat.topologies.topology import Topology
+from wingbeat.topologies.topology import Topology, forward_along
 from wingbeat.types import Hop, Layout, Recv, Round, Send, Span
 
 
@@ -34,31 +34,32 @@ class Hierarchical(Topology):
         """As `Topology.reduce_scatter`."""
         plan = _Plan(self, rank, blocks, interface)
         first = [plan.gather_inside(distance) for distance in range(1, plan.hosts + 1)]
+        others = range(1, plan.hosts)
         if self.direct:
-            others = range(1, plan.hosts)
-            sends = [hop for distance in others for hop in plan.send_to_owners(distance)]
-            return [*first, (*sends, *plan.receive_shares())]
-        between = [
-            (*plan.send_on(step + 1), *plan.receive(step + 2, reduce=True))
-            for step in range(plan.hosts - 1)
-        ]
+            sends = [hop for host in others for hop in plan.send(host, to=host)]
+            shares = [hop for host in reversed(others) for hop in plan.receive(0, source=host)]
+            return [*first, (*sends, *shares)]
+        between = [(*plan.send(host, to=-1), *plan.receive(host + 1, source=1)) for host in others]
         return [*first, *between]
 
     def all_gather(self, rank: int, blocks: Sequence[Span], interface: int = 0) -> list[Round]:
         """As `Topology.all_gather`. A chunk is sent to other hosts before its own."""
         plan = _Plan(self, rank, blocks, interface)
+        others = range(1, plan.hosts)
         if self.direct:
-            others = range(1, plan.hosts)
-            arriving = [hop for distance in others for hop in plan.receive_from_owners(distance)]
-            first = (*plan.send_own(), *plan.spread_inside(0), *arriving)
+            sends = [hop for host in reversed(others) for hop in plan.send(0, to=host)]
+            arriving = [
+                hop for host in others for hop in plan.receive(host, source=host, reduce=False)
+            ]
+            first = (*sends, *plan.spread_inside(0), *arriving)
             return [first, *map(plan.spread_inside, others)]
         between = [
             (
-                *plan.send_on(distance),
-                *plan.spread_inside(distance),
-                *plan.receive(distance + 1, reduce=False),
+                *plan.send(host - 1, to=-1),
+                *plan.spread_inside(host - 1),
+                *plan.receive(host, source=1, reduce=False),
             )
-            for distance in range(plan.hosts - 1)
+            for host in others
         ]
         return [*between, plan.spread_inside(plan.hosts - 1)]
 
@@ -70,18 +71,14 @@ class Hierarchical(Topology):
         order = [worker for k in range(len(hosts)) for worker in hosts[(first + k) % len(hosts)]]
         order.remove(root)
         order.insert(0, root)
-        position = order.index(rank)
-        rounds: list[Round] = []
-        for block in filter(None, blocks):
-            if position > 0:
-                rounds.append((Recv(order[position - 1], block, False, interface),))
-            if position < len(order) - 1:
-                rounds.append((Send(order[position + 1], block, interface),))
-        return rounds
+        return forward_along(order, rank, blocks, interface)
 
 
 class _Plan:
-    """One worker's hops. A ``distance`` of d is the d-th host before the worker's own."""
+    """One worker's hops. A ``distance`` of d is the d-th host before the worker's own.
+
+    ``to`` and ``source`` are distances too. On its own host an owner is the aggregator.
+    """
 
     def __init__(
         self, topology: Hierarchical, rank: int, blocks: Sequence[Span], interface: int
@@ -136,36 +133,14 @@ class _Plan:
                 ]
         return tuple(hops)
 
-    def send_on(self, distance: int) -> Iterator[Hop]:
-        """Send the blocks of a host's workers to the next host."""
+    def send(self, distance: int, *, to: int) -> Iterator[Hop]:
+        """Send the blocks of a host's workers that this one aggregates to the host at ``to``."""
         for owner in self._mine(distance):
-            to = self._aggregator(owner, self._host + 1)
-            yield Send(to, self._blocks[owner], self._interface)
+            peer = self._aggregator(owner, self._host - to)
+            yield Send(peer, self._blocks[owner], self._interface)
 
-    def receive(self, distance: int, *, reduce: bool) -> Iterator[Hop]:
-        """Receive the blocks of a host's workers from the previous host."""
+    def receive(self, distance: int, *, source: int, reduce: bool = True) -> Iterator[Hop]:
+        """Receive the blocks of a host's workers that this one aggregates from ``source``."""
         for owner in self._mine(distance):
-            peer = self._aggregator(owner, self._host - 1)
+            peer = self._aggregator(owner, self._host - source)
             yield Recv(peer, self._blocks[owner], reduce, self._interface)
-
-    def send_to_owners(self, distance: int) -> Iterator[Hop]:
-        """Send the blocks of another host's workers to these."""
-        for owner in self._mine(distance):
-            yield Send(owner, self._blocks[owner], self._interface)
-
-    def receive_from_owners(self, distance: int) -> Iterator[Hop]:
-        """Receive the blocks of another host's workers from these."""
-        for owner in self._mine(distance):
-            yield Recv(owner, self._blocks[owner], False, self._interface)
-
-    def receive_shares(self) -> Iterator[Hop]:
-        """Receive the own block from its aggregators on all other hosts."""
-        for host in range(1, self.hosts):
-            peer = self._aggregator(self._rank, self._host + host)
-            yield Recv(peer, self._blocks[self._rank], True, self._interface)
-
-    def send_own(self) -> Iterator[Hop]:
-        """Send the own block to its aggregators on all other hosts."""
-        for host in range(1, self.hosts):
-            to = self._aggregator(self._rank, self._host + host)
-            yield Send(to, self._blocks[self._rank], self._interface)

@@ -86,14 +86,22 @@ class Topology(ExchangePart, ABC):
     ) -> list[Round]:
         """Forward all blocks from ``root`` from rank to rank, one by one, so that hops overlap."""
         size = len(blocks)
-        position = (rank - root) % size
-        rounds: list[Round] = []
-        for block in filter(None, blocks):
-            if position > 0:
-                rounds.append((Recv((rank - 1) % size, block, False, interface),))
-            if position < size - 1:
-                rounds.append((Send((rank + 1) % size, block, interface),))
-        return rounds
+        order = [(root + k) % size for k in range(size)]
+        return forward_along(order, rank, blocks, interface)
+
+
+def forward_along(
+    order: Sequence[int], rank: int, blocks: Sequence[Span], interface: int
+) -> list[Round]:
+    """Forward all blocks from the first worker of ``order`` to the last, one by one."""
+    position = order.index(rank)
+    rounds: list[Round] = []
+    for block in filter(None, blocks):
+        if position > 0:
+            rounds.append((Recv(order[position - 1], block, False, interface),))
+        if position < len(order) - 1:
+            rounds.append((Send(order[position + 1], block, interface),))
+    return rounds
 
 
 @dataclass(frozen=True, slots=True)

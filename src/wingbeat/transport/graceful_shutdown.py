@@ -418,7 +418,6 @@ def departures_of(world: World) -> Departures:
     while world.parent is not None:
         world = world.parent
     if world not in _made:
-        store = world.store
-        _made[world] = Departures(store, f"rank {world.rank}", world.size)
+        _made[world] = Departures(world.store, f"rank {world.rank}", world.size)
         world.on_close(_made[world].close)
     return _made[world]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import multiprocessing
 import os
 import secrets
@@ -23,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.observe.log import log_to_stderr
+from wingbeat.observe.log import log, log_to_stderr
 from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
 from wingbeat.transport import descriptors, encryption, graceful_shutdown, launchers, tcp
 from wingbeat.transport import interfaces as nic
@@ -174,8 +173,6 @@ def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
 
 
 DEFAULT_TIMEOUT = 300.0
-_log = logging.getLogger(__name__)
-
 _generation = itertools.count()
 
 _stores: dict[tuple[object, ...], tuple[int, int, dist.Store]] = {}
@@ -463,12 +460,8 @@ def _join(
         shared_memory=tcp.shared_memory_enabled(),
     )
     _open_groups(world, links)
-
-    def close_links() -> None:  # they carry groups only, and are not the world's
-        for link in links:
-            link.close()
-
-    world.on_closed(close_links)
+    for link in links:  # they carry groups only, and are not the world's
+        world.on_closed(link.close)
     with contextlib.suppress(RuntimeError):  # an append-only store
         for name in ("left", "failed"):
             store.delete_key(f"{name}/{world.rank}")  # the rank has rejoined
@@ -494,7 +487,7 @@ def _connect(
         descriptors.GLOO_DEVICE_DESCRIPTORS
         + len(chosen) * descriptors.INTERFACE_DESCRIPTORS
         + (1 + len(chosen)) * (size - 1)
-        + len(chosen) * descriptors.DOORBELLS * (_local_ranks(world) - 1)
+        + len(chosen) * descriptors.DOORBELLS * (_local_ranks(world.layout, rank) - 1)
         + 1
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
@@ -529,9 +522,9 @@ def _read_speeds(world: World, links: int) -> tuple[float, ...]:
 def _layout_of(rank: int, hosts: Sequence[nic.Host]) -> Layout:
     """Return the layout of all ranks; a warning if the launcher placed more or fewer ranks here."""
     layout = Layout.by_name(host.identity for host in hosts)
-    found, told = len(layout.hosts[layout.host_of[rank]]), os.environ.get("LOCAL_WORLD_SIZE", "")
+    found, told = _local_ranks(layout, rank), os.environ.get("LOCAL_WORLD_SIZE", "")
     if told.isdecimal() and int(told) != found:
-        _log.warning(
+        log.warning(
             "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: a container "
             "with a network namespace of its own is a host; start it with the network of the host",
             *(rank, told, found),
@@ -539,8 +532,8 @@ def _layout_of(rank: int, hosts: Sequence[nic.Host]) -> Layout:
     return layout
 
 
-def _local_ranks(world: World) -> int:
-    return len(world.layout.hosts[world.layout.host_of[world.rank]])
+def _local_ranks(layout: Layout, rank: int) -> int:
+    return len(layout.hosts[layout.host_of[rank]])
 
 
 def _exchange_networks(
