@@ -10,14 +10,16 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <future>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "net/cipher.h"
@@ -167,10 +169,24 @@ int run_all(std::uint64_t frames, std::uint64_t seed) {
 }  // namespace
 }  // namespace hostile
 
+namespace {
+
+std::uint64_t number(const char* name, const char* text) {
+  std::uint64_t found = 0;
+  const char* const end = text + std::strlen(text);
+  const auto [stop, error] = std::from_chars(text, end, found);
+  if (error != std::errc() || stop != end || found == 0) {
+    throw std::runtime_error(std::string(name) + "=" + text + ": allowed are whole numbers above 0");
+  }
+  return found;
+}
+
+}  // namespace
+
 int main(int count, char** words) {
   try {
-    return hostile::run_all(count > 1 ? std::strtoull(words[1], nullptr, 10) : 20'000,
-                            count > 2 ? std::strtoull(words[2], nullptr, 10) : 1);
+    return hostile::run_all(count > 1 ? number("FRAMES", words[1]) : 20'000,
+                            count > 2 ? number("SEED", words[2]) : 1);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "hostile: %s\n", error.what());
     return 1;
