@@ -990,7 +990,6 @@ void Carrier::close(double seconds) {
 }
 
 void Carrier::abandon() {
-  if (forked_) return;
   const std::lock_guard lock(mutex_);
   abandon_locked();
 }
@@ -1010,7 +1009,6 @@ void Carrier::abandon_locked() {
 
 void Carrier::forget_after_fork() {
   closed_ = true;
-  forked_ = true;
   for (const auto& [id, each] : connections_) ::close(std::exchange(each->fd, -1));
   for (auto& [id, each] : listeners_) ::close(std::exchange(each.fd, -1));
   ::close(std::exchange(epoll_, -1));
@@ -1018,7 +1016,6 @@ void Carrier::forget_after_fork() {
 }
 
 std::vector<PostedPtr> Carrier::released() {
-  if (forked_) return {};
   const std::lock_guard lock(mutex_);
   for (PostedPtr& each : endpoint_.released) kept_.push_back(std::move(each));
   endpoint_.released.clear();

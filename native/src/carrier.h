@@ -276,7 +276,7 @@ class Carrier : public std::enable_shared_from_this<Carrier> {
   int waiting_ = 0;        // threads in `wait`
   bool driving_ = false, background_drives_ = false, background_idle_ = false;
   double waited_at_ = -never;  // when a thread last left `wait`
-  bool interrupted_ = false, leaving_ = false, forked_ = false;
+  bool interrupted_ = false, leaving_ = false;
 };
 
 }  // namespace wingbeat::messages
