@@ -11,6 +11,7 @@ import contextlib
 import functools
 import ipaddress
 import json
+import math
 import os
 import secrets
 import signal
@@ -21,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Annotated, NamedTuple
 
+from wingbeat.errors import PeerError
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage, Range, parse_json, printable
 from wingbeat.transport import interfaces as nic
@@ -384,16 +386,6 @@ LOG_INTERVAL_S = 30.0
 """Seconds between two log lines about one wait, and before the first one."""
 
 
-def stuck_peer_text(me: str, peer: str, what: str, timeout: float) -> str:
-    """Return the error text of a wait for a peer that is alive and does not respond."""
-    return (
-        f"{me}: {peer} is alive, but {what} did not come from it for "
-        f"{MAX_WAIT_FACTOR * timeout:g} s ({MAX_WAIT_FACTOR:g} times the timeout of "
-        "wingbeat.init()): it is blocked in another operation, such as a barrier or a deadlock; "
-        "find it with `py-spy dump`, or set a longer timeout"
-    )
-
-
 class WaitLog:
     """Logs a long wait of ``me`` for ``what`` every 30 s.
 
@@ -419,3 +411,17 @@ class WaitLog:
                 "%s: has waited for %s of %s for %d s; it is alive, so the wait continues",
                 self._me, self._what, peers, round(now - self.begun),
             )  # fmt: skip
+
+    def check(self, peers: str, timeout: float, since_progress: float = math.inf) -> None:
+        """As `log_if_due`; a `PeerError` if the live ``peers`` count as stuck.
+
+        ``timeout`` is that of `init`, and ``since_progress`` the seconds since the last progress.
+        """
+        self.log_if_due(peers)
+        if min(self.seconds(), since_progress) > MAX_WAIT_FACTOR * timeout:
+            raise PeerError(
+                f"{self._me}: {peers} is alive, but {self._what} did not come from it for "
+                f"{MAX_WAIT_FACTOR * timeout:g} s ({MAX_WAIT_FACTOR:g} times the timeout of "
+                "wingbeat.init()): it is blocked in another operation, such as a barrier or a "
+                "deadlock; find it with `py-spy dump`, or set a longer timeout"
+            )

@@ -32,7 +32,7 @@ from wingbeat.transport.failures import (
     publish_failure,
     published_failure,
 )
-from wingbeat.transport.store import AtomicStore, Store
+from wingbeat.transport.store import Store
 from wingbeat.transport.text import parse_number
 from wingbeat.transport.world import World, current
 
@@ -199,9 +199,7 @@ class SigtermHandler:
     def __init__(self, world: World, save: Callable[[], object], grace: float) -> None:
         self.world, self.save, self.grace = world, save, grace
         self.after: int | None = None
-        store = world.store
-        assert isinstance(store, AtomicStore), "every store of a world is"
-        self._store: AtomicStore = store
+        self._store = world.store
         self._pid = os.getpid()
         self._count, self._is_between = 0, False
         self._counting = threading.Lock()
@@ -318,7 +316,7 @@ def stop_if_due(*, lockstep: bool) -> None:
         _installed.stop_if_due(lockstep=lockstep)
 
 
-_SILENT = "gave no sign in time, or has ended without a word"
+_SILENT = "has been silent, or has ended unexpectedly"
 
 
 _STORE_S = 1.0

@@ -28,7 +28,7 @@ from wingbeat.transport.link import (
     group_prefix,
     lowest_free,
 )
-from wingbeat.transport.store import Store
+from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Group, Layout
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class World:
     links: tuple[Link, ...]
     speeds: tuple[float, ...]
     timeout: float
-    store: Store
+    store: AtomicStore
     make_nccl_group: Callable[[int | None], NcclGroup] | None = None
     nccl_devices: frozenset[str] = frozenset({"cuda"})
     channel: int = 0

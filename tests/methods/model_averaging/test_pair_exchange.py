@@ -206,9 +206,9 @@ def test_progress_extends_a_wait() -> None:
     exchange = play.exchanges[1]
     exchange.begin()
     exchange.step(message(Kind.REQUEST))
+    ended = exchange.end()
     play.time = 4.0
     exchange.step(message(Kind.CHUNK, bytes(64)))
-    ended = exchange.end()
     for play.time in (53.99, 54.51):
         assert not ended.done()
         exchange.step(None)

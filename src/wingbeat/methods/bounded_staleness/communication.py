@@ -38,6 +38,7 @@ from wingbeat.methods.bounded_staleness.streams import BEGIN, MORE, ProtocolErro
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
+from wingbeat.transport.actor import QUICK_S
 from wingbeat.transport.failures import LOG_INTERVAL_S, MAX_WAIT_FACTOR, WaitLog
 from wingbeat.transport.graceful_shutdown import Departures
 from wingbeat.transport.membership import MembershipClient, View
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.1  # timeout of a wait for messages
 _CHECK_S = 0.05  # between checks for lost workers
 _SERVE_POLL_S = 0.02  # between checks of whether all workers have finished
-_QUICK_CLOSE_S = 1.0  # timeout for the last messages after a failure
 
 MAX_PAYLOAD = 1 << 36
 """Maximum payload size in bytes."""
@@ -513,7 +513,7 @@ class CommunicationThread:
                 self._membership.stop()
             with contextlib.suppress(PeerError):
                 quick = self._error is not None or self._streams.cut
-                self._mailbox.close(_QUICK_CLOSE_S if quick else CLOSE_TIMEOUT_S)
+                self._mailbox.close(QUICK_S if quick else CLOSE_TIMEOUT_S)
 
     def _fail(self, error: PeerError) -> None:
         with self._changed:

@@ -45,7 +45,6 @@ from wingbeat.observe.meter import Cell, Section
 from wingbeat.schedules.events import Operation, Step, UpdateCommand
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.graceful_shutdown import departures_of
-from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
@@ -125,7 +124,6 @@ class BoundedStalenessExchange:
     def set_profiler(self, profiler: LayerProfiler) -> None:
         """Change colayers once, by measurements, when all workers drain."""
         world = self._world
-        assert isinstance(world.store, AtomicStore), "the stores of jobs can claim keys"
         self._profiler = profiler
         chooser = weakref.WeakMethod(profiler.choose_colayers)  # does not keep the model alive
 
@@ -176,10 +174,8 @@ class BoundedStalenessExchange:
             )
         else:
             self._replica = AsynchronousReplica(*common)
-        store = world.store
-        assert isinstance(store, AtomicStore), "the stores of jobs can claim keys"
         joined = join_workers(
-            store, world.rank, world.size, namespace=f"stale{world.serial}",
+            world.store, world.rank, world.size, namespace=f"stale{world.serial}",
             interfaces=("lo",) if world.threads else world.interfaces or None,
             neighbours=neighbours(world.networks), encrypted=self._bounded.encrypted,
             suspect_after=min(SUSPECT_AFTER_S, world.timeout), seconds=world.timeout,

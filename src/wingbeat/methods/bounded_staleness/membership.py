@@ -142,9 +142,10 @@ class MembershipMonitor:
         if not self._machine.drained:  # training has resumed and needs them
             self.lost.difference_update(self._unneeded)
         found = dict.fromkeys(self._unneeded, LEFT.text) | self._streams.silent()
-        ended = self._ended_before(self._clock() - RECONNECT_S)
+        when = self._clock() - RECONNECT_S
         for worker, failed in self._detector.failed().items():
-            if failed is not ENDED or worker in ended:
+            # A worker whose messages arrive through other workers is alive.
+            if failed is not ENDED or not self._streams.has_sent_since(worker, when):
                 found[worker] = failed.text
         return {worker: reason for worker, reason in found.items() if worker not in self.lost}
 
@@ -172,14 +173,6 @@ class MembershipMonitor:
                 self._departures.back(worker)
                 yield WorkerRejoined(worker, change.incarnation, change.peer_info)
         yield from self._decide({w: r for w, r in suspects.items() if w not in self.lost})
-
-    def _ended_before(self, when: float) -> list[int]:
-        """Return the workers whose connections closed before ``when`` and that are silent since.
-
-        A worker whose messages arrive through other workers is alive.
-        """
-        closed = self._detector.closed_before(when)
-        return [worker for worker in closed if not self._streams.has_sent_since(worker, when)]
 
     def _check_own(self, joined: bool, incarnation: int, author: int) -> None:
         own = self._machine.incarnation
@@ -245,7 +238,9 @@ class MembershipMonitor:
         if self._tolerates_loss:
             return
         # A worker that has left may have been the first to miss a worker that is found lost next.
-        ended = self._ended_before(self._clock() - RECONNECT_S / 2)
+        when = self._clock() - RECONNECT_S / 2
+        closed = self._detector.closed_before(when)
+        ended = [each for each in closed if not self._streams.has_sent_since(each, when)]
         worker, reason = (min(ended), ENDED.text) if ended else (worker, suspects[worker])
         failure = self._departures.first_failure() or f"rank {worker} {reason}"
         raise PeerError(

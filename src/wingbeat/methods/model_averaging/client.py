@@ -40,7 +40,7 @@ from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.schema import MalformedMessage, Range, parse_json
 from wingbeat.transport.detector import Failed, FailureDetector
-from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, stuck_peer_text
+from wingbeat.transport.failures import WaitLog
 from wingbeat.transport.membership import MembershipClient, members
 from wingbeat.transport.messages.frames import Message
 from wingbeat.transport.messages.mailbox import Mailbox
@@ -407,8 +407,7 @@ class StaticClient:
     def _await_all(self) -> None:
         """Wait until all active workers synchronize; silent dead ones are lost."""
         self._publish()
-        me = f"rank {self._worker}"
-        wait = WaitLog(me, SYNC_CALL, time.monotonic)
+        wait = WaitLog(f"rank {self._worker}", SYNC_CALL, time.monotonic)
         # The last status of each worker, and when it was first seen.
         since: dict[int, tuple[Status | None, float]] = {}
         while True:
@@ -426,8 +425,7 @@ class StaticClient:
             missing = self._not_synchronizing(since)
             if not missing:
                 return
-            peers = ", ".join(f"rank {worker}" for worker in missing)
-            check_wait(wait, me, SYNC_CALL, peers, self._timeout)
+            wait.check(", ".join(f"rank {worker}" for worker in missing), self._timeout)
             time.sleep(_SYNC_CHECK_S)
 
     def _not_synchronizing(self, since: dict[int, tuple[Status | None, float]]) -> list[int]:
@@ -447,13 +445,6 @@ class StaticClient:
                 self.silent.add(worker)
                 self._mark_lost(worker, f"has given no sign for {self._timeout:g} s")
         return missing
-
-
-def check_wait(wait: WaitLog, me: str, what: str, peers: str, timeout: float) -> None:
-    """Log a long wait for live workers; raise a `PeerError` if it is too long."""
-    wait.log_if_due(peers)
-    if wait.seconds() > MAX_WAIT_FACTOR * timeout:
-        raise PeerError(stuck_peer_text(me, peers, what, timeout))
 
 
 # -- with the generator -------------------------------------------------------------------
@@ -769,17 +760,15 @@ class Client:
             self._connection.send(Request(self.copies_state))
 
     def _average_while_waiting(self, reducer: Reducer) -> None:
-        me, what = f"rank {self._worker}", "the end of its step"
-        if self._synchronizes:
-            what = SYNC_CALL
-        wait = WaitLog(me, what, time.monotonic)
+        what = SYNC_CALL if self._synchronizes else "the end of its step"
+        wait = WaitLog(f"rank {self._worker}", what, time.monotonic)
         deadline = wait.begun + self._timeout
         while self._member.waiting:
             message = self._connection.receive(deadline)
             # The others may have long steps, so each message extends the deadline.
             deadline = time.monotonic() + self._timeout
             if isinstance(message, Keepalive) and message.awaited >= 0:
-                check_wait(wait, me, what, f"rank {message.awaited}", self._timeout)
+                wait.check(f"rank {message.awaited}", self._timeout)
             try:
                 self._handle(message, reducer)
             except ProtocolError as error:

@@ -42,7 +42,7 @@ from wingbeat.schema import MalformedMessage
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.actor import Actor, fail
 from wingbeat.transport.detector import Failed, Failure
-from wingbeat.transport.failures import MAX_WAIT_FACTOR, WaitLog, is_alive, stuck_peer_text
+from wingbeat.transport.failures import WaitLog, is_alive
 from wingbeat.transport.graceful_shutdown import Departures, departures_of
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
@@ -163,7 +163,6 @@ class _Wait(NamedTuple):
 
     future: Future[None]
     log: WaitLog
-    what: str
     is_done: Callable[[], bool]
     finish: Callable[[], None]
     give_up: Callable[[], None]
@@ -256,7 +255,7 @@ class PairExchange(Actor):
         give_up: Callable[[], None] = lambda: None,
     ) -> Future[None]:
         log = WaitLog(self.me, what, self.clock)
-        wait = _Wait(Future(), log, what, is_done, finish, give_up)
+        wait = _Wait(Future(), log, is_done, finish, give_up)
 
         def begin() -> None:
             call()
@@ -334,11 +333,12 @@ class PairExchange(Actor):
         self.work()
         names = ", ".join(f"rank {peer}" for peer in machine.waiting_for())
         for wait in self._awaited[:]:
-            wait.log.log_if_due(names)
-            if now - max(wait.log.begun, self._progress_at) > MAX_WAIT_FACTOR * self._timeout:
-                self._give_up(wait)
-                text = stuck_peer_text(self.me, names, wait.what, self._timeout)
-                fail(wait.future, PeerError(text))
+            try:
+                wait.log.check(names, self._timeout, now - self._progress_at)
+            except PeerError as error:
+                self._awaited.remove(wait)
+                wait.give_up()
+                fail(wait.future, error)
 
     def busy(self) -> bool:
         """Whether an average runs."""
@@ -349,10 +349,6 @@ class PairExchange(Actor):
         for peer in self.machine.live_partners if self.quick or self.failed else ():
             with contextlib.suppress(WingbeatError):
                 self.mailbox.post(peer, Kind.FAILED, seconds=0.0)
-
-    def _give_up(self, wait: _Wait) -> None:
-        self._awaited.remove(wait)
-        wait.give_up()
 
     def _remove(self, peer: int, gone: Failed) -> None:
         lost = gone.how is not Failure.LEFT

@@ -488,7 +488,7 @@ class GeneratorConfig:
 
     def client(
         self,
-        store: Store,
+        store: AtomicStore,
         rank: int,
         returned: bool = False,
         is_running: Callable[[int], bool] = lambda _: False,
@@ -500,7 +500,7 @@ class GeneratorConfig:
         generator = self.workers
         if not returned:
             mailbox = self._open(store, rank, [generator])
-        elif rank == 0 or not isinstance(store, AtomicStore):
+        elif rank == 0:
             raise RendezvousError(
                 f"rank {rank}: cannot rejoin: the group generator has ended with the process "
                 "before this one, which had started it; start all workers again from a checkpoint"
