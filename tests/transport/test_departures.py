@@ -79,7 +79,8 @@ def test_a_worker_that_never_says_how_it_ended_is_called_silent(
     record = Record(Switchboard())
     record.lost(2)
     assert record.settled() == [
-        "rank 0: rank 2 has been silent, or has ended unexpectedly; the others continue without it"
+        "rank 0: rank 2 gave no sign in time, or has ended without a word; "
+        "the others continue without it"
     ]
 
 

@@ -316,7 +316,7 @@ def stop_if_due(*, lockstep: bool) -> None:
         _installed.stop_if_due(lockstep=lockstep)
 
 
-_SILENT = "has been silent, or has ended unexpectedly"
+_SILENT = "gave no sign in time, or has ended without a word"
 
 
 _STORE_S = 1.0
