@@ -36,6 +36,8 @@ class Stream {
   virtual void watch(int epoll, void* data);
   virtual void unwatch(int epoll);
   virtual void await_writing(int epoll, void* data, bool awaited);
+  // Has EPOLLIN wait until so many bytes have arrived, or the stream ends.
+  virtual void await_bytes(std::size_t bytes);
   // For who stops although more can be moved.
   virtual void request_event() {}
 
