@@ -28,7 +28,8 @@ constexpr std::size_t most_turn_bytes = 4U << 20;
 constexpr std::uint64_t least_part_bytes = 64U << 10;
 // Read after the rest of a payload: the next header, and small messages.
 constexpr std::size_t read_ahead_bytes = 4U << 10;
-// Of a frame of which at least so much is missing, so much is awaited before it is read on.
+// The rest of a frame is awaited as a whole if at least the first number of bytes is missing, and in
+// parts of the second.
 constexpr std::size_t least_awaited_bytes = 16U << 10;
 constexpr std::size_t most_awaited_bytes = 128U << 10;
 // Of a peer: channels, and messages of a channel before their receives are posted.
@@ -466,7 +467,7 @@ void Connection::read(Work& work) {
   }
 }
 
-// Nothing can be done with a part of a frame, so its arrival wakes no thread.
+// A part of a frame cannot be processed, so its arrival need not wake the thread.
 void Connection::await_rest() {
   const std::size_t missing = payload_left_ + (tag_follows_ ? tag_bytes : 0);
   const std::size_t awaited =

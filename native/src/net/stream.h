@@ -38,7 +38,7 @@ class Stream {
   virtual void await_writing(int epoll, void* data, bool awaited);
   // Has EPOLLIN wait until so many bytes have arrived, or the stream ends.
   virtual void await_bytes(std::size_t bytes);
-  // For who stops although more can be moved.
+  // Called by a reader that stops although more has arrived.
   virtual void request_event() {}
 
   // As ::shutdown.
