@@ -442,7 +442,7 @@ def test_flood_from_one_host_closes_no_handshake_of_another(job: Job) -> None:
         for _ in range(3 * tcp._MAX_STRANGERS):
             stranger = stack.enter_context(connect(("127.0.0.1", 0)))
         assert stranger.recv(8) == b"wingbeat", "all were accepted"
-        tcp._prove(member, tcp._IDENTITY.pack(1, 0, 0, bytes(8)), port._key)
+        tcp._prove(member, tcp._IDENTITY.pack(1, 0, 0, 0, bytes(8)), port._key)
 
 
 class Job:
