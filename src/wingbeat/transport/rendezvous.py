@@ -188,6 +188,7 @@ def init(
     timeout: float = DEFAULT_TIMEOUT,
     interfaces: Sequence[str] | None = None,
     encrypted: bool | None = None,
+    dscp: int = 0,
 ) -> World:
     """Connect to the other workers of the job.
 
@@ -208,6 +209,9 @@ def init(
             all hosts; default: all networks that connect all hosts, or in a BCube one per level.
         encrypted: whether to encrypt the connections of collectives, the same on all workers.
             Default: ``WINGBEAT_ENCRYPTED`` (``1`` or ``0``), or else between hosts.
+        dscp: class of what this worker sends over the connections of collectives, 0 to 63, in the
+            header of each packet. It has an effect where switches and hosts give this class a queue
+            of its own.
 
     Returns:
         The world, which `distribute` uses by default.
@@ -217,7 +221,7 @@ def init(
             exist, a spawned process imports the main script, or workers differ in ``encrypted``.
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
-    _check_arguments(timeout, encrypted)
+    _check_arguments(timeout, encrypted, dscp)
     encrypted = encryption.choose(encrypted)
     descriptors.raise_limit()
     before = world_module.set_current(None)
@@ -243,7 +247,7 @@ def init(
             world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
-            _join(world, store, interfaces, key, encrypted)
+            _join(world, store, interfaces, key, encrypted, dscp)
         except BaseException:
             incarnation.close()
             raise
@@ -257,12 +261,14 @@ def init(
     return world
 
 
-def _check_arguments(timeout: float, encrypted: bool | None) -> None:
+def _check_arguments(timeout: float, encrypted: bool | None, dscp: int) -> None:
     """Raise a `UsageError` for an invalid argument or a process that must not join the job."""
     if encrypted not in (None, True, False):
         raise UsageError(f"encrypted={encrypted!r}: allowed are True, False and None")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
+    if type(dscp) is not int or not 0 <= dscp < 64:
+        raise UsageError(f"dscp={dscp!r}: allowed are the integers 0 to 63")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # multiprocessing uses the same check. This process would join the job in place of its
         # parent.
@@ -299,7 +305,7 @@ def connect(
     world = World(rank, size, (), (), timeout, signed)
     if size > 1:
         encrypted = encryption.choose(None)
-        _connect(world, store, interfaces, key, encrypted, default_group=False)
+        _connect(world, store, interfaces, key, encrypted, dscp=0, default_group=False)
     return world
 
 
@@ -441,10 +447,11 @@ def _join(
     named: Sequence[str] | None,
     key: bytes | None,
     encrypted: bool | None,
+    dscp: int,
 ) -> None:
     """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
-        _connect(world, store, named, key, encrypted)
+        _connect(world, store, named, key, encrypted, dscp)
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
@@ -457,6 +464,7 @@ def _join(
     links = tcp.rejoin(
         *(world.rank, chosen, answers, key, world.store),
         encrypted=encrypted,
+        dscp=dscp,
         shared_memory=tcp.shared_memory_enabled(),
     )
     _open_groups(world, links)
@@ -473,6 +481,7 @@ def _connect(
     named: Sequence[str] | None,
     key: bytes | None,
     encrypted: bool | None,
+    dscp: int,
     default_group: bool = True,
 ) -> None:
     rank, size = world.rank, world.size
@@ -497,6 +506,7 @@ def _connect(
     world.links = links = tcp.connect(
         *(rank, chosen, world.exchange, key, world.timeout, world.store),
         encrypted=encrypted,
+        dscp=dscp,
         shared_memory=tcp.shared_memory_enabled(),
     )
     # A worker that left now would break peers that are still connecting.
