@@ -48,6 +48,7 @@ from wingbeat.engine.gradients.bucketing import (
     synchronised,
 )
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.engine.gradients.views import (
     PendingGradient,
@@ -308,7 +309,7 @@ class Engine:
 
     def _begin_forward(self) -> None:
         self.meter.enter("forward")
-        refuse_wrapper_around(self.model)
+        refuse_wrapper_around(self.model, meshed=self.world.inside is not None)
         refuse_unfrozen(self.model, self._frozen)
         self.recover()
         self.update.before_forward()
@@ -481,8 +482,8 @@ class Engine:
                     "bucket: sparse gradients are those of torch.nn.Embedding and EmbeddingBag, "
                     "made with sparse=True before distribute(); use one of these, or sparse=False"
                 )
-            if param.dtype is not view.dtype or param.shape != view.shape:
-                check_kind(slot.name, param, view)
+            if param.dtype is not view.dtype or local(param).shape != view.shape:
+                check_kind(slot.name, local(param), view)
         fill(slots, self.scale)
         self.views.on_gradients(slots)
 
@@ -791,7 +792,7 @@ class Engine:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
-                    slot.param.grad = slot.view.clone()
+                    slot.param.grad = slot.expose(slot.view.clone())
         self.update.detach()
 
     def remove_hooks(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from wingbeat.collectives import Collectives, Rows, factors_of
 from wingbeat.engine.gradients.bucket import Bucket, Slot, show
 from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.placed import local
 from wingbeat.errors import UsageError
 
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
@@ -96,7 +97,7 @@ class PendingGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, slot: Slot, gatherer: weakref.ref[Gatherer]) -> PendingGradient:
         """Make a placeholder for the slot's current view."""
-        view = slot.view
+        view = slot.expose(slot.view)
         made: PendingGradient = torch.Tensor._make_wrapper_subclass(
             cls, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
         )
@@ -392,7 +393,7 @@ def clone_displaced(bucketing: Bucketing) -> None:
             if isinstance(grad, PendingGradient):
                 grad = grad.whole()
             places = places or {b.flat.untyped_storage()._cdata for b in bucketing.buckets}
-            if grad.untyped_storage()._cdata in places:
+            if local(grad).untyped_storage()._cdata in places:
                 slot.param.grad = grad.detach().clone()
 
 

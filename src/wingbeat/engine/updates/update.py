@@ -20,6 +20,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucket import Bucket, StepCounter, show
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import reads_values, replaced, tensors_in
 from wingbeat.engine.updates.stepper import GroupSnapshot, Modes, Stepper, step_outside
 from wingbeat.engine.updates.trials import steps_independently
@@ -344,7 +345,7 @@ class DeferredUpdate(WholeUpdate):
         self._steps = 0
         self._writes_gradients = False
         params = [slot.param for slot in training.bucketing.slots]
-        apart = not overlapping(params) and steps_independently(training.optimizer)
+        apart = not overlapping([*map(local, params)]) and steps_independently(training.optimizer)
         self.in_parts = apart and self._pending.can_mark(params)
 
     def step(self, host: Host, closure: Closure) -> Any:

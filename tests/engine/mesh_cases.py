@@ -1,0 +1,182 @@
+"""What workers run in `test_mesh`: models in replicas of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import wingbeat
+import wingbeat.errors
+from wingbeat.collectives import Collectives
+from wingbeat.strategies import parse
+from wingbeat.transport.mesh import column_of
+
+NAMES = ("dp_replicate", "dp_shard")
+
+
+class Net(nn.Module):
+    """Uneven shards: 7 rows between two ranks, and a bias of one element, of which one has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh())
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+def net(seed: int = 1) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """The model under FSDP2, each layer and the rest."""
+    for layer in (model.layers[0], model.layers[2]):  # type: ignore[index]
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 6, generator=generator)
+    return x, x.sum(1, keepdim=True).tanh()
+
+
+def train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        x, y = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    """All parameters, whole, in double precision."""
+    found = [p.detach() for p in model.parameters()]
+    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().flatten() for p in found]).double()
+
+
+def replicas(across: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (across, dist.get_world_size() // across), mesh_dim_names=NAMES)
+
+
+def difference_to_hsdp(strategy: str, steps: int, options: dict[str, Any]) -> float:
+    """The largest relative difference of weights to torch's own HSDP after ``steps`` steps."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh = replicas()
+        of_torch = sharded(net(), mesh, **options)
+        by = torch.optim.AdamW(of_torch.parameters(), lr=0.01)
+        train(of_torch, by, range(steps))
+        model = sharded(net(1 + dist.get_rank() // 2), mesh["dp_shard"], **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        made = wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+        train(*made, range(steps))
+        theirs, ours = weights(of_torch), weights(model)
+        wingbeat.release(*made)
+        return float((theirs - ours).norm() / theirs.norm())
+    finally:
+        wingbeat.shutdown()
+
+
+# -- columns ------------------------------------------------------------------------------
+
+
+def columns_of_two_meshes() -> list[Any]:
+    """What a rank sees of its column, of a column of another mesh, and of the first one again."""
+    job = wingbeat.init(timeout=60)
+    try:
+        first = column_of(job, replicas(), None)
+        named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        second = column_of(job, named, "dp")
+        total = torch.full((5,), float(job.rank))
+        Collectives(first.open_channel()).all_reduce(total).wait()
+        assert first.inside is not None
+        assert second.inside is not None
+        inner = first.inside.sum(torch.tensor([float(job.rank)]))
+        same = column_of(job, replicas(), "dp_replicate") is first
+        return [
+            [first.rank, first.ranks, first.inside.number, first.inside.ranks, first.inside.names],
+            [second.ranks, second.inside.ranks, second.inside.names],
+            [first.layout.hosts, total.tolist(), inner.tolist(), same],
+        ]
+    finally:
+        wingbeat.shutdown()
+
+
+def words_of(call: Callable[[], object]) -> str:
+    """The text of the `UsageError` that a call raises."""
+    try:
+        call()
+    except wingbeat.errors.UsageError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def refusals() -> dict[str, str]:
+    """What `distribute` says to meshes and models that it cannot use, by what is wrong."""
+    job = wingbeat.init(timeout=60)
+    try:
+        mesh, rank = replicas(), job.rank
+        inner = mesh["dp_shard"]
+
+        def attempt(model: nn.Module, strategy: Any = None, **options: Any) -> str:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            chosen = strategy or wingbeat.AllReduce()
+            return words_of(lambda: wingbeat.distribute(model, optimizer, chosen, **options))
+
+        other = init_device_mesh("cpu", (4, 1), mesh_dim_names=NAMES)
+        return {
+            "no mesh": attempt(sharded(net(), inner)),
+            "not a mesh": attempt(net(), mesh=(2, 2)),
+            "no such dimension": attempt(sharded(net(), inner), mesh=mesh, across="dp"),
+            "across without mesh": attempt(net(), across="dp"),
+            "a part of the mesh": attempt(sharded(net(), inner), mesh=inner),
+            "sharded over all": attempt(sharded(net(), mesh), mesh=mesh),
+            "nothing is sharded": attempt(net(), mesh=mesh),
+            "averaging": attempt(sharded(net(), inner), wingbeat.LocalSGD(), mesh=mesh),
+            "servers": attempt(sharded(net(), inner), wingbeat.ParameterServer(), mesh=mesh),
+            "canary": attempt(sharded(net(), inner), wingbeat.Canary(), mesh=mesh),
+            "divided": attempt(
+                sharded(net(), inner), wingbeat.DeAR(shard_optimizer=True), mesh=mesh
+            ),
+            "unequal meshes": attempt(
+                sharded(net(), inner if rank < 3 else other["dp_shard"]),
+                mesh=mesh if rank < 3 else other,
+            ),
+            "one without mesh": attempt(
+                sharded(net(), inner) if rank < 3 else net(), mesh=mesh if rank < 3 else None
+            ),
+            "unequal dimensions": attempt(
+                sharded(net(), inner), mesh=mesh, across=None if rank < 3 else "dp_replicate"
+            ),
+        }
+    finally:
+        wingbeat.shutdown()
+
+
+def lost_replica(dying: int) -> str:
+    """One rank leaves in the middle; the error of the rank that exchanges with it."""
+    job = wingbeat.init(timeout=20)
+    column = column_of(job, replicas(), None)
+    channel = column.open_channel() if dying in column.ranks else None
+    try:
+        try:
+            if job.rank == dying:
+                raise ValueError("no more data")
+            if channel is not None:
+                Collectives(channel).all_reduce(torch.ones(8)).wait()
+        finally:
+            wingbeat.shutdown()  # while the exception is about to end the script
+    except (ValueError, wingbeat.errors.PeerError) as error:
+        return str(error)
+    return ""
