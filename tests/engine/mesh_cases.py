@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import wingbeat
 import wingbeat.errors
@@ -84,6 +85,86 @@ def difference_to_hsdp(strategy: str, steps: int, options: dict[str, Any]) -> fl
         theirs, ours = weights(of_torch), weights(model)
         wingbeat.release(*made)
         return float((theirs - ours).norm() / theirs.norm())
+    finally:
+        wingbeat.shutdown()
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "resharded after forward": {"options": {"reshard_after_forward": True}},
+    "not resharded": {"options": {"reshard_after_forward": False}},
+    "bfloat16": {
+        "options": {
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        }
+    },
+    "one group": {"layers": False},
+    "accumulated without reducing": {"ours": "unreduced", "theirs": "unreduced"},
+    "accumulated without exchange": {"ours": "no_sync", "theirs": "unreduced"},
+    "accumulated without zero_grad": {"ours": "kept", "theirs": "kept"},
+    "clipped": {"ours": "clip", "theirs": "clip of torch"},
+    "clipped by torch": {"ours": "clip of torch", "theirs": "clip of torch"},
+    "clipped by the largest": {"ours": "clip inf", "theirs": "clip inf by hand"},
+    "prefetched": {"ours": "prefetched"},
+}
+"""Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`."""
+
+
+def step_in(way: str, model: Any, optimizer: Any, step: int) -> None:
+    """One step in a way of `VARIANTS`."""
+    many = way in ("unreduced", "no_sync", "kept")
+    for micro in range(2 if many else 1):
+        x, y = batch(2 * step + micro, dist.get_rank())
+        last = micro == 1
+        if way == "unreduced":
+            model.set_requires_gradient_sync(last)
+        inside = model.no_sync() if way == "no_sync" and not last else contextlib.nullcontext()
+        with inside:
+            F.mse_loss(model(x), y).backward()
+    if way == "clip":
+        optimizer.clip_grad_norm_(0.05)
+    elif way == "clip of torch":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    elif way == "clip inf":
+        optimizer.clip_grad_norm_(0.01, float("inf"))
+    elif way == "clip inf by hand":  # torch cannot where a rank has no element of a parameter
+        largest = max(float(p.grad.full_tensor().abs().max()) for p in model.parameters())
+        for param in model.parameters():
+            param.grad.mul_(min(1.0, 0.01 / (largest + 1e-6)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def variants(strategy: str, steps: int) -> dict[str, float]:
+    """The largest relative difference of weights to HSDP after some steps of each variant."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh, found = replicas(), {}
+        for name, variant in VARIANTS.items():
+            models, optimizers = [], []
+            for of, part in (("theirs", mesh), ("ours", mesh["dp_shard"])):
+                model: Any = net()
+                options = variant.get("options", {})
+                if variant.get("layers", True):
+                    sharded(model, part, **options)
+                else:
+                    fully_shard(model, mesh=part, **options)
+                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+                way = variant.get(of, "plain")
+                if way == "prefetched":
+                    layers = model.layers
+                    layers[0].set_modules_to_forward_prefetch([layers[2]])
+                if of == "ours":
+                    wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+                for step in range(steps):
+                    step_in(way, model, optimizer, step)
+                models.append(model)
+                optimizers.append(optimizer)
+            theirs, ours = map(weights, models)
+            wingbeat.release(models[1], optimizers[1])
+            found[name] = float((theirs - ours).norm() / theirs.norm())
+        return found
     finally:
         wingbeat.shutdown()
 

@@ -58,10 +58,18 @@ def test_impossible_meshes_and_models_are_refused_in_one_line(job: Pool) -> None
             assert "\n" not in found[what]
 
 
-@pytest.mark.parametrize("strategy", ["allreduce"])
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
 def test_exact_strategy_over_fsdp2_equals_hsdp(job: Pool, strategy: str) -> None:
     differences = job.run(mesh_cases.difference_to_hsdp, strategy, 100, {})
     assert max(differences) < 1e-6, differences
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
+    for found in job.run(mesh_cases.variants, strategy, 6):
+        wrong = {name: by for name, by in found.items() if not by < 1e-6}
+        assert found.keys() == mesh_cases.VARIANTS.keys()
+        assert not wrong
 
 
 def test_lost_rank_is_named_with_its_replica(job: Pool) -> None:

@@ -104,12 +104,12 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
         what = "it exchanges models or messages between single processes"
     elif strategy.update_part.divides:
         what = "fully_shard() divides the optimizer's state already"
-    elif strategy.update_part.shards or strategy.schedule.machine != "wfbp":
-        what = "it updates parameters after the forward has begun to gather them"
+    elif strategy.update_part.shards:
+        what = "it divides parameters among processes that hold all of them"
     if what:
         raise UsageError(
             f"distribute(mesh=...): {strategy!r} is not possible for replicas of {replica.size} "
-            f"ranks: {what}; use wingbeat.AllReduce(), with any compression"
+            f"ranks: {what}; use wingbeat.AllReduce() or wingbeat.DeAR(), with any compression"
         )
 
 

@@ -43,6 +43,10 @@ class Replica:
         """The number of ranks."""
         return len(self.ranks)
 
+    def group_ranks(self, name: str) -> list[int]:
+        """Return the ranks along a dimension, of the job."""
+        return dist.get_process_group_ranks(self.groups[self.names.index(name)])
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of the replica, which must all call this."""
         return self._reduce(tensor, dist.ReduceOp.SUM, self.groups)

@@ -311,13 +311,21 @@ class DeferredParameters:
             refresh_those_in(param)
             return param.__reduce_ex__(protocol)
 
-        methods = {
+        methods: dict[str, Any] = {
             "__torch_function__": classmethod(__torch_function__),
             "__deepcopy__": __deepcopy__,
             "__reduce_ex__": __reduce_ex__,
             "__doc__": plain.__doc__,
             "__module__": plain.__module__,
         }
+        if hasattr(plain, "_local_tensor"):  # a DTensor, whose methods read it
+            part = plain._local_tensor
+
+            def read_local(param: Any) -> Any:
+                refresh_those_in(param)
+                return part.__get__(param)
+
+            methods["_local_tensor"] = property(read_local, part.__set__)
         marked = type(f"Deferred{plain.__name__}", (plain,), methods)
         self._marked_class[plain] = marked
         self._plain_class[marked] = plain
