@@ -8,14 +8,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import wingbeat
 import wingbeat.errors
 from wingbeat.collectives import Collectives
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.strategies import parse
 from wingbeat.transport.mesh import column_of
 
@@ -165,6 +174,159 @@ def variants(strategy: str, steps: int) -> dict[str, float]:
             wingbeat.release(models[1], optimizers[1])
             found[name] = float((theirs - ours).norm() / theirs.norm())
         return found
+    finally:
+        wingbeat.shutdown()
+
+
+# -- tensor parallelism -------------------------------------------------------------------
+
+
+class Summed(nn.Module):
+    """A replicated parameter of which each rank's gradient is a term: rows are divided inside."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.mesh = mesh
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(1, 6), mesh, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.chunk(2)[self.mesh.get_local_rank()]
+        of_all = DTensor.from_local(rows, self.mesh, [Shard(0)])
+        return (of_all @ self.weight.T).full_tensor()
+
+
+def tensor_parallel(strategy: str, summed: bool, steps: int) -> float:
+    """The largest relative difference to one process that has the batches of all replicas."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tp, model = mesh["tp"], net()
+        if summed:
+            model = Summed(tp)
+            alone: nn.Module = nn.Linear(6, 1, bias=False)
+            alone.weight.data.copy_(model.weight.full_tensor())
+        else:
+            alone = net()
+            parts = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+            parallelize_module(model, tp, parts)
+        one = torch.optim.AdamW(alone.parameters(), lr=0.01)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh, across="dp")
+        replica = dist.get_rank() // 2
+        for step in range(steps):
+            for part, (of, by) in enumerate(((alone, one), (model, optimizer))):
+                by.zero_grad()
+                for number in range(2) if not part else (replica,):
+                    x, y = batch(step, number)
+                    (F.mse_loss(of(x), y) / (1 if part else 2)).backward()
+                if part:
+                    optimizer.clip_grad_norm_(0.1)
+                else:
+                    torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+                by.step()
+        theirs, ours = weights(alone), weights(model)
+        wingbeat.release(model, optimizer)
+        return float((theirs - ours).norm() / theirs.norm())
+    finally:
+        wingbeat.shutdown()
+
+
+def unequal_batches() -> str:
+    """What a step says whose ranks inside have different batches for a parameter that all hold."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh, model = replicas(), net()
+        fully_shard(model.layers, mesh=mesh["dp_shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        return words_of(lambda: train(model, optimizer, range(1)))
+    finally:
+        wingbeat.shutdown()
+
+
+def joined() -> str:
+    """What `join` says in replicas of several ranks."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh = replicas()
+        model: Any = sharded(net(), mesh["dp_shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        return words_of(lambda: model.join().__enter__())
+    finally:
+        wingbeat.shutdown()
+
+
+# -- deferred updates and checkpoints -----------------------------------------------------
+
+
+def deferral() -> list[Any]:
+    """Whether updates are pending after a step, and what of them three readers see."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh, found = replicas(), []
+        for read in (
+            lambda m: m.layers[0].weight.to_local().sum(),
+            lambda m: m.layers[0].weight.full_tensor().sum(),
+            lambda m: m.state_dict()["layers.0.weight"].full_tensor().sum(),
+            lambda m: (m.layers[0].unshard(), m.layers[0].weight.sum())[1],
+        ):
+            model: Any = sharded(net(), mesh["dp_shard"])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            wingbeat.distribute(model, optimizer, wingbeat.DeAR(), mesh=mesh)
+            train(model, optimizer, range(2))
+            due = any(bucket.due for bucket in engine_of(model).buckets)
+            with torch.no_grad():
+                seen = float(read(model))
+                wingbeat.synchronize(model)
+                model.reshard()
+                model.layers[0].reshard()
+                found.append((due, seen == float(read(model))))
+            wingbeat.release(model, optimizer)
+        return found
+    finally:
+        wingbeat.shutdown()
+
+
+def checkpoint(path: str, across: int, save: bool) -> float:
+    """Save after some steps, or load; the sum of weights and of both moments."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh = replicas(across)
+        model = sharded(net(2 - save), mesh["dp_shard"])
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if not save:
+            found: Any = dict(
+                zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)
+            )
+            dcp.load(found, checkpoint_id=path)
+            set_state_dict(
+                model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"]
+            )
+        wingbeat.distribute(model, optimizer, wingbeat.DeAR(), mesh=mesh)
+        if save:
+            train(model, optimizer, range(3))
+            kept = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+            dcp.save(kept, checkpoint_id=path)
+        state = optimizer.state
+        moments = [state[p][key].full_tensor().double().sum() for p in model.parameters()
+                   for key in ("exp_avg", "exp_avg_sq")]  # fmt: skip
+        total = float(weights(model).sum() + 1000 * sum(moments))
+        if not save:
+            train(model, optimizer, range(2))
+        wingbeat.release(model, optimizer)
+        return total
+    finally:
+        wingbeat.shutdown()
+
+
+def page(program: str) -> tuple[float, list[float]]:
+    """Run the page's program; the last loss, and the weights."""
+    names: dict[str, Any] = {}
+    try:
+        exec(program, names)
+        return names["loss"].item(), weights(names["model"]).tolist()
     finally:
         wingbeat.shutdown()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import mesh_cases
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from helpers.pool import Pool
 
 SIZE = 4
+PAGE = Path(__file__).parents[2] / "docs/how-to/shards.md"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,42 @@ def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
         wrong = {name: by for name, by in found.items() if not by < 1e-6}
         assert found.keys() == mesh_cases.VARIANTS.keys()
         assert not wrong
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+@pytest.mark.parametrize("summed", [False, True])
+def test_tensor_parallel_replicas_equal_one_process(job: Pool, strategy: str, summed: bool) -> None:
+    differences = job.run(mesh_cases.tensor_parallel, strategy, summed, 20)
+    assert max(differences) < 1e-6, differences
+
+
+def test_different_gradients_of_a_parameter_that_ranks_share_are_refused(job: Pool) -> None:
+    words = "parameter 'head.weight' is whole on each of the ranks along 'dp_shard'.*norms from"
+    assert all(re.search(words, found) for found in job.run(mesh_cases.unequal_batches))
+
+
+def test_join_is_refused_in_replicas_of_several_ranks(job: Pool) -> None:
+    assert all("give each worker as many batches" in each for each in job.run(mesh_cases.joined))
+
+
+def test_every_reader_of_a_deferred_shard_sees_its_update(job: Pool) -> None:
+    assert job.run(mesh_cases.deferral) == [[(True, True)] * 4] * SIZE
+
+
+def test_checkpoint_of_2x2_loads_on_4x1_and_3x2(
+    job: Pool, fresh_pool: Callable[..., Pool], tmp_path: Path
+) -> None:
+    saved = job.run(mesh_cases.checkpoint, str(tmp_path), 2, True)
+    four = job.run(mesh_cases.checkpoint, str(tmp_path), 4, False)
+    six = fresh_pool(6, default_group=True).run(mesh_cases.checkpoint, str(tmp_path), 3, False)
+    assert [*four, *six] == pytest.approx(saved[:1] * 10, rel=1e-9)
+
+
+def test_program_of_the_page_trains_equal_weights_on_all_ranks(job: Pool) -> None:
+    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    losses, weights = zip(*job.run(mesh_cases.page, program), strict=True)
+    assert max(losses) < 0.1
+    assert all(each == weights[0] for each in weights)
 
 
 def test_lost_rank_is_named_with_its_replica(job: Pool) -> None:
