@@ -34,18 +34,18 @@ NAMES = ("dp_replicate", "dp_shard")
 class Net(nn.Module):
     """Uneven shards: 7 rows between two ranks, and a bias of one element, of which one has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh())
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 5), nn.Tanh())
         self.head = nn.Linear(5, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(x))
 
 
-def net(seed: int = 1) -> Net:
+def net(seed: int = 1, width: int = 7) -> Net:
     torch.manual_seed(seed)
-    return Net()
+    return Net(width)
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -116,12 +116,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped by torch": {"ours": "clip of torch", "theirs": "clip of torch"},
     "clipped by the largest": {"ours": "clip inf", "theirs": "clip inf by hand"},
     "prefetched": {"ours": "prefetched"},
+    "scaled": {"ours": "scaled", "theirs": "scaled"},
 }
 """Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`."""
 
 
-def step_in(way: str, model: Any, optimizer: Any, step: int) -> None:
+def step_in(way: str, model: Any, optimizer: Any, step: int, scaler: Any) -> None:
     """One step in a way of `VARIANTS`."""
+    if way == "scaled":  # one rank has an infinity, and all ranks skip this step
+        x, y = batch(step, dist.get_rank())
+        loss = F.mse_loss(model(x), y) * (float("inf") if (step, dist.get_rank()) == (2, 3) else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return
     many = way in ("unreduced", "no_sync", "kept")
     for micro in range(2 if many else 1):
         x, y = batch(2 * step + micro, dist.get_rank())
@@ -166,8 +175,11 @@ def variants(strategy: str, steps: int) -> dict[str, float]:
                     layers[0].set_modules_to_forward_prefetch([layers[2]])
                 if of == "ours":
                     wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+                scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
                 for step in range(steps):
-                    step_in(way, model, optimizer, step)
+                    step_in(way, model, optimizer, step, scaler)
+                if way == "scaled":
+                    assert scaler.get_scale() == 32.0, scaler.get_scale()
                 models.append(model)
                 optimizers.append(optimizer)
             theirs, ours = map(weights, models)
@@ -201,13 +213,13 @@ def tensor_parallel(strategy: str, summed: bool, steps: int) -> float:
     wingbeat.init(timeout=60)
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        tp, model = mesh["tp"], net()
+        tp, model = mesh["tp"], net(width=8)
         if summed:
             model = Summed(tp)
             alone: nn.Module = nn.Linear(6, 1, bias=False)
             alone.weight.data.copy_(model.weight.full_tensor())
         else:
-            alone = net()
+            alone = net(width=8)
             parts = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
             parallelize_module(model, tp, parts)
         one = torch.optim.AdamW(alone.parameters(), lr=0.01)
@@ -391,6 +403,9 @@ def refusals() -> dict[str, str]:
             "canary": attempt(sharded(net(), inner), wingbeat.Canary(), mesh=mesh),
             "divided": attempt(
                 sharded(net(), inner), wingbeat.DeAR(shard_optimizer=True), mesh=mesh
+            ),
+            "plan file": attempt(
+                sharded(net(), inner), wingbeat.DeAR(plan_file="plan.json"), mesh=mesh
             ),
             "unequal meshes": attempt(
                 sharded(net(), inner if rank < 3 else other["dp_shard"]),

@@ -99,6 +99,11 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
     if replica is None or replica.size == 1:
         return
     exchange = strategy.exchange
+    if getattr(strategy.plan, "file", ""):
+        raise UsageError(
+            f"distribute(mesh=...): {strategy!r} keeps its plan in a file, and each column of the "
+            "mesh has a plan of its own: leave the file out"
+        )
     what = ""
     if not exchange.collective:
         what = "it exchanges models or messages between single processes"
@@ -145,10 +150,10 @@ def check_placed(model: torch.nn.Module, world: World) -> None:
                 f"distribute(mesh=...): parameter {name!r} is placed as "
                 f"{', '.join(map(repr, placements))}: a parameter must be sharded or replicated"
             )
-        divided = divided or any(each.is_shard() for each in placements)
+        divided = divided or len(ranks) > 1
     if several and not divided:
         raise UsageError(
-            f"distribute(mesh=...): no parameter is sharded over {', '.join(replica.names)}, so "
+            f"distribute(mesh=...): no parameter is placed over {', '.join(replica.names)}, so "
             f"nothing averages gradients among the {replica.size} ranks of a replica: apply "
             "fully_shard() or parallelize_module() first, or leave mesh out, to average them over "
             "all ranks"
