@@ -35,7 +35,12 @@ from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.bench.traffic import Sent
 
 REFERENCE = "hsdp"
-ROWS = (REFERENCE, "allreduce:mb=4", "dear:plan=fixed,mb=4", "allreduce:mb=4,compression=sketch")
+ROWS = (
+    REFERENCE,
+    "allreduce:mb=4",
+    "dear:plan=fixed,mb=4",
+    "allreduce:mb=4,compression=sketch:auto_disable=false",
+)
 WIDTH, BLOCKS = 512, 4
 WARMUP = 3
 """Iterations before the timed ones: `dear` learns the order of gradients in its first."""

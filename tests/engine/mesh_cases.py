@@ -117,6 +117,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped by the largest": {"ours": "clip inf", "theirs": "clip inf by hand"},
     "prefetched": {"ours": "prefetched"},
     "scaled": {"ours": "scaled", "theirs": "scaled"},
+    "compiled": {"ours": "compiled"},
 }
 """Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`."""
 
@@ -173,6 +174,8 @@ def variants(strategy: str, steps: int) -> dict[str, float]:
                 if way == "prefetched":
                     layers = model.layers
                     layers[0].set_modules_to_forward_prefetch([layers[2]])
+                if way == "compiled":  # the backend does not matter, but the breaks of graphs do
+                    model.compile(backend="eager")
                 if of == "ours":
                     wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
                 scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -45,7 +45,8 @@ class Replica:
 
     def group_ranks(self, name: str) -> list[int]:
         """Return the ranks along a dimension, of the job."""
-        return dist.get_process_group_ranks(self.groups[self.names.index(name)])
+        ranks: list[int] = dist.get_process_group_ranks(self.groups[self.names.index(name)])
+        return ranks
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks of the replica, which must all call this."""

@@ -26,7 +26,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     part: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     # Of a collective that is under way.
-    return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
+    return part.wait() if hasattr(part, "wait") else part
 
 
 def place(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

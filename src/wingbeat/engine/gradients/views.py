@@ -167,7 +167,7 @@ def _placed_class() -> Any:
     """Return the class of placeholders for a `DTensor`: ``fully_shard`` adds to its local part."""
     from torch.distributed.tensor import DTensor
 
-    class PlacedPendingGradient(PendingGradient, DTensor):
+    class PlacedPendingGradient(PendingGradient, DTensor):  # type: ignore[misc]
         """A placeholder for a `DTensor`."""
 
         @property
