@@ -21,9 +21,9 @@ ROOM, GENERATOR = "groups1", 4
 
 
 def card() -> str:
-    host = nic.local()
-    uses = (host.interfaces[0].address,)
-    return PeerInfo(host, uses, secrets.randbits(64), "3", True, ((5,),), 1000, 2000).to_json()
+    host = nic.listening(nic.local(), ["lo"])
+    ports = ((5,),) * len(host.interfaces)
+    return PeerInfo(host, secrets.randbits(64), "3", True, ports, 1000, 2000).to_json()
 
 
 def member(store: Switchboard, number: int) -> MembershipClient:
