@@ -34,6 +34,7 @@ from wingbeat.transport.failures import MAX_WAIT_FACTOR, FailureAttribution, fin
 from wingbeat.transport.link import (
     TAG_BITS,
     aborted_text,
+    channel_tag,
     group_prefix,
     member_waiting_for,
 )
@@ -162,7 +163,7 @@ class Executor:
         # The thread must not keep a reference to the world.
         self._links: tuple[Link, ...] = world.links
         self._name = world.links[lane].name
-        self._ranks = world.ranks
+        self._ranks, self._channel = world.ranks, world.channel
         self._rank = self._ranks[world.rank]
         self._group = world.group
         self._timeout = world.timeout
@@ -330,9 +331,8 @@ class Executor:
             into = self._scratch.acquire(len(transfer.span), job.buffer.dtype)
         else:
             into = job.piece(transfer.span)
-        tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
         try:
-            pending = self._links[transfer.link].recv(into, transfer.peer, tag)
+            pending = self._links[transfer.link].recv(into, transfer.peer, self._tag(command))
         except RuntimeError as err:  # the connection is already closed
             raise self._lost(job, transfer, 0.0, err) from None
         job.coming.append((pending, into))
@@ -343,12 +343,15 @@ class Executor:
             chunk = self._pack(job, packing, transfer.span)
         else:
             chunk = job.piece(transfer.span)
-        tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
         try:
-            pending = self._links[transfer.link].send(chunk, transfer.peer, tag)
+            pending = self._links[transfer.link].send(chunk, transfer.peer, self._tag(command))
         except RuntimeError as err:
             raise self._lost(job, transfer, 0.0, err) from None
         job.sends.append((pending, transfer, chunk))
+
+    def _tag(self, command: programs.PostReceive[Job] | programs.SendChunk[Job]) -> int:
+        tag = command.task.base_tag + command.transfer.tag % CHUNKS_PER_TAG
+        return channel_tag(self._channel, tag)
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
         """Pack a part of the buffer into scratch memory. The final result is packed only once."""
