@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -57,36 +58,30 @@ class SharedFailure:
     """
 
     def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._claimed = False
-        self._settled = threading.Event()
-        self._reason = ""
+        self._first = threading.Lock()  # never released
+        self._reason = Future[str]()
 
     def claim(self) -> bool:
         """Whether the caller is the first to fail, and must therefore call `settle`."""
-        with self._changing:
-            first, self._claimed = not self._claimed, True
-        return first
+        return self._first.acquire(blocking=False)
 
     def settle(self, reason: str) -> None:
         """Set the reason and wake the threads that wait for it."""
-        self._reason = reason
-        self._settled.set()
+        self._reason.set_result(reason)
 
     @property
     def settled(self) -> bool:
         """Whether the reason is known."""
-        return self._settled.is_set()
+        return self._reason.done()
 
     def reason(self) -> str:
         """Wait for the reason and return it."""
-        self._settled.wait()
-        return self._reason
+        return self._reason.result()
 
     def refuse(self) -> None:
         """Raise a `PeerError` after a failure, because workers are no longer synchronized."""
-        if self._settled.is_set():
-            raise PeerError(self._reason)
+        if self.settled:
+            raise PeerError(self.reason())
 
 
 class LostPeer(Exception):
@@ -162,7 +157,7 @@ class Executor:
     def __init__(self, world: World, lane: int, failure: SharedFailure) -> None:
         # The thread must not keep a reference to the world.
         self._links: tuple[Link, ...] = world.links
-        self._name = world.links[lane].name
+        self.name = world.links[lane].name
         self._ranks, self._channel = world.ranks, world.channel
         self._rank = self._ranks[world.rank]
         self._group = world.group
@@ -306,7 +301,7 @@ class Executor:
                 time.monotonic_ns(),
                 bucket=job.bucket,
                 nbytes=job.buffer.numel() * job.buffer.element_size(),
-                lane=self._name,
+                lane=self.name,
             )
         job.receive()
 
@@ -428,7 +423,7 @@ class Executor:
         self._attribution.publish_wait(peer, str(job))
         return (
             f"rank {self._rank}: rank {peer} was in {theirs} while this rank waited for it in "
-            f"{mine} on interface {self._name}: all ranks must make the same calls, in the same "
+            f"{mine} on interface {self.name}: all ranks must make the same calls, in the same "
             "order, with buffers of the same size and dtype"
         )
 

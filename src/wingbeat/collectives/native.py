@@ -88,11 +88,6 @@ class _Completions:
             if self._lanes.pop(number, None) is not None and not self._lanes:
                 self.native.close()
 
-    @property
-    def name(self) -> str:
-        """Name of the interface, for traces."""
-        return self._name
-
     def expect(self, job: NativeJob) -> bool:
         """Have a job's callbacks called at its end; False if it is done."""
         self._jobs[job.number] = job
