@@ -232,6 +232,20 @@ def test_arrival_is_departed_after_the_generator_is_lost() -> None:
     assert found == [Arrival.POSSIBLE, Arrival.DEPARTED]
 
 
+def test_last_message_of_a_generator_that_leaves_is_handled() -> None:
+    class Leaving(FakeMailbox):
+        def next(self, seconds: float) -> None:
+            if not self.left:
+                self.left.add(GENERATOR)
+                self.arrived.append(run_message(7, 0, (0, 1), 0))
+
+    one = client(Leaving())
+    runs: list[int] = []
+    one.step(FunctionReducer(lambda run, alive: runs.append(run.number)))
+    assert runs == [7]
+    assert one.fallback is None
+
+
 def test_fallback_with_rules_of_everyone_has_one_group() -> None:
     one = client(FakeMailbox(sent(Removed(2, 0, Reason.LATE, False))), Rules.all_workers())
     runs: list[Run] = []
