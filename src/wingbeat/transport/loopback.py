@@ -153,14 +153,14 @@ def worlds(
     interfaces: int = 1,
     timeout: float = 20.0,
     layout: Layout | None = None,
-    board: Switchboard | None = None,
+    switchboard: Switchboard | None = None,
 ) -> list[World]:
     """Return ``size`` connected worlds in this process, one per thread.
 
-    ``layout``: their hosts; None: all are on one host. ``board``: one that the caller keeps, for
-    example to fail a rank.
+    ``layout``: their hosts; None: all are on one host. ``switchboard``: one that the caller keeps,
+    for example to fail a rank.
     """
-    switch = board or Switchboard()
+    switch = switchboard or Switchboard()
     names = [f"lo{i}" for i in range(interfaces)]
     return [
         World(

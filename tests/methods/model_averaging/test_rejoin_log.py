@@ -98,7 +98,7 @@ def test_malformed_card_is_refused_and_the_next_worker_rejoins(
     text = json.dumps(fields | {"session": "SESSION"}).replace('"SESSION"', session)
     store.set(f"messages/{ROOM}/1.1", text)
     assert poll(log) == []
-    refused = f"cannot accept rank 1 again: the rendezvous store has under 'messages/{ROOM}"
+    refused = f"cannot accept rank 1 again: malformed peer info, 'messages/{ROOM}/1.1'"
     assert caplog.text.count(refused) == 1
     assert rejoin(store, log, 2) == 1
 
