@@ -42,6 +42,9 @@ from wingbeat.transport.torch_store import (
 from wingbeat.transport.world import World
 from wingbeat.types import Layout
 
+CARRIERS = ("nccl", "tcp")
+"""What can carry tensors on CUDA devices."""
+
 _JOB_KEY = "job"
 _MAX_NAME_CHARS = 256
 
@@ -188,6 +191,7 @@ def init(
     timeout: float = DEFAULT_TIMEOUT,
     interfaces: Sequence[str] | None = None,
     encrypted: bool | None = None,
+    across: str | None = None,
 ) -> World:
     """Connect to the other workers of the job.
 
@@ -208,16 +212,20 @@ def init(
             all hosts; default: all networks that connect all hosts, or in a BCube one per level.
         encrypted: whether to encrypt the connections of collectives, the same on all workers.
             Default: ``WINGBEAT_ENCRYPTED`` (``1`` or ``0``), or else between hosts.
+        across: what carries tensors on CUDA devices, the same on all workers: ``"nccl"``, or
+            ``"tcp"``, wingbeat's own connections from pinned host buffers. Default: NCCL where all
+            workers are on one host. Tensors on other accelerators always travel in the second way.
 
     Returns:
         The world, which `distribute` uses by default.
 
     Raises:
         UsageError: the environment is incomplete or has an invalid value, an interface does not
-            exist, a spawned process imports the main script, or workers differ in ``encrypted``.
+            exist, a spawned process imports the main script, or workers differ in ``encrypted`` or
+            ``across``.
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
-    _check_arguments(timeout, encrypted)
+    _check_arguments(timeout, encrypted, across)
     encrypted = encryption.choose(encrypted)
     descriptors.raise_limit()
     before = world_module.set_current(None)
@@ -243,7 +251,7 @@ def init(
             world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
-            _join(world, store, interfaces, key, encrypted)
+            _join(world, store, interfaces, key, encrypted, across)
         except BaseException:
             incarnation.close()
             raise
@@ -257,8 +265,10 @@ def init(
     return world
 
 
-def _check_arguments(timeout: float, encrypted: bool | None) -> None:
+def _check_arguments(timeout: float, encrypted: bool | None, across: str | None) -> None:
     """Raise a `UsageError` for an invalid argument or a process that must not join the job."""
+    if across not in (None, *CARRIERS):
+        raise UsageError(f"across={across!r}: allowed are 'nccl', 'tcp' and None")
     if encrypted not in (None, True, False):
         raise UsageError(f"encrypted={encrypted!r}: allowed are True, False and None")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
@@ -441,10 +451,11 @@ def _join(
     named: Sequence[str] | None,
     key: bytes | None,
     encrypted: bool | None,
+    across: str | None,
 ) -> None:
     """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
-        _connect(world, store, named, key, encrypted)
+        _connect(world, store, named, key, encrypted, across)
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
@@ -473,6 +484,7 @@ def _connect(
     named: Sequence[str] | None,
     key: bytes | None,
     encrypted: bool | None,
+    across: str | None = None,
     default_group: bool = True,
 ) -> None:
     rank, size = world.rank, world.size
@@ -500,11 +512,24 @@ def _connect(
         shared_memory=tcp.shared_memory_enabled(),
     )
     # A worker that left now would break peers that are still connecting.
-    world.exchange("connected", True)
+    _agree_on_carrier(world, across)
     world.speeds = measure_speeds(world)
     world.publish("speeds", world.speeds)
     world.make_nccl_group = functools.partial(nccl_group, rank, size)
     _open_groups(world, links)
+
+
+def _agree_on_carrier(world: World, across: str | None) -> None:
+    """Set what carries tensors on CUDA devices; a `UsageError` if workers differ in ``across``."""
+    chosen = across or ("nccl" if len(world.layout.hosts) == 1 else "tcp")
+    others = world.exchange("connected", chosen, str)
+    for rank, other in enumerate(others):
+        if other != chosen:
+            raise UsageError(
+                f"across={chosen!r} on rank {world.rank} and {other[:16]!r} on rank {rank}: pass "
+                "the same to wingbeat.init() on all workers"
+            )
+    world.nccl_devices = frozenset({"cuda"} if chosen == "nccl" else ())
 
 
 def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
