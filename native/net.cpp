@@ -143,7 +143,7 @@ void bind_nic(nb::module_& module) {
       .def_prop_ro("descriptors", &Rings::descriptors)
       .def_prop_ro_static("DESCRIPTORS", [](nb::handle) { return rings_descriptors; });
   module.attr("CONNECTION_ENDED") = connection_ended;
-  module.def("can_encrypt", &aegis::supported,
+  module.def("can_encrypt", &can_encrypt,
              "Returns whether this processor has the instructions that encryption needs.");
   nb::class_<Message>(module, "Message", "A message that is being sent or received.")
       .def("wait", &Message::wait);

@@ -144,7 +144,7 @@ Carrier::Carrier(const Options& options)
     : options_(options),
       endpoint_(options.number, options.session, options.window, options.silence),
       staging_(std::make_unique_for_overwrite<std::uint8_t[]>(staging_bytes)) {
-  if (options.encrypted && !net::aegis::supported()) {
+  if (options.encrypted && !net::can_encrypt()) {
     throw std::runtime_error("this processor has no AES instructions");
   }
   epoll_ = ::epoll_create1(EPOLL_CLOEXEC);

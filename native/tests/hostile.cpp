@@ -132,7 +132,7 @@ std::uint64_t run(const Part& part, std::uint64_t frames, Random& random) {
 }
 
 int run_all(std::uint64_t frames, std::uint64_t seed) {
-  const bool ciphers = wingbeat::net::aegis::supported();
+  const bool ciphers = wingbeat::net::can_encrypt();
   const auto messages = [](bool encrypted) {
     return [encrypted](std::uint64_t n, Random& r) { return attack_messages(n, encrypted, r); };
   };

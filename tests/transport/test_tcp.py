@@ -58,8 +58,8 @@ def frame(
 class Peer:
     """A link to one peer, whose bytes the test writes."""
 
-    def __init__(self) -> None:
-        ours, self.socket = socket.socketpair()
+    def __init__(self, ends: tuple[socket.socket, socket.socket] | None = None) -> None:
+        ours, self.socket = ends or socket.socketpair()
         self.link = TcpLink("lo", 1)
         self.link.nic.add(0, ours.detach())
 
@@ -127,6 +127,73 @@ def peer() -> Iterator[Peer]:
     yield made
     made.socket.close()
     made.link.close()
+
+
+class TcpPeer(Peer):
+    """The same over TCP: the kernel counts the bytes that are awaited."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs = listener.accept()[0]
+        self._observed = ours.dup()
+        super().__init__((ours, theirs))
+
+    def awaits(self, more: bool) -> bool:
+        """Wait until the link awaits more than one byte, or one; False if it does not."""
+        end = time.monotonic() + 20.0
+        while time.monotonic() < end:
+            least = self._observed.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+            assert least <= 128 << 10
+            if (least > 1) == more:
+                return True
+            time.sleep(0.001)
+        return False
+
+    def close(self) -> None:
+        self._observed.close()
+        self.socket.close()
+        self.link.close()
+
+
+@pytest.fixture
+def tcp_peer() -> Iterator[TcpPeer]:
+    made = TcpPeer()
+    yield made
+    made.close()
+
+
+LARGE = bytes(range(256)) * 1000
+
+
+def test_rest_of_a_frame_is_awaited_as_a_whole_and_what_follows_as_before(
+    tcp_peer: TcpPeer,
+) -> None:
+    sent, into, small = frame(7, LARGE), torch.zeros(len(LARGE), dtype=torch.uint8), torch.zeros(3)
+    wait = tcp_peer.link.recv(into, 0, 7)
+    tcp_peer.socket.sendall(sent[:100_000])
+    assert tcp_peer.awaits(more=True)
+    tcp_peer.socket.sendall(sent[100_000:])
+    wait.wait(20.0)
+    assert bytes(into.tolist()) == LARGE
+    assert tcp_peer.awaits(more=False)
+    tcp_peer.socket.sendall(frame(8, bytes(12)))
+    tcp_peer.link.recv(small, 0, 8).wait(20.0)
+
+
+@pytest.mark.parametrize(
+    ("linger", "expected"), [(False, "closed by the peer"), (True, "Connection reset by peer")]
+)
+def test_peer_that_ends_within_an_awaited_frame_fails_the_connection(
+    tcp_peer: TcpPeer, linger: bool, expected: str
+) -> None:
+    tcp_peer.socket.sendall(frame(7, LARGE)[:100_000])
+    assert tcp_peer.awaits(more=True)
+    if linger:
+        off = struct.pack("ii", 1, 0)
+        tcp_peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, off)
+    tcp_peer.socket.close()
+    assert expected in tcp_peer.failure()
 
 
 def test_frame_written_by_hand_arrives(peer: Peer) -> None:

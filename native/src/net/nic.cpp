@@ -28,6 +28,10 @@ constexpr std::size_t most_turn_bytes = 4U << 20;
 constexpr std::uint64_t least_part_bytes = 64U << 10;
 // Read after the rest of a payload: the next header, and small messages.
 constexpr std::size_t read_ahead_bytes = 4U << 10;
+// The rest of a frame is awaited as a whole if at least the first number of bytes is missing, and in
+// parts of the second.
+constexpr std::size_t least_awaited_bytes = 16U << 10;
+constexpr std::size_t most_awaited_bytes = 128U << 10;
 // Of a peer: channels, and messages of a channel before their receives are posted.
 constexpr std::uint16_t most_channels = 1024;
 constexpr std::size_t most_group_channels = 4096;
@@ -433,7 +437,7 @@ void Connection::read(Work& work) {
     read_unlocked(lock, [&] { got = stream_->read(parts, count); });
     if (failed_) continue;
     if (got == -EINTR) continue;
-    if (got == -EAGAIN) return;
+    if (got == -EAGAIN) return await_rest();
     if (got <= 0) {
       const std::string error = got < 0 ? describe(static_cast<int>(-got)) : write_error_;
       const std::string how = error.empty() ? "closed by the peer" : "lost: " + error;
@@ -455,9 +459,22 @@ void Connection::read(Work& work) {
     }
     if (!peer_ends_.empty()) fail_ended_groups(lock, work);
     turn += bytes;
-    if (bytes < direct + ahead) return;
-    if (turn >= most_turn_bytes) return stream_->request_event();
+    if (bytes < direct + ahead) return await_rest();
+    if (turn >= most_turn_bytes) {
+      await_rest();
+      return stream_->request_event();
+    }
   }
+}
+
+// A part of a frame cannot be processed, so its arrival need not wake the thread.
+void Connection::await_rest() {
+  const std::size_t missing = payload_left_ + (tag_follows_ ? tag_bytes : 0);
+  const std::size_t awaited =
+      missing < least_awaited_bytes ? 1 : std::min(missing, most_awaited_bytes);
+  if (awaited == awaited_bytes_) return;
+  awaited_bytes_ = awaited;
+  stream_->await_bytes(awaited);
 }
 
 // Adds bytes of the payload to their elements straight from the stream, if it has whole ones there.

@@ -222,6 +222,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   template <class Call>
   void read_unlocked(std::unique_lock<std::mutex>& lock, Call call);
+  void await_rest();
   bool add_in_place(std::unique_lock<std::mutex>& lock, std::size_t& turn, Work& work);
   void compact_staging();
   const char* parse(std::unique_lock<std::mutex>& lock, Work& work);
@@ -288,6 +289,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::size_t payload_left_ = 0;
   std::size_t frame_length_ = 0;
   bool tag_follows_ = false;  // the one of the payload
+  std::size_t awaited_bytes_ = 1;  // before epoll reports the stream
 };
 
 class Nic : public std::enable_shared_from_this<Nic> {

@@ -113,6 +113,7 @@ class RingStream : public Stream {
   void watch(int epoll, void* data) override;
   void unwatch(int epoll) override;
   void await_writing(int, void*, bool) override {}  // the doorbell rings
+  void await_bytes(std::size_t) override {}
   void request_event() override;
   void close() override;
 

@@ -52,6 +52,12 @@ void Stream::await_writing(int epoll, void* data, bool awaited) {
   ::epoll_ctl(epoll, EPOLL_CTL_MOD, fd_, &event);
 }
 
+// If the buffer is too small, the kernel enlarges it, or reports fewer bytes.
+void Stream::await_bytes(std::size_t bytes) {
+  const int least = static_cast<int>(bytes);
+  ::setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+}
+
 void Stream::end(int how) {
   if (fd_ >= 0) ::shutdown(fd_, how);
 }

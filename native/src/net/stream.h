@@ -36,7 +36,9 @@ class Stream {
   virtual void watch(int epoll, void* data);
   virtual void unwatch(int epoll);
   virtual void await_writing(int epoll, void* data, bool awaited);
-  // For who stops although more can be moved.
+  // Has EPOLLIN wait until so many bytes have arrived, or the stream ends.
+  virtual void await_bytes(std::size_t bytes);
+  // Called by a reader that stops although more has arrived.
   virtual void request_event() {}
 
   // As ::shutdown.

@@ -54,6 +54,18 @@ def test_frames_are_sent_to_their_incarnation() -> None:
     assert cards.from_(0, 1) == [b"new"]
 
 
+def test_message_to_a_worker_that_left_is_discarded() -> None:
+    """The machine still addresses a worker that left after all had drained."""
+    cards = Cards(star(2, 1))
+    machine = Worker(0, 2, StalenessBound(1, 1, 1), lambda *_: None)
+    out = FrameSender(machine, cards.streams[0])
+    cards.streams[0].forget(1)
+    out.remove_worker(1, 0)
+    machine.outbox.append(Envelope((1,), PullRequest(1, VIEW)))
+    out.send_pending()
+    assert not out.busy
+
+
 def test_frames_of_two_incarnations_are_not_combined() -> None:
     stream, machine = OneStream(100), Worker(0, 2, StalenessBound(1, 1, 1), lambda *_: None)
     machine.outbox.clear()

@@ -70,6 +70,7 @@ class FrameSender:
         self._queues: dict[int, deque[_Queued]] = {}
         self._rest: dict[int, Iterator[memoryview]] = {}  # the rest of a payload sent in parts
         self._blocked: dict[int, tuple[int, Any]] = {}  # a part for which its stream has no room
+        self._removed: dict[int, int] = {}  # the last ended incarnation of each worker
         self._last = machine.rank  # the receiver of the last part
 
     @property
@@ -78,7 +79,8 @@ class FrameSender:
         return bool(self._queues or self._machine.outbox)
 
     def remove_worker(self, worker: int, incarnation: int) -> None:
-        """Discard the messages for an ended incarnation; keep those for a later one."""
+        """Discard all messages for an ended incarnation; keep those for a later one."""
+        self._removed[worker] = incarnation
         self._blocked.pop(worker, None)
         self._rest.pop(worker, None)
         queue = self._queues.pop(worker, ())
@@ -106,7 +108,8 @@ class FrameSender:
         frame = encode_frame(message, machine.incarnation, machine.epoch)
         for worker in envelope.to:
             incarnation = self._receiving_incarnation(worker, message)
-            if incarnation >= 0:
+            # The machine still addresses a worker that left after all had drained.
+            if incarnation > self._removed.get(worker, -1):
                 self._queues.setdefault(worker, deque()).append(_Queued(incarnation, frame))
 
     def _receiving_incarnation(self, worker: int, message: Message) -> int:

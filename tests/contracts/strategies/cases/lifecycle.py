@@ -256,6 +256,8 @@ def _belongings() -> dict[str, int]:
 
 
 def _grown(before: dict[str, int]) -> dict[str, int]:
+    # A thread that was ending may have held a link that only the collector frees.
+    gc.collect()
     now = _belongings()
     return {kind: now[kind] - count for kind, count in before.items() if now[kind] > count}
 
