@@ -11,6 +11,7 @@ once, that of an iteration of DeAR over DDP's (gloo), and the share of a sketch 
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -56,14 +57,14 @@ def codecs(device: torch.device) -> None:
     for name in ("sketch", "topk"):
         codec = make(compression.parse(name))
         payload = torch.empty(codec.nbytes(NUMEL), dtype=torch.uint8, device=device)
-        encode_s = median_s(lambda c=codec, p=payload: c.encode(x, p))
-        decode_s = median_s(lambda c=codec, p=payload: c.decode(p, out))
+        encode_s = median_s(functools.partial(codec.encode, x, payload))
+        decode_s = median_s(functools.partial(codec.decode, payload, out))
         print(
             f"{name}: encoding {encode_s / copy_s:.1f} and decoding {decode_s / copy_s:.1f} copies"
         )
 
 
-def iteration_s(rank: int, strategy: object) -> float:
+def iteration_s(rank: int, strategy: wingbeat.Strategy | None) -> float:
     """Return the median seconds of an iteration; DDP for None."""
     torch.manual_seed(1)
     model: nn.Module = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda()

@@ -303,10 +303,7 @@ class Collectives:
         jobs: list[Job | NativeJob] = []
         try:
             for link, program in enumerate(programs):
-                previous = None if after is None else after.jobs[link]
-                if isinstance(previous, NcclJob | staging.StagedJob):
-                    previous = None
-                jobs.append(self._executors[link].submit(program, call, previous))
+                jobs.append(self._executors[link].submit(program, call, _job_of(after, link)))
         except PeerError:  # no job may use the buffer after this returns
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)
@@ -369,6 +366,12 @@ class Collectives:
             return None if self.world.size == 1 else Encoded(encoded.coding, encoded.residual, own)
         dtype = narrower_dtype(dtype_of(wire), buffer)  # `all_reduce_factors` sums factors
         return None if dtype is None or self.world.size == 1 else Cast(dtype, own)
+
+
+def _job_of(handle: Handle | None, link: int) -> Job | NativeJob | None:
+    """Return the job that another job on this link can follow."""
+    job = None if handle is None else handle.jobs[link]
+    return job if isinstance(job, Job | NativeJob) else None
 
 
 def _chunk_bytes(encoded: bool, speeds: Sequence[float]) -> tuple[int, int]:
