@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,6 +46,7 @@ def links(
     encrypted: bool | None = None,
     choices: list[bool | None] | None = None,
     places: list[Interface] | None = None,
+    dscp: int = 0,
 ) -> list[tuple[tcp.TcpLink, ...]]:
     """Connect ``size`` ranks over loopback, and return the links of each.
 
@@ -55,6 +60,7 @@ def links(
         return tcp.connect(
             *(rank, [interface[rank]] * interfaces, found[rank], used[rank], timeout, store),
             encrypted=chosen[rank],
+            dscp=dscp,
             shared_memory=shared_memory,
         )
 
@@ -94,3 +100,14 @@ def close(members: list[World]) -> None:
     """Close all worlds."""
     with ThreadPoolExecutor(len(members)) as pool:
         list(pool.map(lambda world: world.close(), members))
+
+
+def connected_sockets() -> Iterator[tuple[socket.socket, str, str]]:
+    """Yield a copy of each connected TCP socket of this process, its address and the peer's."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or it listens
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family != socket.AF_UNIX:
+                    yield copy, copy.getsockname()[0], copy.getpeername()[0]

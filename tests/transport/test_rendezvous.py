@@ -137,6 +137,12 @@ def test_invalid_timeout_is_refused() -> None:
         wingbeat.init(timeout=0)
 
 
+@pytest.mark.parametrize("dscp", [-1, 64, 46.0, True, None, "ef"])
+def test_invalid_class_is_refused(dscp: Any) -> None:
+    with pytest.raises(UsageError, match=r"dscp=.*: allowed are the integers 0 to 63"):
+        wingbeat.init(dscp=dscp)
+
+
 def test_a_second_init_is_refused_and_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     [world] = loopback.worlds(1)
     monkeypatch.setattr(world_module, "_current", world)

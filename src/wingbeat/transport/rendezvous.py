@@ -192,6 +192,7 @@ def init(
     interfaces: Sequence[str] | None = None,
     encrypted: bool | None = None,
     across: str | None = None,
+    dscp: int = 0,
 ) -> World:
     """Connect to the other workers of the job.
 
@@ -215,6 +216,9 @@ def init(
         across: what carries tensors on CUDA devices, the same on all workers: ``"nccl"``, or
             ``"tcp"``, wingbeat's own connections from pinned host buffers. Default: NCCL where all
             workers are on one host. Tensors on other accelerators always travel in the second way.
+        dscp: class of what this worker sends over the connections of collectives, 0 to 63, in the
+            header of each packet. It has an effect where switches and hosts give this class a queue
+            of its own.
 
     Returns:
         The world, which `distribute` uses by default.
@@ -225,7 +229,7 @@ def init(
             ``across``.
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
-    _check_arguments(timeout, encrypted, across)
+    _check_arguments(timeout, encrypted, across, dscp)
     encrypted = encryption.choose(encrypted)
     descriptors.raise_limit()
     before = world_module.set_current(None)
@@ -251,7 +255,7 @@ def init(
             world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
-            _join(world, store, interfaces, key, encrypted, across)
+            _join(world, store, interfaces, key, encrypted, across, dscp)
         except BaseException:
             incarnation.close()
             raise
@@ -265,7 +269,9 @@ def init(
     return world
 
 
-def _check_arguments(timeout: float, encrypted: bool | None, across: str | None) -> None:
+def _check_arguments(
+    timeout: float, encrypted: bool | None, across: str | None, dscp: int
+) -> None:
     """Raise a `UsageError` for an invalid argument or a process that must not join the job."""
     if across not in (None, *CARRIERS):
         raise UsageError(f"across={across!r}: allowed are 'nccl', 'tcp' and None")
@@ -273,6 +279,8 @@ def _check_arguments(timeout: float, encrypted: bool | None, across: str | None)
         raise UsageError(f"encrypted={encrypted!r}: allowed are True, False and None")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise UsageError(f"timeout={timeout!r}: allowed are seconds above 0")
+    if type(dscp) is not int or not 0 <= dscp < 64:
+        raise UsageError(f"dscp={dscp!r}: allowed are the integers 0 to 63")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         # multiprocessing uses the same check. This process would join the job in place of its
         # parent.
@@ -309,7 +317,7 @@ def connect(
     world = World(rank, size, (), (), timeout, signed)
     if size > 1:
         encrypted = encryption.choose(None)
-        _connect(world, store, interfaces, key, encrypted, default_group=False)
+        _connect(world, store, interfaces, key, encrypted, dscp=0, default_group=False)
     return world
 
 
@@ -452,10 +460,11 @@ def _join(
     key: bytes | None,
     encrypted: bool | None,
     across: str | None,
+    dscp: int,
 ) -> None:
     """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
-        _connect(world, store, named, key, encrypted, across)
+        _connect(world, store, named, key, encrypted, dscp, across)
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
@@ -468,6 +477,7 @@ def _join(
     links = tcp.rejoin(
         *(world.rank, chosen, answers, key, world.store),
         encrypted=encrypted,
+        dscp=dscp,
         shared_memory=tcp.shared_memory_enabled(),
     )
     _open_groups(world, links)
@@ -484,6 +494,7 @@ def _connect(
     named: Sequence[str] | None,
     key: bytes | None,
     encrypted: bool | None,
+    dscp: int,
     across: str | None = None,
     default_group: bool = True,
 ) -> None:
@@ -509,6 +520,7 @@ def _connect(
     world.links = links = tcp.connect(
         *(rank, chosen, world.exchange, key, world.timeout, world.store),
         encrypted=encrypted,
+        dscp=dscp,
         shared_memory=tcp.shared_memory_enabled(),
     )
     # A worker that left now would break peers that are still connecting.

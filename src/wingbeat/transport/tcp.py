@@ -215,11 +215,13 @@ def connect(
     store: Store,
     *,
     encrypted: bool | None = None,
+    dscp: int = 0,
     shared_memory: bool = True,
 ) -> tuple[TcpLink, ...]:
     """Connect this rank to all others over each interface, within ``timeout`` seconds.
 
-    ``exchange`` and ``store`` are those of the world, and ``encrypted`` is as in `wingbeat.init`.
+    ``exchange`` and ``store`` are those of the world, ``encrypted`` and ``dscp`` are as in
+    `wingbeat.init`.
     ``shared_memory``: use it with ranks of this host that do the same; its bytes are not encrypted.
     A `RendezvousError` names the rank, address, interface and duration if a peer could not be
     reached, or did not connect.
@@ -227,6 +229,7 @@ def connect(
     links = _make_links(
         *(rank, interfaces, lambda own: exchange("connections", own), job_key, store),
         encrypted=encrypted,
+        dscp=dscp,
         shared_memory=shared_memory,
     )
     deadline = time.monotonic() + timeout
@@ -254,6 +257,7 @@ def rejoin(
     store: Store,
     *,
     encrypted: bool | None = None,
+    dscp: int = 0,
     shared_memory: bool = True,
 ) -> tuple[TcpLink, ...]:
     """Return links of a rank that was restarted; it connects to the others when groups need it.
@@ -268,6 +272,7 @@ def rejoin(
     return _make_links(
         *(rank, interfaces, publish, job_key, store),
         encrypted=encrypted,
+        dscp=dscp,
         shared_memory=shared_memory,
     )
 
@@ -280,6 +285,7 @@ def _make_links(
     store: Store,
     *,
     encrypted: bool | None,
+    dscp: int,
     shared_memory: bool,
 ) -> tuple[TcpLink, ...]:
     """Publish this rank's addresses, and accept connections of ranks that have the key."""
@@ -305,7 +311,7 @@ def _make_links(
     texts = "/".join(each.secret for each in ranks.first)
     key = hmac.new(job_key or b"", b"connections/" + texts.encode(), hashlib.sha256).digest()
     ports = [
-        _Port(pair, ranks, index, interface, key, encrypted)
+        _Port(pair, ranks, index, interface, key, encrypted, dscp)
         for index, (pair, interface) in enumerate(zip(listeners, interfaces, strict=True))
     ]
     for port in ports:
@@ -465,9 +471,13 @@ def _read_exactly(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def _set_options(connection: socket.socket) -> None:
+def _set_options(connection: socket.socket, dscp: int) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if connection.family == socket.AF_INET6:
+        connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+    else:
+        connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
 
 
 class _Port(threading.Thread):
@@ -484,11 +494,13 @@ class _Port(threading.Thread):
         interface: Interface,
         key: bytes,
         encrypted: bool | None,
+        dscp: int,
     ) -> None:
         super().__init__(name="wingbeat-accept", daemon=True)
         self.nic, self.interface = _native.Nic(interface.name), interface
         self._listeners = [each for each in listeners if each is not None]
         self._ranks, self._index, self._key, self._encrypted = ranks, index, key, encrypted
+        self._dscp = dscp
         self._rank, size = ranks.own, len(ranks.first)
         self._changed = threading.Condition()
         self._missing = set(range(self._rank + 1, size))
@@ -586,7 +598,7 @@ class _Port(threading.Thread):
         with socket.create_connection(target, seconds, (self.interface.address, 0)) as connection:
             connection.settimeout(min(seconds, _HANDSHAKE_S))
             handshake, _ = _prove(connection, identity, self._key)
-            _set_options(connection)
+            _set_options(connection, self._dscp)
             keys = encryption.keys(self._encrypted, connection, self._key, True, handshake)
             return connection.detach(), keys
 
@@ -705,7 +717,7 @@ class _Port(threading.Thread):
                 self._encrypted, connection, self._key, False, handshake
             )
             connection.send(reply)
-            _set_options(connection)
+            _set_options(connection, self._dscp)
         except (OSError, RuntimeError) as error:
             if connection.family == socket.AF_UNIX:
                 _log_no_memory(self._rank, peer, error)
