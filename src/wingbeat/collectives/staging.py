@@ -115,7 +115,8 @@ class StagedJob:
                 copied.synchronize()
             after = self._after
             if after is not None and after.handle is None:
-                raise PeerError(after._error)  # the first half was not submitted
+                self.fail(PeerError(after._error))  # the first half was not submitted
+                return
             self.handle = submit(self, None if after is None else after.handle)
             self._after = None
             self.handle.add_done_callback(self._finish)
@@ -147,6 +148,7 @@ class Staging:
     """The staged collectives of a world, in the order of calls. One per world."""
 
     def __init__(self, world: World) -> None:
+        """Open a channel; raise a `UsageError` if there is none, as for the world of a group."""
         if world.group is not None:
             raise UsageError(f"{world.group} carries CPU tensors only: copy them to the CPU")
         self.channel = (world.parent or world).open_channel()

@@ -269,9 +269,7 @@ def init(
     return world
 
 
-def _check_arguments(
-    timeout: float, encrypted: bool | None, across: str | None, dscp: int
-) -> None:
+def _check_arguments(timeout: float, encrypted: bool | None, across: str | None, dscp: int) -> None:
     """Raise a `UsageError` for an invalid argument or a process that must not join the job."""
     if across not in (None, *CARRIERS):
         raise UsageError(f"across={across!r}: allowed are 'nccl', 'tcp' and None")
