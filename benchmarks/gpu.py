@@ -54,8 +54,8 @@ def codecs(device: torch.device) -> None:
     print(
         f"copy on the device: {2 * x.nbytes / copy_s / 1e9:.0f} GB/s; kernels: {kernels.of(device)}"
     )
-    for name in ("sketch", "topk"):
-        codec = make(compression.parse(name))
+    for options in (compression.Sketch(), compression.TopK()):
+        codec, name = make(options), type(options).__name__
         payload = torch.empty(codec.nbytes(NUMEL), dtype=torch.uint8, device=device)
         encode_s = median_s(functools.partial(codec.encode, x, payload))
         decode_s = median_s(functools.partial(codec.decode, payload, out))
