@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -105,18 +105,25 @@ class LostPeer(Exception):
 
 
 def explain_loss(
-    attribution: FailureAttribution, rank: int, lost: LostPeer, where: str, group: Group | None
+    attribution: FailureAttribution,
+    rank: int,
+    lost: LostPeer,
+    where: str,
+    group: Group | None,
+    column: Sequence[int] = (),
 ) -> PeerError:
     """Return the error for ``lost``, after giving other workers time to publish their failures.
 
-    ``where`` names the collective and the interface.
+    ``where`` names the collective and the interface. ``column``: the rank of each replica, if these
+    exchange.
     """
     if group is not None:
         where = f"{where} in {group}"
     cause = (
         attribution.root_cause(lost.peer) if lost.blocked_member is None else lost.blocked_member
     )
-    through = "" if cause == lost.peer else f" (noticed through rank {lost.peer})"
+    through = f", of replica {column.index(cause)}" if cause in column else ""
+    through += "" if cause == lost.peer else f" (noticed through rank {lost.peer})"
     if lost.blocked_member is None and attribution.has_finished(cause):
         return PeerError(_finished_text(rank, cause, where + through, group))
     if failure := attribution.failure(cause):
@@ -171,8 +178,9 @@ class Executor:
         self._monitor = self._make_monitor(world)
         if self._monitor is not None:
             start_monitoring(self._monitor)
+        self._column = world.members
         self._attribution = FailureAttribution(
-            world.store, self._rank, self._ranks[-1] + 1, world.timeout, prefix
+            world.store, self._rank, max(self._ranks) + 1, world.timeout, prefix
         )
         self._machine: Machine[Job] = Machine()
         self._condition = threading.Condition()
@@ -468,7 +476,7 @@ class Executor:
         # Peers then detect the failure while this process still runs.
         self._break(begun, lost)
         where = f"{lost.job} on interface {self._links[lost.transfer.link].name}"
-        return explain_loss(self._attribution, self._rank, lost, where, self._group)
+        return explain_loss(self._attribution, self._rank, lost, where, self._group, self._column)
 
 
 _PERFORM: dict[type, Callable[[Executor, Any], None]] = {

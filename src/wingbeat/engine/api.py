@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,9 +17,15 @@ from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import broadcast_now, dtype_name, strides_of
 from wingbeat.engine.gradients.bucketing import ignored
 from wingbeat.engine.gradients.compression import check_momentum
+from wingbeat.engine.gradients.placed import local, shard_all
 from wingbeat.engine.gradients.sparse import check_sparse, sparse_parameters
 from wingbeat.engine.join_context import joined
-from wingbeat.engine.model_checks import check_complex, refuse_wrapped
+from wingbeat.engine.model_checks import (
+    check_complex,
+    check_placed,
+    check_strategy_in_replicas,
+    refuse_wrapped,
+)
 from wingbeat.engine.upgrade import (
     DeferringOptimizer,
     DistributedModel,
@@ -39,8 +45,12 @@ from wingbeat.observe.reporter import (
     places,
 )
 from wingbeat.parts.strategy import Strategy
+from wingbeat.transport.mesh import column_of, describe, refuse_unequal
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -55,6 +65,8 @@ def distribute(
     strategy: Strategy,
     *,
     world: World | None = None,
+    mesh: DeviceMesh | None = None,
+    across: str | None = None,
 ) -> tuple[ModelT, OptimizerT]:
     """Distribute the training of ``model`` over all workers; the training loop does not change.
 
@@ -63,20 +75,31 @@ def distribute(
     ``shard_state_dict()`` and ``load_shards(parts)``. All workers copy the parameters and buffers
     of rank 0.
 
+    With a mesh, the ranks that differ only in the dimension ``across`` exchange with each other;
+    its other dimensions are the user's, for FSDP2 (``fully_shard(model, mesh=mesh["dp_shard"])``)
+    or tensor parallelism (``parallelize_module``). Each rank exchanges the part of the model that
+    it holds.
+
     Args:
         model: any module; parameters that require no gradient are not changed.
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``.
         strategy: ``wingbeat.AllReduce()``, ``wingbeat.DeAR()``...
         world: the workers; default: those of `wingbeat.init`.
+        mesh: a mesh of all ranks of the job; default: each rank holds the whole model.
+        across: the name of the mesh's dimension across replicas; default: its first.
 
     Raises:
         UsageError: `init` was not called, an object is already distributed, the optimizer has
             parameters that are not in the model, the optimizer cannot be divided
-            (``shard_optimizer``), or an environment variable of `wingbeat top` is invalid.
-        MismatchError: the ranks' models differ; raised on every rank, with the first parameter.
+            (``shard_optimizer``), an environment variable of `wingbeat top` is invalid, the mesh is
+            not of all ranks, or the strategy or the placement of a parameter is impossible with it.
+        MismatchError: the ranks' models or meshes differ; raised on every rank, with the first
+            difference.
     """
     given, optimizer = optimizer, cast(OptimizerT, unwrapped(optimizer))
-    _check(model, optimizer, strategy)
+    if mesh is None and across is not None:
+        raise UsageError(f"distribute(across={across!r}): it names a dimension of mesh=, not given")
+    _check(model, optimizer, strategy, meshed=mesh is not None)
     _refuse_scaler_around(given, optimizer)
     world = whole = world or current()
     check_monitor_variables(whole)
@@ -86,16 +109,26 @@ def distribute(
     strategy.exchange.check_model(model)
     _check_returned(world, strategy)
     alike = world.size > 1 and not world.returned
+    if mesh is not None and world.returned:
+        raise UsageError(
+            f"distribute(mesh=...) on rank {world.rank}, which was started again while the others "
+            "continue: start all workers again"
+        )
+    told = None if mesh is None else describe(mesh, across)
     if alike:
-        _check_same_model(model, optimizer, world, strategy)
+        _check_same_model(model, optimizer, world, strategy, told)
+    if mesh is not None:
+        world = column_of(whole, mesh, across)
+        check_strategy_in_replicas(strategy, world)
+        check_placed(model, world)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
         world = world.open_channel()
     collectives = Collectives(world, strategy.topology)
-    if alike:
+    if alike and world.size > 1:
         left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
         with torch.no_grad():
-            tensors = [tensor.detach() for name, tensor in named if name not in left_out]
+            tensors = [local(tensor.detach()) for name, tensor in named if name not in left_out]
             broadcast_now(tensors, collectives, root=0)
     engine = Engine(model, optimizer, strategy, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
@@ -219,7 +252,7 @@ def begin_step(model: torch.nn.Module) -> None:
     _engine_of(model, "begin_step").begin_step()
 
 
-def _check(model: Any, optimizer: Any, strategy: Any) -> None:
+def _check(model: Any, optimizer: Any, strategy: Any, *, meshed: bool) -> None:
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"distribute(model={type(model).__name__}): pass a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -244,7 +277,9 @@ def _check(model: Any, optimizer: Any, strategy: Any) -> None:
             f"distribute(model={type(model).__name__}): what torch.jit has compiled cannot be "
             "given other methods; put it inside of a plain torch.nn.Module, and pass that"
         )
-    refuse_wrapped(model)
+    if meshed:
+        shard_all(model)
+    refuse_wrapped(model, meshed=meshed)
     _check_parameters(model, optimizer)
     refuse_claimed(model)
 
@@ -275,7 +310,11 @@ def _check_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _check_same_model(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World, strategy: Strategy
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    strategy: Strategy,
+    mesh: dict[str, Any] | None,
 ) -> None:
     left_out, sparse = ignored(model), sparse_parameters(model)
     tensors = [
@@ -285,11 +324,18 @@ def _check_same_model(
     mine = []
     for name, tensor, trained in tensors:
         if name not in left_out:
-            strides = strides_of(tensor) if trained else None
+            # Parts of a parameter may have other strides than the whole one, but the same on all.
+            strides = strides_of(local(tensor)) if trained else None
             laid_out = strides and list(strides)
             shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
-            mine.append([name, shape, dtype, trained, laid_out, name in sparse])
-    own = {"strategy": repr(strategy), "optimizer": _family(optimizer), "tensors": mine}
+            placed = list(map(repr, getattr(tensor, "placements", ())))
+            mine.append([name, shape, dtype, trained, laid_out, name in sparse, placed])
+    own = {
+        "mesh": mesh,
+        "strategy": repr(strategy),
+        "optimizer": _family(optimizer),
+        "tensors": mine,
+    }
     answers = world.exchange("model", own)
     for rank, answer in enumerate(answers):
         _compare(answers[0], answer, rank)
@@ -304,6 +350,7 @@ def _family(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _compare(first: Any, other: Any, rank: int) -> None:
+    refuse_unequal(first["mesh"], other["mesh"], rank)
     if first["strategy"] != other["strategy"]:
         raise MismatchError(
             f"rank 0 uses {first['strategy']}, rank {rank} uses {other['strategy']}; "
@@ -330,9 +377,10 @@ def _compare(first: Any, other: Any, rank: int) -> None:
 
 
 def _describe(entry: Any) -> str:
-    name, shape, dtype, trained, strides, sparse = entry
+    name, shape, dtype, trained, strides, sparse, placed = entry
     kind = " (sparse gradients)" if sparse else ""
     layout = f" with strides {tuple(strides)}" if strides else ""
+    layout += f" placed as {', '.join(placed)}" if placed else ""
     return f"{name!r} {dtype} {tuple(shape)}{layout}{kind if trained else ' (not trained)'}"
 
 

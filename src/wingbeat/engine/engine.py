@@ -48,6 +48,7 @@ from wingbeat.engine.gradients.bucketing import (
     synchronised,
 )
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.placed import CopiesCheck, clip, local
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.engine.gradients.views import (
     PendingGradient,
@@ -158,6 +159,10 @@ class Engine:
         self.scaled = self.asked = False
         self.copied = world.returned
         self.slots = self.bucketing.slots
+        self._copies: CopiesCheck | None = None
+        if world.inside is not None and world.size > 1:
+            named = [(slot.name, slot.param) for slot in self.slots]
+            self._copies = CopiesCheck(named, world.inside)
         self.stepper.follow(self.slots)
         self.hooks: Hooks | None = None
         self._single_worker_hook: Any = None
@@ -308,7 +313,7 @@ class Engine:
 
     def _begin_forward(self) -> None:
         self.meter.enter("forward")
-        refuse_wrapper_around(self.model)
+        refuse_wrapper_around(self.model, meshed=self.world.inside is not None)
         refuse_unfrozen(self.model, self._frozen)
         self.recover()
         self.update.before_forward()
@@ -481,9 +486,12 @@ class Engine:
                     "bucket: sparse gradients are those of torch.nn.Embedding and EmbeddingBag, "
                     "made with sparse=True before distribute(); use one of these, or sparse=False"
                 )
-            if param.dtype is not view.dtype or param.shape != view.shape:
-                check_kind(slot.name, param, view)
+            if param.dtype is not view.dtype or local(param).shape != view.shape:
+                check_kind(slot.name, local(param), view)
         fill(slots, self.scale)
+        if self._copies is not None and self._copies.on:
+            for slot in slots:
+                self._copies.add(slot.index, slot.view)
         self.views.on_gradients(slots)
 
     def _launch_complete(self) -> None:
@@ -554,6 +562,8 @@ class Engine:
             self._finish_backward()
             if passes is not None:
                 passes.waited()
+        if self._copies is not None and self._copies.on:
+            self._copies.end()
         lost = self.update.lost_message("backward() for another optimizer")
         if lost and not all(slot.owned for slot in self.slots):
             raise UsageError(lost)
@@ -704,8 +714,10 @@ class Engine:
             unscale_blocks(buckets, others, self.collectives, found_inf, inv_scale)
             return
         self.settle_gradients()
-        whole = [g.whole() if isinstance(g, PendingGradient) else g for g in grads]
+        whole = [local(g.whole() if isinstance(g, PendingGradient) else g) for g in grads]
         torch._amp_foreach_non_finite_check_and_unscale_(whole, found_inf, inv_scale)
+        if self.world.inside is not None:
+            found_inf.copy_(self.world.inside.max(found_inf))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``.
@@ -717,10 +729,14 @@ class Engine:
         self.update.refuse_lost("clip_grad_norm_()")
         self.dispatch(events.PartsNeeded(Intent.CLIP))
         in_parts = self.phase is Phase.REDUCED and not self.shadowed and not self.sparse
-        if in_parts and norm_is_separable(self.buckets, norm_type):
+        replica = self.world.inside
+        if in_parts and norm_is_separable(self.buckets, norm_type, replica):
             return clip_blocks(self.buckets, self.collectives, max_norm, norm_type)
         if self.views.hidden:
             self.settle()
+        if replica is not None:
+            with torch.no_grad():
+                return clip(self.stepper.params(), replica, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(self.stepper.params(), max_norm, norm_type)
 
     # -- the optimizer --------------------------------------------------------------------
@@ -791,7 +807,7 @@ class Engine:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.holds(slot.param.grad):
-                    slot.param.grad = slot.view.clone()
+                    slot.param.grad = slot.expose(slot.view.clone())
         self.update.detach()
 
     def remove_hooks(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.bucketing import is_compiled
+from wingbeat.engine.gradients.placed import GatherHook, sum_partial, whole_groups
 from wingbeat.engine.updates.stepper import recording, unrecorded
 from wingbeat.errors import UsageError
 
@@ -42,9 +43,17 @@ class Hooks:
         ]
         self._others: list[Any] = []
         slots = engine.slots if gradients else ()
+        if engine.update.defers:
+            refresh = functools.partial(_call, ref, "refresh")
+            self._others += [GatherHook(each, refresh) for each in whole_groups(model)]
         self.arrivals = Arrivals(functools.partial(_call, ref, "on_grad"), slots)
         self.arrivals.watch(engine.buckets)
         self._others += self.arrivals.hooks
+        self._others += [
+            slot.param.register_post_accumulate_grad_hook(sum_partial)
+            for slot in slots
+            if slot.placed
+        ]
         if gradients:
             self._others += [
                 LastGradHook(param, functools.partial(_call, ref, "on_sparse_grad", index))

@@ -132,6 +132,12 @@ def joined(
     if engine.world.size == 1 or not enable:
         yield
         return
+    replica = engine.world.inside
+    if replica is not None and replica.size > 1:
+        raise UsageError(
+            f"join() with replicas of {replica.size} ranks: those without batches would not gather "
+            "parameters with the others; give each worker as many batches"
+        )
     if MEANS in engine.strategy.exchange.has:
         if throw:
             raise UsageError(

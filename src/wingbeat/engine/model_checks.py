@@ -11,9 +11,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.engine.gradients.bucket import dtype_name
+from wingbeat.engine.gradients.placed import gathered_ids, is_placed
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
 from wingbeat.traits import KEPT
+from wingbeat.transport.world import World
 
 # -- wrappers -----------------------------------------------------------------------------
 
@@ -26,11 +28,14 @@ _SHARDED = (
     "pass the model without it; wingbeat.DeAR(shard_optimizer=True) divides the optimizer's state "
     "among the workers"
 )
-_WHOLE = "pass the model without it, as each worker needs all of every parameter"
+_IN_REPLICA = (
+    "pass distribute() the mesh of all ranks as mesh=, of which that is one dimension and another "
+    "is across replicas"
+)
 _TWICE = "pass the model without it, as gradients would be averaged twice"
 
 _WRAPPERS = {
-    "FSDPModule": ("fully_shard()", "sharded", _SHARDED),
+    "FSDPModule": ("fully_shard()", "sharded", f"{_IN_REPLICA}, or {_SHARDED}"),
     "FullyShardedDataParallel": ("FullyShardedDataParallel", "sharded", _SHARDED),
     "ReplicateModule": ("replicate()", "replicated", _TWICE),
     "DDP": ("replicate()", "replicated", _TWICE),
@@ -39,7 +44,11 @@ _WRAPPERS = {
 that adds it, its effect on parameters, and the remedy.
 """
 
-_PLACED = ("parallelize_module() or distribute_tensor()", "placed", _WHOLE)
+_PLACED = (
+    "parallelize_module() or distribute_tensor()",
+    "placed",
+    f"{_IN_REPLICA}; without it each worker needs all of every parameter",
+)
 """The same for a DTensor in any other module."""
 
 
@@ -50,8 +59,11 @@ def _wrapper_of(module: torch.nn.Module) -> tuple[str, str, str] | None:
     return None
 
 
-def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Raise a `UsageError` that names a parameter or module that torch distributes."""
+def refuse_wrapped(model: torch.nn.Module, *, meshed: bool = False) -> None:
+    """Raise a `UsageError` that names a parameter or module that torch distributes.
+
+    ``meshed``: a mesh is given, so `check_placed` checks what only parts of it hold.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, torch.nn.DataParallel)):
             what = f"module {name!r} of the model" if name else "the model"
@@ -69,6 +81,8 @@ def refuse_wrapped(model: torch.nn.Module) -> None:
         placements = getattr(tensor, "placements", None)  # a DTensor's
         if placements is None and id(tensor) not in by:
             continue
+        if meshed and (placements is not None or by[id(tensor)] is _WRAPPERS["FSDPModule"]):
+            continue
         what, how, instead = by.get(id(tensor), _PLACED)
         if placements is not None:
             where = ", ".join(map(repr, placements))
@@ -76,10 +90,80 @@ def refuse_wrapped(model: torch.nn.Module) -> None:
         raise UsageError(f"distribute(): {kind} {name!r} is {how} by {what}: {instead}")
 
 
-def refuse_wrapper_around(model: torch.nn.Module) -> None:
+def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
+    """Raise a `UsageError` for a strategy that cannot exchange between replicas of several ranks.
+
+    ``world`` is the column of this rank.
+    """
+    replica = world.inside
+    if replica is None or replica.size == 1:
+        return
+    exchange = strategy.exchange
+    if getattr(strategy.plan, "file", ""):
+        raise UsageError(
+            f"distribute(mesh=...): {strategy!r} keeps its plan in a file, and each column of the "
+            "mesh has a plan of its own: leave the file out"
+        )
+    what = ""
+    if not exchange.collective:
+        what = "it exchanges models or messages between single processes"
+    elif strategy.update_part.divides:
+        what = "fully_shard() divides the optimizer's state already"
+    elif strategy.update_part.shards:
+        what = "it divides parameters among processes that hold all of them"
+    if what:
+        raise UsageError(
+            f"distribute(mesh=...): {strategy!r} is not possible for replicas of {replica.size} "
+            f"ranks: {what}; use wingbeat.AllReduce() or wingbeat.DeAR(), with any compression"
+        )
+
+
+def check_placed(model: torch.nn.Module, world: World) -> None:
+    """Raise a `UsageError` for a parameter that a replica does not hold as a mesh allows.
+
+    ``world`` is the column of this rank.
+    """
+    replica = world.inside
+    assert replica is not None, "a column knows its replica"
+    several = bool(replica.groups)
+    for name, tensor in model.named_buffers():
+        if is_placed(tensor):
+            raise UsageError(
+                f"distribute(mesh=...): buffer {name!r} is a DTensor: register its local tensor, "
+                "or keep it out of the module"
+            )
+    divided = False
+    named: Iterable[tuple[str, Any]] = model.named_parameters()
+    for name, param in named:
+        placements = getattr(param, "placements", ())
+        ranks = param.device_mesh.mesh.flatten().tolist() if placements else []
+        others = sorted({*ranks}.difference(replica.ranks))
+        if others:
+            raise UsageError(
+                f"distribute(mesh=...): parameter {name!r} is placed on ranks "
+                f"{', '.join(map(str, sorted(ranks)))}, and rank {others[0]} is in another replica "
+                f"than rank {world.ranks[world.rank]}: give fully_shard() or parallelize_module() "
+                "only the dimensions inside a replica, such as mesh['dp_shard']"
+            )
+        if any(each.is_partial() for each in placements):
+            raise UsageError(
+                f"distribute(mesh=...): parameter {name!r} is placed as "
+                f"{', '.join(map(repr, placements))}: a parameter must be sharded or replicated"
+            )
+        divided = divided or len(ranks) > 1
+    if several and not divided:
+        raise UsageError(
+            f"distribute(mesh=...): no parameter is placed over {', '.join(replica.names)}, so "
+            f"nothing averages gradients among the {replica.size} ranks of a replica: apply "
+            "fully_shard() or parallelize_module() first, or leave mesh out, to average them over "
+            "all ranks"
+        )
+
+
+def refuse_wrapper_around(model: torch.nn.Module, *, meshed: bool = False) -> None:
     """Raise a `UsageError` in a forward if torch distributes the ``model`` too."""
     found = _wrapper_of(model)
-    if found is not None:
+    if found is not None and not (meshed and found is _WRAPPERS["FSDPModule"]):
         raise UsageError(
             f"this model is distributed by wingbeat, and {found[0]} was applied to it since: "
             "use one of them"
@@ -136,8 +220,10 @@ class ParameterCheck:
     def check(self) -> None:
         """Raise a `UsageError` unless all trained parameters are those of `distribute`."""
         if list(map(id, self._held())) != self._seen:
+            gathered = gathered_ids(self._model)  # by a forward without backward
             for name, param in torch.nn.Module.named_parameters(self._model):
-                if param.requires_grad and id(param) not in self._known:
+                known = id(param) in self._known or id(param) in gathered
+                if param.requires_grad and not known:
                     raise UsageError(
                         f"parameter {name!r}, of shape {tuple(param.shape)}, is none that the "
                         "model had at distribute(), so nothing would exchange its gradients: "

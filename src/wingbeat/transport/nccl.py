@@ -6,6 +6,7 @@ orders streams and never blocks the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,15 +50,17 @@ class NcclGroup:
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work:
         """Copy from rank ``root``."""
-        return dist.broadcast(buffer, root, group=self.handle, async_op=True)
+        return dist.broadcast(buffer, group_src=root, group=self.handle, async_op=True)
 
     def _mine(self, buffer: torch.Tensor) -> torch.Tensor:
         block = buffer.numel() // self.size
         return buffer[self.rank * block : (self.rank + 1) * block]
 
 
-def nccl_group(rank: int, size: int, traffic_class: int | None = None) -> NcclGroup:
-    """Create an NCCL group of all ranks. Every rank must call it.
+def nccl_group(
+    rank: int, size: int, traffic_class: int | None = None, members: Sequence[int] = ()
+) -> NcclGroup:
+    """Create an NCCL group of all ranks, or of ``members``. Each of them must call it.
 
     ``traffic_class`` is the TOS byte of its traffic on InfiniBand and RoCE; None: NCCL's setting. A
     `RendezvousError` if this build of torch has no NCCL, or the ranks did not connect; a
@@ -65,7 +68,13 @@ def nccl_group(rank: int, size: int, traffic_class: int | None = None) -> NcclGr
     """
     try:
         options = None if traffic_class is None else _options(traffic_class)
-        return NcclGroup(dist.new_group(backend="nccl", pg_options=options), rank, size)
+        made = dist.new_group(
+            list(members) or None,
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=bool(members),
+        )
+        return NcclGroup(made, rank, size)
     except RuntimeError as err:
         raise RendezvousError(
             f"rank {rank}: no NCCL group of {size} ranks: {first_line(err)}; "

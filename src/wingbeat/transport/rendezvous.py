@@ -36,6 +36,7 @@ from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
     TAG_PREFIX,
     Authenticator,
+    ColumnStore,
     TorchStore,
     job_key,
 )
@@ -246,7 +247,9 @@ def init(
     store = dist.PrefixStore(f"wingbeat/{place}", store)
     own = _own_connection(store, size)
     first = TorchStore(own, None if key is None else Authenticator(key, place))
-    world = World(rank, size, (), (), timeout, first)
+    world = World(
+        rank, size, (), (), timeout, first, encrypted=encrypted, dscp=dscp, carrier=across
+    )
     if size > 1:
         job = check_job(
             first, rank, size, launchers.job_name(os.environ), timeout, _store_address()
@@ -255,7 +258,7 @@ def init(
             world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
         try:
-            _join(world, store, interfaces, key, encrypted, across, dscp)
+            _join(world, store, interfaces, key)
         except BaseException:
             incarnation.close()
             raise
@@ -312,10 +315,47 @@ def connect(
     signed = TorchStore(
         _own_connection(store, size), None if key is None else Authenticator(key, "process group")
     )
-    world = World(rank, size, (), (), timeout, signed)
+    world = World(rank, size, (), (), timeout, signed, encrypted=encryption.choose(None))
     if size > 1:
-        encrypted = encryption.choose(None)
-        _connect(world, store, interfaces, key, encrypted, dscp=0, default_group=False)
+        _connect(world, None, interfaces, key)
+    return world
+
+
+def connect_column(job: World, members: Sequence[int], name: str) -> World:
+    """Connect some ranks of a job to each other, as a world of their own: a column of a mesh.
+
+    Every member must call it. Closing the world of the job closes it too.
+
+    Args:
+        job: the world that `init` returned.
+        members: ranks of the job; the world numbers them from 0.
+        name: distinguishes columns, the same on all members.
+
+    Raises:
+        RendezvousError: ranks are missing; names rank, address, interface and duration.
+    """
+    assert isinstance(job.store, TorchStore)
+    store = ColumnStore(job.store, f"column/{name}/{members[0]}")
+    rank, size = list(members).index(job.rank), len(members)
+    world = World(
+        *(rank, size, (), (), job.timeout, store),
+        encrypted=job.encrypted,
+        dscp=job.dscp,
+        carrier=job.carrier,
+        members=tuple(members),
+    )
+    if size > 1:
+        named = list(job.interfaces) or None
+        try:
+            _connect(world, None, named, job_key(os.environ))
+        except RendezvousError as error:
+            raise RendezvousError(
+                f"{error} (rank {job.rank} connects replicas, whose numbers these are: replica 0 "
+                f"is rank {members[0]} of the job, and so on: {', '.join(map(str, members))})"
+            ) from None
+    # Peers read how this rank has left before they find its connections closed.
+    job.on_close(world.finish)
+    job.on_closed(world.close)
     return world
 
 
@@ -456,13 +496,10 @@ def _join(
     store: dist.Store,
     named: Sequence[str] | None,
     key: bytes | None,
-    encrypted: bool | None,
-    across: str | None,
-    dscp: int,
 ) -> None:
     """Connect to the others, or to none if this worker was restarted alone."""
     if not world.returned:
-        _connect(world, store, named, key, encrypted, dscp, across)
+        _connect(world, store, named, key)
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
@@ -474,8 +511,8 @@ def _join(
     answers = world.replay_exchange("connections")
     links = tcp.rejoin(
         *(world.rank, chosen, answers, key, world.store),
-        encrypted=encrypted,
-        dscp=dscp,
+        encrypted=world.encrypted,
+        dscp=world.dscp,
         shared_memory=tcp.shared_memory_enabled(),
     )
     _open_groups(world, links)
@@ -488,17 +525,14 @@ def _join(
 
 def _connect(
     world: World,
-    store: dist.Store,
+    store: dist.Store | None,
     named: Sequence[str] | None,
     key: bytes | None,
-    encrypted: bool | None,
-    dscp: int,
-    across: str | None = None,
-    default_group: bool = True,
 ) -> None:
+    """Connect to the others; ``store``: of torch, to start its default group; None: leave it."""
     rank, size = world.rank, world.size
     hosts = world.exchange("interfaces", to_json(nic.local()), nic.Host)
-    world.layout = _layout_of(rank, hosts)
+    world.layout = _layout_of(rank, hosts, whole=not world.members)
     chosen = nic.choose(hosts, rank, named)
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -513,25 +547,25 @@ def _connect(
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
     )
-    if default_group:
+    if store is not None:
         _start_default_group(store, world, chosen)
     world.links = links = tcp.connect(
         *(rank, chosen, world.exchange, key, world.timeout, world.store),
-        encrypted=encrypted,
-        dscp=dscp,
+        encrypted=world.encrypted,
+        dscp=world.dscp,
         shared_memory=tcp.shared_memory_enabled(),
     )
     # A worker that left now would break peers that are still connecting.
-    _agree_on_carrier(world, across)
+    _agree_on_carrier(world)
     world.speeds = measure_speeds(world)
     world.publish("speeds", world.speeds)
-    world.make_nccl_group = functools.partial(nccl_group, rank, size)
+    world.make_nccl_group = functools.partial(nccl_group, rank, size, members=world.members)
     _open_groups(world, links)
 
 
-def _agree_on_carrier(world: World, across: str | None) -> None:
-    """Set what carries tensors on CUDA devices; a `UsageError` if workers differ in ``across``."""
-    chosen = across or ("nccl" if len(world.layout.hosts) == 1 else "tcp")
+def _agree_on_carrier(world: World) -> None:
+    """Choose what carries tensors on CUDA devices; a `UsageError` if workers differ in it."""
+    chosen = world.carrier or ("nccl" if len(world.layout.hosts) == 1 else "tcp")
     others = world.exchange("connected", chosen, str)
     for rank, other in enumerate(others):
         if other != chosen:
@@ -554,11 +588,14 @@ def _read_speeds(world: World, links: int) -> tuple[float, ...]:
     return speeds
 
 
-def _layout_of(rank: int, hosts: Sequence[nic.Host]) -> Layout:
-    """Return the layout of all ranks; a warning if the launcher placed more or fewer ranks here."""
+def _layout_of(rank: int, hosts: Sequence[nic.Host], whole: bool = True) -> Layout:
+    """Return the layout of the ranks.
+
+    ``whole``: they are all of the job; a warning if the launcher placed more or fewer here.
+    """
     layout = Layout.by_name(host.identity for host in hosts)
     found, told = _local_ranks(layout, rank), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if told.isdecimal() and int(told) != found:
+    if whole and told.isdecimal() and int(told) != found:
         log.warning(
             "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: a container "
             "with a network namespace of its own is a host; start it with the network of the host",

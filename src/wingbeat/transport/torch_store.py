@@ -39,6 +39,10 @@ class Authenticator:
     def __init__(self, key: bytes, context: str) -> None:
         self._key, self._context = key, context
 
+    def within(self, prefix: str) -> Authenticator:
+        """Return the authenticator of keys that have ``prefix``."""
+        return Authenticator(self._key, f"{self._context}/{prefix}")
+
     def sign(self, name: str, value: str) -> str:
         """Return ``value`` with its tag, in the form stored under ``name``."""
         return f"{TAG_PREFIX}{self._tag(name, value)}:{value}"
@@ -109,6 +113,11 @@ class TorchStore:
     def __init__(self, store: dist.Store, authenticator: Authenticator | None = None) -> None:
         self._store, self.authenticator = store, authenticator
         self._warned: set[str] = set()
+
+    def under(self, prefix: str) -> TorchStore:
+        """Return the part of this store whose keys begin with ``prefix``."""
+        auth = self.authenticator
+        return TorchStore(dist.PrefixStore(prefix, self._store), auth and auth.within(prefix))
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
@@ -193,6 +202,40 @@ class TorchStore:
             self._warned.add(key)
             log.warning("the value of %s in the store is rejected: %s", key, why)
         raise RejectedValue(f"{key}: {why}")
+
+
+OF_JOB = frozenset({"failed", "here", "left", "waited", "waiting"})
+"""First parts of the keys under which ranks of the job publish how they are: `failures`."""
+
+
+class ColumnStore:
+    """`AtomicStore` of the ranks of a mesh's column: a part of the job's store.
+
+    What is published of a rank of the job stays in the job's own, so that a failure is attributed
+    across columns.
+    """
+
+    def __init__(self, job: TorchStore, prefix: str) -> None:
+        self._job, self._own = job, job.under(prefix)
+
+    def _of(self, key: str) -> TorchStore:
+        return self._job if key.partition("/")[0] in OF_JOB else self._own
+
+    def set(self, key: str, value: str) -> None:
+        """As `TorchStore.set`."""
+        self._of(key).set(key, value)
+
+    def get(self, key: str, seconds: float) -> str:
+        """As `TorchStore.get`."""
+        return self._of(key).get(key, seconds)
+
+    def has(self, key: str) -> bool:
+        """As `TorchStore.has`."""
+        return self._of(key).has(key)
+
+    def claim(self, key: str, value: str) -> str:
+        """As `TorchStore.claim`."""
+        return self._of(key).claim(key, value)
 
 
 def is_append_only(store: Store) -> bool:

@@ -32,6 +32,7 @@ from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Group, Layout
 
 if TYPE_CHECKING:
+    from wingbeat.transport.mesh import Replica
     from wingbeat.transport.nccl import NcclGroup
 
 MAX_OPEN_GROUPS = 64
@@ -112,6 +113,12 @@ class World:
             connected.
         interfaces: names of this host's interfaces in use; empty if the system chooses.
         layout: the workers of each host; default: each has a host of its own.
+        members: the rank of each worker in the job; empty if it is the same number. The workers of
+            a column of a mesh have other numbers, those of their replicas.
+        encrypted: whether its connections are encrypted; None: those between hosts.
+        dscp: class of what this worker sends over them.
+        carrier: what was asked to carry tensors on CUDA devices; None: the default.
+        inside: the ranks that hold this worker's model together; None if it holds all of it.
         returned: whether this worker was restarted alone while the others continue. It has no
             links; only strategies with dynamic membership accept it.
         serial: number of channels opened before this one, by which a restarted worker finds its
@@ -137,6 +144,11 @@ class World:
     serial: int = 0
     parent: World | None = None
     layout: Layout = _ALONE
+    members: tuple[int, ...] = ()
+    inside: Replica | None = None
+    encrypted: bool | None = None
+    dscp: int = 0
+    carrier: str | None = None
     _prefix: str = ""
     _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
     _exchanges: int = field(init=False, default=0)
@@ -153,7 +165,9 @@ class World:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of each of these workers in the job, as used in messages."""
+        """The rank of each of these workers in the job, as used in error messages."""
+        if self.members:
+            return self.members
         return tuple(range(self.size)) if self.group is None else self.group.ranks
 
     @property
@@ -212,6 +226,8 @@ class World:
             group=group,
             networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
             layout=Layout.by_name(self.layout.host_of[r] for r in group.ranks),
+            members=tuple(self.members[r] for r in group.ranks) if self.members else (),
+            inside=self.inside,
             _prefix=group_prefix(group),
         )
         self._children.add(inner)
@@ -366,17 +382,21 @@ class World:
 
     def close(self) -> None:
         """Stop the threads that use the links, then close the links. Idempotent."""
-        for inner in list(self._children):
-            inner.close()
-        users, self._users = self._users, []
-        for callback in users:
-            callback()
+        self.finish()
         if not self.channel:
             for link in self.links:
                 link.close()
         closers, self._closers = self._closers, []
         for close in closers:
             close()
+
+    def finish(self) -> None:
+        """Close groups and channels, and stop the threads that use the links. Idempotent."""
+        for inner in list(self._children):
+            inner.close()
+        users, self._users = self._users, []
+        for callback in users:
+            callback()
 
 
 _current: World | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from wingbeat.engine.gradients.placed import is_placed, local, place
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.types import Span, blocks_of
 
@@ -40,6 +41,8 @@ class Slot:
         used: whether this worker had a gradient for it.
         owned: whether the optimizer updates the parameter.
         fully_connected: whether only fully connected layers have the parameter.
+        shape: of the part of the parameter that this rank holds, as are all other sizes here.
+        placed: whether the parameter is a `DTensor`; ``shown`` is one then.
     """
 
     __slots__ = (
@@ -54,7 +57,9 @@ class Slot:
         "owned",
         "param",
         "pending",
+        "placed",
         "ready",
+        "shape",
         "shown",
         "strides",
         "used",
@@ -68,12 +73,15 @@ class Slot:
         self.fully_connected = fully_connected
         self.name = name
         self.param = param
-        self.elements = param.numel() * (2 if param.is_complex() else 1)
+        self.placed = is_placed(param)
+        part = local(param)
+        self.shape = part.shape
+        self.elements = part.numel() * (2 if param.is_complex() else 1)
         self.pending: Any = None
         self.ready = False
         self.used = False
         self.owned = False
-        self.strides = strides_of(param)  # `distribute` compares them between workers
+        self.strides = strides_of(part)  # `distribute` compares them between workers
         self.bucket: Bucket
         self.view: torch.Tensor
         self.shown: torch.Tensor
@@ -83,8 +91,17 @@ class Slot:
     def holds(self, grad: torch.Tensor | None) -> bool:
         """Whether ``grad``, read from ``p.grad``, is the buffer's view or its placeholder."""
         if grad is self.shown:
-            return self.shown.data_ptr() == self.address
+            return self.in_place
         return grad is not None and (grad is self.pending or grad is self.view)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether ``shown`` is the buffer's memory: a user may assign to ``p.grad.data``."""
+        return (local(self.shown) if self.placed else self.shown).data_ptr() == self.address
+
+    def expose(self, part: torch.Tensor) -> torch.Tensor:
+        """Return ``part``, which has the form of ``view``, in the form of the parameter."""
+        return place(part, self.param) if self.placed else part
 
     def is_referenced(self) -> bool:
         """Whether any object other than this slot refers to one of its tensors."""
@@ -92,6 +109,7 @@ class Slot:
         waiting = self.pending is not None
         return (
             sys.getrefcount(self.shown) > 2
+            or (self.placed and sys.getrefcount(local(self.shown)) > 2)
             or sys.getrefcount(self.view) > 2 + waiting
             or (waiting and sys.getrefcount(self.pending) > 2)
         )
@@ -101,9 +119,9 @@ def show(slots: Iterable[Slot]) -> None:
     """Set ``p.grad`` to the gradients in the buffers; raises as `check_kind`."""
     for slot in slots:
         if slot.param.dtype is not slot.view.dtype:
-            check_kind(slot.name, slot.param, slot.view)
-        if slot.shown.data_ptr() != slot.address:  # the user assigned to p.grad.data
-            slot.shown = slot.view.detach()
+            check_kind(slot.name, local(slot.param), slot.view)
+        if not slot.in_place:
+            slot.shown = slot.expose(slot.view.detach())
         slot.param.grad = slot.shown
 
 
@@ -121,7 +139,7 @@ def fill(slots: Sequence[Slot], scale: float) -> None:
         elif slot.holds(grad):
             slot.view.mul_(factor)
         else:
-            torch.mul(grad, factor, out=slot.view)
+            torch.mul(local(grad) if slot.placed else grad, factor, out=slot.view)
 
 
 @functools.lru_cache(maxsize=32)
@@ -207,13 +225,13 @@ class Bucket:
             numbers = torch.view_as_complex(numbers.view(-1, 2))
         kind = numbers.dtype, numbers.device.type
         for slot in self.slots:
-            end = offset + slot.param.numel()
+            end = offset + slot.shape.numel()
             slot.bucket = self
-            slot.view = numbers[offset:end].view(slot.param.shape)
+            slot.view = numbers[offset:end].view(slot.shape)
             if self._strided and slot.strides is not None:
                 # Autograd lays gradients out like parameters, and fused optimizers rely on it.
-                slot.view = numbers.as_strided(slot.param.shape, slot.strides, offset)
-            slot.shown = slot.view.detach()
+                slot.view = numbers.as_strided(slot.shape, slot.strides, offset)
+            slot.shown = slot.expose(slot.view.detach())
             slot.address, slot.kind = slot.view.data_ptr(), kind
             offset = end
         self._aliases = self._count_aliases()
@@ -230,6 +248,8 @@ class Bucket:
             max(map(count, [slot.shown for slot in self.slots])) > 3
             or max(map(count, [slot.view for slot in self.slots])) > 3 + bool(pending)
             or (bool(pending) and max(map(count, pending)) > 3)
+            # Two references: the DTensor's and the argument.
+            or any(count(local(slot.shown)) > 2 for slot in self.slots if slot.placed)
         )
 
     def _count_aliases(self) -> int:

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from wingbeat.engine.gradients.bucket import Bucket, Slot, dtype_name
+from wingbeat.engine.gradients.placed import groups_of, local, sharded_tensors
 from wingbeat.errors import PeerError
 from wingbeat.planning import plans
 from wingbeat.transport.world import World
@@ -66,7 +67,7 @@ class Bucketing:
         self.slot_of = {id(slot.param): slot for slot in self.slots}
         left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
         self.others = [
-            tensor.detach()
+            local(tensor.detach())
             for name, tensor in named
             if name not in left_out and id(tensor) not in self.slot_of
         ]
@@ -190,7 +191,8 @@ def _readers(
     """Yield modules that read parameters (compiled ones: all inside), with their slots."""
     for module in model.modules():
         compiled = is_compiled(module)
-        params = module.parameters() if compiled else module._parameters.values()
+        params = [*(module.parameters() if compiled else module._parameters.values())]
+        params += sharded_tensors(groups_of(module))
         slots = [slot_of[id(param)] for param in params if id(param) in slot_of]
         if slots:
             yield module, slots
@@ -206,7 +208,7 @@ def spec_of(name: str, param: torch.Tensor, layer: str = "") -> TensorSpec:
     """Describe a parameter and the kind of its layer for the plan."""
     return TensorSpec(
         name,
-        tuple(param.shape),
+        tuple(local(param).shape),
         dtype_name(param.dtype),
         param.element_size(),
         str(param.device),

@@ -29,6 +29,7 @@ from wingbeat.compression import (
     unmatched_patterns,
 )
 from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.placed import local
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 from wingbeat.parts.strategy import Strategy
@@ -79,7 +80,7 @@ class Compression:
     def new_residuals(self, slots: Sequence[Slot], velocity: bool = False) -> Residuals:
         """Return residuals of zero for this worker's gradients."""
         world = self._collectives.world
-        shapes = {slot.name: tuple(slot.param.shape) for slot in slots}
+        shapes = {slot.name: tuple(slot.shape) for slot in slots}
         return Residuals(shapes, rank=world.rank, world_size=world.size, velocity=velocity)
 
     @property
@@ -150,7 +151,7 @@ class Compression:
         for slot in bucket.slots:
             residual = self.residuals.take(slot.name) if slot.used else None
             if residual is not None:
-                slot.view.add_(residual.view(slot.param.shape).to(slot.view.device))
+                slot.view.add_(residual.view(slot.shape).to(slot.view.device))
 
     @torch.no_grad()
     def complete_alone(self, slots: Sequence[Slot]) -> None:
@@ -159,7 +160,7 @@ class Compression:
         if kept is None or not (self.momentum or not kept.empty):
             return
         for slot in slots:
-            grad = slot.param.grad
+            grad = None if slot.param.grad is None else local(slot.param.grad)
             if grad is None or grad.layout is not torch.strided:
                 continue
             if self.momentum:
@@ -337,7 +338,7 @@ def _hold_back(
     """Zero residuals of unused parameters, whose sum may be discarded; yield places and values."""
     start = 0
     for slot in bucket.slots:
-        part = residual[start : start + slot.param.numel()]
+        part = residual[start : start + slot.shape.numel()]
         start += part.numel()
         if not slot.used:
             held = part.clone()
@@ -348,13 +349,13 @@ def _hold_back(
 def arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device]:
     """Return the layout of a bucket's residual: names, element counts, length and device."""
     names = [slot.name for slot in bucket.slots]
-    numels = [slot.param.numel() for slot in bucket.slots]
+    numels = [slot.shape.numel() for slot in bucket.slots]
     return names, numels, bucket.flat.numel(), bucket.flat.device
 
 
 def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
     """Yield the parameters' regions, then a dense one for the flags, which must not be rounded."""
-    yield from regions(wire, [(slot.name, slot.param.shape) for slot in bucket.slots], step)
+    yield from regions(wire, [(slot.name, slot.shape) for slot in bucket.slots], step)
     yield Region(Span(bucket.numel, bucket.flat.numel()), Dense())
 
 
@@ -366,10 +367,10 @@ def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
         # Dimensions with the largest strides form the rows.
         strides = slot.view.stride()
         order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
-        rows, cols = mine.matrix_of([slot.param.shape[dim] for dim in order])
+        rows, cols = mine.matrix_of([slot.shape[dim] for dim in order])
         if rows:
             yield Matrix(slot.name, start, rows, cols, mine.rank)
-        start += slot.param.numel()
+        start += slot.shape.numel()
 
 
 def _check_groups(wire: Coded, slots: Sequence[Slot]) -> None:

@@ -8,6 +8,7 @@ nothing: workers change their own blocks, and exchange one number each for a nor
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -17,7 +18,9 @@ import torch
 from wingbeat.collectives import Collectives, Rows, factors_of
 from wingbeat.engine.gradients.bucket import Bucket, Slot, show
 from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.placed import copies, local
 from wingbeat.errors import UsageError
+from wingbeat.transport.mesh import Replica
 
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
 """The function that a GradScaler calls on gradients. A worker's own blocks suffice for it."""
@@ -96,7 +99,7 @@ class PendingGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, slot: Slot, gatherer: weakref.ref[Gatherer]) -> PendingGradient:
         """Make a placeholder for the slot's current view."""
-        view = slot.view
+        view = slot.expose(slot.view)
         made: PendingGradient = torch.Tensor._make_wrapper_subclass(
             cls, view.shape, strides=view.stride(), dtype=view.dtype, device=view.device
         )
@@ -157,6 +160,38 @@ class PendingGradient(torch.Tensor):
                 if slot.param.grad is slot.shown:
                     view = slot.shown  # its data may be replaced, unlike the view's
         return view
+
+
+@functools.cache
+def _placed_class() -> Any:
+    """Return the class of placeholders for a `DTensor`: ``fully_shard`` adds to its local part."""
+    from torch.distributed.tensor import DTensor
+
+    class PlacedPendingGradient(PendingGradient, DTensor):  # type: ignore[misc]
+        """A placeholder for a `DTensor`."""
+
+        @property
+        def _local_tensor(self) -> torch.Tensor:
+            return self.whole()._local_tensor  # type: ignore[attr-defined,no-any-return]
+
+        @_local_tensor.setter
+        def _local_tensor(self, part: torch.Tensor) -> None:
+            """Do nothing: an addition in place assigns what it has read."""
+
+        @property
+        def _spec(self) -> Any:
+            return self.__dict__["_view"]._spec
+
+        __torch_dispatch__ = PendingGradient.__torch_dispatch__
+
+    return PlacedPendingGradient
+
+
+def pending_gradient(slot: Slot, gatherer: weakref.ref[Gatherer]) -> PendingGradient:
+    """Make a placeholder for the slot's current view."""
+    kind: Any = _placed_class() if slot.placed else PendingGradient
+    made: PendingGradient = kind(slot, gatherer)
+    return made
 
 
 def _whole(value: Any) -> Any:
@@ -239,7 +274,7 @@ class HiddenGradients(ShownGradients):
     def on_new_buffer(self, bucket: Bucket) -> None:
         """Make placeholders for the new views."""
         for slot in bucket.slots:
-            slot.pending = PendingGradient(slot, self._gatherer)
+            slot.pending = pending_gradient(slot, self._gatherer)
 
     def hide(self) -> None:
         """Hide all gradients: another worker may have one where this worker has none."""
@@ -272,7 +307,7 @@ class HiddenGradients(ShownGradients):
                 slot.param.grad = None  # it refers to the view too
             if slot.is_referenced():
                 slot.pending.drop()
-                slot.pending = PendingGradient(slot, self._gatherer)
+                slot.pending = pending_gradient(slot, self._gatherer)
             if shown:
                 slot.param.grad = slot.pending
 
@@ -280,7 +315,7 @@ class HiddenGradients(ShownGradients):
         """Leave an invalid placeholder in ``p.grad``."""
         slot.pending.drop(why)
         slot.param.grad = slot.pending
-        slot.pending = PendingGradient(slot, self._gatherer)
+        slot.pending = pending_gradient(slot, self._gatherer)
 
 
 class SentGradients(HiddenGradients):
@@ -392,7 +427,7 @@ def clone_displaced(bucketing: Bucketing) -> None:
             if isinstance(grad, PendingGradient):
                 grad = grad.whole()
             places = places or {b.flat.untyped_storage()._cdata for b in bucketing.buckets}
-            if grad.untyped_storage()._cdata in places:
+            if local(grad).untyped_storage()._cdata in places:
                 slot.param.grad = grad.detach().clone()
 
 
@@ -428,8 +463,18 @@ def _changed_parts(buckets: Iterable[Bucket], rank: int) -> list[torch.Tensor]:
     return parts
 
 
-def norm_is_separable(buckets: Iterable[Bucket], norm_type: float) -> bool:
-    """Whether the norm of real and imaginary parts is the norm of the complex numbers."""
+def norm_is_separable(
+    buckets: Iterable[Bucket], norm_type: float, replica: Replica | None = None
+) -> bool:
+    """Whether norms of blocks suffice.
+
+    Not if the norm of real and imaginary parts is not that of complex numbers, or if some elements
+    are on more ranks of the replica than others.
+    """
+    if replica is not None:
+        params = (slot.param for bucket in buckets for slot in bucket.slots)
+        if len({copies(param, replica) for param in params}) > 1:
+            return False
     return norm_type == 2 or not any(slot.param.is_complex() for b in buckets for slot in b.slots)
 
 
@@ -452,6 +497,12 @@ def clip_blocks(
         own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     each = Rows(collectives, own, "norms", device).wait().view(-1)
     total: torch.Tensor = torch.linalg.vector_norm(each, norm_type)
+    replica = collectives.world.inside
+    if replica is not None and norm_type == float("inf"):
+        total = replica.max(total)
+    elif replica is not None:
+        shared = copies(buckets[0].slots[0].param, replica)
+        total = (replica.sum(total.pow(norm_type)) / shared).pow(1 / norm_type)
     if not any(bucket.flat.dtype is torch.float64 for bucket in buckets):
         total = total.float()
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -472,8 +523,10 @@ def unscale_blocks(
     ``found_inf`` becomes 1 on all workers if any has an infinity or NaN, so all skip the same
     steps.
     """
-    grads = [*_changed_parts(buckets, collectives.world.rank), *others]
+    grads = [*_changed_parts(buckets, collectives.world.rank), *map(local, others)]
     if grads:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     found = Rows(collectives, found_inf, "infinities", found_inf.device).wait()
     found_inf.copy_(found.amax().reshape(found_inf.shape))
+    if collectives.world.inside is not None:
+        found_inf.copy_(collectives.world.inside.max(found_inf))

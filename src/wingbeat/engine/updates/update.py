@@ -20,6 +20,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucket import Bucket, StepCounter, show
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import reads_values, replaced, tensors_in
 from wingbeat.engine.updates.stepper import GroupSnapshot, Modes, Stepper, step_outside
 from wingbeat.engine.updates.trials import steps_independently
@@ -310,13 +311,21 @@ class DeferredParameters:
             refresh_those_in(param)
             return param.__reduce_ex__(protocol)
 
-        methods = {
+        methods: dict[str, Any] = {
             "__torch_function__": classmethod(__torch_function__),
             "__deepcopy__": __deepcopy__,
             "__reduce_ex__": __reduce_ex__,
             "__doc__": plain.__doc__,
             "__module__": plain.__module__,
         }
+        if hasattr(plain, "_local_tensor"):  # a DTensor, whose methods read it
+            part = plain._local_tensor
+
+            def read_local(param: Any) -> Any:
+                refresh_those_in(param)
+                return part.__get__(param)
+
+            methods["_local_tensor"] = property(read_local, part.__set__)
         marked = type(f"Deferred{plain.__name__}", (plain,), methods)
         self._marked_class[plain] = marked
         self._plain_class[marked] = plain
@@ -344,7 +353,7 @@ class DeferredUpdate(WholeUpdate):
         self._steps = 0
         self._writes_gradients = False
         params = [slot.param for slot in training.bucketing.slots]
-        apart = not overlapping(params) and steps_independently(training.optimizer)
+        apart = not overlapping([*map(local, params)]) and steps_independently(training.optimizer)
         self.in_parts = apart and self._pending.can_mark(params)
 
     def step(self, host: Host, closure: Closure) -> Any:

@@ -1,0 +1,227 @@
+"""`DTensor` parameters and gradients by their local tensors: the part that this rank holds.
+
+Ranks of a column hold the same part of each parameter, so all that is exchanged is local. Gradients
+that users and optimizers see stay `DTensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from wingbeat.errors import UsageError
+from wingbeat.transport.mesh import Replica
+
+
+def is_placed(tensor: Any) -> bool:
+    """Whether a tensor is a `DTensor`."""
+    return getattr(tensor, "placements", None) is not None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a `DTensor` that this rank holds; any other tensor itself."""
+    if not is_placed(tensor):
+        return tensor
+    part: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    # Of a collective that is under way.
+    return part.wait() if hasattr(part, "wait") else part
+
+
+def place(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a `DTensor` without a gradient over the local ``part``, placed as ``like``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(part, like._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def whole_groups(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the parameter groups of ``fully_shard`` in a model, each once."""
+    known: set[int] = set()
+    for module in model.modules():
+        for group in groups_of(module):
+            if id(group) not in known:
+                known.add(id(group))
+                yield group
+
+
+def groups_of(module: torch.nn.Module) -> list[Any]:
+    """Return the groups of parameters that ``fully_shard`` gathers before a module's forward."""
+    state = getattr(module, "_get_fsdp_state", None)
+    return [] if state is None else list(state()._fsdp_param_groups)
+
+
+def shard_all(model: Any) -> None:
+    """Put the sharded parameters of ``fully_shard`` back in place after a forward alone."""
+    for group in whole_groups(model):
+        group.reshard()
+
+
+def sharded_tensors(groups: list[Any]) -> list[torch.Tensor]:
+    """Return the sharded parameters of groups of ``fully_shard``."""
+    return [param.sharded_param for group in groups for param in group.fsdp_params]
+
+
+def gathered_ids(model: torch.nn.Module) -> set[int]:
+    """Return the identities of the whole parameters that ``fully_shard`` puts into modules."""
+    return {
+        id(param._unsharded_param)
+        for group in whole_groups(model)
+        for param in group.fsdp_params
+        if hasattr(param, "_unsharded_param")
+    }
+
+
+class GatherHook:
+    """Calls ``before`` with the parameters of a group before ``fully_shard`` gathers them.
+
+    It does so before a forward, at a user's request or for a later module, and reads their memory
+    without an operation on them.
+    """
+
+    def __init__(self, group: Any, before: Callable[[list[torch.Tensor]], None]) -> None:
+        self._group = group
+        gather = type(group).unshard
+
+        def unshard(*args: Any, **kwargs: Any) -> Any:
+            before(sharded_tensors([group]))
+            return gather(group, *args, **kwargs)
+
+        group.unshard = unshard
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        del self._group.unshard
+
+
+def sum_partial(param: torch.Tensor) -> None:
+    """Sum a gradient of which each rank has a term, as of a norm's weight under tensor parallelism.
+
+    ``fully_shard`` does so itself.
+    """
+    grad: Any = param.grad
+    if is_placed(grad) and grad.placements != param.placements:  # type: ignore[attr-defined]
+        param.grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+
+
+# -- reductions over a replica ------------------------------------------------------------
+
+
+def copies(param: torch.Tensor, replica: Replica) -> int:
+    """Return how many ranks of the replica hold each element of a parameter."""
+    shards = 1
+    if is_placed(param):
+        placed: Any = param
+        sizes = zip(placed.placements, placed.device_mesh.mesh.shape, strict=True)
+        shards = _product(size for placement, size in sizes if placement.is_shard())
+    return replica.size // shards
+
+
+def _product(sizes: Iterator[int]) -> int:
+    found = 1
+    for size in sizes:
+        found *= size
+    return found
+
+
+def clip(
+    params: Sequence[torch.Tensor], replica: Replica, max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Scale gradients to a global norm over the replica of at most ``max_norm``; return the norm.
+
+    All ranks of the replica must call it.
+    """
+    having = [param for param in params if param.grad is not None]
+    grads = [local(param.grad) for param in having]  # type: ignore[arg-type]
+    device = grads[0].device if grads else torch.device(replica.device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for param, grad in zip(having, grads, strict=True):
+        if grad.numel():
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(grad, norm_type, dtype=wide).double()
+            if norm_type == float("inf"):
+                total = torch.maximum(total, norm)
+            else:
+                total += norm.pow(norm_type) / copies(param, replica)
+    if norm_type == float("inf"):
+        total = replica.max(total)
+    else:
+        total = replica.sum(total).pow(1 / norm_type)
+    if not any(grad.dtype is torch.float64 for grad in grads):
+        total = total.float()
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return total
+
+
+class CopiesCheck:
+    """Checks that ranks which hold the same parameter have the same gradient for it.
+
+    They have under tensor parallelism, whose ranks read the same batches. Gradients of different
+    batches would have to be averaged inside the replica, which nothing does for them.
+    """
+
+    BACKWARDS = 2
+    """Backwards to check: a mesh is used wrongly from the first step on."""
+
+    _RELATIVE = 1e-3
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], replica: Replica) -> None:
+        self._replica = replica
+        self._names: dict[str, list[int]] = {dim: [] for dim in replica.names}
+        self._named = [name for name, _ in named]
+        for index, (_, param) in enumerate(named):
+            for dim in replica.names:
+                if not _is_sharded_over(param, dim, replica):
+                    self._names[dim].append(index)
+        self._norms = torch.zeros(len(named), dtype=torch.float64)
+        self._left = self.BACKWARDS if any(self._names.values()) else 0
+
+    @property
+    def on(self) -> bool:
+        """Whether the running backward is checked."""
+        return self._left > 0
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """Add this rank's gradient of a parameter."""
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        self._norms[index] = torch.linalg.vector_norm(grad, dtype=wide) if grad.numel() else 0.0
+
+    def end(self) -> None:
+        """Compare at the end of a backward; a `UsageError` names the first that differs."""
+        self._left -= 1
+        norms, replica = self._norms, self._replica
+        self._norms = torch.zeros_like(norms)
+        for dim, indices in self._names.items():
+            if not indices:
+                continue
+            own = norms[indices].nan_to_num(0.0, 0.0, 0.0)
+            both = replica.max(torch.cat([own, -own]), dim)
+            most, least = both[: len(indices)], -both[len(indices) :]
+            wrong = (most - least > self._RELATIVE * most).nonzero()
+            if len(wrong):
+                place = int(wrong[0])
+                raise UsageError(
+                    f"parameter {self._named[indices[place]]!r} is whole on each of the "
+                    f"ranks along {dim!r} of the mesh, and their gradients differ, with norms from "
+                    f"{float(least[place]):g} to {float(most[place]):g}: nothing averages them; "
+                    "shard it by fully_shard(), give these ranks the same batches, or make the "
+                    "dimension a part of the one across replicas"
+                )
+
+
+def _is_sharded_over(param: torch.Tensor, dim: str, replica: Replica) -> bool:
+    """Whether ranks along a dimension inside hold different parts of a parameter."""
+    if not is_placed(param):
+        return False
+    placed: Any = param
+    group = set(replica.group_ranks(dim))
+    mesh = placed.device_mesh.mesh
+    for axis, placement in enumerate(placed.placements):
+        if placement.is_shard():
+            rows = mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+            if any(len(group.intersection(row)) > 1 for row in rows):
+                return True
+    return False

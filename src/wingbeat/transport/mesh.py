@@ -1,0 +1,169 @@
+"""Replicas of a `torch.distributed.device_mesh.DeviceMesh`: which ranks exchange with which.
+
+A *replica* is what exchanges: ranks that hold one model together, in all dimensions of a mesh but
+one. Along that one, each rank exchanges with the ranks that have its other coordinates, which are
+its *column*: they hold the same part of the model. Without a mesh each process is a replica.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wingbeat.errors import MismatchError, UsageError
+from wingbeat.transport.rendezvous import connect_column
+from wingbeat.transport.world import World
+
+
+@dataclass(frozen=True, eq=False)
+class Replica:
+    """The ranks that hold one model together, as seen by one of them.
+
+    Attributes:
+        number: of this replica, which is this worker's rank in its column.
+        ranks: of the job, ascending.
+        names: of the dimensions inside that have several ranks.
+        groups: torch's process group of each of these, which this rank is in.
+        device: the device type of the mesh, whose tensors the groups reduce.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    groups: tuple[Any, ...]
+    device: str
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def group_ranks(self, name: str) -> list[int]:
+        """Return the ranks along a dimension, of the job."""
+        ranks: list[int] = dist.get_process_group_ranks(self.groups[self.names.index(name)])
+        return ranks
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over all ranks of the replica, which must all call this."""
+        return self._reduce(tensor, dist.ReduceOp.SUM, self.groups)
+
+    def max(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+        """Return the elementwise maximum over all ranks, or over those along dimension ``name``."""
+        groups = self.groups if not name else (self.groups[self.names.index(name)],)
+        return self._reduce(tensor, dist.ReduceOp.MAX, groups)
+
+    def _reduce(self, tensor: torch.Tensor, op: Any, groups: Sequence[Any]) -> torch.Tensor:
+        found = tensor.detach().to(self.device, copy=True)
+        for group in groups:  # one dimension after the other reduces over all of them
+            dist.all_reduce(found, op=op, group=group)
+        return found.to(tensor.device)
+
+
+def describe(mesh: Any, across: str | None) -> dict[str, Any]:
+    """Return what must be equal on all ranks, for `World.exchange`; a `UsageError` for no mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"distribute(mesh={type(mesh).__name__}): pass a torch DeviceMesh, such as "
+            'init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))'
+        )
+    if across is not None and not isinstance(across, str):
+        raise UsageError(f"distribute(across={across!r}): pass the name of a dimension of the mesh")
+    return {
+        "shape": list(mesh.mesh.shape),
+        "names": list(mesh.mesh_dim_names or ()),
+        "device": mesh.device_type,
+        "ranks": mesh.mesh.flatten().tolist(),
+        "across": across,
+    }
+
+
+_TITLES = {"shape": "shape", "names": "dimensions", "device": "device type", "ranks": "ranks"}
+
+
+def refuse_unequal(first: Any, other: Any, rank: int) -> None:
+    """Raise a `MismatchError` if rank 0 and another give unequal results of `describe`, or None."""
+    if first == other:
+        return
+    if not (isinstance(first, dict) and isinstance(other, dict)):
+        with_mesh, without = (rank, 0) if first is None else (0, rank)
+        raise MismatchError(
+            f"rank {with_mesh} gives distribute() a mesh and rank {without} none; all ranks must "
+            "pass the same mesh"
+        )
+    key = next(key for key in first if first[key] != other.get(key))
+    if key == "across":
+        raise MismatchError(
+            f"rank 0 has across={first[key]!r}, rank {rank} has across={other[key]!r}; all ranks "
+            "must name the same dimension"
+        )
+    raise MismatchError(
+        f"rank 0's mesh has {_TITLES[key]} {first[key]}, rank {rank}'s has {other.get(key)}; all "
+        "ranks must pass the same mesh, of all ranks of the job"
+    )
+
+
+_columns: weakref.WeakKeyDictionary[World, dict[str, World]] = weakref.WeakKeyDictionary()
+"""The columns of each job, by mesh: two models of one mesh share the connections."""
+
+
+def column_of(job: World, mesh: Any, across: str | None) -> World:
+    """Return the world of the ranks with which this rank exchanges. Every rank must call it.
+
+    Args:
+        job: the world that `init` returned.
+        mesh: of all ranks of the job, equal on all of them.
+        across: the dimension across replicas; None: the first.
+
+    Raises:
+        UsageError: the mesh has no such dimension, or not all ranks of the job.
+        RendezvousError: ranks are missing.
+    """
+    told = describe(mesh, across)
+    names: list[str] = told["names"] or [str(i) for i in range(len(told["shape"]))]
+    if job.threads or job.members or job.group is not None:
+        raise UsageError("distribute(mesh=...): the world must be that of wingbeat.init()")
+    if across is not None and across not in told["names"]:
+        raise UsageError(
+            f"distribute(across={across!r}): the mesh has no such dimension; it has "
+            f"{', '.join(map(repr, told['names'])) or 'no names: give init_device_mesh names'}"
+        )
+    if sorted(told["ranks"]) != list(range(job.size)):
+        raise UsageError(
+            f"distribute(mesh=...): the mesh has ranks {_listed(told['ranks'])}, and the job ranks "
+            f"{_listed(range(job.size))}: pass the whole mesh, of all ranks, not a part of it"
+        )
+    of_torch = dist.get_rank() if dist.is_initialized() else job.rank
+    if of_torch != job.rank:
+        raise UsageError(
+            f"distribute(mesh=...): rank {job.rank} of wingbeat.init() is rank {of_torch} of "
+            "torch's default group: start both from the same variables RANK and WORLD_SIZE"
+        )
+    place = 0 if across is None else told["names"].index(across)
+    known = _columns.setdefault(job, {})
+    key = f"{told['shape']}{told['ranks']}{place}"
+    if key not in known:
+        replicas = mesh.mesh.movedim(place, 0).flatten(1)  # one row each
+        number, position = (replicas == job.rank).nonzero()[0].tolist()
+        members = replicas[:, position].tolist()
+        world = connect_column(job, members, f"{len(known)}")
+        inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
+        world.inside = Replica(
+            number,
+            tuple(sorted(replicas[number].tolist())),
+            tuple(names[i] for i in inner),
+            tuple(mesh.get_group(i) for i in inner),
+            mesh.device_type,
+        )
+        known[key] = world
+    return known[key]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

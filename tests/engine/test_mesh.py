@@ -1,0 +1,118 @@
+"""Models in replicas of several processes: `distribute(mesh=...)` against torch's own HSDP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mesh_cases
+import pytest
+
+from helpers.pool import Pool
+
+SIZE = 4
+PAGE = Path(__file__).parents[2] / "docs/how-to/shards.md"
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Pool]:
+    """Four processes in torch's default group."""
+    pool = Pool(SIZE, default_group=True)
+    yield pool
+    pool.close()
+
+
+def test_columns_have_the_ranks_of_other_replicas_and_work_as_worlds(job: Pool) -> None:
+    first, second = job.run(mesh_cases.columns_of_two_meshes)[1::2]
+    assert first == [
+        [0, (1, 3), 0, (0, 1), ("dp_shard",)],
+        [(0, 1), (1, 3), ("tp",)],
+        [((0, 1),), [4.0] * 5, [1.0], True],
+    ]
+    assert second[0] == [1, (1, 3), 1, (2, 3), ("dp_shard",)]
+    assert second[2] == [((0, 1),), [4.0] * 5, [5.0], True]
+
+
+REFUSED = {
+    "no mesh": r"'layers.0.weight' is sharded as Shard\(dim=0\) .*pass distribute\(\) the mesh",
+    "not a mesh": r"mesh=tuple\): pass a torch DeviceMesh",
+    "no such dimension": r"across='dp'\): the mesh has no such dimension; it has 'dp_replicate', ",
+    "across without mesh": r"across='dp'\): it names a dimension of mesh=, not given",
+    "a part of the mesh": r"ranks \[0, 1\], rank 2's has \[2, 3\].* of all ranks of the job",
+    "sharded over all": r"'layers.0.weight' is placed on ranks 0, 1, 2, 3, and rank . is in",
+    "nothing is sharded": "no parameter is placed over dp_shard.*leave mesh out",
+    "averaging": "LocalSGD.* is not possible for replicas of 2 ranks.*use wingbeat.AllReduce",
+    "servers": "ParameterServer.* is not possible for replicas",
+    "canary": "Canary.* is not possible for replicas",
+    "divided": "DeAR.*fully_shard.. divides the optimizer's state already",
+    "plan file": "keeps its plan in a file, .*leave the file out",
+    "unequal meshes": r"rank 0's mesh has shape \[2, 2\], rank 3's has \[4, 1\]",
+    "one without mesh": "rank 0 gives distribute.. a mesh and rank 3 none",
+    "unequal dimensions": "rank 0 has across=None, rank 3 has across='dp_replicate'",
+}
+
+
+def test_impossible_meshes_and_models_are_refused_in_one_line(job: Pool) -> None:
+    for rank, found in enumerate(job.run(mesh_cases.refusals)):
+        assert found.keys() == REFUSED.keys()
+        for what, words in REFUSED.items():
+            assert re.search(words, found[what]), (rank, what, found[what])
+            assert "\n" not in found[what]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_exact_strategy_over_fsdp2_equals_hsdp(job: Pool, strategy: str) -> None:
+    differences = job.run(mesh_cases.difference_to_hsdp, strategy, 100, {})
+    assert max(differences) < 1e-6, differences
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
+    for found in job.run(mesh_cases.variants, strategy, 6):
+        wrong = {name: by for name, by in found.items() if not by < 1e-6}
+        assert found.keys() == mesh_cases.VARIANTS.keys()
+        assert not wrong
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+@pytest.mark.parametrize("summed", [False, True])
+def test_tensor_parallel_replicas_equal_one_process(job: Pool, strategy: str, summed: bool) -> None:
+    differences = job.run(mesh_cases.tensor_parallel, strategy, summed, 20)
+    assert max(differences) < 1e-6, differences
+
+
+def test_different_gradients_of_a_parameter_that_ranks_share_are_refused(job: Pool) -> None:
+    words = "parameter 'head.weight' is whole on each of the ranks along 'dp_shard'.*norms from"
+    assert all(re.search(words, found) for found in job.run(mesh_cases.unequal_batches))
+
+
+def test_join_is_refused_in_replicas_of_several_ranks(job: Pool) -> None:
+    assert all("give each worker as many batches" in each for each in job.run(mesh_cases.joined))
+
+
+def test_every_reader_of_a_deferred_shard_sees_its_update(job: Pool) -> None:
+    assert job.run(mesh_cases.deferral) == [[(True, True)] * 4] * SIZE
+
+
+def test_checkpoint_of_2x2_loads_on_4x1_and_3x2(
+    job: Pool, fresh_pool: Callable[..., Pool], tmp_path: Path
+) -> None:
+    saved = job.run(mesh_cases.checkpoint, str(tmp_path), 2, True)
+    four = job.run(mesh_cases.checkpoint, str(tmp_path), 4, False)
+    six = fresh_pool(6, default_group=True).run(mesh_cases.checkpoint, str(tmp_path), 3, False)
+    assert [*four, *six] == pytest.approx(saved[:1] * 10, rel=1e-9)
+
+
+def test_program_of_the_page_trains_equal_weights_on_all_ranks(job: Pool) -> None:
+    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    losses, weights = zip(*job.run(mesh_cases.page, program), strict=True)
+    assert max(losses) < 0.1
+    assert all(each == weights[0] for each in weights)
+
+
+def test_lost_rank_is_named_with_its_replica(job: Pool) -> None:
+    found = job.run(mesh_cases.lost_replica, 3)
+    assert found[3] == "no more data"
+    assert re.search("rank 1: rank 3 failed with ValueError: no more data.*replica 1", found[1])
+    assert found[0] == found[2] == ""
