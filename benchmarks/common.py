@@ -6,14 +6,18 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from wingbeat.errors import UsageError, WingbeatError
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
+
+if TYPE_CHECKING:
+    from wingbeat.transport.messages import Mailbox, Message, Posted
 
 GERYON_TABLES = {
     10.0: {
@@ -115,3 +119,22 @@ def end_as_by_ctrl_c() -> None:
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def receive(box: Mailbox, seconds: float = 60.0) -> Message:
+    """Return the next message of a mailbox; exit if there is none in time."""
+    deadline = time.monotonic() + seconds
+    while (message := box.next(max(0.0, deadline - time.monotonic()))) is None:
+        if time.monotonic() >= deadline:
+            raise SystemExit(f"no message within {seconds:g} s")
+    return message
+
+
+def arrive(posted: Iterable[Posted], seconds: float = 60.0) -> None:
+    """Wait until messages have arrived; exit if they have not in time."""
+    deadline = time.monotonic() + seconds
+    for each in list(posted):
+        while not each.arrived:
+            if time.monotonic() >= deadline:
+                raise SystemExit(f"a message has not arrived within {seconds:g} s")
+            time.sleep(0.001)

@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common import arrive, receive
+
 MIB = 1 << 20
 
 
@@ -199,7 +201,7 @@ class Training:
         for box in self.boxes.values():
             box.post(self.peer, self.count)
         for name, box in self.boxes.items():
-            got = box.receive(60.0)
+            got = receive(box)
             assert got.kind == self.count, f"{name}: {got.kind} in place of {self.count}"
         self.count += 1
         return time.perf_counter() - begin
@@ -210,10 +212,10 @@ class Training:
         for box in self.boxes.values():
             if rank == 1:
                 changed = _changed_messages(random.Random(seed), count)
-                box.wait([box.post(0, kind, data, ids=ids) for kind, ids, data in changed], 60.0)
+                arrive([box.post(0, kind, data, ids=ids) for kind, ids, data in changed])
                 continue
             for _ in range(count):
-                accepted = _parses(box.receive(60.0))
+                accepted = _parses(receive(box))
                 found["another valid message" if accepted else "refused by all schemas"] += 1
         return found
 
@@ -276,7 +278,7 @@ def worker(args: argparse.Namespace) -> None:
 def _start_attack(
     args: argparse.Namespace, world: Any, boxes: Any, round_: int
 ) -> subprocess.Popen[str]:
-    target = {name: box._connector.info.ports[0][0] for name, box in boxes.items()}
+    target = {name: box.info.ports[0][0] for name, box in boxes.items()}
     target["collectives"] = world.links[0].port._listeners[0].getsockname()[1]
     path = Path(args.json).with_suffix(f".target{round_}")
     path.write_text(json.dumps(target))

@@ -7,8 +7,8 @@ order and then in the other, and a ratio is the median of the rounds' ratios: ot
 machine varies between rounds by more than the ways differ, and less between two neighbours. The CPU
 time of both processes, all threads, hardly depends on other load, and is shown as well.
 
-stream   1 MiB messages between two processes on loopback: bytes per second until the last
-         acknowledgement. Limits: 0.7 of bare TCP without encryption; 0.55 s of processor for a
+stream   1 MiB messages between two processes on loopback: bytes per second until the
+         receiver's answer. Limits: 0.7 of bare TCP without encryption; 0.55 s of processor for a
          GB with it.
 trip     64 bytes, round trip. Limit: 1.2 times bare TCP's.
 line     1 MiB messages on star:2@1gbit, as a share of the line rate. Limit: 0.92.
@@ -32,6 +32,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import arrive, receive
 
 MIB = 1 << 20
 PORT = 45_123
@@ -103,22 +105,23 @@ class Mail:
         )
 
     def send(self, count: int, payload: bytes) -> None:
-        self.box.wait([self.box.post(self.peer, 1, payload) for _ in range(count)])
-        self.box.receive(60.0)
+        for _ in range(count):
+            self.box.post(self.peer, 1, payload)
+        receive(self.box)
 
     def take(self, count: int, nbytes: int) -> None:
         for _ in range(count):
-            assert len(self.box.receive(60.0).payload) == nbytes
-        self.box.wait([self.box.post(self.peer, 2)])
+            assert len(receive(self.box).payload) == nbytes
+        self.box.post(self.peer, 2)
 
     def trip(self, count: int, payload: bytes, first: bool) -> None:
         box, peer = self.box, self.peer
         for _ in range(count):
             if first:
                 box.post(peer, 1, payload)
-                box.receive(60.0)
+                receive(box)
             else:
-                box.post(peer, 1, box.receive(60.0).payload)
+                box.post(peer, 1, receive(box).payload)
 
     def close(self) -> None:
         self.box.close()
@@ -194,7 +197,7 @@ def _send_urgent(box: Any, bulk: int) -> None:
     stamp = time.monotonic_ns()
     ids = (stamp >> 32, stamp & 0xFFFFFFFF, 0, 0)
     posted.append(box.post(0, 2, payload, ids=ids, urgency=0))
-    box.wait(posted)
+    arrive(posted)
 
 
 def meeting(world: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -208,14 +211,14 @@ def meeting(world: Any, args: argparse.Namespace) -> dict[str, Any]:
         if world.rank == 0:
             return _take_both(mail.box, bulk, BULK)
         if world.rank == 1:
-            mail.box.wait([mail.box.post(0, 1, bytes(MIB), urgency=1) for _ in range(bulk)])
+            arrive([mail.box.post(0, 1, bytes(MIB), urgency=1) for _ in range(bulk)])
             return 0.0
         if bulk:
             time.sleep(0.02)  # the other's fill the port
         stamp = time.monotonic_ns()
         ids = (stamp >> 32, stamp & 0xFFFFFFFF, 0, 0)
         payload = bytes(MIB)
-        mail.box.wait([mail.box.post(0, 2, payload, ids=ids, urgency=urgency) for _ in range(BULK)])
+        arrive([mail.box.post(0, 2, payload, ids=ids, urgency=urgency) for _ in range(BULK)])
         return 0.0
 
     return _rounds(world, ways, once, max(3, args.rounds // 2), mail.close)
@@ -225,7 +228,7 @@ def _take_both(box: Any, bulk: int, count: int) -> float:
     """Return the time of those of kind 2 since the first's post; all read the same clock."""
     seconds = 0.0
     for _ in range(bulk + count):
-        message = box.receive(60.0)
+        message = receive(box)
         if message.kind == 2:
             sent = message.ids[0] << 32 | message.ids[1]
             seconds = (time.monotonic_ns() - sent) / 1e9

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import refuse_unwritable, show, write
+from common import receive, refuse_unwritable, show, write
 
 from wingbeat.methods.parameter_server.protocol import Kind, pack_route
 from wingbeat.methods.parameter_server.server import ServerConfig, limits_of
@@ -140,7 +140,7 @@ def push(box: Any, server: int, parts: list[memoryview], number: int) -> None:
         if n in last:
             box.post(server, Kind.PULL, **fields)
     for _ in last:
-        while (message := box.receive(PATIENCE)).kind == Kind.PING:
+        while (message := receive(box, PATIENCE)).kind == Kind.PING:
             pass
         assert message.kind == Kind.SUM, (message.kind, bytes(message.payload))
         assert len(message.payload) == SMALL

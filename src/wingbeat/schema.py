@@ -76,6 +76,9 @@ class Mask:
 Word = Annotated[int, Range()]
 """A number of at most 4 bytes."""
 
+WorkerId = Annotated[int, Range(0, "workers")]
+"""The rank of one of the ``workers``."""
+
 _IDS = 4
 _MAX_WORDS_NBYTES = 1 << 20
 

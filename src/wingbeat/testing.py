@@ -11,6 +11,6 @@ Only the sockets are replaced: messages are copied between threads.
 
 from __future__ import annotations
 
-from wingbeat.transport.loopback import LoopbackLink, Switchboard, run, worlds, worlds_on
+from wingbeat.transport.loopback import LoopbackLink, Switchboard, run, worlds
 
-__all__ = ["LoopbackLink", "Switchboard", "run", "worlds", "worlds_on"]
+__all__ = ["LoopbackLink", "Switchboard", "run", "worlds"]

@@ -186,7 +186,7 @@ def test_bcube_alternates_with_other_topologies(calls: list[str]) -> None:
 
 def test_a_vanished_peer_is_named_with_its_interface() -> None:
     board = loopback.Switchboard()
-    members = loopback.worlds_on(board, 4, interfaces=2, timeout=5.0)
+    members = loopback.worlds(4, switchboard=board, interfaces=2, timeout=5.0)
     board.fail(2)
 
     def body(world: World) -> str:

@@ -133,7 +133,7 @@ def test_gather_queued_after_its_reduction_waits_for_it() -> None:
 
 def test_a_vanished_peer_is_named_with_the_collective() -> None:
     board = loopback.Switchboard()
-    members = loopback.worlds_on(board, 3, timeout=5.0)
+    members = loopback.worlds(3, switchboard=board, timeout=5.0)
     board.fail(2)
 
     def body(world: World) -> str:

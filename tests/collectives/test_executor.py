@@ -79,7 +79,7 @@ def test_submit_after_shutdown_is_refused() -> None:
 def test_rank_that_lost_a_peer_closes_its_connections() -> None:
     """The others would otherwise wait out the timeout, and could no longer ask it why."""
     board = loopback.Switchboard()
-    first, second, _ = loopback.worlds_on(board, 3, timeout=30.0)
+    first, second, _ = loopback.worlds(3, switchboard=board, timeout=30.0)
     board.fail(2)
     with pytest.raises(PeerError, match="rank 2 failed"):
         Collectives(first).all_reduce(torch.ones(9)).wait()
@@ -89,7 +89,7 @@ def test_rank_that_lost_a_peer_closes_its_connections() -> None:
 
 def test_first_failed_rank_is_named_with_the_rank_that_noticed_it() -> None:
     board = loopback.Switchboard()
-    first, *_ = loopback.worlds_on(board, 3, timeout=5.0)
+    first, *_ = loopback.worlds(3, switchboard=board, timeout=5.0)
     FailureAttribution(board, 1, 3, 5.0).publish_wait(2)
     board.fail(1)
     with pytest.raises(PeerError) as caught:
@@ -106,7 +106,7 @@ def test_lost_peer_is_named_without_a_store() -> None:
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe")
 
-    first, _ = loopback.worlds_on(Gone(), 2, timeout=0.1)
+    first, _ = loopback.worlds(2, switchboard=Gone(), timeout=0.1)
     with pytest.raises(PeerError, match="rank 0: rank 1 failed during all-reduce of bucket 3"):
         Collectives(first).all_reduce(torch.ones(8), bucket=3).wait()
 
@@ -121,7 +121,7 @@ def test_failure_of_unknown_cause_is_reported(
 
     monkeypatch.setattr("wingbeat.collectives.executor.explain_loss", fails)
     board = loopback.Switchboard()
-    world, other = loopback.worlds_on(board, 2, interfaces=2, timeout=5.0)
+    world, other = loopback.worlds(2, switchboard=board, interfaces=2, timeout=5.0)
     board.fail(other.rank)
     handle = Collectives(world).all_reduce(torch.zeros(64))
     with pytest.raises(PeerError, match="nothing known"):

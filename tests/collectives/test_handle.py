@@ -39,7 +39,7 @@ def test_handle_is_done_and_calls_back_once_when_all_links_are_done() -> None:
 
 def test_failed_collective_calls_back() -> None:
     board = loopback.Switchboard()
-    first, _ = loopback.worlds_on(board, 2, timeout=20.0)
+    first, _ = loopback.worlds(2, switchboard=board, timeout=20.0)
     handle = Collectives(first).all_reduce(torch.ones(8))
     ended = threading.Event()
     handle.add_done_callback(lambda _: ended.set())

@@ -77,7 +77,7 @@ def test_blocked_member_is_not_reported_as_slow() -> None:
     """Rank 1 waits for rank 2; meanwhile rank 0 gives up, as it waits for rank 1."""
     board = loopback.Switchboard()
     group = Group((0, 1, 2))
-    _, world, _ = loopback.worlds_on(board, 3, timeout=0.2)
+    _, world, _ = loopback.worlds(3, switchboard=board, timeout=0.2)
     members = world.open_group(group)
     FailureAttribution(board, 0, 3, 0.2, group_prefix(group)).publish_wait(1, "all-reduce")
     ranks_before = [peer for peer in group.ranks if peer != 1]

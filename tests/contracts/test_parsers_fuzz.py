@@ -23,10 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers import mutants
+from helpers.headers import Type
 from helpers.reports import job, report
 from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
-from wingbeat import compression
+from wingbeat import _native, compression
 from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.errors import PeerError, UsageError
@@ -54,7 +55,6 @@ from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, services
 from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.membership import LogEntry, View
-from wingbeat.transport.messages import frames
 from wingbeat.transport.messages.peers import PeerInfo
 from wingbeat_lab import audit
 from wingbeat_lab.bench import contenders, protocol, slow
@@ -165,7 +165,7 @@ LIKE = json.dumps(
      "forward_share": 0.3}
 )  # fmt: skip
 HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
-CARD = PeerInfo(HOST, ("10.0.0.1",), 7, "3", True, ((99,),), 1 << 20, 1 << 20)
+CARD = PeerInfo(HOST, 7, "3", True, ((99,),), 1 << 20, 1 << 20)
 VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
 VIEW = View((0, 1, 2))
 FRAMES = tuple(
@@ -328,9 +328,9 @@ TARGETS = [
     Target(
         "headers",
         RAW,
-        frames.unpack,
-        (bytes(frames.Header(frames.Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
-        (frames.Malformed,),
+        _native.unpack,
+        (bytes(_native.Header(Type.HELLO, 1000, 0, 1, sequence=1).pack()),),
+        (_native.Malformed,),
     ),
     Target(
         "options",
@@ -489,7 +489,9 @@ TARGETS = [
         )
         for wire in CODECS
     ),
-    Target("cards", TEXTS, PeerInfo.from_json, (CARD.to_json(),), (ValueError,)),
+    Target(
+        "cards", TEXTS, functools.partial(parse_json, PeerInfo), (CARD.to_json(),), (ValueError,)
+    ),
 ]
 
 NAMES = [target.name for target in TARGETS]

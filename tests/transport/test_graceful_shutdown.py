@@ -15,7 +15,7 @@ import torch
 from helpers.ports import free_port
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, RendezvousError
-from wingbeat.transport import graceful_shutdown, loopback
+from wingbeat.transport import failures, graceful_shutdown, loopback
 from wingbeat.transport.failures import (
     FailureAttribution,
     has_finished,
@@ -218,7 +218,7 @@ def test_collective_reports_a_failed_peer() -> None:
 def test_exit_is_published_after_the_last_message() -> None:
     """Were it said before, the others would not wait for what is still queued."""
     board = loopback.Switchboard()
-    world, _ = loopback.worlds_on(board, 2)
+    world, _ = loopback.worlds(2, switchboard=board)
     said: list[bool] = []
     world.on_close(lambda: said.append(board.has("left/0")))
     graceful_shutdown.close_world(world)
@@ -229,7 +229,7 @@ def test_exit_is_published_after_the_last_message() -> None:
 def test_failure_is_published_before_connections_are_closed() -> None:
     """A peer that notices that a connection has ended asks why, and finds the exception."""
     board = loopback.Switchboard()
-    world, _ = loopback.worlds_on(board, 2)
+    world, _ = loopback.worlds(2, switchboard=board)
     said: list[str] = []
     world.on_close(lambda: said.append(published_failure(board, 0)))
     try:
@@ -242,7 +242,7 @@ def test_failure_is_published_before_connections_are_closed() -> None:
 
 def test_exit_in_an_exception_handler_is_published_as_that_failure() -> None:
     board = loopback.Switchboard()
-    world, _ = loopback.worlds_on(board, 2)
+    world, _ = loopback.worlds(2, switchboard=board)
     try:
         try:
             raise ValueError("boom")
@@ -262,7 +262,7 @@ def test_exchange_reports_a_finished_peer() -> None:
 
 def test_chain_of_waits_passes_failed_ranks_and_ends_at_the_finished_one() -> None:
     board = loopback.Switchboard()
-    _, second, third = loopback.worlds_on(board, 3)
+    _, second, third = loopback.worlds(3, switchboard=board)
     FailureAttribution(board, 1, 3, 5.0).publish_wait(2)
     graceful_shutdown.close_world(second)
     graceful_shutdown.close_world(third)
@@ -345,7 +345,7 @@ class Time:
 def served(monkeypatch: pytest.MonkeyPatch) -> loopback.Switchboard:
     """The store that rank 0 of three workers serves; its end is up to the test."""
     board = loopback.Switchboard()
-    world = loopback.worlds_on(board, 3)[0]
+    world = loopback.worlds(3, switchboard=board)[0]
     monkeypatch.setattr(graceful_shutdown._ExitHandler, "of", None)
     monkeypatch.setattr(graceful_shutdown._ExitHandler, "begun", False)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -363,7 +363,8 @@ def test_rank_0_waits_for_all_others_to_leave(
             publish_exit(served, 2, finished=True)
 
     clock = Time(leave)
-    monkeypatch.setattr(graceful_shutdown, "time", clock)
+    for module in (graceful_shutdown, failures):
+        monkeypatch.setattr(module, "time", clock)
     graceful_shutdown._run_at_exit()
     assert clock.now == pytest.approx(3, abs=0.1)
     assert has_finished(served, 0)
@@ -373,7 +374,8 @@ def test_rank_0_serves_the_others_longer_when_it_has_finished_than_when_it_fails
     served: loopback.Switchboard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Time()
-    monkeypatch.setattr(graceful_shutdown, "time", clock)
+    for module in (graceful_shutdown, failures):
+        monkeypatch.setattr(module, "time", clock)
     end = graceful_shutdown._ExitHandler.of
     graceful_shutdown._run_at_exit()
     assert clock.now == pytest.approx(graceful_shutdown.STORE_LINGER_S, abs=0.1)

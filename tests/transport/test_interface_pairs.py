@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wingbeat.transport.interfaces import Host, Interface, interface_pairs, listen_interfaces
+from wingbeat.transport.interfaces import Host, Interface, interface_pairs, listening
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 
@@ -19,12 +19,10 @@ def eth(name: str, address: str) -> Interface:
 
 def reached(a: Host, b: Host) -> list[tuple[str, str]]:
     """The names of what reaches what, and the same from the other side."""
-    mine, theirs = listen_interfaces(a, None), listen_interfaces(b, None)
-    found = interface_pairs(a, mine, b, theirs)
-    assert sorted((y, x) for x, y in interface_pairs(b, theirs, a, mine)) == sorted(
-        (y, x) for x, y in found
-    )
-    return [(mine[x].name, theirs[y].name) for x, y in found]
+    a, b = listening(a, None), listening(b, None)
+    found = interface_pairs(a, b)
+    assert sorted((y, x) for x, y in interface_pairs(b, a)) == sorted((y, x) for x, y in found)
+    return [(a.interfaces[x].name, b.interfaces[y].name) for x, y in found]
 
 
 def test_pairs_use_every_common_network_in_order() -> None:
@@ -56,7 +54,7 @@ def test_two_processes_of_a_host_use_loopback() -> None:
 
 def test_pairs_use_only_named_interfaces() -> None:
     a = host("a", eth("eth0", "10.0.0.1"), eth("eth1", "10.1.0.1"))
-    assert [i.name for i in listen_interfaces(a, ["eth1"])] == ["eth1"]
+    assert [i.name for i in listening(a, ["eth1"]).interfaces] == ["eth1"]
 
 
 @pytest.mark.parametrize("identity", ["a", "b"])

@@ -211,7 +211,7 @@ def test_links_share_a_tensor_by_their_speed() -> None:
             return Late()
 
     board = loopback.Switchboard()
-    members = loopback.worlds_on(board, 2, interfaces=2)
+    members = loopback.worlds(2, switchboard=board, interfaces=2)
     # Slow for rank 1 only: rank 0 measures nothing of it by itself.
     members[1].links = (members[1].links[0], Slow(board, 1, "lo1"))
     first, second = loopback.run(members, measure_speeds)
@@ -299,7 +299,7 @@ def test_send_that_no_rank_receives_ends_the_measurement() -> None:
             return Unread()
 
     board = loopback.Switchboard()
-    members = loopback.worlds_on(board, 3, interfaces=2)
+    members = loopback.worlds(3, switchboard=board, interfaces=2)
     for world in members:
         world.links = (world.links[0], HalfDeaf(board, world.rank, "lo1"))
     with pytest.raises(PeerError, match="rank 0: measuring interface lo1 with ranks 2 and 1"):

@@ -94,7 +94,7 @@ def test_rank_completes_no_step_until_all_have_published_their_counts(
 ) -> None:
     """Else it could go past the step that the others agree on, and wait for them in vain."""
     board = loopback.Switchboard()
-    one = made(loopback.worlds_on(board, 2)[0])
+    one = made(loopback.worlds(2, switchboard=board)[0])
     one._signalled.set()
     until(lambda: board.has("terminate/steps/0"))
     ended = threading.Event()
@@ -127,7 +127,7 @@ def test_malformed_step_count_is_ignored_with_a_warning(
     said: str, made: Callable[..., SigtermHandler], caplog: pytest.LogCaptureFixture
 ) -> None:
     board = loopback.Switchboard()
-    one = made(loopback.worlds_on(board, 2)[0])
+    one = made(loopback.worlds(2, switchboard=board)[0])
     board.set("terminate/steps/1", said)
     board.set("terminate/after", said)
     for _ in range(3):
@@ -218,7 +218,7 @@ def test_exception_of_save_is_raised_by_the_forward(made: Callable[..., SigtermH
 def test_a_terminated_rank_has_not_finished(made: Callable[..., SigtermHandler]) -> None:
     """Others that wait for it are not to hear that it had fewer batches."""
     board = loopback.Switchboard()
-    world, _ = loopback.worlds_on(board, 2)
+    world, _ = loopback.worlds(2, switchboard=board)
     one = made(world)
     board.set("terminate/steps/1", "0")
     one._signalled.set()

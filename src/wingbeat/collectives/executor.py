@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from wingbeat.transport.failures import MAX_WAIT_FACTOR, FailureAttribution, fin
 from wingbeat.transport.link import (
     TAG_BITS,
     aborted_text,
+    channel_tag,
     group_prefix,
     member_waiting_for,
 )
@@ -56,36 +58,30 @@ class SharedFailure:
     """
 
     def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._claimed = False
-        self._settled = threading.Event()
-        self._reason = ""
+        self._first = threading.Lock()  # never released
+        self._reason = Future[str]()
 
     def claim(self) -> bool:
         """Whether the caller is the first to fail, and must therefore call `settle`."""
-        with self._changing:
-            first, self._claimed = not self._claimed, True
-        return first
+        return self._first.acquire(blocking=False)
 
     def settle(self, reason: str) -> None:
         """Set the reason and wake the threads that wait for it."""
-        self._reason = reason
-        self._settled.set()
+        self._reason.set_result(reason)
 
     @property
     def settled(self) -> bool:
         """Whether the reason is known."""
-        return self._settled.is_set()
+        return self._reason.done()
 
     def reason(self) -> str:
         """Wait for the reason and return it."""
-        self._settled.wait()
-        return self._reason
+        return self._reason.result()
 
     def refuse(self) -> None:
         """Raise a `PeerError` after a failure, because workers are no longer synchronized."""
-        if self._settled.is_set():
-            raise PeerError(self._reason)
+        if self.settled:
+            raise PeerError(self.reason())
 
 
 class LostPeer(Exception):
@@ -168,8 +164,8 @@ class Executor:
     def __init__(self, world: World, lane: int, failure: SharedFailure) -> None:
         # The thread must not keep a reference to the world.
         self._links: tuple[Link, ...] = world.links
-        self._name = world.links[lane].name
-        self._ranks = world.ranks
+        self.name = world.links[lane].name
+        self._ranks, self._channel = world.ranks, world.channel
         self._rank = self._ranks[world.rank]
         self._group = world.group
         self._timeout = world.timeout
@@ -313,7 +309,7 @@ class Executor:
                 time.monotonic_ns(),
                 bucket=job.bucket,
                 nbytes=job.buffer.numel() * job.buffer.element_size(),
-                lane=self._name,
+                lane=self.name,
             )
         job.receive()
 
@@ -338,9 +334,8 @@ class Executor:
             into = self._scratch.acquire(len(transfer.span), job.buffer.dtype)
         else:
             into = job.piece(transfer.span)
-        tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
         try:
-            pending = self._links[transfer.link].recv(into, transfer.peer, tag)
+            pending = self._links[transfer.link].recv(into, transfer.peer, self._tag(command))
         except RuntimeError as err:  # the connection is already closed
             raise self._lost(job, transfer, 0.0, err) from None
         job.coming.append((pending, into))
@@ -351,12 +346,15 @@ class Executor:
             chunk = self._pack(job, packing, transfer.span)
         else:
             chunk = job.piece(transfer.span)
-        tag = job.base_tag + transfer.tag % CHUNKS_PER_TAG
         try:
-            pending = self._links[transfer.link].send(chunk, transfer.peer, tag)
+            pending = self._links[transfer.link].send(chunk, transfer.peer, self._tag(command))
         except RuntimeError as err:
             raise self._lost(job, transfer, 0.0, err) from None
         job.sends.append((pending, transfer, chunk))
+
+    def _tag(self, command: programs.PostReceive[Job] | programs.SendChunk[Job]) -> int:
+        tag = command.task.base_tag + command.transfer.tag % CHUNKS_PER_TAG
+        return channel_tag(self._channel, tag)
 
     def _pack(self, job: Job, packing: Packing, span: Span) -> torch.Tensor:
         """Pack a part of the buffer into scratch memory. The final result is packed only once."""
@@ -433,7 +431,7 @@ class Executor:
         self._attribution.publish_wait(peer, str(job))
         return (
             f"rank {self._rank}: rank {peer} was in {theirs} while this rank waited for it in "
-            f"{mine} on interface {self._name}: all ranks must make the same calls, in the same "
+            f"{mine} on interface {self.name}: all ranks must make the same calls, in the same "
             "order, with buffers of the same size and dtype"
         )
 

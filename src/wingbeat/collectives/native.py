@@ -32,13 +32,11 @@ from wingbeat.collectives.threads import run_callback
 from wingbeat.collectives.waits import CurrentWait, WaitMonitor
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
-from wingbeat.transport.link import ChannelLink
 from wingbeat.transport.tcp import GroupLink, TcpLink, lane_channel
 from wingbeat.types import Span
 
 if TYPE_CHECKING:
     from wingbeat.collectives.program import Program
-    from wingbeat.transport.link import Link
     from wingbeat.transport.world import World
 
 NATIVE_DTYPES = {
@@ -121,16 +119,11 @@ _completions = _Completions()
 class NativeExecutor(Executor):
     """An `Executor` whose programs run in the extension where it can run them.
 
-    ``links`` are those of the extension, ``channel`` is the world's channel of them.
+    ``links`` are those of the extension.
     """
 
     def __init__(
-        self,
-        world: World,
-        lane: int,
-        failure: SharedFailure,
-        links: list[_native.Group],
-        channel: int,
+        self, world: World, lane: int, failure: SharedFailure, links: list[_native.Group]
     ) -> None:
         self._jobs: dict[int, NativeJob] = {}
         self._native_wait: CurrentWait | None = None
@@ -138,8 +131,8 @@ class NativeExecutor(Executor):
         self._number = next(_numbers)
         _completions.watch(self, self._number)
         self._lane = _native.Lane(
-            links, lane_channel(channel), programs.RECEIVES_AHEAD, programs.DEPTH, CHUNKS_PER_TAG,
-            _completions.native, self._number,
+            links, lane_channel(world.channel), programs.RECEIVES_AHEAD, programs.DEPTH,
+            CHUNKS_PER_TAG, _completions.native, self._number,
         )  # fmt: skip
         # Buffers of a world that is dropped without `close` are released with the executor.
         self.finalizer = weakref.finalize(self, _end_lane, self._lane, self._number)
@@ -177,11 +170,6 @@ class NativeExecutor(Executor):
         if world.group is None:
             return super()._make_monitor(world)
         return WaitMonitor(None, self._rank, world.timeout, self)
-
-    @property
-    def name(self) -> str:
-        """Name of the interface, for traces."""
-        return self._name
 
     def expect(self, job: NativeJob) -> bool:
         """Have ``job.complete`` called at the end of the job; False if it is done."""
@@ -309,18 +297,6 @@ def _cast_to(dtype: torch.dtype) -> _native.Packing:
     return _native.CastPacking(NATIVE_DTYPES[dtype])
 
 
-def _native_links(links: tuple[Link, ...]) -> tuple[list[_native.Group], int] | None:
-    """Return links over TCP as the extension has them, and their channel; None for other links."""
-    channel, found = 0, []
-    for link in links:
-        if isinstance(link, ChannelLink):
-            channel, link = link.channel, link.link
-        if not isinstance(link, (TcpLink, GroupLink)):
-            return None
-        found.append(link.native)
-    return found, channel
-
-
 _creating = threading.RLock()
 """Reentrant, because the garbage collector may run in the thread that holds it."""
 
@@ -341,9 +317,9 @@ def executors_of(world: World) -> list[Executor]:
 
 def _make_executors(world: World) -> list[Executor]:
     failure, lanes = SharedFailure(), range(len(world.links))
-    native = _native_links(world.links)
-    if native is not None:
-        return [NativeExecutor(world, lane, failure, *native) for lane in lanes]
+    native = [each.native for each in world.links if isinstance(each, (TcpLink, GroupLink))]
+    if len(native) == len(lanes):
+        return [NativeExecutor(world, lane, failure, native) for lane in lanes]
     return [Executor(world, lane, failure) for lane in lanes]
 
 

@@ -440,6 +440,7 @@ def _world_of_link(whole: World, link: Link) -> Iterator[World]:
         store=whole.store,
         layout=whole.layout,
         nccl_devices=frozenset(),
+        channel=whole.channel,
     )
     try:
         yield world

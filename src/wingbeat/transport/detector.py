@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Mapping, Set
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Set
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from wingbeat.transport.messages.mailbox import Mailbox
 
 RECONNECT_S = 1.0
 """Seconds for a live process to renew a lost connection."""
@@ -49,24 +52,6 @@ LEFT = Failed(Failure.LEFT, "has left")
 ENDED = Failed(Failure.ENDED, "has ended unexpectedly: its connections are closed")
 
 
-class PeerStates(Protocol):
-    """What a `Mailbox` knows about its peers."""
-
-    @property
-    def left(self) -> Set[int]:
-        """The peers that have closed their mailboxes."""
-        ...
-
-    @property
-    def lost(self) -> Mapping[int, str]:
-        """The silent peers, each with an explanation."""
-        ...
-
-    def unconnected(self) -> Mapping[int, float]:
-        """Return the peers without connections, with the seconds since then."""
-        ...
-
-
 class FailureDetector:
     """Finds the failed peers of a mailbox by the rules of this module.
 
@@ -76,7 +61,7 @@ class FailureDetector:
 
     def __init__(
         self,
-        mailbox: PeerStates,
+        mailbox: Mailbox,
         clock: Callable[[], float] = time.monotonic,
         reached: Callable[[], Set[int]] | None = None,
     ) -> None:

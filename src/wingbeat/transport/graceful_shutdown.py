@@ -26,7 +26,6 @@ from wingbeat.transport.failures import (
     TERMINATED,
     await_value,
     first_failed,
-    has_exited,
     has_finished,
     publish_exit,
     publish_failure,
@@ -38,9 +37,6 @@ from wingbeat.transport.world import World, current
 
 STORE_LINGER_S = 10.0
 """Seconds for which rank 0 serves the store to workers that still train after rank 0 is done."""
-
-_POLL_S = 0.02
-"""Seconds between two reads of the store."""
 
 
 def close_world(world: World) -> None:
@@ -101,8 +97,7 @@ def _run_at_exit() -> None:
     deadline = time.monotonic() + (ANSWER_TIMEOUT_S if failed else STORE_LINGER_S)
     with contextlib.suppress(KeyboardInterrupt):
         for rank in range(1, this.size):
-            while not has_exited(this.store, rank) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+            await_value(this.store, f"left/{rank}", rank, deadline - time.monotonic())
 
 
 def exit_after_sigterm() -> NoReturn:

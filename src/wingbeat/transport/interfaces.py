@@ -183,8 +183,8 @@ def is_loopback(interface: Interface) -> bool:
     return ipaddress.ip_address(interface.address).is_loopback
 
 
-def listen_interfaces(own: Host, named: Sequence[str] | None) -> list[Interface]:
-    """Return the interfaces to listen on, in the order of their networks, loopback last.
+def listening(own: Host, named: Sequence[str] | None) -> Host:
+    """Return a host with the interfaces to listen on, in order of their networks, loopback last.
 
     Hosts that share networks number them equally; in a BCube the number is the level. A
     `UsageError` if a named interface does not exist, or there is none.
@@ -194,18 +194,18 @@ def listen_interfaces(own: Host, named: Sequence[str] | None) -> list[Interface]
     chosen = [i for i in own.interfaces if named is None or i.name in named]
     if not chosen:
         raise UsageError("this host has no interface that is up and has an address: bring one up")
-    return sorted(chosen, key=lambda i: (is_loopback(i), subnet_order(i.subnet)))
+    chosen.sort(key=lambda i: (is_loopback(i), subnet_order(i.subnet)))
+    return Host(own.identity, tuple(chosen))
 
 
-def interface_pairs(
-    own: Host, mine: Sequence[Interface], peer: Host, theirs: Sequence[Interface]
-) -> list[tuple[int, int]]:
+def interface_pairs(own: Host, peer: Host) -> list[tuple[int, int]]:
     """Return (own, peer's) numbers of interfaces that reach each other, in the order of networks.
 
     Two processes of one host use loopback. Two hosts use every network in which both have distinct
     addresses; of several in one network, the first with the first and so on: each interface is in
     one pair at most. Without such a network they use their first interfaces, which may be routed.
     """
+    mine, theirs = own.interfaces, peer.interfaces
     if own.identity == peer.identity:
         return [_loopback_pair(mine, theirs)]
     found = []

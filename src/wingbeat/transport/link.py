@@ -51,33 +51,14 @@ MAX_CHANNELS = 255
 """Maximum open channels, in addition to channel 0 of the world."""
 
 
-class ChannelLink:
-    """A link restricted to one channel.
+def channel_tag(channel: int, tag: int) -> int:
+    """Return a tag of one channel of a link.
 
     Two models in one process launch their buckets independently, in an order that may differ
-    between workers. Each model has a channel: a part of every tag, with its own threads and
-    counters. Messages of two models therefore never match.
+    between workers. Each model has a channel, with its own threads and counters, so messages of two
+    models never match.
     """
-
-    def __init__(self, link: Link, channel: int) -> None:
-        self.link, self.channel, self.name = link, channel, link.name
-        self._offset = channel << TAG_BITS
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start sending ``tensor`` to rank ``peer`` in this channel."""
-        return self.link.send(tensor, peer, self._offset + tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Start receiving from rank ``peer`` in this channel."""
-        return self.link.recv(tensor, peer, self._offset + tag)
-
-    def abort_waits(self) -> None:
-        """End all waits on the link, in all channels."""
-        self.link.abort_waits()
-
-    def close(self) -> None:
-        """Close the link for all channels: after a failure none of them can continue."""
-        self.link.close()
+    return channel << TAG_BITS | tag
 
 
 def lowest_free(taken: Iterable[int]) -> int:

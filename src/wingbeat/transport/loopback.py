@@ -148,25 +148,19 @@ class _Received:
 
 
 def worlds(
-    size: int, *, interfaces: int = 1, timeout: float = 20.0, layout: Layout | None = None
-) -> list[World]:
-    """Return ``size`` connected worlds in this process, one per thread.
-
-    ``layout``: their hosts; None: all are on one host.
-    """
-    switch = Switchboard()
-    return worlds_on(switch, size, interfaces=interfaces, timeout=timeout, layout=layout)
-
-
-def worlds_on(
-    switch: Switchboard,
     size: int,
     *,
     interfaces: int = 1,
     timeout: float = 20.0,
     layout: Layout | None = None,
+    switchboard: Switchboard | None = None,
 ) -> list[World]:
-    """As `worlds`, on a switchboard that the caller keeps, for example to fail a rank."""
+    """Return ``size`` connected worlds in this process, one per thread.
+
+    ``layout``: their hosts; None: all are on one host. ``switchboard``: one that the caller keeps,
+    for example to fail a rank.
+    """
+    switch = switchboard or Switchboard()
     names = [f"lo{i}" for i in range(interfaces)]
     return [
         World(

@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple, NewType, TypeAlias
 
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.observe.log import log
-from wingbeat.schema import Length, MalformedMessage, Range, parse_json
+from wingbeat.schema import Length, MalformedMessage, Range, WorkerId, parse_json
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info
 from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.store import AtomicStore, Store
@@ -31,7 +31,6 @@ MAX_NUMBER = 1 << 48
 """Upper bound of iterations, rounds and incarnations, exclusive."""
 
 Number: TypeAlias = Annotated[int, Range(0, MAX_NUMBER)]
-WorkerId: TypeAlias = Annotated[int, Range(0, "workers")]
 
 View = NewType("View", tuple[Number, ...])
 """One number for each worker, even while the worker is alive, in incarnation number / 2, and odd

@@ -23,7 +23,6 @@ from wingbeat.transport.failures import (
 )
 from wingbeat.transport.link import (
     MAX_CHANNELS,
-    ChannelLink,
     Link,
     group_prefix,
     lowest_free,
@@ -257,7 +256,6 @@ class World:
         self._channels.add(number)
         inner = replace(
             self,
-            links=tuple(ChannelLink(link, number) for link in self.links),
             channel=number,
             make_links=None,
             serial=self._opened,

@@ -233,7 +233,7 @@ def test_a_buffer_is_read_until_it_has_been_waited_for(kind: Kind) -> None:
 @whole
 def test_a_lost_worker_is_named(kind: Kind) -> None:
     board = loopback.Switchboard()
-    members = loopback.worlds_on(board, SIZE, timeout=0.5)
+    members = loopback.worlds(SIZE, switchboard=board, timeout=0.5)
 
     def body(world: Any) -> str:
         made, bucket = filled(world, kind)

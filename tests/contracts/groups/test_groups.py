@@ -65,7 +65,7 @@ def failing_over_tcp(name: str, what: Any) -> str:
 
 def over_loopback(name: str, what: Any = None) -> list[str]:
     board = loopback.Switchboard()
-    members = loopback.worlds_on(board, SIZE, timeout=20)
+    members = loopback.worlds(SIZE, switchboard=board, timeout=20)
 
     def body(world: World) -> str:
         act = what if what is not None else lambda: board.fail(world.rank)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers import late, tcp
-from wingbeat.transport.link import TAG_BITS, ChannelLink, Link, Pending
+from wingbeat.transport.link import MAX_CHANNELS, TAG_BITS, Link, Pending, channel_tag
 from wingbeat.transport.loopback import LoopbackLink, Switchboard
 from wingbeat.transport.tcp import GroupLink
 from wingbeat.types import Group
@@ -62,11 +62,10 @@ LINKS: dict[str, Callable[[], Ends]] = {
 }
 
 
-@pytest.fixture(params=[(name, channel) for name in LINKS for channel in (None, 0, 3)], ids=str)
+@pytest.fixture(params=LINKS)
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    name, channel = request.param
-    made = LINKS[name]()
-    yield made if channel is None else [ChannelLink(end, channel) for end in made]
+    made = LINKS[request.param]()
+    yield made
     for end in made:
         end.close()
 
@@ -220,17 +219,17 @@ def test_a_closed_end_carries_nothing_and_may_be_closed_again(ends: Ends) -> Non
 
 @pytest.mark.parametrize("name", LINKS)
 def test_channels_of_a_link_are_apart_and_end_together(name: str) -> None:
-    """As all other channels of the same link would be: after a failure none can go on."""
+    """After a failure none can go on."""
     made = LINKS[name]()
-    channels = [[ChannelLink(end, channel) for end in made[:2]] for channel in (1, 2)]
-    out = [torch.zeros(5) for _ in channels]
-    coming = [ends[1].recv(into, 0, 1) for ends, into in zip(channels, out, strict=True)]
-    sent = [channels[n][0].send(torch.full((5,), n + 1.0), 1, 1) for n in (1, 0)]
+    tags = [channel_tag(channel, 1) for channel in (0, 1, 3, MAX_CHANNELS)]
+    out = [torch.zeros(5) for _ in tags]
+    coming = [made[1].recv(into, 0, tag) for into, tag in zip(out, tags, strict=True)]
+    sent = [made[0].send(torch.full((5,), float(n)), 1, tags[n]) for n in reversed(range(4))]
     finish(*coming, *sent)
-    assert [float(into[0]) for into in out] == [1.0, 2.0]
+    assert [float(into[0]) for into in out] == [0.0, 1.0, 2.0, 3.0]
     sent.clear()
-    pending = channels[0][1].recv(torch.zeros(1), 0, 1)
-    channels[1][0].close()
+    pending = made[1].recv(torch.zeros(1), 0, tags[1])
+    made[0].close()
     error_of(lambda: pending.wait(PATIENCE))
     for end in made:
         end.close()

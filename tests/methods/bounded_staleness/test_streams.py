@@ -16,10 +16,10 @@ from wingbeat.methods.bounded_staleness.streams import (
     BEGIN,
     MORE,
     WINDOW,
-    ProtocolError,
     Stream,
     _Part,
 )
+from wingbeat.schema import MalformedMessage
 
 PART = bytes(5_000)
 
@@ -69,14 +69,14 @@ def test_parts_in_any_order_and_repeated_arrive_in_order_and_once(
 def test_number_beyond_the_window_is_refused() -> None:
     into = Stream(0, 0.0, 1.0)
     assert list(into.receive(WINDOW - 1, MORE, b"last")) == []
-    with pytest.raises(ProtocolError, match=f"number {WINDOW} is beyond the window at 0"):
+    with pytest.raises(MalformedMessage, match=f"number {WINDOW} is beyond the window at 0"):
         list(into.receive(WINDOW, MORE, b"too far"))
 
 
 def test_acknowledgement_of_parts_never_sent_is_refused() -> None:
     out = Stream(0, 0.0, 1.0)
     sent(out, Path(2, 0))
-    with pytest.raises(ProtocolError, match="2 parts arrived of 1 sent"):
+    with pytest.raises(MalformedMessage, match="2 parts arrived of 1 sent"):
         out.acknowledge(2, 0.0)
     out.acknowledge(1, 0.0)
     out.acknowledge(0, 0.0)  # an older one
@@ -264,7 +264,7 @@ def test_no_more_than_allowed_is_kept() -> None:
 def test_nonsense_is_refused(ids: tuple[int, int, int, int]) -> None:
     cards = Cards(star(2, 1))
     cards.boxes[1].post(0, BEGIN, b"", ids=ids, interface=0, urgency=0)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(MalformedMessage):
         cards.run(1.0)
 
 

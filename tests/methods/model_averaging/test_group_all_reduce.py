@@ -93,7 +93,7 @@ def test_average_returns_the_lost_member_and_leaves_the_buffer_unchanged() -> No
         reducer.close()
         return lost, before / NUMEL, float(buffer[0])
 
-    found = loopback.run(loopback.worlds_on(board, 3), body)
+    found = loopback.run(loopback.worlds(3, switchboard=board), body)
     assert found == [(2, 0.0, 0.5), (2, 1.0, 0.5), None]
 
 

@@ -75,15 +75,13 @@ class FakeMailbox:
     def unconnected(self) -> dict[int, float]:
         return self.cut
 
-    def receive(self, seconds: float, *, of: list[int]) -> Received:
-        assert of == [GENERATOR]
+    def next(self, seconds: float) -> Received | None:
         if not self.messages:
             self.lost[GENERATOR] = "silent"
-            raise PeerError("the generator has been silent")
+            return None
         return self.messages.popleft()
 
-    def poll(self, *, of: list[int]) -> Received | None:
-        assert of == [GENERATOR]
+    def poll(self) -> Received | None:
         return self.arrived.popleft() if self.arrived else None
 
     def post(self, peer: int, kind: int, *, ids: tuple[int, ...], urgency: int) -> None:
@@ -157,11 +155,8 @@ def test_messages_of_the_generator_extend_a_wait(
     does(one, FunctionReducer(lambda run, alive: None))
     assert one.fallback is None
 
-    def nothing(seconds: float, *, of: list[int]) -> Received:
-        raise PeerError("no message")
-
     box = FakeMailbox()
-    box.receive = nothing  # type: ignore[method-assign]
+    box.next = lambda seconds: None  # type: ignore[method-assign]
     with pytest.raises(PeerError, match="no group came from the group generator within 5"):
         client(box).synchronize(FunctionReducer(lambda run, alive: None))
 
@@ -208,9 +203,8 @@ def test_generator_without_connections_is_lost_after_a_second() -> None:
     signs: list[float] = [0.3, 0.9, 0.0, 0.4, 1.1, 0.0]
 
     class Silent(FakeMailbox):
-        def receive(self, seconds: float, *, of: list[int]) -> Received:
+        def next(self, seconds: float) -> None:
             self.cut = {GENERATOR: sign} if (sign := signs.pop(0)) else {}
-            raise PeerError(f"no message within {seconds:g} s")
 
     one = client(Silent(), Rules.all_workers())
     runs: list[Run] = []
@@ -236,6 +230,20 @@ def test_arrival_is_departed_after_the_generator_is_lost() -> None:
 
     one.step(FunctionReducer(average))
     assert found == [Arrival.POSSIBLE, Arrival.DEPARTED]
+
+
+def test_last_message_of_a_generator_that_leaves_is_handled() -> None:
+    class Leaving(FakeMailbox):
+        def next(self, seconds: float) -> None:
+            if not self.left:
+                self.left.add(GENERATOR)
+                self.arrived.append(run_message(7, 0, (0, 1), 0))
+
+    one = client(Leaving())
+    runs: list[int] = []
+    one.step(FunctionReducer(lambda run, alive: runs.append(run.number)))
+    assert runs == [7]
+    assert one.fallback is None
 
 
 def test_fallback_with_rules_of_everyone_has_one_group() -> None:
@@ -451,11 +459,7 @@ def test_lost_member_is_left_out_after_a_fallback() -> None:
 
 def test_missing_group_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     box = FakeMailbox()
-
-    def nothing(seconds: float, *, of: list[int]) -> Received:
-        raise PeerError("no message")
-
-    box.receive = nothing  # type: ignore[method-assign]
+    box.next = lambda seconds: None  # type: ignore[method-assign]
     now = iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
     with pytest.raises(PeerError, match="rank 1: no group came from the group generator within 5"):

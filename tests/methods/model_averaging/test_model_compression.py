@@ -102,7 +102,7 @@ def test_repeated_average_sends_the_same_again() -> None:
         reducer.close()
         return torch.stack([buffer, residual - sent])
 
-    found = loopback.run(loopback.worlds_on(board, 3), body)
+    found = loopback.run(loopback.worlds(3, switchboard=board), body)
     first, second = found[0], found[1]
     assert first is not None
     assert second is not None

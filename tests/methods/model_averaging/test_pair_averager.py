@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.mailboxes import receive
 from wingbeat.errors import MismatchError, PeerError, UsageError
 from wingbeat.methods.model_averaging.local import Averager
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
@@ -367,9 +368,9 @@ def test_malformed_chunk_is_refused_with_its_sender(monkeypatch: pytest.MonkeyPa
         )
         world.read("begun", 1)
         box.post(1, Kind.REQUEST, ids=(1, 0, 0, 0))
-        assert box.receive(100.0).kind == Kind.GRANT
+        assert receive(box, 100.0).kind == Kind.GRANT
         box.post(1, Kind.CHUNK, b"abc", ids=(1, 0, 0, 0))
-        while (kind := box.receive(100.0).kind) != Kind.FAILED:
+        while (kind := receive(box, 100.0).kind) != Kind.FAILED:
             assert kind == Kind.KEEPALIVE, "it waits for this worker"
         box.abandon()
 

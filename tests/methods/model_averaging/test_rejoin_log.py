@@ -21,9 +21,9 @@ ROOM, GENERATOR = "groups1", 4
 
 
 def card() -> str:
-    host = nic.local()
-    uses = (host.interfaces[0].address,)
-    return PeerInfo(host, uses, secrets.randbits(64), "3", True, ((5,),), 1000, 2000).to_json()
+    host = nic.listening(nic.local(), ["lo"])
+    ports = ((5,),) * len(host.interfaces)
+    return PeerInfo(host, secrets.randbits(64), "3", True, ports, 1000, 2000).to_json()
 
 
 def member(store: Switchboard, number: int) -> MembershipClient:
@@ -98,7 +98,7 @@ def test_malformed_card_is_refused_and_the_next_worker_rejoins(
     text = json.dumps(fields | {"session": "SESSION"}).replace('"SESSION"', session)
     store.set(f"messages/{ROOM}/1.1", text)
     assert poll(log) == []
-    refused = f"cannot accept rank 1 again: the rendezvous store has under 'messages/{ROOM}"
+    refused = f"cannot accept rank 1 again: malformed peer info, 'messages/{ROOM}/1.1'"
     assert caplog.text.count(refused) == 1
     assert rejoin(store, log, 2) == 1
 

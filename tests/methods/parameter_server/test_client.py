@@ -24,6 +24,7 @@ from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.detector import RECONNECT_S
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
+from wingbeat.types import Layout
 
 
 @dataclass
@@ -441,12 +442,10 @@ def test_clients_and_servers_over_real_mailboxes_complete(order: Order) -> None:
 
 
 def test_place_servers_is_round_robin_over_hosts_and_ranks() -> None:
-    assert place_servers(["a", "a", "b", "b"], 0) == (0, 2)
-    assert place_servers(["a", "a", "b", "b"], 6) == (0, 2, 1, 3, 0, 2)
-    assert place_servers(["a", "b", "a"], 3) == (0, 1, 2)
-    assert place_servers(["a", "b", "a"], 4) == (0, 1, 2, 1)
-    with pytest.raises(PeerError, match="rank 1 sent a malformed identity"):
-        place_servers(["a", None], 0)
+    assert place_servers(Layout([0, 0, 1, 1]), 0) == (0, 2)
+    assert place_servers(Layout([0, 0, 1, 1]), 6) == (0, 2, 1, 3, 0, 2)
+    assert place_servers(Layout([0, 1, 0]), 3) == (0, 1, 2)
+    assert place_servers(Layout([0, 1, 0]), 4) == (0, 1, 2, 1)
 
 
 def test_watched_store_raises_once_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

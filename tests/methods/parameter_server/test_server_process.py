@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from helpers.mailboxes import receive
 from helpers.waiting import PATIENCE, until
 from wingbeat.methods.parameter_server.protocol import Kind
 from wingbeat.methods.parameter_server.server import ServerConfig
@@ -108,7 +109,7 @@ def test_server_after_sigterm_serves_until_workers_leave(
     for box in boxes:
         box.post(2, Kind.PUSH_PULL, np.ones(4, "f4"), dtype="float32")
     for box in boxes:
-        assert bytes(box.receive(PATIENCE).payload) == np.full(4, 2.0, "f4").tobytes()
+        assert bytes(receive(box).payload) == np.full(4, 2.0, "f4").tobytes()
     for box in boxes:
         box.close()
     server.close(20.0)

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.amounts import examples
+from helpers.headers import Type
 from helpers.lossy_network import Faults
 from helpers.mail import Play
-from wingbeat._native import Endpoint
+from wingbeat._native import Endpoint, Header
 from wingbeat.errors import UsageError
-from wingbeat.transport.messages.frames import Header, Limits, Type
+from wingbeat.transport.messages.frames import Limits
 from wingbeat.transport.messages.peers import Route, Routes
 
 FAULTS = st.builds(

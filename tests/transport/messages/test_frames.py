@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wingbeat.transport.messages.frames import (
-    HEADER_BYTES,
-    REASONS,
-    Header,
-    Malformed,
-    Type,
-    unpack,
-)
+from helpers.headers import REASONS, Type
+from wingbeat._native import Header, Malformed, unpack
+from wingbeat.transport.messages.frames import HEADER_BYTES
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 

@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.mailboxes import arrive, receive
 from helpers.waiting import PATIENCE, until
 from wingbeat import _native
 from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.schema import parse_json
 from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
@@ -163,10 +165,10 @@ def test_interrupted_connection_loses_and_repeats_nothing(
             while (message := box.poll()) is not None:
                 got.append(message.kind)
         while len(got) < count:
-            message = box.receive(PATIENCE)
+            message = receive(box)
             assert message.payload == payload
             got.append(message.kind)
-        box.wait(posted, PATIENCE)
+        arrive(posted)
         return got
 
     ended = threading.Event()
@@ -189,11 +191,11 @@ def test_permanently_unreachable_peer_is_named(closing: list[Mailbox]) -> None:
     for relay in store.relays:
         relay.close()
     sent = a.post(1, 1, b"lost")
+    until(lambda: 1 in a.lost)
+    assert not sent.arrived
     with pytest.raises(
         PeerError, match=r"rank 0: rank 1 has been silent for 0.5 s; 1 messages to it"
     ):
-        a.wait([sent], PATIENCE)
-    with pytest.raises(PeerError, match="rank 1 has been silent for"):
         a.post(1, 2)
 
 
@@ -211,8 +213,8 @@ def test_accepting_process_reaches_the_peer_after_an_interruption(closing: list[
     """The one that has connected has nothing to send, and must introduce itself all the same."""
     store, a, b = cut_once(closing)
     begin = time.monotonic()
-    b.wait([b.post(0, 7)], PATIENCE)
-    assert a.receive(0).kind == 7
+    arrive([b.post(0, 7)])
+    assert receive(a, 0).kind == 7
     assert time.monotonic() - begin < PATIENCE / 4
     for relay in store.relays:
         relay.close()
@@ -247,8 +249,8 @@ def test_a_payload_is_not_copied(closing: list[Mailbox]) -> None:
     payload = np.zeros(1 << 20, np.uint8)
     sent = a.post(1, 1, payload)
     payload[:] = 7
-    message = b.receive(PATIENCE)
-    a.wait([sent], PATIENCE)
+    message = receive(b)
+    arrive([sent])
     assert (np.frombuffer(message.payload, np.uint8) == 7).all()
     assert message.payload.readonly or message.payload.obj is not None
 
@@ -259,9 +261,9 @@ def test_payload_of_the_maximum_size_arrives(closing: list[Mailbox], encrypted: 
     closing += [a, b]
     payload = bytes(range(256)) * (1 << 12)
     sent = [a.post(1, 1, payload), b.post(0, 1, payload)]
-    assert bytes(b.receive(PATIENCE).payload) == bytes(a.receive(PATIENCE).payload) == payload
-    a.wait(sent[:1], PATIENCE)
-    b.wait(sent[1:], PATIENCE)
+    assert bytes(receive(b).payload) == bytes(receive(a).payload) == payload
+    arrive(sent[:1])
+    arrive(sent[1:])
 
 
 def test_a_process_that_computes_still_answers(closing: list[Mailbox]) -> None:
@@ -273,7 +275,7 @@ def test_a_process_that_computes_still_answers(closing: list[Mailbox]) -> None:
     while not sent.done():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert b.receive(0).kind == 1
+    assert receive(b, 0).kind == 1
 
 
 def threads_of_mailboxes() -> set[str]:
@@ -300,7 +302,7 @@ def test_unused_mailbox_is_collected() -> None:
 
 
 def ports_of(box: Mailbox) -> tuple[int, ...]:
-    return box._connector.info.ports[0]
+    return box.info.ports[0]
 
 
 def refused(box: Mailbox, reason: str, count: int = 1) -> bool:
@@ -327,7 +329,7 @@ def test_connection_without_the_key_is_refused(closing: list[Mailbox]) -> None:
         until(lambda reason=reason: refused(b, reason))
     assert not b.refused
     a.post(1, 5)
-    assert b.receive(PATIENCE).kind == 5
+    assert receive(b).kind == 5
 
 
 def test_strangers_that_hold_connections_do_not_use_up_descriptors(closing: list[Mailbox]) -> None:
@@ -339,7 +341,7 @@ def test_strangers_that_hold_connections_do_not_use_up_descriptors(closing: list
             stack.enter_context(stranger)
         until(lambda: refused(b, "unfinished", 100 - 64 - 1))
         a.post(1, 5)
-        assert b.receive(PATIENCE).kind == 5
+        assert receive(b).kind == 5
     until(lambda: refused(b, "unfinished", 100))
 
 
@@ -373,7 +375,7 @@ def test_random_bytes_at_the_port_are_refused(closing: list[Mailbox]) -> None:
         with socket.create_connection(("127.0.0.1", ports_of(b)[0])) as stranger:
             stranger.sendall(chance.randbytes(chance.randrange(1, 200)))
     a.post(1, 5)
-    assert b.receive(PATIENCE).kind == 5
+    assert receive(b).kind == 5
 
 
 class Flipping(Relay):
@@ -402,8 +404,8 @@ def test_changed_bytes_of_an_encrypted_connection_end_it(
     for relay in store.relays:
         relay.flip_at = place
     payload = random.Random(1).randbytes(1000)
-    a.wait([a.post(1, 7, payload)], PATIENCE)
-    message = b.receive(PATIENCE)
+    arrive([a.post(1, 7, payload)])
+    message = receive(b)
     assert (message.kind, message.payload) == (7, payload)
     assert (a.refused + b.refused)["sealed"] >= 1
 
@@ -453,7 +455,7 @@ def test_invalid_arguments_are_refused(
 def test_malformed_peer_info_is_named(card: str) -> None:
     store = Switchboard()
     store.set("messages//1", card)
-    with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent a malformed"):
+    with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent malformed"):
         open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
 
 
@@ -469,7 +471,7 @@ def test_malformed_peer_info_is_named(card: str) -> None:
         ("ports", [[0]]),
         ("ports", [[99999]]),
         ("ports", [["80"]]),
-        ("uses", ["10.99.0.1"]),
+        ("host", ["a", []]),
         ("window", "many"),
     ],
 )
@@ -479,7 +481,7 @@ def test_peer_info_with_a_wrong_field_is_named(field: str, value: object) -> Non
         open_mailbox(store, 1, [0], interfaces=["lo"], seconds=0.05)
     card = json.loads(store.get("messages//1", 1))
     store.set("messages//1", json.dumps({**card, field: value}))
-    with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent a malformed"):
+    with pytest.raises(RendezvousError, match=r"rank 0: rank 1 sent malformed"):
         open_mailbox(store, 0, [1], interfaces=["lo"], seconds=1.0)
 
 
@@ -494,10 +496,10 @@ def test_namespace_is_opened_once(closing: list[Mailbox]) -> None:
 def test_an_interface_with_two_addresses_is_two() -> None:
     """Each has a network of its own, and both the card's name for it."""
     host = Host("a", (eth("eth0", "10.0.0.1"), eth("eth0", "10.1.0.1")))
-    card = PeerInfo(host, ("10.0.0.1", "10.1.0.1"), 1, "3", True, ((5000,), (5001,)), 1000, 9000)
-    again = PeerInfo.from_json(card.to_json())
+    card = PeerInfo(host, 1, "3", True, ((5000,), (5001,)), 1000, 9000)
+    again = parse_json(PeerInfo, card.to_json())
     assert again == card
-    assert [i.address for i in again.interfaces] == ["10.0.0.1", "10.1.0.1"]
+    assert [i.address for i in again.host.interfaces] == ["10.0.0.1", "10.1.0.1"]
 
 
 def eth(name: str, address: str) -> Interface:
@@ -513,7 +515,7 @@ def test_renewed_connection_is_no_loss(closing: list[Mailbox]) -> None:
             box.next(0.01)
     assert a.unconnected() == b.unconnected() == {}
     a.post(1, 7, b"x")
-    assert b.receive(PATIENCE).payload == b"x"
+    assert receive(b).payload == b"x"
     for relay in store.relays:
         relay.close()
 
@@ -591,7 +593,7 @@ def test_forked_child_closes_its_copies_of_the_sockets(closing: list[Mailbox]) -
         os._exit(2 if left else 0)
     assert os.waitpid(child, 0)[1] == 0
     a.post(1, 5)
-    assert b.receive(PATIENCE).kind == 5
+    assert receive(b).kind == 5
 
 
 def test_application_counts_messages_that_it_refuses(closing: list[Mailbox]) -> None:
@@ -609,10 +611,10 @@ def test_threads_may_use_a_mailbox_at_the_same_time(closing: list[Mailbox]) -> N
     count = 300
 
     def post(box: Mailbox, peer: int) -> None:
-        box.wait([box.post(peer, n, bytes(100)) for n in range(count)], PATIENCE)
+        arrive([box.post(peer, n, bytes(100)) for n in range(count)])
 
     def take(box: Mailbox) -> int:
-        return sum(box.receive(PATIENCE) is not None for _ in range(2 * count))
+        return sum(receive(box) is not None for _ in range(2 * count))
 
     with ThreadPoolExecutor(6) as pool:
         posting = [pool.submit(post, box, 1 - n) for n, box in enumerate((a, b)) for _ in range(2)]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from helpers.headers import REASONS, Type
 from wingbeat.transport import loopback
-from wingbeat.transport.messages.frames import HEADER_BYTES, REASONS, Type
+from wingbeat.transport.messages.frames import HEADER_BYTES
 from wingbeat.transport.world import World
 
 PAGE = Path(__file__).parents[3] / "docs/developers/messages.md"

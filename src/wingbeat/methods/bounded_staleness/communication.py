@@ -34,7 +34,7 @@ from wingbeat.methods.bounded_staleness.messages import (
     decode_message,
     encode_frame,
 )
-from wingbeat.methods.bounded_staleness.streams import BEGIN, MORE, ProtocolError, Streams
+from wingbeat.methods.bounded_staleness.streams import BEGIN, MORE, Streams
 from wingbeat.methods.bounded_staleness.worker import Combine, Worker
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage
@@ -578,7 +578,7 @@ class CommunicationThread:
                         machine.workers, machine.colayers, epoch=machine.epoch
                     )
                 self._receive(source, self._receivers[source].receive_part(kind, part))
-        except ProtocolError as error:
+        except MalformedMessage as error:
             raise self._malformed(packet.peer, error) from None
 
     def _receive(self, source: int, messages: Iterator[tuple[int, Message]]) -> None:

@@ -16,7 +16,7 @@ from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.streams import Streams
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.detector import ENDED, LEFT, RECONNECT_S, FailureDetector
-from wingbeat.transport.interfaces import listen_interfaces
+from wingbeat.transport.interfaces import listening
 from wingbeat.transport.membership import MembershipClient, View, members
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits
@@ -78,7 +78,7 @@ def join_workers(
         tolerate_silence=True, incarnation=incarnation,
         announce=announce if incarnation else None,
     )  # fmt: skip
-    names = [interface.name for interface in listen_interfaces(nic.local(), interfaces)]
+    names = [interface.name for interface in listening(nic.local(), interfaces).interfaces]
     view = client.log.view
     streams = Streams(
         mailbox, rank, workers, incarnations=[number // 2 for number in view], joined=neighbours,

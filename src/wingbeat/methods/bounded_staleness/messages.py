@@ -19,10 +19,11 @@ from wingbeat.schema import (
     Messages,
     Payload,
     Range,
+    WorkerId,
     from_words,
     to_words,
 )
-from wingbeat.transport.membership import MAX_NUMBER, Number, View, WholeView, WorkerId
+from wingbeat.transport.membership import MAX_NUMBER, Number, View, WholeView
 
 NumberOrNone: TypeAlias = Annotated[int, Range(-1, MAX_NUMBER)]
 Colayer: TypeAlias = Annotated[int, Range(0, "colayers")]

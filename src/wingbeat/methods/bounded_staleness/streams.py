@@ -24,6 +24,7 @@ from wingbeat.methods.bounded_staleness.paths import (
     RoutingTable,
 )
 from wingbeat.observe.log import log
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport.detector import AdaptiveTimeout, Deadlines
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
 
@@ -68,10 +69,6 @@ _WORD, _HALF = 1 << 32, 1 << 31
 """Messages contain the lowest 32 bits of a number."""
 
 
-class ProtocolError(Exception):
-    """A number that no sender of this job uses."""
-
-
 @dataclass(slots=True)
 class _Part:
     """A part that was sent, lastly over ``path``, and may not have arrived."""
@@ -107,12 +104,12 @@ class Stream:
     def receive(self, low: int, kind: int, payload: Any) -> Iterator[tuple[int, Any]]:
         """Add a part by the lowest 32 bits of its number; yield all parts now in order.
 
-        A `ProtocolError` if the number is beyond the window, which bounds the memory.
+        A `MalformedMessage` if the number is beyond the window, which bounds the memory.
         """
         ahead = (low - self.next_in) % _WORD
         if WINDOW <= ahead < _HALF:
             number = self.next_in + ahead
-            raise ProtocolError(f"number {number} is beyond the window at {self.next_in}")
+            raise MalformedMessage(f"number {number} is beyond the window at {self.next_in}")
         if ahead < WINDOW:
             self._early.setdefault(self.next_in + ahead, (kind, payload))
         while self.next_in in self._early:
@@ -120,11 +117,11 @@ class Stream:
             yield self._early.pop(self.next_in - 1)
 
     def acknowledge(self, low: int, now: float) -> None:
-        """Release all parts before a number; a `ProtocolError` if they were never sent."""
+        """Release all parts before a number; a `MalformedMessage` if they were never sent."""
         count = (low - self.next_out + len(self.out)) % _WORD
         if len(self.out) < count < _HALF:
             sent = self.next_out
-            raise ProtocolError(f"{sent - len(self.out) + count} parts arrived of {sent} sent")
+            raise MalformedMessage(f"{sent - len(self.out) + count} parts arrived of {sent} sent")
         if not 0 < count < _HALF:
             return
         if self.out[0].tries == 1:
@@ -301,12 +298,12 @@ class Streams:
     def receive(self, message: Message) -> Iterator[tuple[int, int, Any]]:
         """Process a message; yield sender, kind and payload of all parts that are now in order.
 
-        A `ProtocolError` if no worker of this job sends such a message.
+        A `MalformedMessage` if no worker of this job sends such a message.
         """
         number, acknowledged, source, target = message.ids
         kind, hops, mine, yours = _unpack_kind(message.kind)
         if max(source, target) >= self._workers or kind not in (HEARTBEAT, BEGIN, MORE):
-            raise ProtocolError(f"kind {message.kind}, ids {message.ids}")
+            raise MalformedMessage(f"kind {message.kind}, ids {message.ids}")
         if target != self._me:
             if hops < _MAX_HOPS and len(self._forward_queue) < _MAX_FORWARDED:
                 self._forward_queue.append((message, hops + 1))

@@ -493,31 +493,27 @@ class GeneratorConnection:
         Raises GeneratorLost if the generator is lost. Raises PeerError if the deadline has passed,
         or the message is malformed.
         """
-        sent_at = time.monotonic()
-        while True:
+        while not self.received:
+            lost = self.lost  # read before its last messages
+            self.poll(0.0 if lost else _CHECK_S)
             if self.received:
-                return self.received.popleft()
-            try:
-                received = self._mailbox.receive(_CHECK_S, of=[self._generator])
-            except PeerError:
-                if self.lost and self._failed:
-                    raise GeneratorLost(f"it {self._failed.text}") from None
-            else:
-                return self._parse(received)
-            now = time.monotonic()
-            if now >= deadline:
+                break
+            if lost and self._failed:
+                raise GeneratorLost(f"it {self._failed.text}")
+            if time.monotonic() >= deadline:
                 raise PeerError(
                     f"rank {self._worker}: no group came from the group generator within "
                     f"{self._timeout:g} s; check that the others still train"
                 )
-            if now - sent_at >= _KEEPALIVE_S:
-                sent_at = now
-                self.send(Keepalive())
+            self.keep_alive()
+        return self.received.popleft()
 
-    def poll(self) -> None:
-        """Append all messages that have arrived to `received`."""
-        while (message := self._mailbox.poll(of=[self._generator])) is not None:
+    def poll(self, seconds: float = 0.0) -> None:
+        """Append all messages that have arrived to `received`; wait for the first of them."""
+        message = self._mailbox.next(seconds) if seconds else self._mailbox.poll()
+        while message is not None:
             self.received.append(self._parse(message))
+            message = self._mailbox.poll()
 
     def _parse(self, message: Message) -> Any:
         try:

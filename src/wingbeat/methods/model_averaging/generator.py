@@ -30,7 +30,7 @@ from random import Random
 from typing import Annotated, NamedTuple, TypeAlias
 
 from wingbeat.methods.model_averaging.rules import Connectivity, Rules, WorkerPool, policy_of
-from wingbeat.schema import Length, MalformedMessage, Messages, Payload, Range, Word
+from wingbeat.schema import Length, MalformedMessage, Messages, Payload, Range, Word, WorkerId
 from wingbeat.types import Layout
 
 
@@ -368,7 +368,6 @@ class Member:
 ID_LIMIT = 1 << 32
 """Upper bound of a `Word`, exclusive."""
 
-WorkerId: TypeAlias = Annotated[int, Range(0, "workers")]
 WorkerOrNone: TypeAlias = Annotated[int, Range(-1, "workers")]
 
 

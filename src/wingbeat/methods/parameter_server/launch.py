@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import threading
 import time
 import weakref
@@ -24,6 +23,7 @@ from wingbeat.transport.messages import Mailbox
 from wingbeat.transport.services import BackgroundThread, ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
 from wingbeat.transport.world import World
+from wingbeat.types import Layout
 
 MEMORY_FACTOR = 8
 """A server's memory limit as a multiple of the gradients' size. Two sums of each slice are kept, in
@@ -63,8 +63,7 @@ class ServerGroup:
         optimizer: str = "",
         max_update_bytes: int = 0,
     ) -> None:
-        identity = json.dumps(interfaces.local().identity)
-        hosts = place_servers(world.exchange("server hosts", identity), servers.count)
+        hosts = place_servers(world.layout, servers.count)
         self._world = world
         self.count = len(hosts)
         self.numbers = range(world.size, world.size + self.count)
@@ -262,18 +261,12 @@ def _network_weights(world: World) -> tuple[float, ...]:
     return tuple(weight for _, weight in sorted(known))
 
 
-def place_servers(identities: list[object], count: int) -> tuple[int, ...]:
+def place_servers(layout: Layout, count: int) -> tuple[int, ...]:
     """Return for each server the rank that starts it: round-robin over hosts, then over ranks.
 
-    A ``count`` of 0 means one server per host. Raises PeerError if a host's identity is malformed.
+    A ``count`` of 0 means one server per host.
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, identity in enumerate(identities):
-        if not isinstance(identity, str):
-            raise PeerError(f"rank {rank} sent a malformed identity of its host")
-        ranks.setdefault(identity, []).append(rank)
-    hosts = list(ranks.values())
-    chosen = []
+    hosts, chosen = layout.hosts, []
     for index in range(count or len(hosts)):
         turn, host = divmod(index, len(hosts))
         chosen.append(hosts[host][turn % len(hosts[host])])

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 from wingbeat import _native
 from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport import descriptors
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.messages.frames import MAX_CLASSES, NEVER, Limits, tos_of
 from wingbeat.transport.messages.mailbox import Mailbox
 from wingbeat.transport.messages.peers import (
-    Connector,
     PeerInfo,
     Routes,
     new_secret,
     public_key,
+    read_peer_info,
     store_key,
 )
 
@@ -80,41 +81,39 @@ def open_mailbox(
             "different namespace for each mailbox, the same on all processes"
         )
     deadline = time.monotonic() + seconds
-    own = nic.local()
-    mine = nic.listen_interfaces(own, interfaces)
+    own = nic.listening(nic.local(), interfaces)
     what = f"{name(number)}: opening a mailbox in namespace {namespace!r}"
-    sockets = len(mine) * classes
+    sockets = len(own.interfaces) * classes
     descriptors.require(_CARRIER_DESCRIPTORS + sockets * (1 + len(others)), what)
-    uses, session, secret = tuple(i.address for i in mine), secrets.randbits(64), new_secret()
+    session, secret = secrets.randbits(64), new_secret()
     silence = NEVER if tolerate_silence else limits.silence
     carrier = _make_carrier(number, session, limits, silence, encrypted, what)
     try:
-        ports = _listen(carrier, uses, classes, what)
+        ports = _listen(carrier, [each.address for each in own.interfaces], classes, what)
         info = PeerInfo(
-            own, uses, session, public_key(secret), encrypted, ports, limits.message, limits.window
+            own, session, public_key(secret), encrypted, ports, limits.message, limits.window
         )
         store.set(store_key(namespace, number, incarnation), info.to_json())
         incarnations: Mapping[int, int] = dict.fromkeys(others, 0)
         if announce is not None:
             incarnations = announce(max(0.0, deadline - time.monotonic()))
         routes = Routes(number, name)
-        connector = Connector(routes, info, secret, carrier)
+        mailbox = Mailbox(routes, info, secret, carrier, limits)
         for peer, theirs in incarnations.items():
             try:
                 left = max(0.0, deadline - time.monotonic())
-                found = PeerInfo.from_json(store.get(store_key(namespace, peer, theirs), left))
+                found = read_peer_info(store, namespace, peer, theirs, left)
             except TimeoutError:
                 raise RendezvousError(
                     f"{name(number)}: {name(peer)} opened no mailbox within {seconds:g} s; check "
                     "that it is running and uses the same namespace"
                 ) from None
-            except ValueError as err:
-                raise RendezvousError(f"{name(number)}: {name(peer)} sent a {err}") from None
-            connector.connect(peer, found)
+            except MalformedMessage as error:
+                raise RendezvousError(f"{name(number)}: {name(peer)} sent {error}") from None
+            mailbox.join(peer, found)
         if not tolerate_silence:  # otherwise peers may still join over the others
             carrier.close_listeners_except({n for p in routes.peers for n in routes.interfaces(p)})
         carrier.start()
-        mailbox = Mailbox(connector, limits)
         mailbox.wait_connected(max(0.0, deadline - time.monotonic()))
     except BaseException:
         carrier.abandon()
@@ -145,11 +144,11 @@ def _make_carrier(
 
 
 def _listen(
-    carrier: _native.Carrier, uses: Sequence[str], classes: int, what: str
+    carrier: _native.Carrier, addresses: Sequence[str], classes: int, what: str
 ) -> tuple[tuple[int, ...], ...]:
     """Listen on each address in each class; return the ports."""
-    ports = [[0] * classes for _ in uses]
-    for (interface, address), urgency in itertools.product(enumerate(uses), range(classes)):
+    ports = [[0] * classes for _ in addresses]
+    for (interface, address), urgency in itertools.product(enumerate(addresses), range(classes)):
         try:
             port = carrier.listen(interface, urgency, address, tos_of(urgency, classes))
         except OSError as error:

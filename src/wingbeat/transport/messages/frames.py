@@ -7,7 +7,6 @@ Headers, flows and connections are C++ (``native/src``: ``header.h``, ``flow.h``
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -73,38 +72,6 @@ class Limits:
             )
         if not 0 < self.silence < float("inf"):
             raise UsageError(f"Limits(silence={self.silence!r}); allowed are seconds above 0")
-
-
-class Type(enum.IntEnum):
-    """Type of a frame."""
-
-    HELLO = 1
-    """Introduces the sender with its acknowledgements, and requests WELCOME."""
-    WELCOME = 2
-    """The reply to HELLO."""
-    DATA = 3
-    """An application message."""
-    ACKNOWLEDGE = 4
-    """Acknowledgements only: ``arrived`` and ``taken``."""
-    MISSING = 5
-    """As ACKNOWLEDGE, and requests retransmission of everything after ``arrived``."""
-    ASK = 6
-    """Requests an acknowledgement up to ``sequence``."""
-    LEAVE = 7
-    """The last message of the flow: the sender is shutting down gracefully."""
-
-
-Malformed = _native.Malformed
-"""A frame that no process of this job sent; ``str`` is one of `REASONS` or of a flow's reasons."""
-
-REASONS = ("size", "magic", "version", "checksum", "type", "dtype", "length")
-"""Why a header is rejected, in the order of the checks."""
-
-Header = _native.Header
-"""The fields of the layout above; ``spans`` are (start, length) pairs. `pack` returns the bytes."""
-
-unpack = _native.unpack
-"""Parse and check the header at the beginning of a buffer; raises `Malformed`."""
 
 
 class Reassembly:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.interfaces import interface_pairs
 from wingbeat.transport.messages.frames import (
     DTYPES,
     HEADER_BYTES,
@@ -18,10 +19,16 @@ from wingbeat.transport.messages.frames import (
     Message,
     Posted,
 )
+from wingbeat.transport.messages.peers import (
+    PeerInfo,
+    Route,
+    Routes,
+    check_same_options,
+    pair_key,
+)
 
 if TYPE_CHECKING:
-    from wingbeat.transport.messages.peers import Connector, PeerInfo, Route
-
+    from wingbeat import _native
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a peer to acknowledge that this process leaves."""
@@ -34,16 +41,17 @@ _DTYPES = {name: number for number, name in enumerate(DTYPES)}
 
 
 class Mailbox:
-    """One process's end of the message layer, created by `open_mailbox`.
+    """One process's end of the message layer, created by `open_mailbox`, which publishes ``info``.
 
     Any thread may use it. Frames are sent and received by the thread that waits in a method, and
     by a thread of the extension otherwise, so a process that computes does not delay its peers.
     """
 
-    def __init__(self, connector: Connector, limits: Limits) -> None:
-        self._connector, self._limits = connector, limits
-        self._carrier, self._routes = connector.carrier, connector.routes
-        self._reported: set[int] = set()
+    def __init__(
+        self, routes: Routes, info: PeerInfo, secret: int, carrier: _native.Carrier, limits: Limits
+    ) -> None:
+        self._routes, self.info, self._secret = routes, info, secret
+        self._carrier, self._limits = carrier, limits
         self._refused: Counter[str] = Counter()
         self._closed = False
         # Not at the exit of the interpreter, which may close the mailbox gracefully.
@@ -137,40 +145,6 @@ class Mailbox:
             size = HEADER_BYTES + 16 * len(ranges) + memoryview(payload).nbytes
             self._wait_for_room(route, size, seconds)
 
-    def receive(self, seconds: float | None = None, *, of: Iterable[int] | None = None) -> Message:
-        """Wait for the next message, the most urgent first, and return it.
-
-        Args:
-            seconds: timeout; None: `Limits.silence`.
-            of: peers whose messages to return; None: all.
-
-        Raises:
-            PeerError: no message arrived in time, or an expected sender is lost or has left.
-        """
-        carrier = self._carrier
-        seconds = self._limits.silence if seconds is None else seconds
-        deadline = time.monotonic() + seconds
-        if of is None and not carrier.troubled:  # the usual case
-            message = carrier.receive(seconds, carrier.changes, None, False, False)
-            if message is not None:
-                return message
-        wanted = None if of is None else {peer for peer in of if self._routes.to(peer)}
-        while True:
-            seen = carrier.changes
-            if carrier.troubled:
-                message = carrier.poll(wanted, keep=False)
-                if message is not None:
-                    return message
-                self._check_senders(wanted)
-            left = max(0.0, deadline - time.monotonic())
-            message = carrier.receive(left, seen, wanted, keep=False, interruptible=False)
-            if message is not None:
-                return message
-            self._check_open("receive")
-            if time.monotonic() >= deadline:
-                names = self._routes.names(self.peers if wanted is None else wanted)
-                raise self._error(f"no message from {names} within {seconds:g} s")
-
     def next(self, seconds: float, *, keep: bool = False) -> Message | None:
         """Wait for the next event, and return the message if it is one.
 
@@ -194,7 +168,7 @@ class Mailbox:
         found = {}
         for peer, (interface, messages, nbytes) in self._carrier.lost.items():
             several = len(self._routes.interfaces(peer)) > 1 if peer in self.peers else False
-            where = f" over {self._connector.info.describe(interface)}" if several else ""
+            where = f" over {self.info.describe(interface)}" if several else ""
             found[peer] = (
                 f"has been silent{where} for {self._limits.silence:g} s; {messages} messages to "
                 f"it ({nbytes} bytes) may not have arrived"
@@ -221,53 +195,37 @@ class Mailbox:
     def drop(self, peer: int) -> None:
         """Remove a peer whose process has exited."""
         self._check_open("drop")
-        if peer in self.peers:
-            self._connector.disconnect(peer)
+        self._routes.remove(peer)
+        self._carrier.remove_peer(peer)
 
     def join(self, peer: int, info: PeerInfo) -> None:
-        """Connect to a process that replaces one that was dropped.
+        """Connect to a process, for example to one that replaces one that was dropped.
 
         A `UsageError` if its mailbox has different options.
         """
-        self._check_open("join")
-        self._connector.connect(peer, info)
+        own, found = self.info, []
+        check_same_options(self._routes.me, own, self._routes.name(peer), info)
+        self.drop(peer)
+        self._carrier.allow(peer, info.session, pair_key(self._secret, own, info))
+        for mine, other in interface_pairs(own.host, info.host):
+            for urgency, port in enumerate(info.ports[other]):
+                found.append(Route(peer, mine, urgency))
+                address = info.host.interfaces[other].address
+                self._carrier.add_route(*found[-1], address, port, other)
+        self._routes.set(peer, found)
 
-    def poll(self, *, of: Iterable[int] | None = None, keep: bool = False) -> Message | None:
+    def poll(self, *, keep: bool = False) -> Message | None:
         """Return the next message if there is one. Does not wait.
 
         With ``keep``, the message counts against the window of its flow until `free`.
         """
         self._check_open("poll")
-        return self._carrier.poll(None if of is None else set(of), keep=keep)
+        return self._carrier.poll(None, keep=keep)
 
     def free(self, message: Message) -> None:
         """Return the bytes of a message taken with ``keep`` to the window."""
         self._check_open("free")
         self._carrier.free(message)
-
-    def wait(self, posted: Iterable[Posted], seconds: float | None = None) -> None:
-        """Wait until these messages have arrived, so that their payloads may change.
-
-        A `PeerError` if one has not arrived in time; names its receiver.
-        """
-        waiting = [each for each in posted if not each.arrived]
-        seconds = self._limits.silence if seconds is None else seconds
-        deadline = time.monotonic() + seconds
-        while waiting:
-            seen = self._carrier.changes
-            if self._carrier.troubled:
-                for peer in {each.peer for each in waiting}:
-                    self._check_peer(peer, "wait for it to receive a message")
-            left = max(0.0, deadline - time.monotonic())
-            self._carrier.wait_arrived(left, seen, waiting)
-            waiting = [each for each in waiting if not each.arrived]
-            if waiting and time.monotonic() >= deadline:
-                names = self._routes.names({each.peer for each in waiting})
-                raise self._error(
-                    f"{len(waiting)} messages have not arrived at {names} within {seconds:g} s"
-                )
-            if waiting:
-                self._check_open("wait")
 
     def wait_connected(self, seconds: float) -> None:
         """Wait until a frame of every peer has arrived on every interface and in every class.
@@ -279,7 +237,7 @@ class Mailbox:
         if unheard is None:
             return
         peer, interface = unheard
-        where = self._connector.info.describe(interface)
+        where = self.info.describe(interface)
         raise self._error(
             f"{self._routes.name(peer)} did not answer over {where} within {seconds:g} s: check "
             "that it runs and that no firewall blocks the connection, or name the interfaces that "
@@ -370,20 +328,6 @@ class Mailbox:
             raise self._error(f"{self._routes.name(peer)} {self.lost[peer]}")
         if peer in self.left:
             raise self._error(f"{self._routes.name(peer)} has left, so this process cannot {what}")
-
-    def _check_senders(self, wanted: set[int] | None) -> None:
-        """Raise a `PeerError` if no message can arrive, and once for each lost peer."""
-        if wanted is not None:
-            for peer in wanted:
-                self._check_peer(peer, "wait for a message of it")
-            return
-        lost, peers = self.lost, self._routes.peers
-        self._reported &= lost.keys()  # the others are reachable again
-        for peer in lost.keys() - self._reported:
-            self._reported.add(peer)
-            self._check_peer(peer, "wait for messages")
-        if self.left.union(lost).issuperset(peers):
-            raise self._error(f"all peers have left: {self._routes.names(peers)}")
 
 
 _mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()

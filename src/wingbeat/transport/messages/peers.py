@@ -10,14 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from wingbeat import _native
 from wingbeat.errors import UsageError
 from wingbeat.schema import Length, MalformedMessage, Range, parse_json, to_json
-from wingbeat.transport.interfaces import (
-    Host,
-    Interface,
-    interface_pairs,
-)
+from wingbeat.transport.interfaces import Host
 from wingbeat.transport.messages.frames import MAX_CLASSES
 
 if TYPE_CHECKING:
@@ -61,8 +56,8 @@ def pair_key(secret: int, own: PeerInfo, theirs: PeerInfo) -> bytes:
 class PeerInfo:
     """Information that a process publishes in the store: where it listens, and its options.
 
-    ``uses`` are the addresses on which it listens, in the order of the interfaces' numbers;
-    ``ports`` are the TCP ports by interface and class. ``session`` is the random number in each of
+    ``host`` has the interfaces on which it listens, in the order of their numbers; ``ports`` are
+    the TCP ports by interface and class. ``session`` is the random number in each of
     its headers. ``key`` is its `public_key`. ``message`` and ``window`` are the limits of a payload
     and of a flow, in bytes.
 
@@ -70,7 +65,6 @@ class PeerInfo:
     """
 
     host: Host
-    uses: Annotated[tuple[str, ...], Length(least=1)]
     session: Annotated[int, Range(0, 1 << 64)]
     key: str
     encrypted: bool
@@ -78,35 +72,18 @@ class PeerInfo:
     message: Annotated[int, Range(1, 1 << 31)]
     window: Annotated[int, Range(1, 1 << 63)]
 
-    @property
-    def interfaces(self) -> list[Interface]:
-        """The interfaces on which it listens."""
-        by_address = {i.address: i for i in self.host.interfaces}
-        return [by_address[address] for address in self.uses]
-
     def describe(self, interface: int) -> str:
         """Return the name of one of these interfaces, for messages."""
-        found = self.interfaces[interface]
+        found = self.host.interfaces[interface]
         return f"interface {found.name} ({found.address})"
 
     def to_json(self) -> str:
         """Return it as text for the store."""
         return json.dumps(to_json(self))
 
-    @staticmethod
-    def from_json(text: str) -> PeerInfo:
-        """Parse a peer's `to_json`; a `MalformedMessage` if it is malformed."""
-        try:
-            return parse_json(PeerInfo, text)
-        except MalformedMessage as error:
-            raise MalformedMessage(f"malformed peer info: {error}") from None
-
     def __post_init__(self) -> None:
-        addresses = {i.address for i in self.host.interfaces}
-        if not addresses.issuperset(self.uses) or len(set(self.uses)) < len(self.uses):
-            raise UsageError(f"uses is {self.uses!r:.60}; allowed: addresses of the host, once")
-        if len(self.ports) != len(self.uses) or len(set(map(len, self.ports))) != 1:
-            raise UsageError(f"ports is {self.ports!r:.60}; allowed: as many for each address")
+        if len(self.ports) != len(self.host.interfaces) or len(set(map(len, self.ports))) != 1:
+            raise UsageError(f"ports is {self.ports!r:.60}; allowed: as many for each interface")
         try:
             key = int(self.key[:_KEY_DIGITS], 16)
         except ValueError:
@@ -192,34 +169,6 @@ class Routes:
         return ", ".join(self.name(peer) for peer in sorted(peers))
 
 
-class Connector:
-    """Opens and closes connections to peers while a mailbox is open. ``routes`` are its flows."""
-
-    def __init__(
-        self, routes: Routes, info: PeerInfo, secret: int, carrier: _native.Carrier
-    ) -> None:
-        self.routes, self.info, self.carrier, self._secret = routes, info, carrier, secret
-
-    def disconnect(self, peer: int) -> None:
-        """Close all connections to a peer."""
-        self.routes.remove(peer)
-        self.carrier.remove_peer(peer)
-
-    def connect(self, peer: int, theirs: PeerInfo) -> None:
-        """Create the flows to a process, for each interface pair and class."""
-        own, found = self.info, []
-        check_same_options(self.routes.me, own, self.routes.name(peer), theirs)
-        self.disconnect(peer)
-        self.carrier.allow(peer, theirs.session, pair_key(self._secret, own, theirs))
-        for mine, other in interface_pairs(
-            own.host, own.interfaces, theirs.host, theirs.interfaces
-        ):
-            for urgency, port in enumerate(theirs.ports[other]):
-                found.append(Route(peer, mine, urgency))
-                self.carrier.add_route(*found[-1], theirs.uses[other], port, other)
-        self.routes.set(peer, found)
-
-
 def store_key(namespace: str, number: int, incarnation: int) -> str:
     """Return the store key of a process's `PeerInfo`."""
     return f"messages/{namespace}/{number}" + (f".{incarnation}" if incarnation else "")
@@ -228,13 +177,17 @@ def store_key(namespace: str, number: int, incarnation: int) -> str:
 def read_peer_info(
     store: Store, namespace: str, number: int, incarnation: int, seconds: float
 ) -> PeerInfo:
-    """Return the `PeerInfo` of a restarted process; a `ValueError` with its key if malformed."""
+    """Return the `PeerInfo` of a process; a `MalformedMessage` with its key if malformed.
+
+    A `TimeoutError` if the process has published none after ``seconds``.
+    """
     where = store_key(namespace, number, incarnation)
     text = store.get(where, seconds)
     try:
-        return PeerInfo.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"the rendezvous store has under {where!r} a {error}") from None
+        return parse_json(PeerInfo, text)
+    except MalformedMessage as error:
+        what = f"malformed peer info, {where!r} in the rendezvous store: {error}"
+        raise MalformedMessage(what) from None
 
 
 def check_same_options(me: str, own: PeerInfo, them: str, theirs: PeerInfo) -> None:
