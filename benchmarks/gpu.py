@@ -91,7 +91,7 @@ def worker(rank: int, port: int) -> None:
     place = {"RANK": rank, "WORLD_SIZE": WORKERS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     dist.init_process_group("gloo")
-    world = wingbeat.init(across="tcp")
+    world = wingbeat.init(cuda="tcp")
     collectives = Collectives(world)
     buffers = [torch.randn(NUMEL // 8, device="cuda") for _ in range(8)]
 

@@ -116,7 +116,6 @@ class World:
             a column of a mesh have other numbers, those of their replicas.
         encrypted: whether its connections are encrypted; None: those between hosts.
         dscp: class of what this worker sends over them.
-        carrier: what was asked to carry tensors on CUDA devices; None: the default.
         inside: the ranks that hold this worker's model together; None if it holds all of it.
         returned: whether this worker was restarted alone while the others continue. It has no
             links; only strategies with dynamic membership accept it.
@@ -147,7 +146,6 @@ class World:
     inside: Replica | None = None
     encrypted: bool | None = None
     dscp: int = 0
-    carrier: str | None = None
     _prefix: str = ""
     _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
     _exchanges: int = field(init=False, default=0)

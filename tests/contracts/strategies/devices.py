@@ -74,7 +74,7 @@ def scenario_on_gpu(name: str, strategy: str, mb: float) -> None:
     try:
         world.current()
     except UsageError:
-        wingbeat.init(timeout=INIT_TIMEOUT, across="tcp")
+        wingbeat.init(timeout=INIT_TIMEOUT, cuda="tcp")
     run_on(torch.device("cuda", rank % torch.cuda.device_count()), name, strategy, mb)
 
 
