@@ -21,7 +21,8 @@ ALLOWED = {("wingbeat", "transport"), ("wingbeat", "integrations"), ("wingbeat_l
 def touches_distributed(source: str) -> bool:
     """Whether source imports torch.distributed, or reaches it as an attribute of torch.
 
-    What only a type checker imports does not count.
+    What only a type checker imports does not count, nor the class `DTensor`, which the engine
+    handles by its local tensors.
     """
     tree = ast.parse(source)
     for node in _at_run_time(tree):
@@ -33,7 +34,8 @@ def touches_distributed(source: str) -> bool:
             names = [f"{node.value.id}.{node.attr}"]
         else:
             continue
-        if any(f"{name}.".startswith("torch.distributed.") for name in names):
+        others = [name for name in names if name != "torch.distributed.tensor.DTensor"]
+        if any(f"{name}.".startswith("torch.distributed.") for name in others):
             return True
     return False
 
@@ -53,6 +55,8 @@ def _at_run_time(node: ast.AST) -> list[ast.AST]:
         ("from torch import nn, distributed", True),
         ("from torch.distributed import Store", True),
         ("import torch.distributed.nn", True),
+        ("from torch.distributed.tensor import distribute_tensor", True),
+        ("from torch.distributed.tensor import DTensor", False),
         ("import torch\nif torch.distributed.is_initialized(): pass", True),
         ("def f():\n    import torch.distributed", True),
         ("if TYPE_CHECKING:\n    import torch.distributed", False),

@@ -143,6 +143,37 @@ def test_invalid_class_is_refused(dscp: Any) -> None:
         wingbeat.init(dscp=dscp)
 
 
+@pytest.mark.parametrize("cuda", ["gloo", None, True])
+def test_invalid_carrier_of_cuda_tensors_is_refused(cuda: Any) -> None:
+    with pytest.raises(UsageError, match=r"cuda=.*: allowed are 'nccl' and 'tcp'"):
+        wingbeat.init(cuda=cuda)
+
+
+DIFFERS = """
+import os, wingbeat, wingbeat.errors
+try:
+    wingbeat.init(timeout=60, cuda="tcp" if os.environ["RANK"] == "1" else "nccl")
+except wingbeat.errors.UsageError as error:
+    print(error)
+"""
+
+
+def test_workers_that_differ_in_the_carrier_of_cuda_tensors_are_refused() -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = [
+        subprocess.Popen(
+            [sys.executable, "-c", DIFFERS],
+            env={**os.environ, **env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=90)[0] for process in job]
+    assert "cuda='nccl' on rank 0 and 'tcp' on rank 1: pass the same" in said[0]
+    assert "cuda='tcp' on rank 1 and 'nccl' on rank 0: pass the same" in said[1]
+
+
 def test_a_second_init_is_refused_and_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     [world] = loopback.worlds(1)
     monkeypatch.setattr(world_module, "_current", world)

@@ -366,7 +366,7 @@ class Round:
         for matrix, basis, q, right in each:
             residual, whole = matrix.of(factors.residual), matrix.of(self._whole)
             finite = right & q.isfinite().all()
-            if residual.is_cuda:
+            if residual.device.type != "cpu":
                 lost = torch.addmm(whole, basis, q.T, alpha=-1.0)
                 torch.where(finite, lost, residual, out=residual)
             elif bool(finite):

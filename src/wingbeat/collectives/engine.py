@@ -11,7 +11,7 @@ import torch
 
 from wingbeat import topologies
 from wingbeat.codecs.lowrank import Factors
-from wingbeat.collectives import nccl
+from wingbeat.collectives import nccl, staging
 from wingbeat.collectives.encoded import FactoredSum, Gathered, GatheredSum
 from wingbeat.collectives.executor import decode_queue, factor_threads
 from wingbeat.collectives.handle import Call, Handle, Job, NativeJob, NcclJob, wait_for_all
@@ -63,7 +63,8 @@ class Collectives:
     Every collective works in place on a flat, contiguous tensor. Rank ``r`` owns ``owned(numel)``,
     the r-th of ``size`` nearly equal blocks, unless ``blocks`` has one span per rank: contiguous,
     in order, possibly empty. With several links, each block is divided in proportion to the links'
-    measured speeds. The length of tensors on a GPU must be a multiple of ``size``.
+    measured speeds. Tensors of an accelerator travel in NCCL, where their length must be a multiple
+    of ``size``, or through pinned memory of the host (`wingbeat.collectives.staging`).
 
     If ``wire`` is a dtype (bfloat16 or float16), elements are sent in that dtype. Each chunk is
     rounded when it is sent, and sums are computed in the buffer's dtype (NCCL uses the narrower
@@ -271,6 +272,8 @@ class Collectives:
         packing = None if wire is None else self._packing(buffer, wire, blocks)
         if buffer.device.type in world.nccl_devices:
             return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
+        if buffer.device.type != "cpu" and world.size > 1:
+            return self._stage(what, buffer, bucket, after, wire, topology, label, blocks)
         encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
@@ -300,14 +303,42 @@ class Collectives:
         jobs: list[Job | NativeJob] = []
         try:
             for link, program in enumerate(programs):
-                previous = None if after is None else after.jobs[link]
-                previous = None if isinstance(previous, NcclJob) else previous
-                jobs.append(self._executors[link].submit(program, call, previous))
+                jobs.append(self._executors[link].submit(program, call, _job_of(after, link)))
         except PeerError:  # no job may use the buffer after this returns
             with contextlib.suppress(PeerError):
                 wait_for_all(job.wait for job in jobs)
             raise
         return Handle(jobs)
+
+    def _stage(
+        self,
+        what: str,
+        buffer: torch.Tensor,
+        bucket: int,
+        after: Handle | None,
+        wire: WireFormat | None,
+        topology: Topology | None,
+        label: str,
+        blocks: Blocks,
+    ) -> Handle:
+        """Queue a collective on the host's copy of a buffer of an accelerator."""
+        staged = staging.staging_of(self.world)
+        used = topology or self._topology
+        on_host = Collectives(staged.channel, used)
+        first = None if after is None or not after.jobs else after.jobs[0]
+
+        def submit(job: staging.StagedJob, previous: Handle | None) -> Handle:
+            packed = job.wire_on_host()
+            return on_host._submit(
+                what, job.host, bucket, previous, packed, topology, label, blocks
+            )
+
+        call = staging.StagedCall(what, buffer, bucket, wire, blocks)
+        previous = first if isinstance(first, staging.StagedJob) else None
+        if previous is not None and previous.call.buffer.data_ptr() != buffer.data_ptr():
+            previous.wait()
+            previous = None
+        return Handle([staged.start(call, previous, submit)])
 
     def _start_nccl(
         self,
@@ -335,6 +366,12 @@ class Collectives:
             return None if self.world.size == 1 else Encoded(encoded.coding, encoded.residual, own)
         dtype = narrower_dtype(dtype_of(wire), buffer)  # `all_reduce_factors` sums factors
         return None if dtype is None or self.world.size == 1 else Cast(dtype, own)
+
+
+def _job_of(handle: Handle | None, link: int) -> Job | NativeJob | None:
+    """Return the job that another job on this link can follow."""
+    job = None if handle is None else handle.jobs[link]
+    return job if isinstance(job, Job | NativeJob) else None
 
 
 def _chunk_bytes(encoded: bool, speeds: Sequence[float]) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from wingbeat.transport.text import first_line
 if TYPE_CHECKING:
     from wingbeat.collectives.native import NativeExecutor
     from wingbeat.collectives.program import Program, Transfer
+    from wingbeat.collectives.staging import StagedJob
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
 
@@ -342,7 +343,7 @@ class Handle:
 
     __slots__ = ("jobs",)
 
-    def __init__(self, jobs: Sequence[Job | NativeJob | NcclJob]) -> None:
+    def __init__(self, jobs: Sequence[Job | NativeJob | NcclJob | StagedJob]) -> None:
         self.jobs = jobs
 
     def done(self) -> bool:

@@ -40,7 +40,7 @@ class BackwardProfiler:
 
     def __init__(self, count: int, device: torch.device, *, asynchronous: bool) -> None:
         self._count, self._device = count, device
-        self._cuda = device.type == "cuda"
+        self._on_device = device.type != "cpu"
         self._asynchronous = asynchronous
         self.enabled = True
         self._spare: list[Any] = []
@@ -102,19 +102,19 @@ class BackwardProfiler:
 
     def abandon(self) -> None:
         """Discard a backward that was interrupted."""
-        self._spare.extend(self._marks if self._cuda else ())
+        self._spare.extend(self._marks if self._on_device else ())
         self._order, self._marks = [], []
         self._began, self._open = 0.0, False
 
     def totals(self) -> list[float]:
         """Return the seconds from first to last gradient by iteration; wait for the device."""
         for order, marks in self._finished:
-            if self._cuda:
+            if self._on_device:
                 marks[-1].synchronize()
             gaps = zip(marks[1:-1:2], marks[2::2], strict=True)
             increments = (0.0, *(self._between(left, entered) for left, entered in gaps))
             self._iterations.append((tuple(order), increments))
-            self._spare.extend(marks if self._cuda else ())
+            self._spare.extend(marks if self._on_device else ())
         self._finished.clear()
         return [math.fsum(increments) for _, increments in self._iterations]
 
@@ -161,14 +161,14 @@ class BackwardProfiler:
         return [each for each, total in pairs if total <= longest]
 
     def _mark(self) -> Any:
-        if not self._cuda:
+        if not self._on_device:
             return time.perf_counter()
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = self._spare.pop() if self._spare else torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def _between(self, left: Any, entered: Any) -> float:
-        seconds = left.elapsed_time(entered) / 1e3 if self._cuda else entered - left
+        seconds = left.elapsed_time(entered) / 1e3 if self._on_device else entered - left
         return max(0.0, float(seconds))
 
 

@@ -68,15 +68,15 @@ class IterationTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._marks: deque[Any] = deque()
-        self._cuda = device.type == "cuda"
+        self._device, self._on_device = device, device.type != "cpu"
         self._seconds = 0.0
 
     def lap(self) -> float:
         """Begin the next lap; return the seconds of the latest known one, 0.0 if there is none."""
         self._marks.append(self._mark())
-        while len(self._marks) > 1 and (not self._cuda or self._marks[1].query()):
+        while len(self._marks) > 1 and (not self._on_device or self._marks[1].query()):
             begin, end = self._marks.popleft(), self._marks[0]
-            self._seconds = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+            self._seconds = begin.elapsed_time(end) / 1e3 if self._on_device else end - begin
         return self._seconds
 
     def restart(self) -> None:
@@ -86,10 +86,10 @@ class IterationTimer:
         self._seconds = 0.0
 
     def _mark(self) -> Any:
-        if not self._cuda:
+        if not self._on_device:
             return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
 

@@ -130,8 +130,8 @@ def measure_exchange(
     barrier, tiny = Collectives(collectives.world, "doubling"), torch.zeros(collectives.world.size)
 
     def synchronize() -> None:
-        if device is not None and device.type == "cuda":  # not for wingbeat's own streams
-            torch.cuda.current_stream(device).synchronize()
+        if device is not None and device.type != "cpu":  # not for wingbeat's own streams
+            torch.accelerator.current_stream(device).synchronize()
 
     def repeat(operation: Operation) -> tuple[float, float, float]:
         """Return seconds of the starting call, of the whole, and of CPU time between the two."""

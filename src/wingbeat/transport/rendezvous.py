@@ -189,6 +189,7 @@ def init(
     timeout: float = DEFAULT_TIMEOUT,
     interfaces: Sequence[str] | None = None,
     encrypted: bool | None = None,
+    cuda: str = "nccl",
     dscp: int = 0,
 ) -> World:
     """Connect to the other workers of the job.
@@ -210,6 +211,9 @@ def init(
             all hosts; default: all networks that connect all hosts, or in a BCube one per level.
         encrypted: whether to encrypt the connections of collectives, the same on all workers.
             Default: ``WINGBEAT_ENCRYPTED`` (``1`` or ``0``), or else between hosts.
+        cuda: what carries tensors on CUDA devices, the same on all workers: ``"nccl"``, or
+            ``"tcp"``, wingbeat's own connections, from pinned host buffers. Tensors on other
+            accelerators always travel in the second way.
         dscp: class of what this worker sends over the connections of collectives, 0 to 63, in the
             header of each packet. It has an effect where switches and hosts give this class a queue
             of its own.
@@ -219,10 +223,11 @@ def init(
 
     Raises:
         UsageError: the environment is incomplete or has an invalid value, an interface does not
-            exist, a spawned process imports the main script, or workers differ in ``encrypted``.
+            exist, a spawned process imports the main script, or workers differ in ``encrypted`` or
+            ``cuda``.
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
-    _check_arguments(timeout, encrypted, dscp)
+    _check_arguments(timeout, encrypted, cuda, dscp)
     encrypted = encryption.choose(encrypted)
     descriptors.raise_limit()
     before = world_module.set_current(None)
@@ -240,6 +245,8 @@ def init(
     own = _own_connection(store, size)
     first = TorchStore(own, None if key is None else Authenticator(key, place))
     world = World(rank, size, (), (), timeout, first, encrypted=encrypted, dscp=dscp)
+    if cuda == "tcp":
+        world.nccl_devices = frozenset()
     if size > 1:
         job = check_job(
             first, rank, size, launchers.job_name(os.environ), timeout, _store_address()
@@ -262,8 +269,10 @@ def init(
     return world
 
 
-def _check_arguments(timeout: float, encrypted: bool | None, dscp: int) -> None:
+def _check_arguments(timeout: float, encrypted: bool | None, cuda: str, dscp: int) -> None:
     """Raise a `UsageError` for an invalid argument or a process that must not join the job."""
+    if cuda not in ("nccl", "tcp"):
+        raise UsageError(f"cuda={cuda!r}: allowed are 'nccl' and 'tcp'")
     if encrypted not in (None, True, False):
         raise UsageError(f"encrypted={encrypted!r}: allowed are True, False and None")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
@@ -329,6 +338,7 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
         *(rank, size, (), (), job.timeout, store),
         encrypted=job.encrypted,
         dscp=job.dscp,
+        nccl_devices=job.nccl_devices,
         members=tuple(members),
     )
     if size > 1:
@@ -543,11 +553,22 @@ def _connect(
         shared_memory=tcp.shared_memory_enabled(),
     )
     # A worker that left now would break peers that are still connecting.
-    world.exchange("connected", True)
+    _check_carriers(world)
     world.speeds = measure_speeds(world)
     world.publish("speeds", world.speeds)
     world.make_nccl_group = functools.partial(nccl_group, rank, size, members=world.members)
     _open_groups(world, links)
+
+
+def _check_carriers(world: World) -> None:
+    """Raise a `UsageError` if workers differ in what carries tensors on CUDA devices."""
+    own = "nccl" if "cuda" in world.nccl_devices else "tcp"
+    for rank, other in enumerate(world.exchange("connected", own, str)):
+        if other != own:
+            raise UsageError(
+                f"cuda={own!r} on rank {world.rank} and {other[:16]!r} on rank {rank}: pass the "
+                "same to wingbeat.init() on all workers"
+            )
 
 
 def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:

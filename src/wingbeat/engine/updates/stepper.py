@@ -314,7 +314,7 @@ class Modes:
         self._autocast = [(kind, *_autocast_of(kind)) for kind in {"cpu", device.type}]
         self._functions = _get_current_function_mode_stack()
         self._dispatches = _get_current_dispatch_mode_stack()
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = _stream_of(device)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -338,17 +338,21 @@ class Modes:
                 stack.enter_context(_dispatch_modes(self._dispatches))
             yield
 
-    def _enter_stream(self, stack: contextlib.ExitStack, stream: torch.cuda.Stream) -> None:
-        if torch.cuda.is_current_stream_capturing():
+    def _enter_stream(self, stack: contextlib.ExitStack, stream: torch.Stream) -> None:
+        if stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 "an update of parameters is due while a CUDA graph is being captured: call "
                 "model.synchronize() before the capture"
             )
-        here = torch.cuda.current_stream(self._device)
+        here = torch.accelerator.current_stream(self._device)
         if here != stream:
             stream.wait_stream(here)
-            stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(stream)
             stack.callback(here.wait_stream, stream)
+
+
+def _stream_of(device: torch.device) -> torch.Stream | None:
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:

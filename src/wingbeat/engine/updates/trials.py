@@ -134,7 +134,9 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
     One thread at a time: torch acquires a generator's lock while it holds the GIL, and may release
     the GIL while it holds the generator's lock, so two threads could deadlock.
     """
-    with _RNG_LOCK, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [] if device.type == "cpu" else [device]
+    kind = "cuda" if device.type == "cpu" else device.type
+    with _RNG_LOCK, torch.random.fork_rng(devices=devices, device_type=kind):
         yield
 
 

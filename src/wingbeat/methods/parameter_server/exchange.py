@@ -97,7 +97,8 @@ class ServerExchange:
                 kind = f"{bucket.flat.dtype} on {bucket.flat.device}"
                 raise UsageError(
                     f"parameter {bucket.slots[0].name!r} is {kind}: servers sum float32, float64, "
-                    "float16 and bfloat16 on the CPU; use wingbeat.DeAR() or AllReduce()"
+                    "float16 and bfloat16 on the CPU; use wingbeat.DeAR() or AllReduce(), or with "
+                    'CUDA devices wingbeat.init(cuda="nccl")'
                 )
         self._buckets = list(buckets)
         self._codings, self._residuals, self._uncollected = {}, {}, set()

@@ -1,0 +1,119 @@
+"""The contract of strategies with parameters on an accelerator.
+
+The accelerator of the suite (`helpers.accelerator`) runs its streams late, in an order of a seed.
+The same scenarios run on a CUDA device with ``make test-gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from helpers import accelerator
+from helpers.pool import Pool
+
+from . import devices
+from .registry import ALL, CODED, LARGE, SCENARIOS, TINY
+
+DEADLINE = 170.0
+
+STRATEGIES = (*ALL, *CODED)
+
+QUICK = (
+    "no_sync_with_clipping",
+    "two_backwards_without_no_sync",
+    "route_unused_on_some_ranks_adamw",
+    "batch_norm_with_accumulation",
+    "clip_norm_2.0",
+    "resume_adamw_loaded_after_steps",
+    "right_after_step_parameters",
+    "gradients_as_the_user_reads_them",
+)
+"""Scenarios of the quick run, which take turns with the strategies."""
+
+SEEDS = 1000
+"""Orders of streams in the slow run, over all scenarios."""
+
+UNSUITABLE = {
+    "the accelerator of tests has no complex or sparse tensors, and no autocast": (
+        "complex_", "sparse_", "a_sparse_table", "autocast", "forward_under_autocast",
+    ),
+    "it draws random numbers in another order": (
+        "dropout", "transformer_with_dropout", "an_optimizer_that_draws",
+    ),
+    "it has no fused kernels of recurrent layers": ("lstm", "gru"),
+    "the scenario makes tensors, or reads parameters, on the CPU": (
+        "digits_", "batch_norm_evaluated_on", "submodule_called_directly", "two_models_alternating",
+        "two_models_and_gradients", "gradients_by_captured_parameters_numpy",
+        "parameters_read_by_attribute", "one_rank_alone_records", "the_last_rank_alone_traces",
+        "a_part_or_a_copy_is_scripted", "a_model_that_clones_itself", "right_after_step_pickle",
+    ),
+    "known fault: after an exception in a backward the next one is refused in some runs": (
+        "forward_straight_after_an_exception_in_backward",
+    ),
+    "moving the model breaks what it tests": (
+        "a_part_compiled_by_torchscript", "parameters_that_share_memory", "optimizer_adagrad",
+        "resume_sgd_loaded_before", "resume_adamw_loaded_before",
+    ),
+}  # fmt: skip
+"""Beginnings of the names of scenarios that do not run on the accelerator of tests, and why."""
+
+WITHOUT = tuple(name for names in UNSUITABLE.values() for name in names)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    if accelerator.why_not():
+        pytest.skip(accelerator.why_not())
+    made = Pool(2)
+    made.run(devices.load, deadline=DEADLINE)
+    yield made
+    made.close()
+
+
+def run(pool: Pool, name: str, strategy: str, mb: float, seeds: range) -> None:
+    case = devices.scenario_on_late_device
+    pool.run(case, name, strategy, mb, seeds, deadline=DEADLINE)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("number", "name"), list(enumerate(QUICK)), ids=QUICK)
+def test_scenario_on_a_late_device_equals_the_reference(
+    pool: Pool, number: int, name: str, strategy: str
+) -> None:
+    if (number + STRATEGIES.index(strategy)) % 2:
+        pytest.skip("the strategies take turns")
+    seeds = range(10 * number, 10 * number + 2)
+    run(pool, name, strategy, TINY if number % 3 else LARGE, seeds)
+
+
+def _all() -> list[tuple[str, str]]:
+    """Return every scenario that can run on a device, with strategies that take turns."""
+    suitable = [case for case in SCENARIOS.values() if not case.name.startswith(WITHOUT)]
+    pairs = []
+    for turn, case in enumerate(case for case in suitable if 2 in case.grid.worlds):
+        allowed = [each for each in STRATEGIES if each in case.grid.strategies]
+        pairs += [(case.name, allowed[turn % len(allowed)])] if allowed else []
+    return pairs
+
+
+EACH = -(-SEEDS // len(_all()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), _all())
+def test_scenario_with_many_orders_of_streams_equals_the_reference(
+    pool: Pool, name: str, strategy: str
+) -> None:
+    first = EACH * _all().index((name, strategy))
+    run(pool, name, strategy, TINY, range(first, first + EACH))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "strategy"), [each for each in _all() if each[0] in QUICK])
+def test_scenario_on_a_gpu_equals_the_reference(
+    fresh_pool: Callable[..., Pool], name: str, strategy: str
+) -> None:
+    made = fresh_pool(2, default_group=True)
+    made.run(devices.scenario_on_gpu, name, strategy, TINY, deadline=DEADLINE)
